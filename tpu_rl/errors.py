@@ -1,0 +1,43 @@
+"""The one family of errors that a user sees: what went wrong, where, why, and how to mend it.
+
+`launch` prints them as one short text and exits with their code; anything else that escapes is a bug of ours and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class TpuRlError(Exception):
+    """An error with a remedy. Use one of the subclasses: they carry the process's exit code."""
+
+    code = 1
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = ""):
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        lines = [what]
+        lines += [f"  {name}: {text}" for name, text in (("where", where), ("why", why), ("fix", fix)) if text]
+        super().__init__("\n".join(lines))
+
+
+class InputError(TpuRlError):
+    """The user's flags, files, data or reward function are at fault (exit code 2)."""
+
+    code = 2
+
+
+class MachineError(TpuRlError):
+    """The machine lacks something: a device, a package, disk space, a permission (exit code 3)."""
+
+    code = 3
+
+
+class DamagedDataError(TpuRlError):
+    """Something that this program wrote cannot be trusted any more (exit code 4)."""
+
+    code = 4
+
+
+class TryAgainError(TpuRlError):
+    """The run was interrupted after saving; the same command goes on (exit code 75)."""
+
+    code = 75
