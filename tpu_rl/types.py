@@ -87,6 +87,15 @@ class Roles(NamedTuple):
     reference: Role | None = None
 
 
+class Sampling(NamedTuple):
+    """What an algorithm must know of how completions are sampled."""
+
+    temperature: float = 1.0
+    """Divides the logits of policy, old policy and reference alike."""
+    max_new_tokens: int = 1
+    """The length limit of a completion."""
+
+
 # --- experience: one completion a row ----------------------------------------------------------------------------
 
 
@@ -238,7 +247,7 @@ def unchanged(params: Params, state: Any, metrics: dict[str, Array]) -> tuple[Pa
 
 
 class Algorithm(NamedTuple):
-    """A learning rule: pure functions, built by a factory `name(config, roles, ...)` in `algos/name.py`."""
+    """A learning rule: pure functions, built by a factory `name(config, roles, sampling)` in `algos/name.py`."""
 
     make_batch: Callable[[Experience, Params, Any], tuple[Any, Any]]
     """(experience, params, state) -> (Batch, state): advantages, reference log-probs, targets, weights; no gradient.

@@ -1,0 +1,53 @@
+"""Supervised fine-tuning: raise the log-probability of demonstrated completions.
+
+    loss = - sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / tokens to be learned in the optimizer step
+
+Prompts are not learned. The base of every other method here, and its simplest example of the contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flax import struct
+
+from tpu_rl import masked
+from tpu_rl.log_probs import token_log_probs
+from tpu_rl.types import Algorithm, Array, Demonstrations, Experience, Metrics, Params, Roles, Rows, Sampling, Sum
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Nothing to choose: completion-only loss, every token counts the same."""
+
+
+@struct.dataclass
+class Batch:
+    rows: Rows
+    weights: dict[str, Array]
+    """"policy": [.., R, S]."""
+
+
+def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
+    """Learns from Demonstrations."""
+    del config
+
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
+        del params
+        demonstrations, layout = experience
+        assert isinstance(demonstrations, Demonstrations)
+        weights = masked.token_mean(demonstrations.action_mask, layout.minibatch, layout.minibatches)
+        return Batch(layout.rows(demonstrations.tokens), {"policy": layout.pack(weights)}), state
+
+    def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
+        log_probs, entropy = token_log_probs(roles.policy, params, batch.rows, sampling.temperature)
+        weights = batch.weights["policy"]
+        value = -(weights * log_probs).sum()
+        metrics: Metrics = {
+            "sft/loss": Sum(value, weights.sum()),
+            "policy/entropy": Sum((weights * entropy).sum(), weights.sum()),
+        }
+        return value, metrics
+
+    return Algorithm(make_batch, loss)

@@ -1,0 +1,41 @@
+"""Per-token objectives of policy-gradient methods: log-probabilities in, a loss for every token out.
+
+No reduction happens here: the algorithm multiplies by its weights and adds up.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from tpu_rl.log_probs import k3
+from tpu_rl.types import Array
+
+
+def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
+    """policy / old policy of each token."""
+    return jnp.exp(log_probs - old_log_probs)
+
+
+def clipped_surrogate(ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> Array:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, eq. 7), bounds as in DAPO."""
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+
+def dual_clip(losses: Array, advantages: Array, bound: float) -> Array:
+    """Losses of bad actions capped at bound x |A|, so that one with a huge ratio cannot dominate (arXiv 1912.09729)."""
+    return jnp.where(advantages < 0, jnp.minimum(losses, -bound * advantages), losses)
+
+
+def clip_shares(ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> tuple[Array, Array]:
+    """Which tokens have no gradient because their ratio fell below, or rose above, the clip range. Two bool arrays."""
+    return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
+
+
+def kl_loss(log_probs: Array, old_log_probs: Array, reference_log_probs: Array) -> Array:
+    """A term whose value estimates KL(policy || reference) and whose expected gradient is exactly that KL's.
+
+    ratio x k3, differentiated through both: E_old[ratio k3] = E_policy[k3] = KL for every policy, so the gradients
+    agree too, on and off policy. k3 alone misses the change of the distribution that tokens come from.
+    """
+    return importance_ratio(log_probs, old_log_probs) * k3(log_probs, reference_log_probs)
