@@ -1,0 +1,274 @@
+"""What an experiment is: one frozen value, made by a preset, changed by flags, saved as config.yaml.
+
+Each part is a small dataclass beside its consumer or, if only `launch` reads it, here. No accelerator is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+import sys
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+import yaml
+
+from launch import presets
+from tpu_rl.algos import AlgorithmConfig
+from tpu_rl.environments import Arithmetic
+from tpu_rl.errors import InputError
+from tpu_rl.optimizers import OptimizerConfig
+
+DEFAULT_PRESET = "arithmetic_grpo"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = None
+    """Hugging Face directory with safetensors, or a hub id (looked up in the local cache first)."""
+    random_init: bool = False
+    """Take only config.json and the tokenizer from `path`; weights are random. For training from scratch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and the optimizer's moments."""
+
+
+@dataclass(frozen=True)
+class ArithmeticData:
+    """Integer expressions made as needed; training and evaluation never share one (see `environments`)."""
+
+    train: Arithmetic = Arithmetic()
+    evaluation: Arithmetic = Arithmetic()
+    written_share: float = 0.33
+    """Demonstrations only: how many answers write the calculation out; the rest are bare answers."""
+
+
+@dataclass(frozen=True)
+class FileData:
+    """JSONL or Parquet rows."""
+
+    path: str | None = None
+    """Training rows: `prompt` (text or messages), `messages`, or `prompt` and `completion`, and any other columns."""
+    evaluation_path: str | None = None
+    """Held-out rows; without it the last rows of `path` are held out and never trained on."""
+    format: Literal["plain", "gsm8k"] = "plain"
+    """gsm8k: columns `question` and `answer`, as published."""
+    instruction: str = ""
+    """Appended to every prompt (to the last user message, if prompts are messages)."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    prompts: int = 32
+    """Prompts (or demonstrations) a step of the run."""
+    completions: int = 8
+    """Completions of each prompt: the group. 1 for demonstrations."""
+    minibatches: int = 1
+    """Optimizer steps that a batch is cut into."""
+    epochs: int = 1
+    """Passes over the batch."""
+    row_length: int = 512
+    """Tokens of a packed row."""
+    micro_batch_rows: int = 8
+    """Packed rows in memory at once, over all devices."""
+    refill_rounds: int = 0
+    """Dynamic sampling: at most so many further batches are sampled to replace groups whose rewards are all equal."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_rows: int = 256
+    """Completions decoded at once; more go in waves."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    rows: int = 500
+    """Held-out problems; 0 evaluates never."""
+    every: int = 10
+    """Steps between evaluations, besides the ones before and after."""
+    greedy: bool = True
+    """Also evaluate the most likely completion, before and after."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    data: int = 1
+    fsdp: int = -1
+    """-1: all devices that the other axes leave."""
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    algorithm: AlgorithmConfig
+    data: ArithmeticData | FileData
+    model: ModelConfig = ModelConfig()
+    reward: tuple[str, ...] = ()
+    """Names of built-in rewards, or FILE.py:function. Several are added up."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch: BatchConfig = BatchConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    steps: int = 100
+    seed: int = 0
+    run_dir: str = ""
+    """Where everything goes; runs/PRESET if empty. The same command on the same folder goes on where it stopped."""
+    checkpoint_every: int = 20
+    wandb: bool = False
+    dry_run: bool = False
+    """Print what would run, and stop."""
+
+    def __post_init__(self):
+        batch, grouped = self.batch, "completions of one prompt are compared with each other"
+        if self.learns_from_rollouts and batch.completions < 2:
+            raise InputError(
+                "a group of 1 completion teaches nothing: its advantage is always 0",
+                where="--batch.completions",
+                why=grouped,
+                fix="use at least 2; 8 is usual",
+            )
+        if self.learns_from_rollouts and self.sampling.temperature <= 0:
+            raise InputError(
+                f"sampling temperature {self.sampling.temperature} makes all completions of a prompt equal",
+                where="--sampling.temperature",
+                why=grouped,
+                fix="use 1.0",
+            )
+        if batch.prompts % batch.minibatches:
+            valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
+            nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]
+            raise InputError(
+                f"{batch.prompts} prompts cannot be cut into {batch.minibatches} equal minibatches",
+                where="--batch.prompts, --batch.minibatches",
+                fix=f"nearest valid: {' or '.join(f'--batch.minibatches {m}' for m in sorted(nearest))}",
+            )
+        if batch.row_length < self.sampling.max_prompt_tokens + self.sampling.max_new_tokens:
+            raise InputError(
+                f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
+                where="--batch.row-length",
+                why=f"they may have {self.sampling.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
+                fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
+            )
+        for name, value in (
+            ("--steps", self.steps),
+            ("--checkpoint-every", self.checkpoint_every),
+            ("--evaluation.every", self.evaluation.every),
+            ("--batch.prompts", batch.prompts),
+            ("--batch.minibatches", batch.minibatches),
+            ("--batch.epochs", batch.epochs),
+            ("--batch.micro-batch-rows", batch.micro_batch_rows),
+            ("--sampling.max-new-tokens", self.sampling.max_new_tokens),
+        ):
+            if value < 1:
+                raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
+
+    @property
+    def learns_from_rollouts(self) -> bool:
+        """True for reinforcement learning; demonstrations are learned as they are."""
+        return bool(self.reward)
+
+
+# --- command line ------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> ExperimentConfig:
+    """[PRESET] [--flags] -> the resolved configuration. PRESET may be the config.yaml of an earlier run."""
+    chosen = argv[0] if argv and not argv[0].startswith("-") else DEFAULT_PRESET
+    flags = argv[1:] if argv and not argv[0].startswith("-") else argv
+    default = load(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
+    config = tyro.cli(
+        ExperimentConfig,
+        default=default,
+        args=flags,
+        prog=f"launch/run.py {chosen}",
+        description=f"Preset {chosen}. All presets: {', '.join(preset_names())}.",
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    run_dir = config.run_dir or str(Path("runs") / Path(chosen).stem)
+    return dataclasses.replace(config, run_dir=run_dir)
+
+
+def preset_names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
+
+
+def preset(name: str) -> ExperimentConfig:
+    """The preset of that name; InputError with the nearest one if there is none."""
+    names = preset_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+        raise InputError(f"unknown preset {name!r}", fix=f"did you mean {near[0]}? All: {', '.join(names)}")
+    return importlib.import_module(f"launch.presets.{name}").CONFIG
+
+
+# --- config.yaml -------------------------------------------------------------------------------------------------
+
+
+def to_dict(config: Any) -> Any:
+    """Nested dataclasses -> plain values; where a field admits several classes, `kind` says which it is."""
+    if not dataclasses.is_dataclass(config):
+        return list(config) if isinstance(config, tuple) else config
+    values = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return {"kind": type(config).__name__} | values
+
+
+def from_dict(kind: Any, values: Any) -> Any:
+    """The inverse of `to_dict` for a field annotated `kind`."""
+    classes = [k for k in (typing.get_args(kind) or (kind,)) if dataclasses.is_dataclass(k)]
+    if not classes or not isinstance(values, dict):
+        return tuple(values) if isinstance(values, list) else values
+    chosen = next((c for c in classes if c.__name__ == values.get("kind")), None)
+    hints = typing.get_type_hints(chosen) if chosen else {}
+    unknown = sorted(set(values) - set(hints) - {"kind"})
+    if chosen is None or unknown:
+        names = " or ".join(c.__name__ for c in classes)
+        raise InputError(
+            f"config.yaml does not describe {names}", why=f"kind {values.get('kind')!r}, unknown keys {unknown}"
+        )
+    return chosen(**{name: from_dict(hints[name], value) for name, value in values.items() if name != "kind"})
+
+
+def save(config: ExperimentConfig, path: Path) -> None:
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+
+
+def load(path: Path) -> ExperimentConfig:
+    """A configuration saved by an earlier run."""
+    if not path.is_file():
+        raise InputError(f"no such file: {path}", fix="give a preset's name or the config.yaml of a run")
+    return from_dict(ExperimentConfig, yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
+    """Lines "name: old -> new" for every value that differs, `run_dir` and `dry_run` aside."""
+
+    def flat(values: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            return {prefix: values}
+        return {k: v for name, value in values.items() for k, v in flat(value, f"{prefix}.{name}".strip(".")).items()}
+
+    before, after = flat(to_dict(old), ""), flat(to_dict(new), "")
+    names = [name for name in before | after if name not in ("run_dir", "dry_run")]
+    return [
+        f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)
+    ]
+
+
+def exit_with(error: Exception, code: int) -> typing.NoReturn:
+    """One message, one exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,194 @@
+"""Prompts + sampler + rewards -> Rollout: the border between host and device.
+
+Text is made from tokens once, for the reward; it is never encoded again, so what is trained on is what was sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_rl import advantages, rewards
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Rollout
+
+Generate = Callable[[list[list[int]], np.ndarray], Rollout]
+"""(prompts as token ids, row ids [N]) -> Rollout without rewards: the sampler with policy, key and settings bound."""
+
+NextRows = Callable[[], list[dict[str, Any]]]
+"""The next batch of data rows, each with a `prompt`."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout with its rewards and, for people, what was said. Lists have one entry a completion."""
+
+    rollout: Rollout
+    prompts: list[str]
+    completions: list[str]
+    lengths: np.ndarray
+    """[N] int: sampled tokens."""
+    rewards: np.ndarray
+    """[N] float32; NaN where nothing scored the completion."""
+    parts: dict[str, np.ndarray]
+    """The same for each reward function."""
+    errors: list[str]
+    seconds_rollout: float
+    seconds_reward: float
+
+
+def roll_out(
+    rows: list[dict[str, Any]],
+    row_ids: np.ndarray,
+    generate: Generate,
+    tokenizer: Tokenizer,
+    reward_functions: dict[str, rewards.Reward],
+    max_prompt_tokens: int,
+) -> Scored:
+    """Completions of each row's prompt, scored. Completions that nothing scores lose their action mask."""
+    began = time.perf_counter()
+    prompts = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
+    rollout = generate(prompts, row_ids)
+    sampled = time.perf_counter()
+    group = len(row_ids) // len(rows)
+    repeated = [row for row in rows for _ in range(group)]
+    completions = [
+        tokenizer.decode(tokens[mask].tolist())
+        for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+    ]
+    columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
+    scores = rewards.score(reward_functions, [row["prompt"] for row in repeated], completions, columns)
+    return Scored(
+        rollout=place_rewards(rollout, scores.total),
+        prompts=[as_text(row["prompt"]) for row in repeated],
+        completions=completions,
+        lengths=np.asarray(rollout.action_mask).sum(-1),
+        rewards=scores.total,
+        parts=scores.parts,
+        errors=[f"{name}, row {row}: {message}" for name, row, message in scores.errors],
+        seconds_rollout=sampled - began,
+        seconds_reward=time.perf_counter() - sampled,
+    )
+
+
+def _encode(row: dict[str, Any], tokenizer: Tokenizer, limit: int) -> list[int]:
+    tokens = tokenizer.encode_prompt(row["prompt"])
+    if not 0 < len(tokens) <= limit:
+        raise InputError(
+            f"a prompt has {len(tokens)} tokens",
+            where=f"prompt {as_text(row['prompt'])[:60]!r}",
+            why=f"prompts must have 1 to {limit} tokens",
+            fix="raise --sampling.max-prompt-tokens, or shorten or drop the prompt",
+        )
+    return tokens
+
+
+def as_text(prompt: str | Sequence[dict[str, str]]) -> str:
+    """A prompt as people read it: text as it is, messages one a line."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
+    """The rollout with each score [N] on its row's last action; a row whose score is NaN is left out of learning."""
+    scored = np.isfinite(scores)
+    mask = rollout.action_mask & scored[:, None]
+    last = rollout.action_mask.shape[1] - 1 - np.asarray(rollout.action_mask)[:, ::-1].argmax(1)
+    placed = np.zeros(mask.shape, np.float32)
+    placed[np.arange(len(scores)), last] = np.where(scored, scores, 0.0)
+    return rollout.replace(action_mask=mask, rewards=placed)
+
+
+def collect(next_rows: NextRows, roll: Callable[[list[dict[str, Any]], int], Scored], refill_rounds: int = 0) -> Scored:
+    """One batch of scored completions; with `refill_rounds`, of groups that can teach something.
+
+    Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal are replaced by groups
+    of further batches, at most `refill_rounds` of them; what is still missing then is filled up with such groups, so
+    that a batch has always the same size. `roll(rows, round)` samples and scores.
+    """
+    first = roll(next_rows(), 0)
+    if not refill_rounds:
+        return first
+    rounds = [first]
+    wanted = len(np.unique(first.rollout.group_id))
+    while _informative(rounds).sum() < wanted * _group_size(first) and len(rounds) <= refill_rounds:
+        rounds.append(roll(next_rows(), len(rounds)))
+    informative = _informative(rounds)
+    order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
+    return _take(rounds, order[: wanted * _group_size(first)])
+
+
+def _group_size(scored: Scored) -> int:
+    return len(scored.rewards) // len(np.unique(scored.rollout.group_id))
+
+
+def _informative(rounds: list[Scored]) -> np.ndarray:
+    """[all rows of all rounds] bool: the row's group has different rewards."""
+    return np.concatenate([~zero_variance(scored) for scored in rounds])
+
+
+def zero_variance(scored: Scored) -> np.ndarray:
+    """[N] bool: rows of groups whose rewards are all equal."""
+    finite = np.isfinite(scored.rewards)
+    returns = np.where(finite, scored.rewards, 0.0).astype(np.float32)
+    return np.asarray(advantages.zero_variance_groups(returns, scored.rollout.group_id, finite))
+
+
+def _take(rounds: list[Scored], rows: np.ndarray) -> Scored:
+    """Some rows, whole groups, of several rounds as one; group ids are numbered anew."""
+    rollout = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds])
+    group_id = np.repeat(np.arange(len(rows) // _group_size(rounds[0]), dtype=np.int32), _group_size(rounds[0]))
+
+    def texts(of: Callable[[Scored], list[str]]) -> list[str]:
+        everything = [text for scored in rounds for text in of(scored)]
+        return [everything[row] for row in rows]
+
+    return Scored(
+        rollout=rollout.replace(group_id=group_id),
+        prompts=texts(lambda scored: scored.prompts),
+        completions=texts(lambda scored: scored.completions),
+        lengths=np.concatenate([scored.lengths for scored in rounds])[rows],
+        rewards=np.concatenate([scored.rewards for scored in rounds])[rows],
+        parts={name: np.concatenate([scored.parts[name] for scored in rounds])[rows] for name in rounds[0].parts},
+        errors=[error for scored in rounds for error in scored.errors],
+        seconds_rollout=sum(scored.seconds_rollout for scored in rounds),
+        seconds_reward=sum(scored.seconds_reward for scored in rounds),
+    )
+
+
+def metrics(scored: Scored) -> dict[str, float]:
+    """The rollout's and the rewards' part of a metrics row. Lengths are tokens."""
+    finite = scored.rewards[np.isfinite(scored.rewards)]
+    lengths = scored.lengths
+    return {
+        "reward/mean": float(finite.mean()) if finite.size else float("nan"),
+        "reward/std": float(finite.std()) if finite.size else float("nan"),
+        **{f"reward/{name}/mean": float(np.nanmean(part)) for name, part in scored.parts.items()},
+        "reward/zero_std_groups": float(zero_variance(scored).mean()),
+        "reward/errors": float(len(scored.errors)),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/truncated": float(np.mean(scored.rollout.truncated)),
+        "rollout/tokens": float(lengths.sum()),
+    }
+
+
+def records(scored: Scored, step: int) -> list[dict[str, Any]]:
+    """One samples.jsonl object a completion."""
+    return [
+        {
+            "step": step,
+            "prompt": scored.prompts[row],
+            "completion": scored.completions[row],
+            "reward": float(scored.rewards[row]),
+            "parts": {name: float(part[row]) for name, part in scored.parts.items()},
+        }
+        for row in range(len(scored.rewards))
+    ]
