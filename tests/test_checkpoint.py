@@ -1,0 +1,223 @@
+"""Checkpoints come back bit for bit, also on another mesh and after kill -9; damage and mismatch are named."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tpu_rl import checkpoint
+from tpu_rl.errors import DamagedDataError, InputError, MachineError
+from tpu_rl.types import TrainState
+
+
+def make_state() -> TrainState:
+    policy = {
+        "kernel": jax.random.normal(jax.random.key(0), (32, 6)),
+        "scale": jax.random.normal(jax.random.key(1), (5,), jnp.bfloat16),
+        "table": jnp.arange(4),
+        "mask": jnp.array([True, False]),
+    }
+    trainable = {"policy": {**policy, "table": None, "mask": None}}  # holes where a leaf is frozen
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0.0, 10)))
+    return TrainState(
+        step=jnp.int32(3),
+        params={"policy": policy},
+        opt_state=optimizer.init(trainable),
+        algorithm_state={"kl": jnp.float32(0.5), "empty": jnp.zeros((0, 2)), "none": ()},
+    )
+
+
+def save_one(directory, state, step=3, extra=None) -> None:
+    checkpoints = checkpoint.open_checkpoints(str(directory))
+    checkpoints.save(step, state, extra or {})
+    checkpoints.close()
+
+
+def restore_one(directory, abstract_state, step=3):
+    checkpoints = checkpoint.open_checkpoints(str(directory))
+    try:
+        return checkpoints.restore(step, abstract_state)
+    finally:
+        checkpoints.close()
+
+
+def run_python(source: str, directory, devices: int) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    command = [sys.executable, "-c", source, str(directory)]
+    return subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
+
+
+def test_everything_comes_back(tmp_path):
+    state, extra = make_state(), {"data": {"next_index": 7}, "seconds": 0.1 + 0.2, "note": "é"}
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path / "new"))
+    assert checkpoints.latest() is None
+    checkpoints.save(3, state, extra)
+    checkpoints.close()
+    restored, restored_extra = restore_one(tmp_path / "new", checkpoint.abstract(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for one, two in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert one.aval == two.aval
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+    assert restored_extra == extra
+    assert checkpoint.digest(restored) == checkpoint.digest(state)
+
+
+def test_keeps_the_newest_and_leaves_no_litter(tmp_path):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path), keep=2)
+    for step in (1, 2, 5, 9):
+        checkpoints.save(step, {"x": jnp.full((3,), step, jnp.int32)}, {"step": step})
+    with pytest.raises(ValueError, match="saved already"):
+        checkpoints.save(9, {"x": jnp.zeros(3, jnp.int32)}, {})
+    assert checkpoints.latest() == 9
+    checkpoints.close()
+    assert sorted(os.listdir(tmp_path)) == ["5", "9"]
+    assert restore_one(tmp_path, {"x": jax.ShapeDtypeStruct((3,), jnp.int32)}, step=5)[1] == {"step": 5}
+
+
+def test_a_donated_state_is_saved_as_it_was(tmp_path):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+    state = {"x": jnp.arange(1_000_000, dtype=jnp.float32)}
+    checkpoints.save(1, state, {})
+    jax.block_until_ready(jax.jit(lambda tree: {"x": tree["x"] * 0 - 1}, donate_argnums=0)(state))
+    restored, _ = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct((1_000_000,), jnp.float32)})
+    checkpoints.close()
+    np.testing.assert_array_equal(restored["x"], np.arange(1_000_000, dtype=np.float32))
+
+
+def test_other_arrays_are_refused_by_name(tmp_path):
+    state = make_state()
+    save_one(tmp_path, state)
+    target = checkpoint.abstract(state)
+    kernel = jax.ShapeDtypeStruct((33, 6), jnp.float32)
+    with pytest.raises(InputError, match=r"params\.policy\.kernel is float32\[32, 6\] in the checkpoint, not .*33, 6"):
+        restore_one(tmp_path, target.replace(params={"policy": {**target.params["policy"], "kernel": kernel}}))
+    with pytest.raises(InputError, match=r"algorithm_state\.kl is only in the checkpoint"):
+        restore_one(tmp_path, target.replace(algorithm_state=()))
+    with pytest.raises(InputError, match=r"opt_state\.2 is missing in the checkpoint"):
+        restore_one(tmp_path, target.replace(opt_state=(*target.opt_state, target.step)))
+    with pytest.raises(InputError, match=r"no checkpoint of step 4.*\n.*\n.*Choose one of \[3\]"):
+        restore_one(tmp_path, target, step=4)
+
+
+def test_weak_types_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="kl.*dtype"):
+        save_one(tmp_path, {"kl": jnp.asarray(0.5)})
+
+
+def largest_file(directory):
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    """Orbax alone restores such data without a word."""
+    state = {"x": jax.random.bits(jax.random.key(0), (100_000,))}  # random bits: nothing to compress, nothing to parse
+    save_one(tmp_path, state)
+    path = largest_file(tmp_path / "3" / "arrays")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(DamagedDataError, match="Checkpoint 3 is damaged: array x "):
+        restore_one(tmp_path, checkpoint.abstract(state))
+
+
+def test_a_truncated_file_is_named_with_a_remedy(tmp_path):
+    state = {"x": jax.random.bits(jax.random.key(0), (10_000,))}
+    save_one(tmp_path, state)
+    path = largest_file(tmp_path / "3" / "arrays")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DamagedDataError, match=r"(?s)Checkpoint 3 is damaged: it cannot be read.*fix: Delete .*/3"):
+        restore_one(tmp_path, checkpoint.abstract(state))
+
+
+def test_a_changed_record_is_found(tmp_path):
+    save_one(tmp_path, {"x": jnp.zeros(3)}, extra={"next_index": 417})
+    path = tmp_path / "3" / "record" / "metadata"
+    text = path.read_text()
+    path.write_text(text.replace("417", "517"))
+    assert path.read_text() != text
+    with pytest.raises(DamagedDataError, match="record"):
+        restore_one(tmp_path, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+@pytest.mark.parametrize("error", [ValueError("RESOURCE_EXHAUSTED: writing"), OSError(28, "No space left on device")])
+def test_a_full_disk_is_said_at_the_latest_when_waiting(tmp_path, monkeypatch, error):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+
+    def fail():
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "wait_until_finished", fail)
+        with pytest.raises(MachineError, match="disk is full"):
+            checkpoints.wait()
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_])
+def test_digest_sees_every_change(dtype):
+    values = np.array([[0, 1, 1], [1, 0, 0]])
+    variants = [values, values[::-1], values.reshape(3, 2), values.T, values ^ np.eye(2, 3, dtype=int)]
+    assert len({checkpoint.digest({"x": jnp.asarray(variant, dtype)}) for variant in variants}) == len(variants)
+    assert checkpoint.digest({"x": jnp.asarray(values, dtype)}) != checkpoint.digest({"y": jnp.asarray(values, dtype)})
+
+
+def test_digest_tells_zeros_and_nans_apart():
+    kinds = [0.0, -0.0, np.nan, np.inf]
+    assert len({checkpoint.digest({"x": jnp.full((2,), value, jnp.float32)}) for value in kinds}) == 4
+
+
+SAVE_SHARDED = """
+import sys, jax
+from jax.sharding import NamedSharding, PartitionSpec
+from tpu_rl import checkpoint
+from tests.test_checkpoint import make_state, save_one
+state, mesh = make_state(), jax.make_mesh((2,), ("fsdp",))
+digest = checkpoint.digest(state)
+place = lambda x: NamedSharding(mesh, PartitionSpec(*["fsdp"] * (x.ndim and x.shape[0] % 2 == 0)))
+state = jax.device_put(state, jax.tree.map(place, state))
+assert not state.params["policy"]["kernel"].is_fully_replicated
+assert checkpoint.digest(state) == digest
+save_one(sys.argv[1], state)
+"""
+
+
+def test_sharded_on_two_devices_restored_on_one(tmp_path):
+    assert run_python(SAVE_SHARDED, tmp_path, devices=2).wait(timeout=120) == 0
+    state = make_state()
+    restored, _ = restore_one(tmp_path, checkpoint.abstract(state))
+    assert checkpoint.digest(restored) == checkpoint.digest(state)
+    assert restored.params["policy"]["kernel"].sharding == state.params["policy"]["kernel"].sharding
+
+
+SAVE_FOREVER = """
+import itertools, sys, jax.numpy as jnp
+from tpu_rl import checkpoint
+checkpoints = checkpoint.open_checkpoints(sys.argv[1])
+for step in itertools.count((checkpoints.latest() or 0) + 1):
+    checkpoints.save(step, {"x": jnp.full((200_000,), step, jnp.int32)}, {"step": step})
+"""
+
+
+def test_kill_nine_leaves_whole_steps_only(tmp_path):
+    target = {"x": jax.ShapeDtypeStruct((200_000,), jnp.int32)}
+    newest = 0
+    for delay in (0.05, 0.33):
+        process = run_python(SAVE_FOREVER, tmp_path, devices=1)
+        while not (tmp_path / str(newest + 3)).exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        newest = max(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+        for path in [path for path in tmp_path.iterdir() if path.name.isdigit()]:
+            restored, extra = restore_one(tmp_path, target, step=int(path.name))
+            assert extra == {"step": int(path.name)}
+            assert (np.asarray(restored["x"]) == int(path.name)).all()
