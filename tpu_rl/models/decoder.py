@@ -1,0 +1,344 @@
+"""One decoder for all families: what differs between them is in `DecoderConfig`.
+
+Weights are a plain dict. A layer's leaves have flat names (`WEIGHTS` below gives name -> logical axes, hence shape);
+layers repeat in a pattern of kinds ("full", "sliding"), and the leaves of the i-th layer of the pattern are stacked
+over its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], for `nn.scan` to run over. Layers left
+over at the end (Gemma 3: 26 = 4 * 6 + 2) are `params["tail"]["layer_i"][name]`, unstacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.models import layers
+from tpu_rl.models.layers import RopeConfig, Slots
+from tpu_rl.types import Array, Model, Params
+
+WEIGHTS: dict[str, tuple[str, ...]] = {
+    "embedding": ("vocab", "embed"),
+    "unembedding": ("vocab", "embed"),
+    "final_norm": ("embed",),
+    "attention_norm": ("embed",),
+    "attention_post_norm": ("embed",),
+    "query": ("embed", "heads", "head_dim"),
+    "key": ("embed", "kv_heads", "head_dim"),
+    "value": ("embed", "kv_heads", "head_dim"),
+    "query_bias": ("heads", "head_dim"),
+    "key_bias": ("kv_heads", "head_dim"),
+    "value_bias": ("kv_heads", "head_dim"),
+    "query_norm": ("head_dim",),
+    "key_norm": ("head_dim",),
+    "output": ("heads", "head_dim", "embed"),
+    "output_bias": ("embed",),
+    "mlp_norm": ("embed",),
+    "mlp_post_norm": ("embed",),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "gate_bias": ("mlp",),
+    "up_bias": ("mlp",),
+    "down_bias": ("embed",),
+}
+"""Every weight there can be: name -> logical axes. A matrix's inputs come first, its outputs last."""
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabConfig:
+    size: int
+    """Rows of the embedding, padding included."""
+    valid: int
+    """Ids below this are tokens; the rest pad the matrix to a round size and have probability zero."""
+    tied: bool = False
+    """The unembedding is the embedding."""
+    embedding_scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    """What scores are multiplied by."""
+    window: int | None = None
+    """Of sliding layers: how many positions a token sees, its own included."""
+    bias: bool = False
+    """Of query, key and value."""
+    output_bias: bool = False
+    query_key_norm: bool = False
+    softcap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    width: int
+    activation: str = "silu"
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    eps: float = 1e-6
+    unit_offset: bool = False
+    """Scales are stored as their distance from 1 (Gemma)."""
+    post: bool = False
+    """A second norm at the end of each branch, before it joins the residual stream (Gemma 2 and 3)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """An architecture with its precision. Hashable: equal configs are one compiled program."""
+
+    width: int
+    kinds: tuple[str, ...]
+    """Kind of each layer, "full" or "sliding"."""
+    vocab: VocabConfig
+    attention: AttentionConfig
+    mlp: MlpConfig
+    norm: NormConfig = NormConfig()
+    rope: RopeConfig = RopeConfig()
+    """Of full layers."""
+    sliding_rope: RopeConfig = RopeConfig()
+    dtype: str = "float32"
+    """What is computed in. Norms, softmax, rotary angles and logits are float32 whatever it is."""
+    param_dtype: str = "float32"
+    """What weights are kept in."""
+    source: str = "{}"
+    """The Hugging Face configuration this came from, as JSON: what `models.save` writes back."""
+
+    @property
+    def period(self) -> int:
+        """Length of the shortest pattern of kinds that, repeated, gives all layers."""
+        depth = len(self.kinds)
+        return next(p for p in range(1, depth + 1) if all(self.kinds[i] == self.kinds[i % p] for i in range(depth)))
+
+    @property
+    def repetitions(self) -> int:
+        """How often the whole pattern occurs; the layers after that are the tail."""
+        return len(self.kinds) // self.period
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one layer's weight `name`, or of one outside the layers."""
+        sizes = {
+            "vocab": self.vocab.size,
+            "embed": self.width,
+            "heads": self.attention.heads,
+            "kv_heads": self.attention.kv_heads,
+            "head_dim": self.attention.head_dim,
+            "mlp": self.mlp.width,
+        }
+        return tuple(sizes[axis] for axis in WEIGHTS[name])
+
+
+class Context(NamedTuple):
+    """What all layers share in one forward pass."""
+
+    queries: Slots
+    keys: Slots
+    angles: dict[str, tuple[Array, Array]]
+    """By kind of layer: cosines and sines of the queries' positions."""
+
+
+def _initializer(config: DecoderConfig, name: str) -> nn.initializers.Initializer:
+    """Normal with variance 1 / inputs; the layers' last matrices smaller by the depth (GPT-2), so that the residual
+    stream starts out of the same size whatever the depth."""
+    if name.endswith("_norm"):
+        return nn.initializers.zeros if config.norm.unit_offset else nn.initializers.ones
+    if name.endswith("_bias"):
+        return nn.initializers.zeros
+    if name in ("embedding", "unembedding"):
+        return nn.initializers.normal(0.02)
+    shape = config.shape(name)
+    inputs = shape[0] * shape[1] if name == "output" else shape[0]
+    depth = 2 * len(config.kinds) if name in ("output", "down") else 1
+    return nn.initializers.normal((inputs * depth) ** -0.5)
+
+
+class Weights(nn.Module):
+    """A module whose weights are found by name in `WEIGHTS`."""
+
+    config: DecoderConfig
+
+    def weight(self, name: str) -> Array:
+        config = self.config
+        stored = self.param(name, _initializer(config, name), config.shape(name), jnp.dtype(config.param_dtype))
+        return stored.astype(config.dtype)
+
+    def norm(self, x: Array, name: str) -> Array:
+        config = self.config
+        scale = self.param(name, _initializer(config, name), config.shape(name), jnp.dtype(config.param_dtype))
+        return layers.rms_norm(x, scale, config.norm.eps, config.norm.unit_offset)
+
+    def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
+        y = jnp.einsum(equation, x, self.weight(name))
+        return y + jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape) if bias else y
+
+
+class Layer(Weights):
+    """Attention and MLP, each on a branch beside the residual stream."""
+
+    kind: str = "full"
+
+    @nn.compact
+    def __call__(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
+        """x [B, T, D] -> the same shape, and the cache with this layer's keys and values written (None stays None).
+
+        `layer` counts the layers of this kind from 0.
+        """
+        post = self.config.norm.post
+        branch, cache = self.attend(self.norm(x, "attention_norm"), cache, layer, context)
+        x = x + (self.norm(branch, "attention_post_norm") if post else branch)
+        branch = self.mlp(self.norm(x, "mlp_norm"))
+        return x + (self.norm(branch, "mlp_post_norm") if post else branch), cache
+
+    def attend(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
+        config = self.config.attention
+        query = self.linear("btd,dhe->bthe", x, "query", config.bias)
+        key = self.linear("btd,dke->btke", x, "key", config.bias)
+        value = self.linear("btd,dke->btke", x, "value", config.bias)
+        if config.query_key_norm:
+            query, key = self.norm(query, "query_norm"), self.norm(key, "key_norm")
+        query, key = (layers.apply_rope(part, context.angles[self.kind]) for part in (query, key))
+        if cache is None:
+            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        else:
+            cache, keys, values = _write(cache, self.kind, layer, context.queries.index, key, value)
+        seen = layers.attention(
+            query,
+            keys,
+            values,
+            context.queries,
+            context.keys,
+            scale=config.scale,
+            window=config.window if self.kind == "sliding" else None,
+            softcap=config.softcap,
+        )
+        return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
+
+    def mlp(self, x: Array) -> Array:
+        config = self.config.mlp
+        gate = ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
+        return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
+
+
+def _write(
+    cache: Any, kind: str, layer: Array | int, slots: Array, key: Array, value: Array
+) -> tuple[Any, Array, Array]:
+    """The cache with key and value [B, T, K, E] at slots [B, T] of a layer, and that layer's [B, K, S, E] of each.
+
+    What lies beyond the cache's end is dropped.
+    """
+    rows = jnp.arange(slots.shape[0])[:, None]
+    stack = {
+        name: cache[kind][name].at[layer, rows, :, slots].set(new, mode="drop", unique_indices=True)
+        for name, new in (("k", key), ("v", value))
+    }
+    return {**cache, kind: stack}, stack["k"][layer], stack["v"][layer]
+
+
+class Pattern(nn.Module):
+    """One repetition of the pattern of layer kinds: the body of the scan over layers."""
+
+    config: DecoderConfig
+    kinds: tuple[str, ...]
+    layer_type: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, carry: tuple[Array, Any], repetition: Array | int, context: Context):
+        x, cache = carry
+        for i, kind in enumerate(self.kinds):
+            layer = repetition * self.config.kinds[: self.config.period].count(kind) + self.kinds[:i].count(kind)
+            x, cache = self.layer_type(self.config, kind, name=f"layer_{i}")(x, cache, layer, context)
+        return (x, cache), None
+
+
+class Decoder(Weights):
+    """The whole model up to the final norm."""
+
+    @nn.compact
+    def __call__(self, tokens: Array, cache: Any, context: Context) -> tuple[Array, Any]:
+        """tokens [B, T] -> [B, T, D] after the final norm, and the cache.
+
+        Without a cache (training) each layer's activations are computed again in the backward pass. In the scan's
+        body that needs no guard against common subexpressions, as forward and backward are two loops.
+        """
+        config = self.config
+        if not config.vocab.tied:
+            self.weight("unembedding")  # declared here, read by `unembed`
+        x = jnp.take(self.weight("embedding"), tokens, axis=0)
+        x = x * jnp.asarray(config.vocab.embedding_scale, x.dtype)
+        training = cache is None
+        pattern = nn.scan(
+            Pattern,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast),
+            length=config.repetitions,
+        )
+        body = nn.remat(Layer, prevent_cse=False) if training else Layer
+        scanned = pattern(config, config.kinds[: config.period], body, name="layers")
+        (x, cache), _ = scanned((x, cache), jnp.arange(config.repetitions), context)
+        tail = config.kinds[config.repetitions * config.period :]
+        if tail:
+            rest = Pattern(config, tail, nn.remat(Layer) if training else Layer, name="tail")
+            (x, cache), _ = rest((x, cache), config.repetitions, context)
+        return self.norm(x, "final_norm"), cache
+
+
+def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
+    """hidden [..., D] -> logits [..., V] float32; ids that are no tokens get `layers.MASKED`."""
+    vocab = config.vocab
+    matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
+    logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
+    if vocab.softcap is not None:
+        logits = vocab.softcap * jnp.tanh(logits / vocab.softcap)
+    if vocab.valid < vocab.size:
+        valid = jnp.broadcast_to(jnp.arange(vocab.size) < vocab.valid, logits.shape)
+        logits = jnp.where(valid, logits, layers.MASKED)
+    return logits
+
+
+def context(config: DecoderConfig, queries: Slots, keys: Slots) -> Context:
+    """What layers need to know of new tokens (queries) and of what they may see (keys)."""
+    ropes = {"full": config.rope, "sliding": config.sliding_rope}
+    width = config.attention.head_dim
+    kinds = sorted(set(config.kinds))
+    return Context(queries, keys, {kind: layers.rope_angles(ropes[kind], width, queries.positions) for kind in kinds})
+
+
+def decoder(config: DecoderConfig) -> Model:
+    """The pure functions of a decoder-only transformer (see `types.Model`)."""
+    module = Decoder(config)
+
+    def hidden(params: Params, tokens: Array, positions: Array, segment_ids: Array, branch_ids: Array) -> Array:
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        slots = Slots(index, positions, segment_ids, branch_ids)
+        return module.apply({"params": params}, tokens, None, context(config, slots, slots))[0]
+
+    def init(key: Array) -> Params:
+        token = jnp.zeros((1, 1), jnp.int32)
+        slots = Slots(token, token, token, token)
+        return module.init(key, token, None, context(config, slots, slots))["params"]
+
+    def logits(params: Params, hidden: Array) -> Array:
+        return unembed(config, params, hidden)
+
+    return Model(config, init, hidden, logits, axes(jax.eval_shape(init, jax.random.key(0))))
+
+
+def axes(params: Params) -> Any:
+    """Logical axes of each leaf of a decoder's params: its name's, after "layers" where it is a stack of layers."""
+
+    def leaf_axes(path, leaf) -> tuple[str, ...]:
+        names = WEIGHTS[path[-1].key]
+        return ("layers", *names) if leaf.ndim > len(names) else names
+
+    return jax.tree_util.tree_map_with_path(leaf_axes, params)

@@ -1,0 +1,283 @@
+"""The supported families as data: how a Hugging Face configuration reads, and what its weights are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tpu_rl.errors import InputError
+from tpu_rl.models.decoder import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
+from tpu_rl.models.layers import RopeConfig
+
+LAYER_NAMES = {
+    "attention_norm": "input_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "output_bias": "self_attn.o_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+"""Our names -> Hugging Face's inside `model.layers.N.`; a family may override some."""
+
+TOP_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "unembedding": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+}
+
+GEMMA_NORMS = {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+
+ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
+"""Hugging Face's name -> ours."""
+
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Fields where null means "none"; elsewhere it means the default."""
+
+Kinds = Callable[[Mapping[str, Any]], list[str]]
+
+
+def _full(config: Mapping[str, Any]) -> list[str]:
+    return ["full"] * config["num_hidden_layers"]
+
+
+def _all_sliding(config: Mapping[str, Any]) -> list[str]:
+    return ["sliding" if config["sliding_window"] else "full"] * config["num_hidden_layers"]
+
+
+def _upper_sliding(config: Mapping[str, Any]) -> list[str]:
+    slides = config["use_sliding_window"] and config["sliding_window"]
+    first = config["max_window_layers"] if slides else config["num_hidden_layers"]
+    return ["sliding" if i >= first else "full" for i in range(config["num_hidden_layers"])]
+
+
+def _every_nth_full(config: Mapping[str, Any]) -> list[str]:
+    period = config["sliding_window_pattern"]
+    return ["sliding" if (i + 1) % period else "full" for i in range(config["num_hidden_layers"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets a family apart from a Llama."""
+
+    architecture: str
+    """The class that transformers loads it with."""
+    defaults: Mapping[str, Any]
+    """What transformers takes where a configuration is silent."""
+    kinds: Kinds = _full
+    """Layer kinds where the configuration has no `layer_types`."""
+    reads_layer_types: bool = True
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of layer weights, where they differ from `LAYER_NAMES`."""
+    gemma: bool = False
+    """Norm scales stored as distance from 1, norms at both ends of a branch, embeddings times sqrt(width)."""
+
+
+_LLAMA = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "query_key_norm": False,
+    "sliding_window": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_QWEN2 = {
+    **_LLAMA,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA2 = {
+    **_LLAMA,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 256_000,
+}
+_GEMMA3 = {
+    **_GEMMA2,
+    "query_key_norm": True,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "vocab_size": 262_208,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _LLAMA, reads_layer_types=False),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {**_LLAMA, "sliding_window": 4096, "num_key_value_heads": 8},
+        kinds=_all_sliding,
+        reads_layer_types=False,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN2, kinds=_upper_sliding),
+    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN2, "query_key_norm": True, "head_dim": 128}, kinds=_upper_sliding),
+    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
+}
+"""By `model_type`. Gemma 3 with images ("gemma3") is read as the "gemma3_text" inside it."""
+
+
+def text_part(source: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The configuration of the language model in `source` (the whole of it, unless it also reads images).
+
+    Raises InputError where its architecture is not one of `FAMILIES`.
+    """
+    model_type = source.get("model_type")
+    if model_type == "gemma3" and "text_config" in source:
+        return text_part({"model_type": "gemma3_text", **source["text_config"]}, where)
+    if model_type not in FAMILIES:
+        raise InputError(
+            f"model_type {model_type!r} is not supported",
+            where=where,
+            why=f"architectures: {source.get('architectures')}",
+            fix="supported: " + ", ".join([*FAMILIES, "gemma3"]),
+        )
+    return dict(source)
+
+
+def _refuse(hf: Mapping[str, Any]) -> None:
+    """Raises InputError for variations that would load and then compute something else."""
+    for field, harmless in (
+        ("quantization_config", None),
+        ("partial_rotary_factor", 1.0),
+        ("use_bidirectional_attention", False),
+    ):
+        if hf.get(field, harmless) not in (harmless, None):
+            raise InputError(
+                f"{field} = {hf[field]!r} is not supported", where="config.json", fix=f"{field} = {harmless}"
+            )
+
+
+def _activation(hf: Mapping[str, Any]) -> str:
+    name = hf.get("hidden_activation") or hf["hidden_act"]
+    if name not in ACTIVATION_NAMES:
+        raise InputError(
+            f"activation {name!r} is not supported",
+            where="config.json",
+            fix="supported: " + ", ".join(ACTIVATION_NAMES),
+        )
+    return ACTIVATION_NAMES[name]
+
+
+def _ropes(hf: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+    """Of full and of sliding layers.
+
+    The newer form is `rope_parameters`, one dict or one a layer kind; the older `rope_theta` with `rope_scaling`,
+    to which Gemma 3 adds `rope_local_base_freq`, the sliding layers' own theta, which is never scaled.
+    """
+    newer = hf.get("rope_parameters") or {}
+    full = newer.get("full_attention") or (newer if "rope_theta" in newer else hf.get("rope_scaling")) or {}
+    local = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else full
+    return _rope(hf, full), _rope(hf, newer.get("sliding_attention") or local)
+
+
+def _rope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
+    scaling = parameters.get("rope_type") or parameters.get("type") or "default"
+    if scaling not in ("default", "linear", "llama3"):
+        raise InputError(
+            f"rope scaling {scaling!r} is not supported", where="config.json", fix="supported: default, linear, llama3"
+        )
+    theta = float(parameters.get("rope_theta") or hf["rope_theta"])
+    if scaling == "default":
+        return RopeConfig(theta)
+    if scaling == "linear":
+        return RopeConfig(theta, "linear", float(parameters["factor"]))
+    return RopeConfig(
+        theta,
+        "llama3",
+        float(parameters["factor"]),
+        float(parameters["low_freq_factor"]),
+        float(parameters["high_freq_factor"]),
+        int(parameters.get("original_max_position_embeddings") or hf["max_position_embeddings"]),
+    )
+
+
+def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, valid_tokens: int | None) -> DecoderConfig:
+    """A Hugging Face configuration, older or newer form, as ours.
+
+    Args: valid_tokens is how many ids the tokenizer knows; None takes the whole vocabulary.
+    Raises InputError naming what is not supported.
+    """
+    source = text_part(source)
+    family = FAMILIES[source["model_type"]]
+    hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
+    # Where null means "none" and the default is something else, the null counts.
+    hf |= {
+        key: None
+        for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+        if key in source and source[key] is None
+    }
+    _refuse(hf)
+    heads = hf["num_attention_heads"]
+    head_dim = hf["head_dim"] or hf["hidden_size"] // heads
+    kinds = (
+        [kind.removesuffix("_attention") for kind in hf.get("layer_types") or []] if family.reads_layer_types else []
+    )
+    qwen2 = source["model_type"] == "qwen2"  # has biases on query, key and value without saying so
+    rope, sliding_rope = _ropes(hf)
+    size = hf["vocab_size"]
+    return DecoderConfig(
+        width=hf["hidden_size"],
+        kinds=tuple(kinds or family.kinds(hf)),
+        vocab=VocabConfig(
+            size=size,
+            valid=size if valid_tokens is None else min(valid_tokens, size),
+            tied=hf["tie_word_embeddings"],
+            embedding_scale=hf["hidden_size"] ** 0.5 if family.gemma else 1.0,
+            softcap=hf["final_logit_softcapping"],
+        ),
+        attention=AttentionConfig(
+            heads=heads,
+            kv_heads=hf["num_key_value_heads"] or heads,
+            head_dim=head_dim,
+            scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
+            window=hf["sliding_window"],
+            bias=hf["attention_bias"] or qwen2,
+            output_bias=hf["attention_bias"],
+            query_key_norm=hf["query_key_norm"],
+            softcap=hf["attn_logit_softcapping"],
+        ),
+        mlp=MlpConfig(hf["intermediate_size"], _activation(hf), hf["mlp_bias"]),
+        norm=NormConfig(hf["rms_norm_eps"], unit_offset=family.gemma, post=family.gemma),
+        rope=rope,
+        sliding_rope=sliding_rope,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        source=json.dumps(source, sort_keys=True),
+    )

@@ -1,0 +1,123 @@
+"""Functions that the layers of every decoder are made of: norms, rotary angles, visibility, attention.
+
+Letters: B rows, T tokens that look (queries), S slots that are looked at (keys), H heads, K key-value heads,
+G = H / K, D model width, E head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+MASKED = -1e30
+"""Score of what is not seen and logit of what is not a token: exp gives exactly 0, and gradients stay finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer."""
+
+    theta: float = 10_000.0
+    scaling: str = "default"
+    """"default", "linear" (all frequencies divided by `factor`) or "llama3" (only the slow ones)."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+    """llama3: context length, in tokens, before the model was stretched."""
+
+
+class Slots(NamedTuple):
+    """What decides who sees whom, one entry a token. All [B, T] (or [B, S]) int32."""
+
+    index: Array
+    """Place in the row or in the cache: nothing sees what stands behind it."""
+    positions: Array
+    segment_ids: Array
+    branch_ids: Array
+
+
+def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
+    """Which key each query sees, [B, T, S] bool: the one rule for packed rows and for the cache.
+
+    A token sees those of its own segment that do not stand behind it, are trunk (branch 0) or of its own branch, and
+    lie less than `window` positions back. Padding is a segment like any other (0), so it sees at least itself.
+    """
+
+    same_segment = queries.segment_ids[:, :, None] == keys.segment_ids[:, None, :]
+    not_behind = keys.index[:, None, :] <= queries.index[:, :, None]
+    trunk = (keys.branch_ids == 0)[:, None, :]
+    seen = same_segment & not_behind & (trunk | (keys.branch_ids[:, None, :] == queries.branch_ids[:, :, None]))
+    if window is not None:
+        seen &= queries.positions[:, :, None] - keys.positions[:, None, :] < window
+    return seen
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: Slots,
+    keys: Slots,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attention of query [B, T, H, E] over key and value [B, K, S, E] -> [B, T, H, E]; the softmax is float32.
+
+    This is the reference, which builds the whole [B, K, G, T, S] of scores. It is given who sees whom as `Slots` and
+    not as a mask, so that a kernel which skips blocks can take its place.
+    """
+    rows, length, heads, width = query.shape
+    grouped = query.reshape(rows, length, key.shape[1], heads // key.shape[1], width)
+    scores = jnp.einsum("btkge,bkse->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible(queries, keys, window)[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bkse->btkge", weights, value).reshape(query.shape)
+
+
+def rms_norm(x: Array, scale: Array, eps: float, unit_offset: bool) -> Array:
+    """x [..., D] divided by its root mean square, in float32, times scale [D] (1 + scale with `unit_offset`)."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    gain = scale.astype(jnp.float32) + (1.0 if unit_offset else 0.0)
+    return (normed * jnp.broadcast_to(gain, x.shape)).astype(x.dtype)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
+    """Radians a position turns each pair of dimensions, [E / 2] float32.
+
+    "llama3" divides wavelengths beyond original_length / low_freq_factor by `factor`, leaves those under
+    original_length / high_freq_factor, and blends in between (Llama 3.1 model card).
+    """
+    frequencies = 1.0 / config.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if config.scaling == "linear":
+        frequencies = frequencies / config.factor
+    elif config.scaling == "llama3":
+        turns = config.original_length * frequencies / (2 * np.pi)
+        blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        blend = np.clip(blend, 0.0, 1.0)
+        frequencies = frequencies * (blend + (1 - blend) / config.factor)
+    return frequencies.astype(np.float32)
+
+
+def rope_angles(config: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines for positions [B, T]: two [B, T, E / 2] float32."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config, head_dim)[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: Array, angles: tuple[Array, Array]) -> Array:
+    """x [B, T, H, E] turned by `angles`: dimension i and i + E / 2 are a pair, as in Hugging Face checkpoints."""
+    cos, sin = (part[:, :, None, :] for part in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
