@@ -227,6 +227,17 @@ def test_a_row_depends_on_its_key_and_prompt_alone(toy, params):
     assert wider == together
 
 
+def test_the_uniform_of_a_token_comes_from_its_row_key_and_position(toy, params):
+    rollout = sample(toy, params, PROMPTS, KEY, SamplerConfig(max_new_tokens=5, samples_per_prompt=2))
+    for row, mask, birth_key in zip(rollout.tokens, rollout.action_mask, rollout.birth_key, strict=True):
+        for t in np.flatnonzero(mask):
+            uniform = jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(birth_key), t))
+            logits = params["table"][row[t - 2] if t > 1 else 0, row[t - 1]]
+            cumulative = np.cumsum(truncated_softmax(logits, SamplerConfig(1)))
+            below = cumulative[row[t] - 1] if row[t] else 0
+            assert below - 1e-6 <= uniform <= cumulative[row[t]] + 1e-6
+
+
 def test_rows_end_at_their_stop_token_or_limit_and_stay_frozen(toy, params):
     config = SamplerConfig(max_new_tokens=10, samples_per_prompt=8, stop_ids=(STOP, 11), pad_id=0, prompt_length=5)
     limits = np.tile([1, 2, 10, 10], 8)
