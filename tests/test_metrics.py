@@ -13,8 +13,8 @@ from tpu_rl import metrics
 from tpu_rl.errors import DamagedDataError, MachineError
 
 
-def open_quietly(run_dir, resume_step=None, **settings):
-    return metrics.open_metrics(str(run_dir), resume_step, 10, **{"tensorboard": False, **settings})
+def open_quietly(run_dir, resume_step=-1, **settings):
+    return metrics.open_metrics(run_dir, resume_step, 10, **{"tensorboard": False, **settings})
 
 
 def rows(path):
@@ -42,12 +42,11 @@ def test_no_step_twice(tmp_path):
             sink.write(2, {})
 
 
-@pytest.mark.parametrize(("resume_step", "kept"), [(None, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(("resume_step", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3, 4])])
 def test_resume_cuts_off_what_came_after_the_checkpoint(tmp_path, resume_step, kept):
     with open_quietly(tmp_path) as sink:
         for step in range(5):
-            sink.write(step, {"x": step})
-            sink.write_samples(step, [{"prompt": "é\n", "completion": "b", "reward": math.inf, "parts": {}}] * 2)
+            sink.write(step, {"x": step}, [{"prompt": "é\n", "completion": "b", "reward": 1.0, "parts": {}}] * 2)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 1')  # torn by a crash
@@ -62,7 +61,7 @@ def test_resume_cuts_off_what_came_after_the_checkpoint(tmp_path, resume_step, k
 def test_samples_are_kept_whole(tmp_path):
     sample = {"prompt": "1 + 1 =\n", "completion": "zwei\u2028 ✓", "reward": math.nan, "parts": {"correct": 1.0}}
     with open_quietly(tmp_path) as sink:
-        sink.write_samples(3, [sample])
+        sink.write(3, {}, [sample])
     assert rows_by_newline(tmp_path / "samples.jsonl") == [{"step": 3, **sample, "reward": None}]
 
 
@@ -80,8 +79,7 @@ def test_an_unreadable_row_is_never_cut_off_silently(tmp_path, line):
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with open_quietly(tmp_path / "run") as sink:
-        sink.write(1, {"x": 1.0})
-        sink.write_samples(1, [{"prompt": ""}])
+        sink.write(1, {"x": 1.0}, [{"prompt": ""}])
     assert not (tmp_path / "run").exists()
 
 
@@ -111,8 +109,8 @@ def test_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch):
 
 
 def test_summary_is_written_whole(tmp_path):
-    metrics.write_summary(str(tmp_path), {"steps": 3, "eval": {"after": {"accuracy": math.nan}}})
-    metrics.write_summary(str(tmp_path), {"steps": 4, "eval": {"after": {"accuracy": math.nan}}})
+    metrics.write_summary(tmp_path, {"steps": 3, "eval": {"after": {"accuracy": math.nan}}})
+    metrics.write_summary(tmp_path, {"steps": 4, "eval": {"after": {"accuracy": math.nan}}})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 4, "eval": {"after": {"accuracy": None}}}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 

@@ -31,12 +31,16 @@ SUMMARY_FILE = "summary.json"
 
 
 def open_metrics(
-    run_dir: str, resume_step: int | None, total_steps: int, tensorboard: bool = True, wandb: bool = False
+    run_dir: str | os.PathLike[str],
+    resume_step: int,
+    total_steps: int,
+    tensorboard: bool = True,
+    wandb: bool = False,
 ) -> Sink:
     """Open the records of a run in the folder `run_dir`.
 
-    `resume_step` is the step of the checkpoint that the run goes on from; None starts afresh, and what an earlier
-    attempt left is cut off. Raises MachineError if wandb is wanted and not installed, DamagedDataError if a record
+    `resume_step` is the step of the checkpoint that the run goes on from, and -1 for a new run; what an earlier
+    attempt left behind it is cut off. Raises MachineError if wandb is wanted and not installed, DamagedDataError if a record
     has an unreadable row before its last one.
     """
     if jax.process_index() != 0:
@@ -47,14 +51,14 @@ def open_metrics(
     if wandb:
         copies.append(Wandb(folder))
     if tensorboard:
-        copies.append(TensorBoard(folder / "tensorboard", 0 if resume_step is None else resume_step + 1))
+        copies.append(TensorBoard(folder / "tensorboard", resume_step + 1))
     for name in (METRICS_FILE, SAMPLES_FILE):
-        _cut_off(folder / name, -1 if resume_step is None else resume_step)
-    console = Console(resume_step or 0, total_steps)
+        _cut_off(folder / name, resume_step)
+    console = Console(max(resume_step, 0), total_steps)
     return Sink([JsonLines(folder / METRICS_FILE), *copies, console], JsonLines(folder / SAMPLES_FILE))
 
 
-def write_summary(run_dir: str, summary: Mapping[str, Any]) -> None:
+def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Write summary.json: wholly or not at all."""
     path = Path(run_dir) / SUMMARY_FILE
     temporary = path.with_suffix(".json.tmp")
@@ -84,20 +88,20 @@ class Sink:
         self._samples = samples
         self._last_step = -1
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step, scalars each. Once a step, in order; not finite becomes null."""
+    def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Record a step's metrics (scalars; not finite becomes null) and completions. Once a step, in order.
+
+        A sample has `prompt`, `completion`, `reward` and `parts` (part of the reward -> value), and what else is there.
+        """
         if step <= self._last_step:
             raise ValueError(f"the metrics of step {self._last_step} are written; those of step {step} come too late")
         self._last_step = step
         row = {"step": step, "time": round(time.time(), 3)}
         row |= _json_safe({name: float(value) for name, value in metrics.items()})
-        for writer in self._writers:
-            writer.write(row)
-
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record completions of a step: `prompt`, `completion`, `reward`, `parts` (reward part -> value), and more."""
         if self._samples is not None:
             self._samples.write(*({"step": step, **sample} for sample in samples))
+        for writer in self._writers:
+            writer.write(row)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -261,7 +265,7 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, remaining=remaining)
             styled = "  ".join(f"[dim]{label}[/dim] {figure}" for label, figure in figures)
-            self._console.print(f"[bold]{head}[/bold]  {styled}")
+            self._console.print(f"[bold]{head}[/bold]  {styled}", soft_wrap=True)
         else:
             text = "  ".join([head, *(f"{label} {figure}" for label, figure in figures), remaining])
             print(text, file=self._console.file, flush=True)
