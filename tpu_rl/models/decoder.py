@@ -280,7 +280,7 @@ class Decoder(Weights):
             Pattern,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),
+            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one entry an argument)
             length=config.repetitions,
         )
         body = nn.remat(Layer, prevent_cse=False) if training else Layer

@@ -228,13 +228,18 @@ def _rope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, valid_tokens: int | None) -> DecoderConfig:
-    """A Hugging Face configuration, older or newer form, as ours.
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-    Args: valid_tokens is how many ids the tokenizer knows; None takes the whole vocabulary.
-    Raises InputError naming what is not supported.
+
+def read_config(
+    source: Mapping[str, Any], dtype: str, param_dtype: str, valid_tokens: int | None = None, where: str = ""
+) -> DecoderConfig:
+    """A Hugging Face configuration, of the older or newer form, as ours.
+
+    `valid_tokens` is how many ids the tokenizer knows; None takes the whole vocabulary. `where` is the file, for
+    errors. Raises InputError naming what is missing or not supported.
     """
-    source = text_part(source)
+    source = text_part(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
     # Where null means "none" and the default is something else, the null counts.
@@ -243,6 +248,9 @@ def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, valid_t
         for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
         if key in source and source[key] is None
     }
+    missing = [field for field in REQUIRED if field not in hf]
+    if missing:
+        raise InputError("the model's configuration lacks " + ", ".join(missing), where=where)
     _refuse(hf)
     heads = hf["num_attention_heads"]
     head_dim = hf["head_dim"] or hf["hidden_size"] // heads
@@ -281,3 +289,23 @@ def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, valid_t
         param_dtype=param_dtype,
         source=json.dumps(source, sort_keys=True),
     )
+
+
+def weight_name(family: Family, name: str, layer: int | None) -> str:
+    """What Hugging Face calls our weight `name`, of a layer of the model or (None) outside the layers."""
+    if layer is None:
+        return TOP_NAMES[name]
+    return f"model.layers.{layer}.{family.names.get(name, LAYER_NAMES[name])}"
+
+
+def plain_name(name: str) -> str | None:
+    """A checkpoint's name of a weight as a text model has it; None for what is not part of the model.
+
+    That is rotary frequencies, which old Llama checkpoints contain, and the image half of Gemma 3.
+    """
+    for prefix in ("language_model.", "model.language_model."):  # older and newer checkpoints of Gemma 3
+        if name.startswith(prefix):
+            inner = name.removeprefix(prefix)
+            return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    foreign = name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
+    return None if foreign or name.endswith("rotary_emb.inv_freq") else name

@@ -1,0 +1,87 @@
+"""The device mesh, and one table of which logical axis is cut along which mesh axis.
+
+Mesh axes: "data" (rows; weights copied), "fsdp" (rows, and weights cut along their width), "tensor" (heads, MLP width
+and vocabulary). A dimension that the mesh does not divide is copied instead: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tpu_rl.errors import InputError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: Mapping[str, tuple[str, ...]] = {
+    "rows": ("data", "fsdp"),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "head_dim": (),
+    "layers": (),
+}
+"""Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`)."""
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over `devices` (default: all there are), which data * fsdp * tensor must use up exactly.
+
+    Raises InputError where the product does not fit, naming the nearest sizes that do.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = (data, fsdp, tensor)
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        raise InputError(
+            "mesh of " + " x ".join(f"{name} {size}" for name, size in zip(MESH_AXES, sizes, strict=True)),
+            why=f"it takes {math.prod(sizes)} devices and there are {len(devices)}",
+            fix="nearest that fit (data, fsdp, tensor): " + ", ".join(map(str, _nearest(sizes, len(devices)))),
+        )
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def _nearest(sizes: tuple[int, int, int], count: int) -> list[tuple[int, int, int]]:
+    """The three ways to write `count` as a product that change `sizes` least, in factors."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    ways = [(count // (f * t), f, t) for f in divisors for t in divisors if count % (f * t) == 0]
+
+    def distance(way: tuple[int, int, int]) -> float:
+        return sum(abs(math.log(new / max(old, 1))) for new, old in zip(way, sizes, strict=True))
+
+    return sorted(ways, key=distance)[:3]
+
+
+def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """How an array of `shape` with logical `axes` (None: never cut) is cut over the mesh.
+
+    Of the mesh axes that `RULES` gives a dimension, the longest prefix that divides it is used.
+    """
+    parts: list[tuple[str, ...] | None] = []
+    for axis, size in zip(axes, shape, strict=True):
+        mesh_axes = RULES[axis] if axis is not None else ()
+        while mesh_axes and size % math.prod(mesh.shape[name] for name in mesh_axes):
+            mesh_axes = mesh_axes[:-1]
+        parts.append(mesh_axes or None)
+    return PartitionSpec(*parts)
+
+
+def shardings(axes: Any, mesh: Mesh, shapes: Any) -> Any:
+    """A tree of NamedSharding for a tree of logical axes and a like tree of arrays (or of their shapes and dtypes)."""
+    return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec(names, leaf.shape, mesh)), shapes, axes)
+
+
+def place(params: Any, axes: Any, mesh: Mesh) -> Any:
+    """`params` cut over the mesh as their logical `axes` say. May share memory with the argument: do not donate."""
+    return jax.device_put(params, shardings(axes, mesh, params))
+
+
+def batch_sharding(mesh: Mesh, shape: Sequence[int], rows: int) -> NamedSharding:
+    """Of an array of `shape` whose dimension `rows` counts rows, as dimension 1 of a micro-batched [K, R, S]."""
+    axes = ["rows" if i == rows % len(shape) else None for i in range(len(shape))]
+    return NamedSharding(mesh, spec(axes, shape, mesh))
