@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_rl import advantages, rewards
+from tpu_rl import rewards
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout
@@ -135,10 +135,11 @@ def _informative(rounds: list[Scored]) -> np.ndarray:
 
 
 def zero_variance(scored: Scored) -> np.ndarray:
-    """[N] bool: rows of groups whose rewards are all equal."""
-    finite = np.isfinite(scored.rewards)
-    returns = np.where(finite, scored.rewards, 0.0).astype(np.float32)
-    return np.asarray(advantages.zero_variance_groups(returns, scored.rollout.group_id, finite))
+    """[N] bool: rows of groups whose rewards are all equal, or missing."""
+    of_groups = scored.rewards.reshape(-1, _group_size(scored))
+    highest = np.max(of_groups, axis=1, where=np.isfinite(of_groups), initial=-np.inf)
+    lowest = np.min(of_groups, axis=1, where=np.isfinite(of_groups), initial=np.inf)
+    return np.repeat(highest <= lowest, of_groups.shape[1])
 
 
 def _take(rounds: list[Scored], rows: np.ndarray) -> Scored:

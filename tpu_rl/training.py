@@ -122,3 +122,20 @@ def accumulate(algorithm: Algorithm, chosen: Params, frozen: Params, batch: Any)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), chosen)
     (loss, gradients), metrics = jax.lax.scan(one, (jnp.zeros(()), zeros), batch)
     return loss, metrics, gradients
+
+
+def over_updates(history: list[dict[str, Array]]) -> dict[str, float]:
+    """The metrics of one batch's updates as one row: the mean, but the extreme of *_min and *_max.
+
+    The gap between the sampler's and the trainer's log-probs is the first update's: later the policy has moved.
+    """
+
+    def one(name: str) -> float:
+        values = [float(update[name]) for update in history]
+        if "log_prob_gap" in name:
+            return values[0]
+        if name.endswith("_max"):
+            return max(values)
+        return min(values) if name.endswith("_min") else sum(values) / len(values)
+
+    return {name: one(name) for name in history[0]}

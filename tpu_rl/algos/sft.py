@@ -21,6 +21,10 @@ from tpu_rl.types import Algorithm, Array, Demonstrations, Experience, Metrics, 
 class SftConfig:
     """Nothing to choose: completion-only loss, every token counts the same."""
 
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
 
 @struct.dataclass
 class Batch:

@@ -1,0 +1,134 @@
+"""Post-train a language model: compose the parts, then loop. The only place where everything meets.
+
+    python launch/run.py [PRESET] [--flags]      see --help; without a preset: arithmetic_grpo
+
+One step: draw experience -> lay it out in packed rows -> make_batch -> one or more updates -> metrics, and at
+intervals evaluation and checkpoints. The same command on the same run folder goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from launch import build, config as configuration
+from launch.config import ExperimentConfig
+from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
+from tpu_rl import checkpoint, data, metrics, models, report, sharding, training
+from tpu_rl.errors import InputError, TpuRlError
+
+
+def main(argv: list[str]) -> int:
+    try:
+        config = configuration.parse(argv)
+        if config.dry_run:
+            build.print_plan(config)
+            return 0
+        run_dir = open_run_dir(config)
+        if (run_dir / "summary.json").exists():
+            print(f"this run is finished: {run_dir / 'summary.json'}, {run_dir / 'report.html'}")
+            return 0
+        warn_of_unused_accelerators()
+        run(config, run_dir)
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def open_run_dir(config: ExperimentConfig) -> Path:
+    """The run folder, made or found; a folder of another configuration is refused."""
+    run_dir = Path(config.run_dir)
+    saved = run_dir / "config.yaml"
+    if saved.exists():
+        changes = configuration.differences(configuration.load(saved), config)
+        if changes:
+            raise InputError(
+                "the run folder belongs to another configuration",
+                where=str(run_dir),
+                why="; ".join(changes[:8]),
+                fix="use another --run-dir, or the flags of the first run",
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    configuration.save(config, saved)
+    return run_dir
+
+
+def run(config: ExperimentConfig, run_dir: Path) -> None:
+    began = time.perf_counter()
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    with jax.set_mesh(mesh):
+        stream = build.stream(config)
+        language = build.language(config, mesh)
+        algorithm = build.build_algorithm(config, language.model)
+        state, update = build.learner(config, algorithm, language.params)
+        make_batch = jax.jit(algorithm.make_batch)
+        draw = build.source(config, language, stream, mesh)
+        evaluate = build.evaluator(config, language, mesh)
+
+        checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
+        state, done, seconds = restore(checkpoints, state, stream)
+        began -= seconds
+        with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
+            if done < 0:
+                sink.write(0, evaluate(state.params["policy"], True))
+            for step in range(max(done, 0) + 1, config.steps + 1):
+                step_began = time.perf_counter()
+                drawn = draw(step, state.params["policy"])
+                experience = build.lay_out(config, drawn.data, mesh)
+                update_began = time.perf_counter()
+                batch, algorithm_state = make_batch(experience, state.params, state.algorithm_state)
+                state = state.replace(algorithm_state=algorithm_state)
+                history = []
+                for index in list(range(config.batch.minibatches)) * config.batch.epochs:
+                    state, measured = update(state, training.minibatch(batch, index))
+                    history.append(measured)
+                row = drawn.metrics | training.over_updates(jax.device_get(history))
+                now = time.perf_counter()
+                row |= {"time/step": now - step_began, "time/update": now - update_began}
+                row |= build.throughput(row, drawn, peak_memory_bytes())
+                if step % config.evaluation.every == 0 or step == config.steps:
+                    row |= evaluate(state.params["policy"], step == config.steps)
+                sink.write(step, row, drawn.records)
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    extra = {"step": step, "data": stream.get_state(), "seconds": time.perf_counter() - began}
+                    checkpoints.save(step, state, extra)
+        checkpoints.close()
+        models.save(str(run_dir / "model"), language.model, state.params["policy"], language.tokenizer)
+        finish(run_dir, config, state, time.perf_counter() - began)
+
+
+def restore(
+    checkpoints: checkpoint.Checkpoints, state: Any, stream: data.RowStream
+) -> tuple[Any, int, float]:
+    """(state, steps done, seconds spent) of the newest checkpoint; (state, -1, 0) for a new run."""
+    newest = checkpoints.latest()
+    if newest is None:
+        return state, -1, 0.0
+    state, extra = checkpoints.restore(newest, checkpoint.abstract(state))
+    stream.set_state(extra["data"])
+    print(f"resumed at step {newest} (digest ok)")
+    return state, newest, extra["seconds"]
+
+
+def finish(run_dir: Path, config: ExperimentConfig, state: Any, seconds: float) -> None:
+    """summary.json and report.html."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    summary = {
+        "steps": config.steps,
+        "seconds": round(seconds, 1),
+        "params_digest": checkpoint.digest(state.params["policy"]),
+        "eval": build.summarize_evaluations(rows, config),
+    }
+    metrics.write_summary(run_dir, summary)
+    report.write_report(run_dir)
+    print(f"done: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
