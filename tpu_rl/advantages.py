@@ -15,17 +15,22 @@ from tpu_rl.types import Array
 EPSILON = 1e-6
 
 
-def _of_group(values: Array, group_id: Array) -> Array:
-    """[N] values -> [N]: the sum over each row's group."""
-    return jax.ops.segment_sum(values, group_id, num_segments=group_id.shape[0])[group_id]
-
-
 def _group_moments(returns: Array, group_id: Array, scored: Array) -> tuple[Array, Array, Array]:
     """(count, return minus its group's mean, the group's standard deviation), each [N]."""
-    count = _of_group(scored.astype(jnp.float32), group_id)
-    mean = _of_group(jnp.where(scored, returns, 0.0), group_id) / jnp.maximum(count, 1.0)
-    centred = jnp.where(scored, returns - mean, 0.0)
-    variance = _of_group(jnp.square(centred), group_id) / jnp.maximum(count - 1.0, 1.0)
+    size = group_id.shape[0]
+    # Group ids may be of any size; segments are below N.
+    segment = jnp.searchsorted(jnp.sort(group_id), group_id)
+
+    def of_group(values: Array) -> Array:
+        return jax.ops.segment_sum(values, segment, num_segments=size)[segment]
+
+    # Relative to the group's lowest return, so that equal returns are exactly zero: the float32 mean of three 100.1
+    # is not 100.1, and that last place divided by itself would be an advantage near one.
+    lowest = jax.ops.segment_min(jnp.where(scored, returns, jnp.inf), segment, num_segments=size)[segment]
+    above = jnp.where(scored, returns - lowest, 0.0)
+    count = of_group(scored.astype(jnp.float32))
+    centred = jnp.where(scored, above - of_group(above) / jnp.maximum(count, 1.0), 0.0)
+    variance = of_group(jnp.square(centred)) / jnp.maximum(count - 1.0, 1.0)
     return count, centred, jnp.sqrt(variance)
 
 
