@@ -1,0 +1,154 @@
+"""The arithmetic task: right answers, disjoint splits, rows that depend on nothing but their place; single turns."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from tpu_rl import environments
+from tpu_rl.environments import Arithmetic, ArithmeticDemonstrations, ArithmeticSource
+from tpu_rl.errors import InputError
+
+WIDE = Arithmetic(min_terms=2, max_terms=6, max_value=20, operators="+-*")
+
+
+@pytest.mark.parametrize(
+    ("expression", "solution"),
+    [
+        ("3+8-4+6", "3+8=11;11-4=7;7+6=13;#13"),
+        ("3-8+4", "3-8=-5;-5+4=-1;#-1"),
+        ("3-8-4", "3-8=-5;-5-4=-9;#-9"),
+        ("3+4*2-1", "4*2=8;3+8=11;11-1=10;#10"),
+        ("2-3*4*5", "3*4=12;12*5=60;2-60=-58;#-58"),
+        ("12+30", "12+30=42;#42"),
+    ],
+)
+def test_solutions_do_one_operation_at_a_time(expression, solution):
+    assert environments.written(expression) == solution
+    assert environments.bare(expression) == solution[solution.index("#") :]
+
+
+@pytest.mark.parametrize("text", ["", "7", "3+", "+3", "3--4", "3 + 4", "3/4", "3+4="])
+def test_what_is_no_expression_is_refused(text):
+    with pytest.raises(ValueError, match="not an expression"):
+        environments.evaluate(text)
+
+
+def test_answers_agree_with_python():
+    source = ArithmeticSource(WIDE)
+    for i in range(500):
+        row = source[i]
+        answer = eval(row["prompt"].removesuffix("="))
+        assert row["answer"] == str(answer)
+        assert environments.parse(row["solution"]) == answer
+        for step in row["solution"].split(";")[:-1]:
+            left, _, right = step.partition("=")
+            assert eval(left) == int(right)
+        assert set(row["prompt"] + row["solution"]) <= set(environments.ALPHABET)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("#13", 13),
+        ("3+8=11;#-11", -11),
+        ("#0", 0),
+        ("nonsense #7", 7),
+        ("13", None),
+        ("#", None),
+        ("#13 ", None),
+        ("#13\n", None),
+        ("#13;", None),
+        ("#1#13", None),
+        ("##13", None),
+        ("#+13", None),
+        ("#1.0", None),
+        ("#١", None),
+        ("#" + "9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_parse_takes_only_a_final_integer(completion, answer):
+    assert environments.parse(completion) == answer
+
+
+def test_splits_share_no_expression_and_evaluation_is_an_eighth():
+    train, held_out = (
+        {ArithmeticSource(Arithmetic(2, 3), split, seed)[i]["prompt"] for seed in (0, 1) for i in range(2000)}
+        for split in ("train", "eval")
+    )
+    learned = {ArithmeticDemonstrations(Arithmetic(2, 3))[i]["prompt"] for i in range(2000)}
+    assert not train & held_out
+    assert not learned & held_out
+    every = [
+        f"{a}{x}{b}{y}{c}" for a in range(1, 10) for b in range(1, 10) for c in range(1, 10) for x in "+-" for y in "+-"
+    ]
+    share = sum(environments.split_of(expression) == "eval" for expression in every) / len(every)
+    assert share == pytest.approx(1 / environments.EVALUATION_SHARE, abs=0.02)
+
+
+def test_rows_depend_on_seed_split_and_place_only():
+    rows = [ArithmeticSource(WIDE, "train", 3)[i] for i in range(50)]
+    again = ArithmeticSource(WIDE, "train", 3)
+    assert [again[i] for i in reversed(range(50))] == rows[::-1]
+    assert [ArithmeticSource(WIDE, "train", 4)[i] for i in range(50)] != rows
+    # Written down from a first run: the task must stay the same from release to release.
+    assert ArithmeticSource(Arithmetic(), "train", 0)[0]["prompt"] == "9+3="
+    assert ArithmeticSource(Arithmetic(), "eval", 0)[0]["prompt"] == "9+5-5="
+    assert len({row["prompt"] for row in rows}) > 45
+
+
+def test_a_source_ends_somewhere():
+    source = ArithmeticSource()
+    assert source[len(source) - 1]["prompt"]
+    for index in (-1, len(source)):
+        with pytest.raises(IndexError):
+            source[index]
+
+
+def test_lengths_and_kinds_come_in_their_shares():
+    config = Arithmetic(min_terms=2, max_terms=4, length_shares=(1, 0, 3))
+    rows = [ArithmeticDemonstrations(config, 0, (0.0, 0.5, 1.0))[i] for i in range(2000)]
+    terms = collections.Counter(1 + row["prompt"].count("+") + row["prompt"].count("-") for row in rows)
+    assert set(terms) == {2, 4}
+    assert terms[4] / len(rows) == pytest.approx(0.75, abs=0.04)
+    for row in rows:
+        is_long = len(row["prompt"]) == 8
+        assert ("=" in row["completion"]) == is_long
+    mixed = [ArithmeticDemonstrations(Arithmetic(), 0, 0.3)[i]["completion"] for i in range(2000)]
+    assert sum("=" in text for text in mixed) / len(mixed) == pytest.approx(0.3, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_terms": 1},
+        {"min_terms": 5},
+        {"max_value": 1},
+        {"operators": ""},
+        {"operators": "+/"},
+        {"length_shares": (1.0,)},
+        {"length_shares": (1.0, -1.0, 1.0)},
+        {"length_shares": (0.0, 0.0, 0.0)},
+    ],
+)
+def test_impossible_configurations_are_refused(change):
+    with pytest.raises(InputError):
+        dataclasses.replace(Arithmetic(), **change)
+
+
+@pytest.mark.parametrize("share", [1.5, -0.1, (0.5,), (0.5, 0.5, 2.0)])
+def test_impossible_shares_are_refused(share):
+    with pytest.raises(InputError):
+        ArithmeticDemonstrations(written_share=share)
+
+
+def test_a_configuration_without_evaluation_expressions_says_so():
+    with pytest.raises(InputError, match="found no eval expression of 2 terms"):
+        ArithmeticSource(Arithmetic(2, 2, 2, "-"), "eval")[0]
+
+
+def test_single_turn_asks_once_and_leaves_the_reward_to_others():
+    state, prompt = environments.single_turn.reset({"prompt": "3+4=", "answer": "7"})
+    assert prompt == "3+4="
+    assert environments.single_turn.step(state, "#7") == (state, [], None, True)
