@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ import tyro
 import yaml
 
 from launch import presets
-from tpu_rl.algos import AlgorithmConfig
+from tpu_rl.algos import AlgorithmConfig, SftConfig
 from tpu_rl.environments import Arithmetic
 from tpu_rl.errors import InputError
 from tpu_rl.optimizers import OptimizerConfig
@@ -30,7 +29,7 @@ DEFAULT_PRESET = "arithmetic_grpo"
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = None
-    """Hugging Face directory with safetensors, or a hub id (looked up in the local cache first)."""
+    """Hugging Face directory with safetensors, a hub id (local cache first), or builtin:NAME for a shipped model."""
     random_init: bool = False
     """Take only config.json and the tokenizer from `path`; weights are random. For training from scratch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -45,7 +44,7 @@ class ArithmeticData:
 
     train: Arithmetic = Arithmetic()
     evaluation: Arithmetic = Arithmetic()
-    written_share: float = 0.33
+    written_share: float = 0.25
     """Demonstrations only: how many answers write the calculation out; the rest are bare answers."""
 
 
@@ -117,7 +116,7 @@ class ExperimentConfig:
     data: ArithmeticData | FileData
     model: ModelConfig = ModelConfig()
     reward: tuple[str, ...] = ()
-    """Names of built-in rewards, or FILE.py:function. Several are added up."""
+    """Names of built-in rewards, or FILE.py:function. Several are added up; the first one is what evaluation counts."""
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -179,7 +178,7 @@ class ExperimentConfig:
     @property
     def learns_from_rollouts(self) -> bool:
         """True for reinforcement learning; demonstrations are learned as they are."""
-        return bool(self.reward)
+        return not isinstance(self.algorithm, SftConfig)
 
 
 # --- command line ------------------------------------------------------------------------------------------------
@@ -253,8 +252,12 @@ def load(path: Path) -> ExperimentConfig:
     return from_dict(ExperimentConfig, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
+MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb")
+"""What a run may be continued with: where it lies, how long it is, what it writes when."""
+
+
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
-    """Lines "name: old -> new" for every value that differs, `run_dir` and `dry_run` aside."""
+    """Lines "name: old -> new" for every value that differs, other than those in MAY_CHANGE."""
 
     def flat(values: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(values, dict):
@@ -262,13 +265,7 @@ def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
         return {k: v for name, value in values.items() for k, v in flat(value, f"{prefix}.{name}".strip(".")).items()}
 
     before, after = flat(to_dict(old), ""), flat(to_dict(new), "")
-    names = [name for name in before | after if name not in ("run_dir", "dry_run")]
+    names = [name for name in before | after if name not in MAY_CHANGE]
     return [
         f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)
     ]
-
-
-def exit_with(error: Exception, code: int) -> typing.NoReturn:
-    """One message, one exit code."""
-    print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(code)

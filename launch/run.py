@@ -18,6 +18,7 @@ import jax
 
 from launch import build, config as configuration
 from launch.config import ExperimentConfig
+from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
 from tpu_rl import checkpoint, data, metrics, models, report, sharding, training
 from tpu_rl.errors import InputError, TpuRlError
@@ -27,11 +28,11 @@ def main(argv: list[str]) -> int:
     try:
         config = configuration.parse(argv)
         if config.dry_run:
-            build.print_plan(config)
+            print_plan(config)
             return 0
         run_dir = open_run_dir(config)
-        if (run_dir / "summary.json").exists():
-            print(f"this run is finished: {run_dir / 'summary.json'}, {run_dir / 'report.html'}")
+        if finished(config, run_dir):
+            print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
             return 0
         warn_of_unused_accelerators()
         run(config, run_dir)
@@ -57,6 +58,12 @@ def open_run_dir(config: ExperimentConfig) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     configuration.save(config, saved)
     return run_dir
+
+
+def finished(config: ExperimentConfig, run_dir: Path) -> bool:
+    """Whether an earlier run took all the steps; asked for more, it goes on."""
+    summary = run_dir / "summary.json"
+    return summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.steps
 
 
 def run(config: ExperimentConfig, run_dir: Path) -> None:

@@ -1,0 +1,52 @@
+"""`--dry-run`: what would run, said in seconds and without touching weights or an accelerator."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from launch import build
+from launch.config import ExperimentConfig, to_dict
+from tpu_rl import models
+
+
+def print_plan(config: ExperimentConfig) -> None:
+    """The resolved configuration, the batch's sizes and the number of parameters."""
+    console = Console(highlight=False)
+    console.print(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip(), markup=False)
+    console.print(batch_table(config))
+    model = models.from_config(build.model_path(config), dtype=config.model.dtype)
+    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    count = sum(math.prod(leaf.shape) for leaf in shapes)
+    size = count * (2 if config.model.param_dtype == "bfloat16" else 4)
+    copies = 2 if config.algorithm.needs_reference else 1
+    console.print(
+        f"parameters: {count:,} ({size * copies / 2**20:,.1f} MiB of weights in {copies} "
+        f"{'copies' if copies > 1 else 'copy'}, {2 * size / 2**20:,.1f} MiB of optimizer moments)"
+    )
+
+
+def batch_table(config: ExperimentConfig) -> Table:
+    """How the sizes follow from each other; tokens are upper bounds."""
+    batch, sampling = config.batch, config.sampling
+    rollouts = batch.prompts * batch.completions
+    longest = sampling.max_prompt_tokens + batch.completions * sampling.max_new_tokens
+    tokens = batch.prompts * longest // batch.minibatches
+    rows = math.ceil(tokens / batch.row_length)
+    table = Table("a step of the run", "", box=None)
+    for name, value in (
+        ("prompts", f"{batch.prompts}"),
+        ("completions of each (group)", f"{batch.completions}"),
+        ("rollouts", f"{rollouts}"),
+        ("tokens sampled, at most", f"{rollouts * sampling.max_new_tokens:,}"),
+        ("optimizer steps", f"{batch.minibatches} minibatches x {batch.epochs} epochs"),
+        ("tokens an optimizer step, at most", f"{tokens:,}"),
+        ("packed rows an optimizer step, at most", f"{rows} of {batch.row_length} tokens"),
+        ("micro-batches, at most", f"{math.ceil(rows / batch.micro_batch_rows)} of {batch.micro_batch_rows} rows"),
+    ):
+        table.add_row(name, value)
+    return table

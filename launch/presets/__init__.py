@@ -1,0 +1,1 @@
+"""One small file per experiment: a value named CONFIG."""

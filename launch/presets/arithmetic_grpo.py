@@ -1,0 +1,32 @@
+"""The default run: GRPO teaches the shipped model to calculate expressions of 4 to 6 terms. Minutes on two CPU cores.
+
+The model calculates rightly when it writes the calculation out, and mostly does not: its training answers were bare
+three times out of four. The reward is 1 for the right answer, whatever stands before it.
+"""
+
+from launch.config import (
+    ArithmeticData,
+    BatchConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+)
+from tpu_rl.algos import GrpoConfig
+from tpu_rl.environments import Arithmetic
+from tpu_rl.optimizers import OptimizerConfig
+
+LONG = Arithmetic(min_terms=4, max_terms=6)
+
+CONFIG = ExperimentConfig(
+    algorithm=GrpoConfig(),
+    data=ArithmeticData(train=LONG, evaluation=LONG),
+    model=ModelConfig(path="builtin:arithmetic"),
+    reward=("arithmetic",),
+    optimizer=OptimizerConfig(learning_rate=3e-5, warmup_steps=5),
+    batch=BatchConfig(prompts=32, completions=8, row_length=256, micro_batch_rows=8),
+    sampling=SamplingConfig(max_prompt_tokens=16, max_new_tokens=48, max_rows=512),
+    evaluation=EvaluationConfig(rows=500, every=10),
+    steps=60,
+    checkpoint_every=20,
+)

@@ -1,0 +1,33 @@
+"""How the shipped model was made: supervised fine-tuning from random weights on solved expressions of 2 to 6 terms.
+
+One answer in four is written out, the others are bare, as texts that people write are of both kinds.
+"""
+
+from launch.config import (
+    ArithmeticData,
+    BatchConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+)
+from tpu_rl.algos import SftConfig
+from tpu_rl.environments import Arithmetic
+from tpu_rl.optimizers import OptimizerConfig
+
+CONFIG = ExperimentConfig(
+    algorithm=SftConfig(),
+    data=ArithmeticData(
+        train=Arithmetic(min_terms=2, max_terms=6), evaluation=Arithmetic(min_terms=4, max_terms=6), written_share=0.25
+    ),
+    model=ModelConfig(path="builtin:arithmetic", random_init=True),
+    reward=("arithmetic",),
+    optimizer=OptimizerConfig(
+        learning_rate=2e-3, schedule="cosine", warmup_steps=100, final_share=0.02, weight_decay=0.01, beta2=0.98
+    ),
+    batch=BatchConfig(prompts=128, completions=1, row_length=128, micro_batch_rows=16),
+    sampling=SamplingConfig(max_prompt_tokens=16, max_new_tokens=48, max_rows=512),
+    evaluation=EvaluationConfig(rows=500, every=500),
+    steps=2000,
+    checkpoint_every=500,
+)

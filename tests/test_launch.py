@@ -1,0 +1,151 @@
+"""The program as a user runs it: steps, resume, refusal of bad input. The shipped model, tiny batches."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import config, run
+
+TINY = [
+    "arithmetic_grpo", "--batch.prompts", "4", "--batch.completions", "4", "--batch.row-length", "128",
+    "--evaluation.rows", "8", "--evaluation.every", "2", "--checkpoint-every", "1",
+]  # fmt: skip
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timings = ("time", "perf/")
+    return [{name: value for name, value in row.items() if not name.startswith(timings)} for row in rows]
+
+
+def test_two_steps_then_four_equal_four(tmp_path, capsys):
+    """A run continued from its checkpoint ends with the bits and the rows of one that was not interrupted."""
+    apart, whole = tmp_path / "apart", tmp_path / "whole"
+    assert run.main([*TINY, "--run-dir", str(apart), "--steps", "2"]) == 0
+    assert run.main([*TINY, "--run-dir", str(apart), "--steps", "4"]) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert run.main([*TINY, "--run-dir", str(whole), "--steps", "4"]) == 0
+
+    first, second = (json.loads((d / "summary.json").read_text()) for d in (apart, whole))
+    assert first["params_digest"] == second["params_digest"]
+    assert [row["step"] for row in rows_of(whole)] == [0, 1, 2, 3, 4]
+    # Step 2 was the last of the short run and so had a greedy evaluation besides.
+    greedy = "eval/greedy"
+    assert [{k: v for k, v in row.items() if not k.startswith(greedy)} for row in rows_of(apart)] == [
+        {k: v for k, v in row.items() if not k.startswith(greedy)} for row in rows_of(whole)
+    ]
+    assert set(first["eval"]["before"]) >= {"accuracy", "low", "high", "n"}
+    for name in ("config.yaml", "samples.jsonl", "report.html", "model/model.safetensors", "model/tokenizer.json"):
+        assert (whole / name).stat().st_size > 0
+
+    assert run.main([*TINY, "--run-dir", str(whole), "--steps", "4"]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_the_first_update_is_on_policy(tmp_path):
+    """Sampler and trainer agree to rounding: the ratio of the first update is 1."""
+    run.main([*TINY, "--run-dir", str(tmp_path), "--steps", "1"])
+    row = rows_of(tmp_path)[1]
+    assert 0 < row["policy/log_prob_gap_max"] < 5e-5
+    assert row["policy/ratio_max"] == pytest.approx(1, abs=5e-5)
+    assert row["policy/kl_old"] < 1e-8
+
+
+@pytest.mark.slow
+def test_kill_and_resume(tmp_path):
+    """kill -9 at three moments; the same command ends with the digest of an undisturbed run."""
+
+    def command(folder: str) -> list[str]:
+        return [sys.executable, "-m", "launch.run", *TINY, "--steps", "6", "--run-dir", str(tmp_path / folder)]
+
+    subprocess.run(command("whole"), check=True, capture_output=True, timeout=280)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for wanted_rows, pause in ((1, 0.1), (3, 0.0), (5, 0.2)):
+        process = subprocess.Popen(command("killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 200
+        while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= wanted_rows):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(pause)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(command("killed"), check=True, capture_output=True, timeout=280)
+
+    digests = {json.loads((tmp_path / d / "summary.json").read_text())["params_digest"] for d in ("whole", "killed")}
+    assert len(digests) == 1
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["arithmetic_grop"], "arithmetic_grpo"),
+        (["--batch.completions", "1"], "advantage is always 0"),
+        (["--batch.minibatches", "5"], "--batch.minibatches 4"),
+        (["--sampling.temperature", "0"], "temperature"),
+        (["gsm8k_grpo"], "--model.path"),
+        (["gsm8k_grpo", "--model.path", "builtin:arithmetic"], "--data.path"),
+        (["--model.path", "no/such/dir/at/all"], "no/such/dir"),
+        (["--reward", "aritmetic"], "arithmetic"),
+        (["--optimizer.learning-rate", "0"], "learning rate"),
+        (["--mesh.tensor", "7"], "nearest"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(tmp_path, capsys, flags, message):
+    assert run.main([*flags, "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert error.count("\n") <= 8
+
+
+def test_an_unknown_flag_names_the_nearest(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run.main(["--optimizer.learning-rat", "1"])
+    assert exit_.value.code == 2
+    assert "learning-rate" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_configuration_is_refused(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir)]))
+    assert run.main([*TINY, "--run-dir", str(run_dir), "--seed", "1"]) == 2
+    assert "seed: 0 -> 1" in capsys.readouterr().err
+
+
+def test_dry_run(capsys):
+    assert run.main(["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "parameters: 445,824" in printed
+    assert "256" in printed
+
+
+@pytest.mark.parametrize("name", config.preset_names())
+def test_presets_survive_config_yaml(name, tmp_path):
+    config.save(config.preset(name), tmp_path / "config.yaml")
+    assert config.load(tmp_path / "config.yaml") == config.preset(name)
+
+
+def test_every_configuration_field_is_read():
+    """A field that nothing reads is a lie to the user."""
+    import dataclasses
+
+    root = Path(__file__).parents[1]
+    source = "\n".join(p.read_text() for folder in ("launch", "tpu_rl") for p in (root / folder).rglob("*.py"))
+
+    def fields(kind) -> list[str]:
+        return [field.name for field in dataclasses.fields(kind)]
+
+    for kind in (
+        config.ExperimentConfig, config.ModelConfig, config.ArithmeticData, config.FileData, config.BatchConfig,
+        config.SamplingConfig, config.EvaluationConfig, config.MeshConfig, config.OptimizerConfig,
+    ):  # fmt: skip
+        unread = [name for name in fields(kind) if f".{name}" not in source]
+        assert not unread, f"{kind.__name__}: {unread}"
