@@ -1,0 +1,437 @@
+"""report.html: what a run did, on one page that opens offline.
+
+Reads the run folder only (metrics.jsonl, samples.jsonl, config.yaml, summary.json), and makes do with what is there: a
+run that is still going or was interrupted has no summary, supervised training has no rewards.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from tpu_rl import charts
+from tpu_rl.errors import InputError
+from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+from tpu_rl.report_page import PAGE, STYLE
+
+SHOWN_PROMPTS = 6
+SHOWN_CHARACTERS = 900
+
+
+class Run(NamedTuple):
+    """A run folder's content."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    config: dict[str, Any]
+    config_text: str
+    summary: dict[str, Any]
+
+    def series(self, metric: str, label: str = "") -> charts.Series | None:
+        """A metric over the steps that have it, or None."""
+        points = [(row["step"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        if not points:
+            return None
+        x, y = np.array(points, float).T
+        return charts.Series(label, x, y)
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> None:
+    """Write report.html into a run folder. Raises InputError if it has no metrics."""
+    run = _read(Path(run_dir))
+    sections = (
+        _headline(run),
+        _learning(run),
+        _chart_section(run, "Behaviour", BEHAVIOUR),
+        _completions(run),
+        _chart_section(run, "Optimization", OPTIMIZATION + _other_charts(run)),
+        _machine(run),
+        _faults(run),
+        _configuration(run),
+    )
+    page = PAGE.format(title=html.escape(run.name), style=STYLE, body="\n".join(filter(None, sections)))
+    path = Path(run_dir) / "report.html"
+    temporary = path.with_suffix(".html.tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(path)
+
+
+def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.PathLike[str]) -> None:
+    """The report's headline picture as a PNG. Raises InputError if the run has neither evaluations nor a loss."""
+    run = _read(Path(run_dir))
+    figure = _headline_figure(run)
+    if figure is None:
+        raise InputError(f"Run {run.name} has nothing to plot.", where=str(run_dir), why="no eval/accuracy and no loss")
+    charts.save_png(figure, path_png)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path) -> Run:
+    rows = list(_json_lines(folder / METRICS_FILE))
+    if not rows:
+        raise InputError("There is nothing to report.", where=str(folder / METRICS_FILE), fix="Give a run's folder.")
+    config, summary = folder / "config.yaml", folder / SUMMARY_FILE
+    config_text = config.read_text(encoding="utf-8") if config.exists() else ""
+    return Run(
+        name=folder.resolve().name,
+        rows=rows,
+        samples=list(_json_lines(folder / SAMPLES_FILE)),
+        config=yaml.safe_load(config_text) or {},
+        config_text=config_text,
+        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
+    )
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file that may be missing, or be growing: an unfinished last line is left out."""
+    if path.exists():
+        with path.open(encoding="utf-8", newline="\n") as file:
+            yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+
+# --- headline ----------------------------------------------------------------------------------------------------
+
+
+def _headline(run: Run) -> str:
+    figures = []
+    before, after = _evaluations(run)
+    if before and after:
+        gain = 100 * (after["accuracy"] - before["accuracy"])
+        figures.append(
+            f'<div class="result"><div class="numbers"><span class="before">{_percent(before)}</span>'
+            f'<span class="arrow">→</span><span class="after">{_percent(after)}</span></div>'
+            f"<p>held-out accuracy before and after, {gain:+.1f} points<br>95 % intervals "
+            f"{_interval(before)} and {_interval(after)}{_problems(after)}</p></div>"
+        )
+    loss = run.series("sft/loss")
+    if not figures and loss is not None:
+        figures.append(
+            f'<div class="result"><div class="numbers"><span class="before">{loss.y[0]:.3f}</span>'
+            f'<span class="arrow">→</span><span class="after">{loss.y[-1]:.3f}</span></div>'
+            "<p>loss of the first and the last step, nats a token</p></div>"
+        )
+    last = run.rows[-1]
+    seconds = run.summary.get("seconds", last["time"] - run.rows[0]["time"])
+    planned = run.config.get("steps", last["step"])
+    facts = [
+        ("steps", f"{last['step']}" if last["step"] >= planned else f"{last['step']} of {planned}"),
+        ("duration", _duration(seconds)),
+        ("device", run.summary.get("device")),
+        ("algorithm", _lookup(run.config, "algorithm", "kind").removesuffix("Config")),
+        ("model", Path(_lookup(run.config, "model", "path")).name),
+        ("seed", run.config.get("seed")),
+    ]
+    tiles = "".join(
+        f"<div><dt>{name}</dt><dd>{html.escape(str(value))}</dd></div>"
+        for name, value in facts
+        if value not in (None, "")
+    )
+    note = (
+        ""
+        if run.summary
+        else '<p class="note">This run is not finished: the page shows what it has written so far.</p>'
+    )
+    picture = _headline_figure(run)
+    caption = "Accuracy on held-out problems; band: 95 % interval." if run.series("eval/accuracy") else "Loss."
+    curve = _figure_html("", caption, picture, wide=True) if picture else ""
+    head = f"<h1>{html.escape(run.name)}</h1>{note}{''.join(figures)}<dl class='facts'>{tiles}</dl>"
+    return f"<header>{head}</header>{curve}"
+
+
+def _headline_figure(run: Run) -> Any:
+    accuracy = run.series("eval/accuracy")
+    if accuracy is not None:
+        low, high = run.series("eval/accuracy_low"), run.series("eval/accuracy_high")
+        if low is not None and high is not None and len(low.x) == len(high.x) == len(accuracy.x):
+            accuracy = accuracy._replace(low=low.y, high=high.y)
+        return charts.learning_curve(accuracy)
+    loss = next((one for one in map(run.series, LOSSES) if one is not None), None)
+    return charts.line_chart([loss], size=charts.WIDE) if loss is not None else None
+
+
+def _evaluations(run: Run) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The first and the last evaluation {accuracy, low, high, n}: of the summary, or of the metrics so far."""
+    summary = run.summary.get("eval") or {}
+    if summary.get("before") and summary.get("after"):
+        return summary["before"], summary["after"]
+    rows = [row for row in run.rows if row.get("eval/accuracy") is not None]
+    found = [
+        {"accuracy": row["eval/accuracy"], "low": row.get("eval/accuracy_low"), "high": row.get("eval/accuracy_high")}
+        for row in rows[:1] + rows[-1:]
+    ]
+    return (found[0], found[1]) if len(rows) > 1 else (None, None)
+
+
+def _percent(evaluation: dict[str, Any]) -> str:
+    return f"{100 * evaluation['accuracy']:.1f}<small>%</small>"
+
+
+def _interval(evaluation: dict[str, Any]) -> str:
+    if evaluation.get("low") is None or evaluation.get("high") is None:
+        return "unknown"
+    return f"{100 * evaluation['low']:.1f}–{100 * evaluation['high']:.1f}"
+
+
+def _problems(evaluation: dict[str, Any]) -> str:
+    return f", {evaluation['n']} problems" if evaluation.get("n") else ""
+
+
+def _lookup(config: dict[str, Any], *names: str) -> str:
+    """A nested value as text; empty where it is missing."""
+    value: Any = config
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return "" if value is None else str(value)
+
+
+# --- charts ------------------------------------------------------------------------------------------------------
+
+
+class Chart(NamedTuple):
+    """A chart of the page, drawn if the run has one of its metrics (metric -> label)."""
+
+    title: str
+    note: str
+    metrics: dict[str, str]
+    percent: bool = False
+    log: bool = False
+
+
+LOSSES = ("sft/loss", "distill/loss", "q/loss", "optim/loss")
+BEHAVIOUR = (
+    Chart(
+        "Length",
+        "Tokens of a completion.",
+        {"rollout/length_mean": "mean", "rollout/length_max": "longest"},
+    ),
+    Chart("Entropy", "Of the next-token distribution, nats a token.", {"policy/entropy": ""}),
+    Chart("Distance from the reference", "KL divergence, nats a token.", {"policy/kl_reference": ""}),
+    Chart(
+        "Completions that teach little",
+        "Shares: cut off at the length limit; in groups whose rewards are all equal.",
+        {"rollout/truncated": "cut off", "reward/zero_std_groups": "equal rewards"},
+        percent=True,
+    ),
+)
+OPTIMIZATION = (
+    Chart("Loss", "", {"sft/loss": ""}),
+    Chart("Loss", "", {"distill/loss": ""}),
+    Chart("Loss", "", {"q/loss": ""}),
+    Chart(
+        "Clipped tokens",
+        "Share whose probability ratio left the trust region downwards and upwards.",
+        {"policy/clip_low": "low", "policy/clip_high": "high"},
+        percent=True,
+    ),
+    Chart(
+        "Probability ratio",
+        "New to old policy, extremes over a step's tokens.",
+        {"policy/ratio_max": "largest", "policy/ratio_min": "smallest"},
+    ),
+    Chart("KL to the old policy", "Nats a token, over a step's updates.", {"policy/kl_old": ""}),
+    Chart(
+        "Sampler against trainer",
+        "Absolute gap of the log-probs that both give the same tokens.",
+        {"policy/log_prob_gap_max": "largest", "policy/log_prob_gap_mean": "mean"},
+        log=True,
+    ),
+    Chart("Gradient norm", "Over all trained weights, before clipping.", {"optim/grad_norm": ""}),
+    Chart("Learning rate", "", {"optim/learning_rate": ""}),
+)
+THROUGHPUT = Chart(
+    "Throughput",
+    "Tokens a second while sampling and while training.",
+    {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"},
+)
+MEMORY = Chart("Memory", "Peak, bytes.", {"perf/peak_memory": ""})
+
+
+def _draw(run: Run, chart: Chart) -> str:
+    """The chart as HTML, or nothing if the run has none of its metrics."""
+    found = [run.series(metric, label) for metric, label in chart.metrics.items()]
+    lines = [one for one in found if one is not None]
+    if chart.log:
+        lines = [_where(one, one.y > 0) for one in lines if (one.y > 0).any()]
+    if not lines:
+        return ""
+    figure = charts.line_chart(lines, percent=chart.percent, log=chart.log)
+    return _figure_html(chart.title, chart.note, figure)
+
+
+def _where(series: charts.Series, kept: np.ndarray) -> charts.Series:
+    return charts.Series(series.label, series.x[kept], series.y[kept])
+
+
+def _chart_section(run: Run, title: str, specs: Sequence[Chart]) -> str:
+    return _section(title, [_draw(run, chart) for chart in specs])
+
+
+def _other_charts(run: Run) -> tuple[Chart, ...]:
+    """Metrics of methods that this page does not know by name."""
+    names = dict.fromkeys(name for row in run.rows for name in row)
+    known = {metric for chart in BEHAVIOUR + OPTIMIZATION for metric in chart.metrics}
+    prefixes = ("value/", "preference/", "q/", "distill/", "sft/", "router/")
+    return tuple(Chart(name, "", {name: ""}) for name in names if name.startswith(prefixes) and name not in known)
+
+
+def _learning(run: Run) -> str:
+    figures = []
+    reward = run.series("reward/mean")
+    if reward is not None:
+        note = "Mean over a step's completions."
+        spread, tokens, length = map(run.series, ("reward/std", "rollout/tokens", "rollout/length_mean"))
+        if spread and tokens and length and len(reward.x) == len(spread.x) == len(tokens.x) == len(length.x):
+            completions = tokens.y / np.maximum(length.y, 1e-9)
+            half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
+            reward = reward._replace(low=reward.y - half, high=reward.y + half)
+            note += " Band: 95 % interval of that mean, completions taken as independent."
+        figures.append(_figure_html("Reward", note, charts.line_chart([reward])))
+    parts = sorted({name for row in run.rows for name in row if re.fullmatch(r"reward/.+/mean", name)})
+    if len(parts) > 1:
+        labels = {name: name.removeprefix("reward/").removesuffix("/mean") for name in parts}
+        figures.append(_draw(run, Chart("Parts of the reward", "Means over a step's completions.", labels)))
+    early, late = _early_and_late(run)
+    if early and late:
+        groups = [(f"steps {_span(part)}", np.array([s["reward"] for s in part], float)) for part in (early, late)]
+        figures.append(_figure_html("Rewards, early and late", "Share of completions.", charts.histogram(groups)))
+    return _section("Learning", figures)
+
+
+def _early_and_late(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rewarded samples of the first and the last tenth of all sampled steps (at least one step each)."""
+    samples = [sample for sample in run.samples if sample.get("reward") is not None]
+    steps = sorted({sample["step"] for sample in samples})
+    if len(steps) < 2:
+        return [], []
+    count = max(1, len(steps) // 10)
+    first, last = set(steps[:count]), set(steps[-count:])
+    return [s for s in samples if s["step"] in first], [s for s in samples if s["step"] in last]
+
+
+def _span(samples: list[dict[str, Any]]) -> str:
+    first, last = samples[0]["step"], samples[-1]["step"]
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
+def _machine(run: Run) -> str:
+    figures = []
+    total = run.series("time/step")
+    parts = [("rollout", "time/rollout"), ("reward", "time/reward"), ("update", "time/update")]
+    found = [(label, run.series(metric)) for label, metric in parts]
+    known = [(label, one.y) for label, one in found if one is not None and total and len(one.x) == len(total.x)]
+    if total is not None and known:
+        other = np.maximum(total.y - sum(y for _, y in known), 0.0)
+        figure = charts.stacked_areas(total.x, [*known, ("other", other)])
+        figures.append(_figure_html("Time of a step", "Seconds.", figure))
+    return _section("Machine", [*figures, _draw(run, THROUGHPUT), _draw(run, MEMORY)])
+
+
+# --- completions -------------------------------------------------------------------------------------------------
+
+
+def _completions(run: Run) -> str:
+    """The same prompts early and late where they recur, else prompts of the first and of the last step."""
+    early, late = _early_and_late(run)
+    if not early:
+        return ""
+    then = {sample["prompt"]: sample for sample in reversed(early)}
+    now = {sample["prompt"]: sample for sample in late}
+    shared = _evenly([prompt for prompt in then if prompt in now])
+    if shared:
+        note = "The same prompts at the start and at the end; chosen evenly over the batch, not by reward."
+        pairs = [(then[prompt], now[prompt]) for prompt in shared]
+    else:
+        note = "Prompts of the first and of the last steps; chosen evenly over the batch, not by reward."
+        pairs = list(zip(_evenly(list(then.values())), _evenly(list(now.values())), strict=False))
+    rows = "".join(f"<tr>{_cell(first)}{_cell(last)}</tr>" for first, last in pairs)
+    table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
+    return f"<section><h2>Completions</h2><p class='lead'>{note}</p>{table}</section>"
+
+
+def _evenly(values: list[Any]) -> list[Any]:
+    """SHOWN_PROMPTS values at equal distances, or all."""
+    count = min(SHOWN_PROMPTS, len(values))
+    return [values[i * len(values) // count] for i in range(count)]
+
+
+def _cell(sample: dict[str, Any]) -> str:
+    parts = sample.get("parts") or {}
+    details = ", ".join(f"{name} {_number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
+    good = "good" if sample["reward"] > 0 else "poor"
+    return (
+        f"<td><div class='prompt'>{_text(sample['prompt'])}</div>"
+        f"<div class='completion'>{_text(sample['completion'])}</div>"
+        f"<div class='reward'><span class='{good}'>reward {_number(sample['reward'])}</span> "
+        f"{html.escape(details)}<span class='step'>step {sample['step']}</span></div></td>"
+    )
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    cut = f"{text[:SHOWN_CHARACTERS]} … ({len(text)} characters)" if len(text) > SHOWN_CHARACTERS else text
+    return html.escape(cut)
+
+
+def _number(value: Any) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+# --- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _faults(run: Run) -> str:
+    def total(metric: str) -> str:
+        series = run.series(metric)
+        return "not measured" if series is None else f"{series.y.sum():.0f}"
+
+    undefined = sorted({name for row in run.rows for name, value in row.items() if value is None})
+    facts = [
+        ("completions whose reward failed", total("reward/errors")),
+        ("optimizer steps skipped, because a gradient was not finite", total("optim/skipped")),
+        ("metrics that were not finite at some step", ", ".join(undefined) or "none"),
+        ("digest of the final parameters", run.summary.get("params_digest") or "written when the run ends"),
+    ]
+    rows = "".join(f"<tr><td>{name}</td><td>{html.escape(value)}</td></tr>" for name, value in facts)
+    return f"<section><h2>Faults and identity</h2><table class='plain'>{rows}</table></section>"
+
+
+def _configuration(run: Run) -> str:
+    if not run.config_text:
+        return ""
+    text = re.sub(r"(?m)^(\s*(?:- )?[\w.-]+:)", r"<b>\1</b>", html.escape(run.config_text))
+    return (
+        f"<section><h2>Configuration</h2><details><summary>config.yaml</summary><pre>{text}</pre></details></section>"
+    )
+
+
+def _section(title: str, figures: Sequence[str]) -> str:
+    shown = "".join(figures)
+    return f"<section><h2>{title}</h2><div class='grid'>{shown}</div></section>" if shown else ""
+
+
+def _figure_html(title: str, note: str, figure: Any, wide: bool = False) -> str:
+    """A figure with its words; the picture is isolated in an image, so that ids of several cannot clash."""
+    data = base64.b64encode(charts.as_svg(figure).encode()).decode()
+    heading = f"<b>{html.escape(title)}</b> " if title else ""
+    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(title or note)} over the steps">'
+    kind = ' class="wide"' if wide else ""
+    return f"<figure{kind}><figcaption>{heading}{html.escape(note)}</figcaption>{image}</figure>"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
