@@ -29,14 +29,19 @@ ROWS = {"row_length": 24, "micro_batch_rows": 2}
 # --- models ------------------------------------------------------------------------------------------------------
 
 
+def _numpy_random(key: Array) -> np.random.Generator:
+    """numpy's numbers need no compilation."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
 def attention_model(vocabulary: int = VOCABULARY, width: int = 8, positions: int = 64) -> Model:
     """One layer of attention with the visibility rule of `types.Model`, in the dtype of its params."""
 
     def init(key: Array) -> Params:
-        keys = iter(jax.random.split(key, 8))
+        random = _numpy_random(key)
 
         def matrix(*shape: int) -> Array:
-            return jax.random.normal(next(keys), shape) / jnp.sqrt(shape[0])
+            return jnp.asarray(random.normal(size=shape) / np.sqrt(shape[0]))
 
         return {
             "embedding": 3.0 * matrix(vocabulary, width),
@@ -71,7 +76,7 @@ def tabular_model(vocabulary: int, positions: int) -> Model:
     """Logits free for every (position, token): all policies over sequences of a one-token prompt and two tokens."""
 
     def init(key: Array) -> Params:
-        return {"table": jax.random.normal(key, (positions, vocabulary, vocabulary))}
+        return {"table": jnp.asarray(_numpy_random(key).normal(size=(positions, vocabulary, vocabulary)))}
 
     def hidden(params: Params, tokens: Array, positions: Array, segment_ids: Array, branch_ids: Array) -> Array:
         del segment_ids, branch_ids
@@ -98,7 +103,7 @@ def roles(model: Model) -> Roles:
 
 def init_params(model: Model, seed: int = 0) -> Params:
     """Random params of every role."""
-    return {name: model.init(jax.random.fold_in(jax.random.key(seed), i)) for i, name in enumerate(Roles._fields)}
+    return {name: model.init(jax.random.key(10 * seed + i)) for i, name in enumerate(Roles._fields)}
 
 
 def train_policy(path: str) -> bool:
