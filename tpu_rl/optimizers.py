@@ -47,7 +47,7 @@ class OptimizerConfig:
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """optimizer step -> learning rate; `steps` is the length of the whole run in optimizer steps."""
     peak, last = config.learning_rate, config.learning_rate * config.final_share
-    decay_steps = max(steps - config.warmup_steps, 1)
+    decay_steps = max(steps - 1 - config.warmup_steps, 1)
     after = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, last, decay_steps),

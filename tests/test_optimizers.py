@@ -1,0 +1,89 @@
+"""Learning rates by hand, and what weight decay leaves alone."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_rl import optimizers
+from tpu_rl.errors import InputError
+from tpu_rl.optimizers import OptimizerConfig
+
+
+def rates(schedule: str, steps: int, **config: float) -> list[float]:
+    schedule_of = optimizers.learning_rate(OptimizerConfig(learning_rate=2.0, schedule=schedule, **config), steps)
+    return [float(schedule_of(step)) for step in range(steps)]
+
+
+def test_constant():
+    assert rates("constant", 3) == [2, 2, 2]
+
+
+def test_warm_up_moves_at_once_and_reaches_the_peak_at_its_last_step():
+    np.testing.assert_allclose(rates("constant", 6, warmup_steps=4), [0.5, 1, 1.5, 2, 2, 2], rtol=1e-6)
+    np.testing.assert_allclose(rates("constant", 2, warmup_steps=1), [2, 2], rtol=1e-6)
+
+
+def test_linear_ends_on_the_final_share_at_the_last_step():
+    np.testing.assert_allclose(rates("linear", 5, final_share=0.1), [2, 1.55, 1.1, 0.65, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(rates("linear", 5, final_share=0.0, warmup_steps=2), [1, 2, 2, 1, 0], atol=1e-6)
+
+
+def test_cosine_ends_on_the_final_share_at_the_last_step():
+    np.testing.assert_allclose(rates("cosine", 3, final_share=0.5), [2, 1.5, 1], rtol=1e-6)
+    half = (1 + np.cos(np.pi / 4)) / 2
+    np.testing.assert_allclose(rates("cosine", 5, final_share=0.0), [2, 2 * half, 1, 2 - 2 * half, 0], atol=1e-6)
+
+
+def test_runs_of_one_step_have_a_rate():
+    for schedule in ("constant", "linear", "cosine"):
+        assert rates(schedule, 1) == [2]
+
+
+PARAMS = {
+    "embedding": jnp.ones((3, 2)),
+    "layers": {"norm": {"scale": jnp.ones((4, 2))}, "query": {"kernel": jnp.ones((4, 2, 2)), "bias": jnp.ones((4, 2))}},
+}
+
+
+def test_weight_decay_spares_norms_and_biases_however_many_dimensions_they_have():
+    config = OptimizerConfig(learning_rate=0.5, weight_decay=0.1)
+    optimizer = optimizers.build(config, optimizers.learning_rate(config, 1))
+    gradients = {"embedding": jnp.zeros((3, 2)), "layers": {"norm": {"scale": jnp.zeros((4, 2))}, "query": None}}
+    params = PARAMS | {"layers": PARAMS["layers"] | {"query": None}}
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["embedding"], np.full((3, 2), -0.5 * 0.1), rtol=1e-6)
+    assert not np.any(updates["layers"]["norm"]["scale"])
+    assert optimizers.decayed(PARAMS) == {
+        "embedding": True,
+        "layers": {"norm": {"scale": False}, "query": {"kernel": True, "bias": False}},
+    }
+
+
+def test_first_adam_step_is_the_rate_against_the_gradients_sign():
+    config = OptimizerConfig(learning_rate=0.5, clip_norm=100.0)
+    optimizer = optimizers.build(config, optimizers.learning_rate(config, 1))
+    params = {"kernel": jnp.zeros(3)}
+    updates, _ = optimizer.update({"kernel": jnp.array([3.0, -0.2, 0.0])}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], [-0.5, 0.5, 0], rtol=1e-5)
+
+
+def test_gradients_are_clipped_to_their_global_norm():
+    """With an epsilon far above the gradient, Adam is linear: a step of rate x gradient / epsilon."""
+    config = OptimizerConfig(learning_rate=1.0, epsilon=1e6, clip_norm=1.0)
+    optimizer = optimizers.build(config, optimizers.learning_rate(config, 1))
+    params = {"kernel": jnp.zeros(1), "other": jnp.zeros(1)}
+    for gradient, clipped in (([3.0, 4.0], [0.6, 0.8]), ([0.3, 0.4], [0.3, 0.4])):
+        gradients = dict(zip(params, map(jnp.atleast_1d, jnp.array(gradient)), strict=True))
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        np.testing.assert_allclose([-1e6 * updates[name][0] for name in params], clipped, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_learning_rate_must_be_a_positive_number(rate):
+    with pytest.raises(InputError, match="learning rate"):
+        OptimizerConfig(learning_rate=rate)
+
+
+def test_a_clip_norm_must_be_positive():
+    with pytest.raises(InputError, match="clip norm"):
+        OptimizerConfig(clip_norm=0.0)
