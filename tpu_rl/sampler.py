@@ -62,8 +62,6 @@ class SamplerConfig:
     """Rows decoded at once; more are decoded in waves of whole groups."""
     prompt_length: int | None = None
     """Columns reserved for prompts; None: the next power of two of the longest. Fix it to compile once."""
-    vocabulary_size: int | None = None
-    """Ids from here on are never drawn: the padding that checkpoints put behind the tokenizer's last id."""
 
     def __post_init__(self):
         def check(good: bool, name: str, needs: str) -> None:
@@ -73,7 +71,7 @@ class SamplerConfig:
 
         for name in ("max_new_tokens", "samples_per_prompt", "max_rows"):
             check(self.__dict__[name] >= 1, name, "at least 1")
-        for name in ("top_k", "prompt_length", "vocabulary_size"):
+        for name in ("top_k", "prompt_length"):
             check(self.__dict__[name] is None or self.__dict__[name] >= 1, name, "at least 1, or None")
         check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 or more")
         check(self.top_p is None or 0 < self.top_p <= 1, "top_p", "above 0 and at most 1, or None")
@@ -121,25 +119,20 @@ def draw(logits: Array, uniform: Array, config: SamplerConfig) -> tuple[Array, A
     scaled = logits if config.greedy else logits / config.temperature
     peak = jnp.max(scaled, axis=-1, keepdims=True)
     mass = jnp.exp(scaled - peak)
-    log_total = peak[:, 0] + jnp.log(jnp.sum(mass, axis=-1))
-    allowed = scaled
-    if config.vocabulary_size is not None:
-        allowed = jnp.where(jnp.arange(scaled.shape[-1])[None] < config.vocabulary_size, scaled, -jnp.inf)
-        peak = jnp.max(allowed, axis=-1, keepdims=True)
-        mass = jnp.exp(allowed - peak)
+    log_total = jnp.log(jnp.sum(mass, axis=-1))
     if config.greedy:
+        # The first largest; jnp.argmax is slower on a CPU. NaN equals nothing: stay in the vocabulary.
         size = scaled.shape[-1]
         ids = jnp.arange(size, dtype=jnp.int32)[None]
-        # The first largest; jnp.argmax is three times slower on a CPU. NaN equals nothing: stay in the vocabulary.
-        token = jnp.min(jnp.where(allowed == peak, ids, size - 1), axis=-1)
-        log_prob = _at(scaled, token) - log_total
-        return token, log_prob, jnp.zeros_like(log_prob)
+        token = jnp.min(jnp.where(scaled == peak, ids, size - 1), axis=-1)
+        return token, -log_total, jnp.zeros_like(log_total)
     kept = truncate(mass, config)
     token = invert_cdf(kept, uniform)
-    log_prob = _at(scaled, token) - log_total
-    if kept is mass and allowed is scaled:
+    below_peak = _at(scaled - peak, token)
+    log_prob = below_peak - log_total
+    if kept is mass:
         return token, log_prob, log_prob
-    return token, log_prob, _at(allowed - peak, token) - jnp.log(jnp.sum(kept, axis=-1))
+    return token, log_prob, below_peak - jnp.log(jnp.sum(kept, axis=-1))
 
 
 def _at(values: Array, index: Array) -> Array:
