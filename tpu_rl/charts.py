@@ -99,10 +99,10 @@ def line_chart(
         return figure
 
 
-def learning_curve(series: Series, *, size: tuple[float, float] = WIDE) -> Figure:
-    """A measured share with its interval: points, band, and the first and last value in words."""
+def learning_curve(series: Series, *, title: str = "") -> Figure:
+    """A measured share with its interval: points, band, and the first and last value in figures."""
     with _style():
-        figure, axes = _new_figure(size, labels=True)
+        figure, axes = _new_figure(WIDE, labels=True)
         color = COLORS[0]
         if series.low is not None and series.high is not None:
             axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.16, linewidth=0)
@@ -110,11 +110,11 @@ def learning_curve(series: Series, *, size: tuple[float, float] = WIDE) -> Figur
                 axes.plot(np.repeat(series.x, 2), [series.low[0], series.high[0]], color=color, alpha=0.4)
         axes.axhline(series.y[0], color="#9aa1ab", linewidth=0.9, linestyle=(0, (4, 4)))
         axes.plot(series.x, series.y, color=color, linewidth=2.2, marker="o", markersize=4.5, markeredgecolor="white")
+        axes.set_ylim(0, min(1.0, 1.15 * np.max(series.y if series.high is None else series.high)))
         _finish(axes, percent=True, log=False)
-        last = series.y[-1] if len(series.y) > 1 else None
-        labels = [(f"{series.y[0]:.1%} before", series.y[0], MUTED)]
-        labels += [(f"{last:.1%}", last, color)] if last is not None else []
-        _label_ends(axes, labels, size=11)
+        values = {float(series.y[0]): MUTED} | {float(value): color for value in series.y[1:][-1:]}
+        _label_ends(axes, [(f"{value:.1%}", value, shade) for value, shade in values.items()], size=11)
+        axes.text(0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10)
         return figure
 
 
@@ -131,7 +131,8 @@ def stacked_areas(x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]]) -> Fig
         total = np.sum(values, axis=0)
         axes.set_ylim(0, min(total.max(), 3 * np.median(total)) * 1.05)
         _finish(axes, percent=False, log=False)
-        _label_ends(axes, [(label, y, c) for (label, _), y, c in zip(parts, middles, colors, strict=True)])
+        inks = (*colors[:-1], MUTED)
+        _label_ends(axes, [(label, y, ink) for (label, _), y, ink in zip(parts, middles, inks, strict=True)])
         return figure
 
 
@@ -186,8 +187,13 @@ def _finish(axes: Axes, *, percent: bool, log: bool) -> None:
 
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
     axes.margins(x=0.02)
-    if not log:
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(4))
+    if log:
+        low, high = np.log10(axes.get_ylim())
+        axes.set_ylim(10 ** np.floor(low), 10 ** np.ceil(high))
+        axes.yaxis.set_major_locator(ticker.LogLocator(numticks=5))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    else:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(_percent_text if percent else _number_text(axes)))
     axes.set_xlabel("step", color=MUTED, loc="right", labelpad=1)
 
@@ -204,7 +210,7 @@ def _number_text(axes: Axes) -> Callable[[float, int], str]:
         del position
         largest = max(abs(limit) for limit in axes.get_ylim())
         if value and largest < 1e-3:
-            return f"{value:.1e}".replace("e-0", "e-")
+            return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if largest >= 2 * size:
                 return f"{value / size:.3g}{unit}"
@@ -234,8 +240,11 @@ def _thin_out(values: np.ndarray | None) -> Any:
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """The mean over a centred window of a tenth of all points, shorter at the ends; short series stay as they are."""
-    if len(values) < 40:
+    """The mean over a centred window of a tenth of all points, shorter at the ends.
+
+    Series that are short, or that go hardly further than there and back once (schedules), stay as they are.
+    """
+    if len(values) < 40 or np.abs(np.diff(values)).sum() <= 2.5 * np.ptp(values):
         return values
     half = len(values) // 20
     return np.array([np.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))])

@@ -40,8 +40,8 @@ def open_metrics(
     """Open the records of a run in the folder `run_dir`.
 
     `resume_step` is the step of the checkpoint that the run goes on from, and -1 for a new run; what an earlier
-    attempt left behind it is cut off. Raises MachineError if wandb is wanted and not installed, DamagedDataError if a record
-    has an unreadable row before its last one.
+    attempt left behind it is cut off. Raises MachineError if wandb is wanted and not installed, DamagedDataError if a
+    record has an unreadable row before its last one.
     """
     if jax.process_index() != 0:
         return Sink([], None)

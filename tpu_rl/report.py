@@ -52,9 +52,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
     sections = (
         _headline(run),
         _learning(run),
-        _chart_section(run, "Behaviour", BEHAVIOUR),
         _completions(run),
-        _chart_section(run, "Optimization", OPTIMIZATION + _other_charts(run)),
+        _section("Optimization", [_draw(run, chart) for chart in OPTIMIZATION + _other_charts(run)]),
         _machine(run),
         _faults(run),
         _configuration(run),
@@ -69,7 +68,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
 def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.PathLike[str]) -> None:
     """The report's headline picture as a PNG. Raises InputError if the run has neither evaluations nor a loss."""
     run = _read(Path(run_dir))
-    figure = _headline_figure(run)
+    figure = _headline_figure(run, title=f"{run.name}: accuracy on held-out problems, 95 % interval")
     if figure is None:
         raise InputError(f"Run {run.name} has nothing to plot.", where=str(run_dir), why="no eval/accuracy and no loss")
     charts.save_png(figure, path_png)
@@ -124,11 +123,13 @@ def _headline(run: Run) -> str:
         )
     last = run.rows[-1]
     seconds = run.summary.get("seconds", last["time"] - run.rows[0]["time"])
+    memory = run.series("perf/peak_memory")
     planned = run.config.get("steps", last["step"])
     facts = [
         ("steps", f"{last['step']}" if last["step"] >= planned else f"{last['step']} of {planned}"),
         ("duration", _duration(seconds)),
         ("device", run.summary.get("device")),
+        ("peak memory", f"{memory.y.max() / 2**30:.2f} GiB" if memory else ""),
         ("algorithm", _lookup(run.config, "algorithm", "kind").removesuffix("Config")),
         ("model", Path(_lookup(run.config, "model", "path")).name),
         ("seed", run.config.get("seed")),
@@ -144,21 +145,26 @@ def _headline(run: Run) -> str:
         else '<p class="note">This run is not finished: the page shows what it has written so far.</p>'
     )
     picture = _headline_figure(run)
-    caption = "Accuracy on held-out problems; band: 95 % interval." if run.series("eval/accuracy") else "Loss."
+    evaluated = _headline_metric(run) == "eval/accuracy"
+    caption = "Accuracy on held-out problems; band: 95 % interval." if evaluated else "Loss."
     curve = _figure_html("", caption, picture, wide=True) if picture else ""
     head = f"<h1>{html.escape(run.name)}</h1>{note}{''.join(figures)}<dl class='facts'>{tiles}</dl>"
     return f"<header>{head}</header>{curve}"
 
 
-def _headline_figure(run: Run) -> Any:
-    accuracy = run.series("eval/accuracy")
-    if accuracy is not None:
-        low, high = run.series("eval/accuracy_low"), run.series("eval/accuracy_high")
-        if low is not None and high is not None and len(low.x) == len(high.x) == len(accuracy.x):
-            accuracy = accuracy._replace(low=low.y, high=high.y)
-        return charts.learning_curve(accuracy)
-    loss = next((one for one in map(run.series, LOSSES) if one is not None), None)
-    return charts.line_chart([loss], size=charts.WIDE) if loss is not None else None
+def _headline_metric(run: Run) -> str | None:
+    return next((name for name in ("eval/accuracy", *LOSSES) if run.series(name) is not None), None)
+
+
+def _headline_figure(run: Run, title: str = "") -> Any:
+    metric = _headline_metric(run)
+    series = run.series(metric) if metric else None
+    if series is None or metric != "eval/accuracy":
+        return charts.line_chart([series], size=charts.WIDE) if series is not None else None
+    low, high = run.series("eval/accuracy_low"), run.series("eval/accuracy_high")
+    if low is not None and high is not None and len(low.x) == len(high.x) == len(series.x):
+        series = series._replace(low=low.y, high=high.y)
+    return charts.learning_curve(series, title=title)
 
 
 def _evaluations(run: Run) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -210,25 +216,19 @@ class Chart(NamedTuple):
 
 
 LOSSES = ("sft/loss", "distill/loss", "q/loss", "optim/loss")
+"""The first that a run has is its headline picture where nothing was evaluated."""
 BEHAVIOUR = (
-    Chart(
-        "Length",
-        "Tokens of a completion.",
-        {"rollout/length_mean": "mean", "rollout/length_max": "longest"},
-    ),
-    Chart("Entropy", "Of the next-token distribution, nats a token.", {"policy/entropy": ""}),
-    Chart("Distance from the reference", "KL divergence, nats a token.", {"policy/kl_reference": ""}),
     Chart(
         "Completions that teach little",
         "Shares: cut off at the length limit; in groups whose rewards are all equal.",
         {"rollout/truncated": "cut off", "reward/zero_std_groups": "equal rewards"},
         percent=True,
     ),
+    Chart("Length", "Tokens of a completion.", {"rollout/length_mean": "mean", "rollout/length_max": "longest"}),
+    Chart("Entropy", "Of the next-token distribution, nats a token.", {"policy/entropy": ""}),
+    Chart("Distance from the reference", "KL divergence, nats a token.", {"policy/kl_reference": ""}),
 )
 OPTIMIZATION = (
-    Chart("Loss", "", {"sft/loss": ""}),
-    Chart("Loss", "", {"distill/loss": ""}),
-    Chart("Loss", "", {"q/loss": ""}),
     Chart(
         "Clipped tokens",
         "Share whose probability ratio left the trust region downwards and upwards.",
@@ -255,7 +255,6 @@ THROUGHPUT = Chart(
     "Tokens a second while sampling and while training.",
     {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"},
 )
-MEMORY = Chart("Memory", "Peak, bytes.", {"perf/peak_memory": ""})
 
 
 def _draw(run: Run, chart: Chart) -> str:
@@ -274,14 +273,10 @@ def _where(series: charts.Series, kept: np.ndarray) -> charts.Series:
     return charts.Series(series.label, series.x[kept], series.y[kept])
 
 
-def _chart_section(run: Run, title: str, specs: Sequence[Chart]) -> str:
-    return _section(title, [_draw(run, chart) for chart in specs])
-
-
 def _other_charts(run: Run) -> tuple[Chart, ...]:
     """Metrics of methods that this page does not know by name."""
     names = dict.fromkeys(name for row in run.rows for name in row)
-    known = {metric for chart in BEHAVIOUR + OPTIMIZATION for metric in chart.metrics}
+    known = {metric for chart in BEHAVIOUR + OPTIMIZATION for metric in chart.metrics} | {_headline_metric(run)}
     prefixes = ("value/", "preference/", "q/", "distill/", "sft/", "router/")
     return tuple(Chart(name, "", {name: ""}) for name in names if name.startswith(prefixes) and name not in known)
 
@@ -306,7 +301,7 @@ def _learning(run: Run) -> str:
     if early and late:
         groups = [(f"steps {_span(part)}", np.array([s["reward"] for s in part], float)) for part in (early, late)]
         figures.append(_figure_html("Rewards, early and late", "Share of completions.", charts.histogram(groups)))
-    return _section("Learning", figures)
+    return _section("Learning", figures + [_draw(run, chart) for chart in BEHAVIOUR])
 
 
 def _early_and_late(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -334,8 +329,10 @@ def _machine(run: Run) -> str:
     if total is not None and known:
         other = np.maximum(total.y - sum(y for _, y in known), 0.0)
         figure = charts.stacked_areas(total.x, [*known, ("other", other)])
-        figures.append(_figure_html("Time of a step", "Seconds.", figure))
-    return _section("Machine", [*figures, _draw(run, THROUGHPUT), _draw(run, MEMORY)])
+        figures.append(
+            _figure_html("Time of a step", "Seconds; where compilation took far longer, it is cut off.", figure)
+        )
+    return _section("Machine", [*figures, _draw(run, THROUGHPUT)])
 
 
 # --- completions -------------------------------------------------------------------------------------------------
@@ -355,7 +352,9 @@ def _completions(run: Run) -> str:
     else:
         note = "Prompts of the first and of the last steps; chosen evenly over the batch, not by reward."
         pairs = list(zip(_evenly(list(then.values())), _evenly(list(now.values())), strict=False))
-    rows = "".join(f"<tr>{_cell(first)}{_cell(last)}</tr>" for first, last in pairs)
+    rewards = [sample["reward"] for sample in early + late]
+    middle = (min(rewards) + max(rewards)) / 2
+    rows = "".join(f"<tr>{_cell(first, middle)}{_cell(last, middle)}</tr>" for first, last in pairs)
     table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
     return f"<section><h2>Completions</h2><p class='lead'>{note}</p>{table}</section>"
 
@@ -366,10 +365,11 @@ def _evenly(values: list[Any]) -> list[Any]:
     return [values[i * len(values) // count] for i in range(count)]
 
 
-def _cell(sample: dict[str, Any]) -> str:
+def _cell(sample: dict[str, Any], middle: float) -> str:
+    """One completion; its reward is coloured by which side of `middle` it is on."""
     parts = sample.get("parts") or {}
     details = ", ".join(f"{name} {_number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
-    good = "good" if sample["reward"] > 0 else "poor"
+    good = "good" if sample["reward"] >= middle else "poor"
     return (
         f"<td><div class='prompt'>{_text(sample['prompt'])}</div>"
         f"<div class='completion'>{_text(sample['completion'])}</div>"

@@ -30,7 +30,8 @@ p { margin: 0; }
 .facts { display: flex; flex-wrap: wrap; gap: 12px 40px; margin: 0 0 24px; }
 dt { color: var(--muted); font-size: 12.5px; } dd { margin: 0; font-weight: 550; overflow-wrap: anywhere; }
 .grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 28px 36px; }
-figure { margin: 0; } figcaption { color: var(--muted); font-size: 13px; margin-bottom: 4px; }
+figure { margin: 0; display: flex; flex-direction: column; justify-content: space-between; }
+figcaption { color: var(--muted); font-size: 13px; margin-bottom: 4px; }
 figcaption b { color: var(--ink); font-size: 14.5px; font-weight: 600; margin-right: 6px; }
 img { display: block; width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; }
@@ -51,6 +52,6 @@ pre { background: #f7f8fa; border-radius: 6px; padding: 16px 18px; overflow-x: a
 pre b { color: var(--blue); font-weight: 500; }
 footer { margin-top: 48px; color: #9aa1ab; font-size: 12.5px; }
 @media (max-width: 720px) { .grid { grid-template-columns: minmax(0, 1fr); } .numbers { font-size: 38px; }
-  main { padding-top: 28px; } }
+  main { padding-top: 28px; } .wide { overflow-x: auto; } .wide img { min-width: 620px; } }
 @media print { section { break-inside: avoid-page; } }
 """
