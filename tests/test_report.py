@@ -220,7 +220,7 @@ def test_everything_is_escaped(tmp_path):
     write_lines(folder / "samples.jsonl", rows)
     (folder / "config.yaml").write_text(f"model: {{path: '{attack}'}}\nalgorithm: {{kind: '{attack}'}}\n")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) | {f"q/{attack}": 1.0, attack: None} for line in lines]
+    rows = [json.loads(line) | {f"q/{attack}": 1.0, attack: None, "reward/$x_{/mean": 1.0} for line in lines]
     write_lines(folder / "metrics.jsonl", rows)
     summary = json.loads((folder / "summary.json").read_text()) | {"device": attack, "params_digest": attack}
     (folder / "summary.json").write_text(json.dumps(summary))

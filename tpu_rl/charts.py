@@ -114,7 +114,7 @@ def learning_curve(series: Series, *, title: str = "") -> Figure:
         _finish(axes, percent=True, log=False)
         values = {float(series.y[0]): MUTED} | {float(value): color for value in series.y[1:][-1:]}
         _label_ends(axes, [(f"{value:.1%}", value, shade) for value, shade in values.items()], size=11)
-        axes.text(0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10)
+        axes.text(0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10, parse_math=False)
         return figure
 
 
@@ -229,7 +229,8 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str]], size: float 
         raw = float(axes.transAxes.inverted().transform(limits.transform((axes.get_xlim()[0], y)))[1])
         position = min(max(raw, 0.02), 0.98) if not placed else max(min(raw, 0.98), placed[-1] + gap)
         placed.append(position)
-        axes.text(1.015, position, label, transform=axes.transAxes, color=color, va="center", fontsize=size)
+        words = axes.text(1.015, position, label, transform=axes.transAxes, color=color, va="center", fontsize=size)
+        words.set_parse_math(False)  # names are the user's
 
 
 def _thin_out(values: np.ndarray | None) -> Any:

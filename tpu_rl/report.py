@@ -32,7 +32,8 @@ class Run(NamedTuple):
 
     name: str
     rows: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
+    early: list[dict[str, Any]]
+    late: list[dict[str, Any]]
     config: dict[str, Any]
     config_text: str
     summary: dict[str, Any]
@@ -83,10 +84,12 @@ def _read(folder: Path) -> Run:
         raise InputError("There is nothing to report.", where=str(folder / METRICS_FILE), fix="Give a run's folder.")
     config, summary = folder / "config.yaml", folder / SUMMARY_FILE
     config_text = config.read_text(encoding="utf-8") if config.exists() else ""
+    early, late = _early_and_late(folder / SAMPLES_FILE)
     return Run(
         name=folder.resolve().name,
         rows=rows,
-        samples=list(_json_lines(folder / SAMPLES_FILE)),
+        early=early,
+        late=late,
         config=yaml.safe_load(config_text) or {},
         config_text=config_text,
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
@@ -98,6 +101,20 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         with path.open(encoding="utf-8", newline="\n") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+
+def _early_and_late(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rewarded samples of the first and the last tenth of all sampled steps, at most 20 steps each.
+
+    The file is read twice rather than kept: it may be larger than memory.
+    """
+    steps = sorted({sample["step"] for sample in _json_lines(path) if sample.get("reward") is not None})
+    if len(steps) < 2:
+        return [], []
+    count = max(1, min(20, len(steps) // 10))
+    first, last = steps[count - 1], steps[-count]
+    outer = [s for s in _json_lines(path) if s.get("reward") is not None and not first < s["step"] < last]
+    return [s for s in outer if s["step"] <= first], [s for s in outer if s["step"] >= last]
 
 
 # --- headline ----------------------------------------------------------------------------------------------------
@@ -297,22 +314,11 @@ def _learning(run: Run) -> str:
     if len(parts) > 1:
         labels = {name: name.removeprefix("reward/").removesuffix("/mean") for name in parts}
         figures.append(_draw(run, Chart("Parts of the reward", "Means over a step's completions.", labels)))
-    early, late = _early_and_late(run)
-    if early and late:
-        groups = [(f"steps {_span(part)}", np.array([s["reward"] for s in part], float)) for part in (early, late)]
+    if run.early:
+        parts = (run.early, run.late)
+        groups = [(f"steps {_span(part)}", np.array([s["reward"] for s in part], float)) for part in parts]
         figures.append(_figure_html("Rewards, early and late", "Share of completions.", charts.histogram(groups)))
     return _section("Learning", figures + [_draw(run, chart) for chart in BEHAVIOUR])
-
-
-def _early_and_late(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rewarded samples of the first and the last tenth of all sampled steps (at least one step each)."""
-    samples = [sample for sample in run.samples if sample.get("reward") is not None]
-    steps = sorted({sample["step"] for sample in samples})
-    if len(steps) < 2:
-        return [], []
-    count = max(1, len(steps) // 10)
-    first, last = set(steps[:count]), set(steps[-count:])
-    return [s for s in samples if s["step"] in first], [s for s in samples if s["step"] in last]
 
 
 def _span(samples: list[dict[str, Any]]) -> str:
@@ -340,11 +346,10 @@ def _machine(run: Run) -> str:
 
 def _completions(run: Run) -> str:
     """The same prompts early and late where they recur, else prompts of the first and of the last step."""
-    early, late = _early_and_late(run)
-    if not early:
+    if not run.early:
         return ""
-    then = {sample["prompt"]: sample for sample in reversed(early)}
-    now = {sample["prompt"]: sample for sample in late}
+    then = {sample["prompt"]: sample for sample in reversed(run.early)}
+    now = {sample["prompt"]: sample for sample in run.late}
     shared = _evenly([prompt for prompt in then if prompt in now])
     if shared:
         note = "The same prompts at the start and at the end; chosen evenly over the batch, not by reward."
@@ -352,7 +357,7 @@ def _completions(run: Run) -> str:
     else:
         note = "Prompts of the first and of the last steps; chosen evenly over the batch, not by reward."
         pairs = list(zip(_evenly(list(then.values())), _evenly(list(now.values())), strict=False))
-    rewards = [sample["reward"] for sample in early + late]
+    rewards = [sample["reward"] for sample in run.early + run.late]
     middle = (min(rewards) + max(rewards)) / 2
     rows = "".join(f"<tr>{_cell(first, middle)}{_cell(last, middle)}</tr>" for first, last in pairs)
     table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
