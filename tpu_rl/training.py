@@ -82,23 +82,19 @@ def make_update_step(
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         chosen, frozen = partition(state.params, trainable)
         loss, metrics, gradients = accumulate(algorithm, chosen, frozen, batch)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, chosen)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
-        params = combine(keep(optax.apply_updates(chosen, updates), chosen), frozen)
         metrics = reduce_metrics(metrics) | {
             "optim/loss": loss,
             "optim/grad_norm": norm,
             "optim/learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
             "optim/skipped": 1.0 - finite,
         }
+        params = combine(optax.apply_updates(chosen, updates), frozen)
         params, algorithm_state = algorithm.after_update(params, state.algorithm_state, metrics)
-        step = state.step + finite.astype(jnp.int32)
-        return TrainState(step, params, keep(opt_state, state.opt_state), algorithm_state), metrics
+        new_state = TrainState(state.step + 1, params, opt_state, algorithm_state)
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state), metrics
 
     out_shardings = None if shardings is None else (shardings, None)
     return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)

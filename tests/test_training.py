@@ -1,0 +1,263 @@
+"""The update step: the same step however the batch is cut, and nothing moves that should not."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from tpu_rl import training
+from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
+from tpu_rl.types import Algorithm, Max, Min, Sum, TrainState
+
+MODEL = tiny.attention_model()
+ROLES = tiny.roles(MODEL)
+SCHEDULE = optax.linear_schedule(0.01, 0.0, 10)
+OPTIMIZER = optax.adamw(SCHEDULE, weight_decay=0.1)
+GRPO = GrpoConfig(weights="sequence_mean", kl_loss_coef=0.1, entropy_coef=0.01)
+CASES = {
+    "sft": (sft(SftConfig(), ROLES, tiny.SAMPLING), tiny.demonstrations()),
+    "grpo": (
+        grpo(GRPO, ROLES, tiny.SAMPLING),
+        tiny.sampled_near(tiny.rollout(), MODEL, tiny.init_params(MODEL)["policy"], 0.3),
+    ),
+}
+
+
+def copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def initial_state(algorithm: Algorithm, optimizer: optax.GradientTransformation = OPTIMIZER) -> TrainState:
+    return training.init_train_state(tiny.init_params(MODEL), algorithm, optimizer, tiny.train_policy)
+
+
+@functools.cache
+def batch_of(name: str, **cut: Any) -> Any:
+    """The [K, R, S] batch of the case's only optimizer step."""
+    algorithm, data = CASES[name]
+    params = tiny.init_params(MODEL)
+    return training.minibatch(algorithm.make_batch(tiny.experience(data, **cut), params, ())[0], 0)
+
+
+@functools.cache
+def update_step(name: str) -> training.UpdateStep:
+    return training.make_update_step(CASES[name][0], OPTIMIZER, SCHEDULE, tiny.train_policy)
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), actual, expected)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 2e-6) -> None:
+    """Relative to the largest number of each array."""
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(np.asarray(b)).max(), 1e-30))
+
+
+# --- however it is cut ---------------------------------------------------------------------------------------------
+
+CUTS = {
+    "one micro-batch": {"micro_batch_rows": 4},
+    "two micro-batches": {"micro_batch_rows": 2},
+    "four micro-batches": {"micro_batch_rows": 1},
+    "a micro-batch of padding": {"micro_batch_rows": 4, "row_limit": 8},
+    "no shared prompts": {"micro_batch_rows": 8, "shared_prompts": False},
+}
+
+
+@functools.cache
+def gradients_and_metrics(name: str, cut: str) -> tuple[Any, dict[str, Any]]:
+    def compute(params: tiny.Params, batch: Any) -> tuple[Any, dict[str, Any]]:
+        chosen, frozen = training.partition(params, tiny.train_policy)
+        loss, metrics, gradients = training.accumulate(CASES[name][0], chosen, frozen, batch)
+        return gradients, training.reduce_metrics(metrics) | {"loss": loss}
+
+    return jax.jit(compute)(tiny.init_params(MODEL), batch_of(name, **CUTS[cut]))
+
+
+@pytest.mark.parametrize(("name", "cut"), [("sft", "two micro-batches"), *(("grpo", cut) for cut in list(CUTS)[1:])])
+def test_gradients_and_metrics_do_not_depend_on_the_cut(name, cut):
+    gradients, metrics = gradients_and_metrics(name, "one micro-batch")
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradients))
+    other_gradients, other_metrics = gradients_and_metrics(name, cut)
+    assert_close(other_gradients, gradients)
+    assert other_metrics.keys() == metrics.keys()
+    for key, value in metrics.items():
+        np.testing.assert_allclose(other_metrics[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+ON_DEVICES = """
+import json, jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests import conftest, test_training as t
+batch = t.batch_of("grpo", micro_batch_rows=4)
+results = []
+for devices in (1, 2, 4):
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, "data")))
+    state = jax.device_put(t.initial_state(t.CASES["grpo"][0]), NamedSharding(mesh, PartitionSpec()))
+    state, metrics = t.update_step("grpo")(state, rows)
+    leaves = [np.asarray(x).ravel().tolist() for x in jax.tree.leaves(state.params["policy"])]
+    results.append({"params": sum(leaves, []), "metrics": {k: float(v) for k, v in metrics.items()},
+                    "devices": len(rows.advantages.sharding.device_set)})
+print(json.dumps(results))
+"""
+
+
+def test_one_two_and_four_devices_take_the_same_step():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", ON_DEVICES],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stderr
+    one, *others = json.loads(run.stdout)
+    for devices, other in zip((2, 4), others, strict=True):
+        assert other["devices"] == devices
+        np.testing.assert_allclose(other["params"], one["params"], rtol=1e-5, atol=1e-6)
+        for key, value in one["metrics"].items():
+            np.testing.assert_allclose(other["metrics"][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+# --- one step ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_plain_gradient_descent_on_the_trainable_leaves():
+    algorithm, _ = CASES["sft"]
+    update = training.make_update_step(algorithm, optax.sgd(0.5), lambda step: 0.5, tiny.train_policy)
+    state = initial_state(algorithm, optax.sgd(0.5))
+    before = jax.tree.map(np.asarray, state.params)
+    gradients, metrics = gradients_and_metrics("sft", "two micro-batches")
+    state, reported = update(state, batch_of("sft"))
+    assert_close(state.params["policy"], jax.tree.map(lambda p, g: p - 0.5 * g, before["policy"], gradients["policy"]))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients)))
+    np.testing.assert_allclose(reported["optim/grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(reported["optim/loss"], metrics["loss"], rtol=1e-5)
+
+
+def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state():
+    algorithm, _ = CASES["grpo"]
+    state = initial_state(algorithm)
+    moments = [leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 0]
+    assert sorted(moments) == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(state.params["policy"])])
+    before = jax.tree.map(np.asarray, state.params)
+    for _ in range(2):
+        state, _ = update_step("grpo")(state, batch_of("grpo"))
+    assert_same_bits(state.params["reference"], before["reference"])
+    jax.tree.map(
+        lambda new, old: np.testing.assert_array_less(0, np.abs(new - old).max()),
+        *((state.params["policy"], before["policy"])),
+    )
+
+
+def test_one_program_serves_every_step_and_the_rate_follows_the_schedule():
+    update, state, batch = update_step("grpo"), initial_state(CASES["grpo"][0]), batch_of("grpo")
+    rates = []
+    for _ in range(3):
+        state, metrics = update(state, batch)
+        rates.append(float(metrics["optim/learning_rate"]))
+    assert update._cache_size() == 1
+    assert int(state.step) == 3
+    np.testing.assert_allclose(rates, [0.01, 0.009, 0.008], rtol=1e-6)
+
+
+def test_the_state_is_donated_and_a_copy_of_the_policy_is_not():
+    params = tiny.init_params(MODEL)
+    params["reference"] = copied(params["policy"])
+    expected = jax.tree.map(np.asarray, params["reference"])
+    held = copied(params["policy"])
+    state = training.init_train_state(params, CASES["grpo"][0], OPTIMIZER, tiny.train_policy)
+    new_state, _ = update_step("grpo")(state, batch_of("grpo"))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params["policy"]))
+    assert_same_bits(new_state.params["reference"], expected)
+    assert_same_bits(held, expected)
+
+
+# --- steps that are not finite -------------------------------------------------------------------------------------
+
+
+def counting(algorithm: Algorithm) -> Algorithm:
+    """With a state, and a reference that follows the policy, as adaptive coefficients and moving averages do."""
+
+    def after_update(params: tiny.Params, state: Any, metrics: dict[str, Any]) -> tuple[tiny.Params, Any]:
+        reference = jax.tree.map(lambda r, p: 0.9 * r + 0.1 * p, params["reference"], params["policy"])
+        return params | {"reference": reference}, {"total": state["total"] + metrics["optim/loss"]}
+
+    return algorithm._replace(init_state=lambda params: {"total": jnp.zeros(())}, after_update=after_update)
+
+
+def test_a_step_that_is_not_finite_changes_no_bit():
+    algorithm, _ = CASES["sft"]
+
+    def loss(params: tiny.Params, batch: Any) -> tuple[jax.Array, Any]:
+        inner, poison = batch
+        value, metrics = algorithm.loss(params, inner)
+        weight = params["policy"]["embedding"][0, 0]
+        broken_loss = jnp.log(jnp.where(poison.max() == 1, 0.0 * weight, 1.0))
+        # The square root of zero is zero; its derivative is infinite.
+        broken_gradient = jnp.sqrt(jnp.where(poison.max() == 2, 0.0 * weight, 1.0))
+        return value + broken_loss + broken_gradient, metrics
+
+    fragile = counting(algorithm._replace(loss=loss))
+    update = training.make_update_step(fragile, OPTIMIZER, SCHEDULE, tiny.train_policy)
+    batch = batch_of("sft")
+    poison = np.zeros(batch.weights["policy"].shape, np.int32)
+    state, metrics = update(initial_state(fragile), (batch, jnp.asarray(poison)))
+    assert (float(metrics["optim/skipped"]), int(state.step)) == (0.0, 1)
+    before = jax.tree.map(np.asarray, copied(state))
+    assert before.algorithm_state["total"] != 0
+    for kind in (1, 2):
+        poison[-1] = kind
+        state, metrics = update(state, (batch, jnp.asarray(poison)))
+        assert float(metrics["optim/skipped"]) == 1.0
+        assert np.isfinite(metrics["optim/loss"]) == (kind == 2)
+        assert_same_bits(state, before)
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------
+
+
+def test_partition_goes_by_path_and_combine_undoes_it():
+    params = {"policy": {"a": 1, "b": [2, 3]}, "reference": {"a": 4}}
+    seen = []
+    chosen, frozen = training.partition(params, lambda path: seen.append(path) or path == "policy/b/1")
+    assert {*seen} == {"policy/a", "policy/b/0", "policy/b/1", "reference/a"}
+    assert chosen == {"policy": {"a": None, "b": [None, 3]}, "reference": {"a": None}}
+    assert frozen == {"policy": {"a": 1, "b": [2, None]}, "reference": {"a": 4}}
+    assert training.combine(chosen, frozen) == params
+
+
+def test_metrics_are_reduced_by_kind():
+    reduced = training.reduce_metrics(
+        {
+            "mean": Sum(jnp.array([6.0, 1.0, 0.0]), jnp.array([3.0, 1.0, 0.0])),
+            "nothing": Sum(jnp.zeros(3), jnp.zeros(3)),
+            "per micro-batch": Sum(jnp.array([1.0, 2.0, 6.0])),
+            "largest": Max(jnp.array([1.0, 5.0, 2.0])),
+            "smallest": Min(jnp.array([1.0, -5.0, 2.0])),
+        }
+    )
+    expected = {"mean": 7 / 4, "nothing": 0, "per micro-batch": 3, "largest": 5, "smallest": -5}
+    assert {name: float(value) for name, value in reduced.items()} == expected
+
+
+def test_the_metrics_of_several_updates_as_one_row():
+    history = [
+        {"a": 1.0, "x_max": 5.0, "x_min": 2.0, "log_prob_gap_max": 0.1},
+        {"a": 3.0, "x_max": 4.0, "x_min": 1.0, "log_prob_gap_max": 9.0},
+    ]
+    assert training.over_updates(history) == {"a": 2.0, "x_max": 5.0, "x_min": 1.0, "log_prob_gap_max": 0.1}
