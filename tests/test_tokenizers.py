@@ -204,7 +204,8 @@ def test_a_prefix_that_the_tokenizer_adds_is_part_of_plain_prompts_only(tmp_path
     import tokenizers as fast
 
     tokenizer = byte_level(tmp_path, eos_token="<eos>", bos_token="<bos>", chat_template=TEMPLATE)
-    bos = tokenizer.bos_token_id
+    bos = tokenizer.convert_tokens_to_ids("<bos>")
+    assert isinstance(bos, int)
     tokenizer.backend_tokenizer.post_processor = fast.processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", bos), ("<eos>", tokenizer.eos_token_id)]
     )

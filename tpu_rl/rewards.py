@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import inspect
 import json
-import math
 import queue
 import re
 import select
@@ -100,8 +99,9 @@ def from_path(path: str) -> Reward:
     file_name, _, name = path.rpartition(":")
     file = Path(file_name).expanduser().absolute()
     if not file_name or not name.isidentifier():
-        raise InputError(f"{path!r} does not name a reward function", fix="write file.py:function, or one of "
-                         f"{', '.join(BUILTIN)}")  # fmt: skip
+        raise InputError(
+            f"{path!r} does not name a reward function", fix=f"write file.py:function, or one of {', '.join(BUILTIN)}"
+        )
     if not file.is_file():
         nearby = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise InputError("no such reward file", where=file_name, fix=_did_you_mean(str(file), nearby))
@@ -292,10 +292,10 @@ def _number(value: Any) -> float | str:
     if isinstance(value, (str, bytes)):
         return f"it returned {_shorten(value)} and not a number"
     try:
-        number = float(np.float32(value))
+        number = float(value)
     except (TypeError, ValueError):
         return f"it returned {_shorten(value)} and not a number"
-    return number if math.isfinite(number) else f"it returned {value}"
+    return number if abs(number) <= float(np.finfo(np.float32).max) else f"it returned {number}, beyond a float32"
 
 
 def _require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:

@@ -1,0 +1,388 @@
+"""Rows from files, in an order that resumes exactly, and demonstrations as arrays.
+
+Rows are dicts in TRL's shapes: `prompt` (a text or messages) with any columns beside it; `prompt, completion`;
+`messages`. A file is read whole and checked line by line before a run begins: whatever is wrong with it is one
+InputError that names the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tpu_rl import types
+from tpu_rl.errors import DamagedDataError, InputError, MachineError
+
+Row = dict[str, Any]
+
+TEXT_OR_MESSAGES = frozenset({"prompt", "completion", "chosen", "rejected"})
+TEXTS = frozenset({"question"})
+
+
+class Source(Protocol):
+    """Rows by number: a list, or a formula such as `environments.ArithmeticSource`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path, columns: Sequence[str] = ("prompt",)) -> list[Row]:
+    """The rows of a JSONL or Parquet file, each with at least `columns`. Raises InputError for anything amiss."""
+    file = _existing_file(Path(path).expanduser())
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError("cannot read the data file", where=str(file), why=error.strerror or str(error)) from error
+    numbered = _parquet_rows(file) if content[:4] == b"PAR1" else _json_lines(file, content)
+    rows = []
+    kinds: dict[str, tuple[str, str]] = {}
+    for where, row in numbered:
+        _check_columns(where, row, columns)
+        for column in columns:
+            kind = _check_value(where, column, row[column])
+            first_kind, first_where = kinds.setdefault(column, (kind, where))
+            if kind != first_kind:
+                raise InputError(
+                    f"`{column}` is {first_kind} in some rows and {kind} in others",
+                    where=f"{first_where} and {where}",
+                    fix="use one of them throughout",
+                )
+        rows.append(row)
+    if not rows:
+        raise InputError("the data file has 0 rows", where=str(file))
+    return rows
+
+
+def gsm8k(row: Mapping[str, Any]) -> Row:
+    """GSM8K's own columns as a prompt with its ground truth: {"question", "answer"} -> {"prompt", "answer"}.
+
+    `answer` becomes the number after "####". Raises InputError for a row without one.
+    """
+    solution, marker, number = str(row["answer"]).rpartition("####")
+    if not marker or not number.strip():
+        raise InputError('a GSM8K answer ends with "#### number"', where=f"question {str(row['question'])[:80]!r}")
+    return {"prompt": row["question"], "answer": number.strip(), "solution": solution.strip()}
+
+
+def _existing_file(file: Path) -> Path:
+    if file.is_dir():
+        inside = sorted(str(entry) for entry in file.iterdir() if entry.suffix in (".jsonl", ".parquet"))
+        fix = f"give one file: {', '.join(inside[:5])}" if inside else "give a JSONL or Parquet file"
+        raise InputError("the data path is a directory", where=str(file), fix=fix)
+    if not file.exists():
+        names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        nearest = difflib.get_close_matches(file.name, names, n=1)
+        fix = f"did you mean {file.parent / nearest[0]}?" if nearest else ""
+        raise InputError("no such data file", where=str(file), fix=fix)
+    return file
+
+
+def _json_lines(file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
+    """("file:line", row) of each line that is not blank."""
+    _refuse_other_formats(file, content)
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}, is not UTF-8",
+                where=where,
+                fix="convert the file to UTF-8 (iconv)",
+            ) from error
+        try:
+            row = json.loads(
+                text,
+                object_pairs_hook=_unique_keys,
+                parse_constant=_refuse_constant,
+                parse_float=_finite,
+            )
+            # Escapes such as \ud800 are JSON, but half of a character: no tokenizer takes it.
+            if re.search(r"\\u[dD][89a-fA-F]", text):
+                json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError("a text holds half of a surrogate pair", where=where, why=str(error)) from error
+        except (ValueError, RecursionError) as error:
+            is_cut = number == len(lines) and isinstance(error, json.JSONDecodeError)
+            raise InputError(
+                "the last line is cut off" if is_cut else "not a row in JSON", where=where, why=str(error)
+            ) from error
+        if not isinstance(row, dict):
+            raise InputError("a row is a JSON object, {...}", where=where, why=f"this is {type(row).__name__}")
+        yield where, row
+
+
+_MAGIC = {
+    b"\x1f\x8b": ("gzip", "gunzip it"),
+    b"PK\x03\x04": ("a zip archive", "unzip it"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+    b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
+    b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
+    b"version https://git-lfs": ("a Git LFS pointer, not the data", "git lfs pull"),
+    b"[": ("one JSON array", "write one object a line: jq -c '.[]'"),
+    b"<": ("HTML or XML, perhaps the error page of a download", "download it again"),
+}
+
+
+def _refuse_other_formats(file: Path, content: bytes) -> None:
+    start = content.removeprefix(b"\xef\xbb\xbf")
+    for magic, (name, fix) in _MAGIC.items():
+        if content.startswith(magic) or start.lstrip().startswith(magic):
+            raise InputError(f"the data file is {name}", where=str(file), fix=fix)
+    first = start.lstrip().partition(b"\n")[0].strip()
+    if first == b"{":
+        raise InputError(
+            "the data file holds JSON spread over lines", where=str(file), fix="one object a line: jq -c ."
+        )
+    if first and not first.startswith(b"{"):
+        looks = "looks like CSV" if b"," in first or b"\t" in first else "is not JSON"
+        raise InputError(
+            f"the data file {looks}",
+            where=f"{file}:1",
+            why=repr(first[:80].decode("utf-8", "replace")),
+            fix="write one JSON object a line",
+        )
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return row
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is beyond the largest float")
+    return number
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """("file, row number", row) of each row."""
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [parquet])
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MachineError("reading Parquet needs pyarrow", fix='pip install "tpu_rl[parquet]"') from error
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError("a damaged Parquet file", where=str(file), why=str(error).splitlines()[0]) from error
+    for number, row in enumerate(rows, 1):
+        where = f"{file}, row {number}"
+        infinite = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        if infinite:
+            raise InputError(f"`{infinite[0]}` is {row[infinite[0]]}", where=where)
+        yield where, row
+
+
+def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
+    for column in columns:
+        if column not in row:
+            nearest = difflib.get_close_matches(column, row, n=1)
+            raise InputError(
+                f"a row lacks the column `{column}`",
+                where=where,
+                why=f"its columns are {', '.join(row) or 'none'}",
+                fix=f"did you mean `{nearest[0]}`?" if nearest else "",
+            )
+
+
+def _check_value(where: str, column: str, value: Any) -> str:
+    """What kind of value it is. Raises InputError where the column wants another."""
+    if column in TEXT_OR_MESSAGES | TEXTS and isinstance(value, str):
+        if not value and column in ("prompt", "question"):
+            raise InputError(f"`{column}` is empty", where=where)
+        return "a text"
+    if column in TEXT_OR_MESSAGES | {"messages"} and isinstance(value, list):
+        _check_messages(where, column, value)
+        return "messages"
+    if column in TEXT_OR_MESSAGES | TEXTS | {"messages"}:
+        wanted = "a text" if column in TEXTS else "messages" if column == "messages" else "a text or messages"
+        raise InputError(f"`{column}` is {wanted}, not {json.dumps(value, default=repr)[:60]}", where=where)
+    return "a value"
+
+
+def _check_messages(where: str, column: str, messages: list[Any]) -> None:
+    if not messages:
+        raise InputError(f"`{column}` holds no message", where=where)
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise InputError(
+                f"message {number} of `{column}` is not an object with `role` and `content`",
+                where=where,
+                why=json.dumps(message, default=repr)[:120],
+            )
+
+
+# --- order -------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(source: Source) -> str:
+    """SHA-256, in hex, that tells sources apart: of all rows in their order, whatever the order of their columns.
+
+    A dataclass is a formula with too many rows to read: its value and its first rows stand for it.
+    """
+    is_formula = dataclasses.is_dataclass(source)
+    digest = hashlib.sha256(f"{source!r}\n".encode() if is_formula else b"")
+    for i in range(min(len(source), 16) if is_formula else len(source)):
+        digest.update(json.dumps(source[i], sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class RowStream:
+    """Batches of rows, (row_ids, rows), in an order that is a function of the seed; its state is its position.
+
+    `row_ids` [B] int64 are places in the endless stream, never reused: row 3 of the second epoch has another id than
+    row 3 of the first. Build with `stream`.
+    """
+
+    def __init__(self, batches: Any, batch_size: int, identity: dict[str, Any]):
+        self._batches = batches
+        self._batch_size = batch_size
+        self._identity = identity
+
+    def __iter__(self) -> RowStream:
+        return self
+
+    def __next__(self) -> tuple[np.ndarray, list[Row]]:
+        first = self._batches.get_state()["next_index"] * self._batch_size
+        rows = next(self._batches)
+        return np.arange(first, first + len(rows), dtype=np.int64), rows
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch delivered, as JSON values, and what it is a position in."""
+        return {**self._identity, "next_batch": self._batches.get_state()["next_index"]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a saved position. Raises InputError where that is one in another stream."""
+        if not isinstance(state, dict) or state.keys() != self.get_state().keys():
+            raise DamagedDataError("this is no position in a data stream", where=repr(state)[:120])
+        for name, ours in self._identity.items():
+            if state[name] != ours:
+                raise InputError(
+                    f"the data position was saved with another {name.replace('_', ' ')}",
+                    why=f"{state[name]} then, {ours} now: the rows that follow would not be the same",
+                    fix="restore the data and settings of the run, or start a new run",
+                )
+        self._batches.set_state({"next_index": state["next_batch"]})
+
+
+def stream(source: Source, seed: int, batch_size: int, shuffle: bool = True, repeat: bool = True) -> RowStream:
+    """The rows of `source` in batches: shuffled anew each epoch, for ever, unless told otherwise.
+
+    Batches run across the border of epochs; without `repeat` the last one may be short.
+    """
+    import grain
+
+    if batch_size < 1:
+        raise InputError(f"the batch size is {batch_size} and must be 1 or more")
+    if len(source) == 0:
+        raise InputError("the data have 0 rows")
+    random_access: Any = source
+    dataset = grain.MapDataset.source(random_access).seed(seed)
+    if shuffle:
+        dataset = dataset.shuffle()
+    if repeat:
+        dataset = dataset.repeat()
+    # No threads and no prefetching: the state is exactly that after the last delivered batch.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    batches = iter(dataset.batch(batch_size, batch_fn=list).to_iter_dataset(options))
+    identity = {
+        "fingerprint": fingerprint(source),
+        "rows": len(source),
+        "seed": seed,
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+    }
+    return RowStream(batches, batch_size, identity)
+
+
+# --- demonstrations ----------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """What demonstrations need of `tokenizers.Tokenizer`."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_prompt(self, prompt: str | list[dict[str, Any]]) -> list[int]: ...
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]: ...
+
+
+def demonstrations(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Demonstrations:
+    """Rows `prompt, completion` or `messages` as arrays [N, max_length] (numpy); only completions are to be learned.
+
+    A completion's end-of-sequence token is learned with it. What is longer than `max_length` loses its end; a row
+    whose prompt fills it has nothing to learn.
+    """
+    tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
+    action_mask = np.zeros((len(rows), max_length), bool)
+    for i, row in enumerate(rows):
+        prompt, completion = _tokenize(row, tokenizer)
+        ids = (prompt + completion)[:max_length]
+        tokens[i, : len(ids)] = ids
+        action_mask[i, len(prompt) : len(ids)] = True
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": action_mask,
+        "group_id": np.arange(len(rows), dtype=np.int32),
+    }
+    return types.Demonstrations(**arrays)
+
+
+def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids of the prompt and of the completion with its end."""
+    if "messages" not in row and isinstance(row["completion"], str) and isinstance(row["prompt"], str):
+        return tokenizer.encode_prompt(row["prompt"]), [*tokenizer.encode(row["completion"]), tokenizer.eos_ids[0]]
+    messages = row["messages"] if "messages" in row else _joined(row["prompt"], row["completion"])
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    if last == 0:
+        raise InputError(
+            "a conversation has no answer by the assistant to learn from",
+            where=json.dumps(messages, ensure_ascii=False)[:200],
+        )
+    prompt = tokenizer.encode_prompt(messages[:last])
+    whole = tokenizer.render(messages[: last + 1], add_generation_prompt=False)
+    if whole[: len(prompt)] == prompt:
+        completion = whole[len(prompt) :]
+        ends = [i for i, token in enumerate(completion) if token in tokenizer.eos_ids]
+        if ends:
+            # The template's line break after the end is no action: the sampler stops at the end.
+            return prompt, completion[: ends[-1] + 1]
+    # A template that rewrites the conversation's end (Qwen3's empty thinking block), or writes none.
+    return prompt, [*tokenizer.encode(messages[last]["content"]), tokenizer.eos_ids[0]]
+
+
+def _joined(prompt: str | list[Any], completion: str | list[Any]) -> list[Any]:
+    head = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return head + ([{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion)
