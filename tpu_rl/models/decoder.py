@@ -9,6 +9,8 @@ over at the end (Gemma 3: 26 = 4 * 6 + 2) are `params["tail"]["layer_i"][name]`,
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -147,19 +149,50 @@ class Context(NamedTuple):
     """By kind of layer: cosines and sines of the queries' positions."""
 
 
-def _initializer(config: DecoderConfig, name: str) -> nn.initializers.Initializer:
-    """Normal with variance 1 / inputs; the layers' last matrices smaller by the depth (GPT-2), so that the residual
-    stream starts out of the same size whatever the depth."""
-    if name.endswith("_norm"):
-        return nn.initializers.zeros if config.norm.unit_offset else nn.initializers.ones
-    if name.endswith("_bias"):
-        return nn.initializers.zeros
+def _spread(config: DecoderConfig, name: str) -> float:
+    """Standard deviation of a random weight: inputs ** -0.5, and for the layers' last matrices smaller by the depth
+    (GPT-2), so that the residual stream starts out of the same size whatever the depth."""
     if name in ("embedding", "unembedding"):
-        return nn.initializers.normal(0.02)
+        return 0.02
+    if name.endswith(("_norm", "_bias")):
+        return 0.0
     shape = config.shape(name)
     inputs = shape[0] * shape[1] if name == "output" else shape[0]
-    depth = 2 * len(config.kinds) if name in ("output", "down") else 1
-    return nn.initializers.normal((inputs * depth) ** -0.5)
+    return (inputs * (2 * len(config.kinds) if name in ("output", "down") else 1)) ** -0.5
+
+
+def random_params(config: DecoderConfig, key: Array) -> Params:
+    """Normal matrices, norms of gain one, biases of zero.
+
+    One draw is cut up for all leaves, which costs a second copy of the weights while it runs: a generator for each
+    leaf would take the compiler many times as long as the rest of the model.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+    noise = jax.random.normal(key, (sum(leaf.size for _, leaf in leaves),))
+
+    def cut(path, leaf: jax.ShapeDtypeStruct, start: int) -> Array:
+        name = path[-1].key
+        if name.endswith("_norm") and not config.norm.unit_offset:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        part = jax.lax.slice(noise, (start,), (start + leaf.size,)).reshape(leaf.shape)
+        return (part * _spread(config, name)).astype(leaf.dtype)
+
+    starts = itertools.accumulate((leaf.size for _, leaf in leaves), initial=0)
+    return jax.tree.unflatten(
+        tree, [cut(path, leaf, start) for (path, leaf), start in zip(leaves, starts, strict=False)]
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def param_shapes(config: DecoderConfig) -> Any:
+    """A tree like params, of shapes and dtypes."""
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def init(token: Array) -> Params:
+        slots = Slots(token, token, token, token)
+        return Decoder(config).init(jax.random.key(0), token, None, context(config, slots, slots))["params"]
+
+    return jax.eval_shape(init, token)
 
 
 class Weights(nn.Module):
@@ -169,12 +202,12 @@ class Weights(nn.Module):
 
     def weight(self, name: str) -> Array:
         config = self.config
-        stored = self.param(name, _initializer(config, name), config.shape(name), jnp.dtype(config.param_dtype))
+        stored = self.param(name, nn.initializers.zeros, config.shape(name), jnp.dtype(config.param_dtype))
         return stored.astype(config.dtype)
 
     def norm(self, x: Array, name: str) -> Array:
         config = self.config
-        scale = self.param(name, _initializer(config, name), config.shape(name), jnp.dtype(config.param_dtype))
+        scale = self.param(name, nn.initializers.zeros, config.shape(name), jnp.dtype(config.param_dtype))
         return layers.rms_norm(x, scale, config.norm.eps, config.norm.unit_offset)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
@@ -324,14 +357,12 @@ def decoder(config: DecoderConfig) -> Model:
         return module.apply({"params": params}, tokens, None, context(config, slots, slots))[0]
 
     def init(key: Array) -> Params:
-        token = jnp.zeros((1, 1), jnp.int32)
-        slots = Slots(token, token, token, token)
-        return module.init(key, token, None, context(config, slots, slots))["params"]
+        return random_params(config, key)
 
     def logits(params: Params, hidden: Array) -> Array:
         return unembed(config, params, hidden)
 
-    return Model(config, init, hidden, logits, axes(jax.eval_shape(init, jax.random.key(0))))
+    return Model(config, init, hidden, logits, axes(param_shapes(config)))
 
 
 def axes(params: Params) -> Any:

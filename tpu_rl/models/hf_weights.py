@@ -19,7 +19,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from tpu_rl import sharding
 from tpu_rl.errors import InputError
 from tpu_rl.models import families, safetensors_files
-from tpu_rl.models.decoder import WEIGHTS, DecoderConfig, decoder
+from tpu_rl.models.decoder import WEIGHTS, DecoderConfig, decoder, param_shapes
 from tpu_rl.types import Array, Model, Params
 
 SHARD_BYTES = 5_000_000_000
@@ -115,7 +115,7 @@ def weight_slots(model: Model) -> dict[str, Slot]:
     """Hugging Face name -> place in the params, in the order of the layers."""
     config: DecoderConfig = model.config
     family = families.FAMILIES[json.loads(config.source)["model_type"]]
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = param_shapes(model.config)
     slots = {}
     for name in WEIGHTS:
         if name in shapes:
@@ -160,7 +160,7 @@ def load(
     directory = find_directory(path)
     model = from_config(directory, dtype, param_dtype)
     stored = _match(directory, weight_slots(model))
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = param_shapes(model.config)
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
     if mesh is not None:
         places = sharding.shardings(model.axes, mesh, shapes)
