@@ -1,0 +1,181 @@
+"""How well a model answers held-out problems: pass@1, greedy accuracy, pass@k and majority votes, with intervals.
+
+    python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET | --data.path FILE] [--samples K]
+
+A run folder is judged at its newest checkpoint, on its own held-out problems unless told otherwise. A model is a
+directory, a hub id or builtin:arithmetic. Intervals are of 95 %, over problems.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from launch import build
+from launch import config as configuration
+from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
+from launch.export import load_run
+from tpu_rl import evaluation, models, rewards, sampler
+from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.evaluation import Estimate, Evaluation
+from tpu_rl.types import Purpose
+
+FILE_PRESET = "gsm8k_grpo"
+"""Whose settings go with a model and --data.path, where no preset is named."""
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    path: str | None = None
+    """Problems to answer, JSONL or Parquet, in the format of the preset or run; else its own held-out ones."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    model: tyro.conf.Positional[str]
+    """A run folder, a model directory, or a hub id."""
+    preset: str | None = None
+    """Whose problems, reward and lengths; else the run's own, or arithmetic_grpo, or gsm8k_grpo with --data.path."""
+    data: DataFlags = DataFlags()
+    reward: str | None = None
+    """A built-in reward or FILE.py:function; above 0.5 is correct. Else the preset's or run's first."""
+    rows: int | None = None
+    """At most so many problems; else all of --data.path, or as many as the preset or run evaluates."""
+    samples: int = 1
+    """Completions of each problem at --temperature."""
+    temperature: float = 1.0
+    greedy: bool = False
+    """Only the most likely completion of each problem."""
+    max_new_tokens: int | None = None
+    """Most tokens of a completion; else the preset's or run's."""
+    seed: int = 0
+
+
+def main(argv: list[str]) -> int:
+    flags = tyro.cli(Flags, args=argv, prog="launch/evaluate.py", description=__doc__)
+    try:
+        check(flags)
+        config = settings(flags)
+        problems = held_out(config, flags)
+        reward = build.resolve_reward(reward_name(config, flags))
+        report(flags, answer(config, load_language(config, flags), problems, reward, flags))
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def check(flags: Flags) -> None:
+    for name, value, least in (("--samples", flags.samples, 1), ("--rows", flags.rows, 1)):
+        if value is not None and value < least:
+            raise InputError(f"{name} is {value}", where=name, fix=f"use at least {least}")
+    if flags.temperature <= 0:
+        fix = "use --greedy for the most likely completion"
+        raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+
+
+def settings(flags: Flags) -> ExperimentConfig:
+    """What to judge by: the preset's data, reward and lengths, or the run's."""
+    saved = Path(flags.model) / "config.yaml"
+    if flags.preset is None and saved.is_file():
+        return configuration.load(saved)
+    return configuration.preset(flags.preset or (FILE_PRESET if flags.data.path else DEFAULT_PRESET))
+
+
+def load_language(config: ExperimentConfig, flags: Flags) -> build.Language:
+    """The model to judge: a run's at its newest checkpoint; any other in float32, whatever its training would use."""
+    if (Path(flags.model) / "config.yaml").is_file():
+        _, language, step = load_run(Path(flags.model))
+        print(f"{flags.model}, step {step}")
+        return language
+    return build.language(replace(config, model=ModelConfig(path=flags.model)), build.make_mesh(MeshConfig()))
+
+
+def held_out(config: ExperimentConfig, flags: Flags) -> list[dict[str, Any]]:
+    """The problems."""
+    if flags.data.path is not None:
+        files = config.data if isinstance(config.data, FileData) else FileData()
+        return build.read_rows(config, files, flags.data.path)[: flags.rows]
+    if flags.rows is not None:
+        config = replace(config, evaluation=replace(config.evaluation, rows=flags.rows))
+    rows = build.evaluation_rows(config)
+    if not rows:
+        raise InputError("there are no held-out problems", where="--rows, --data.path", fix="give --data.path")
+    return rows
+
+
+def reward_name(config: ExperimentConfig, flags: Flags) -> str:
+    names = (flags.reward,) if flags.reward else config.reward
+    if not names:
+        raise InputError("no reward says what is correct", where="--reward", fix="name one or FILE.py:function")
+    return names[0]
+
+
+def answer(
+    config: ExperimentConfig,
+    language: build.Language,
+    problems: list[dict[str, Any]],
+    reward: rewards.Reward,
+    flags: Flags,
+) -> dict[str, Evaluation]:
+    """ "sampled" and "greedy" -> what was found; with --greedy only the latter."""
+    policy = models.policy(language.model)
+    key = sampler.run_key(flags.seed, Purpose.EVALUATION, 0)
+    greedy = sampler.SamplerConfig(
+        max_new_tokens=flags.max_new_tokens or config.sampling.max_new_tokens,
+        temperature=0,
+        stop_ids=language.tokenizer.eos_ids,
+        pad_id=language.tokenizer.pad_id,
+        max_rows=max(config.sampling.max_rows, flags.samples),
+    )
+    ways = {"greedy": greedy}
+    if not flags.greedy:
+        ways["sampled"] = replace(greedy, temperature=flags.temperature, samples_per_prompt=flags.samples)
+    mesh = build.make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        return {
+            name: evaluation.evaluate(
+                policy, language.params, language.tokenizer, problems, reward, how, key, mesh=mesh
+            )
+            for name, how in ways.items()
+        }
+
+
+def report(flags: Flags, found: dict[str, Evaluation]) -> None:
+    """A table of all measures, and what else one should know."""
+    table = Table("", "value", "95 % interval", "problems", title=escape(flags.model))
+    for name, measure in measures(flags, found):
+        value, low, high = (f"{100 * share:.1f}" for share in measure[:3])
+        table.add_row(name, f"{value} %", f"{low} to {high}", str(measure.n))
+    console = Console()
+    console.print(table)
+    for name, result in found.items():
+        formed = "well formed" if result.reads_answers else "ended"
+        console.print(f"{name}: {100 * result.well_formed:.1f} % {formed}, {result.mean_length:.1f} tokens on average")
+        for error in result.errors[:3]:
+            console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+def measures(flags: Flags, found: dict[str, Evaluation]) -> list[tuple[str, Estimate]]:
+    """(name, estimate) for each line of the table."""
+    lines = []
+    if "sampled" in found:
+        problems = found["sampled"].problems
+        sizes = sorted({1, flags.samples, *(2**i for i in range(flags.samples.bit_length()))})
+        lines += [(f"pass@{k}, temperature {flags.temperature:g}", evaluation.pass_at(problems, k)) for k in sizes]
+        if flags.samples > 1 and found["sampled"].reads_answers:
+            lines.append((f"maj@{flags.samples}", evaluation.majority_vote(problems)))
+    result = found["greedy"]
+    return [*lines, ("greedy", Estimate(result.accuracy, result.low, result.high, result.n))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""Write the policy of a run's newest checkpoint as a Hugging Face directory, which transformers loads.
+
+    python launch/export.py RUN_DIR --to DIR
+
+A finished run has one already, RUN_DIR/model; this also serves a run that was interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import tyro
+
+from launch import build
+from launch import config as configuration
+from launch.config import ExperimentConfig, MeshConfig
+from tpu_rl import checkpoint, models
+from tpu_rl.errors import InputError, TpuRlError
+
+
+@dataclass(frozen=True)
+class Flags:
+    run_dir: tyro.conf.Positional[str]
+    """A run folder: it holds config.yaml and checkpoints/."""
+    to: str
+    """The directory to write: new, empty, or a model directory, which is then replaced."""
+
+
+def main(argv: list[str]) -> int:
+    flags = tyro.cli(Flags, args=argv, prog="launch/export.py", description=__doc__)
+    try:
+        _, language, step = load_run(Path(flags.run_dir))
+        models.save(flags.to, language.model, language.params, language.tokenizer)
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    print(f"wrote step {step} of {flags.run_dir} to {flags.to}")
+    return 0
+
+
+def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, int]:
+    """A run's configuration, its policy at the newest checkpoint, over all devices here, and that checkpoint's step.
+
+    Raises InputError where there is no run or no checkpoint, DamagedDataError where the checkpoint is not as saved.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise InputError("not a run folder", where=str(run_dir), why="it has no config.yaml", fix="give a --run-dir")
+    if not (run_dir / "checkpoints").is_dir():
+        raise InputError("the run has no checkpoints yet", where=str(run_dir), fix="let it reach its first one")
+    config = configuration.load(run_dir / "config.yaml")
+    mesh = build.make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        language = build.language(config, mesh)
+        state, _ = build.learner(config, build.build_algorithm(config, language.model), language.params)
+    wanted = checkpoint.abstract(state)
+    del state
+    checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
+    newest = checkpoints.latest()
+    if newest is None:
+        raise InputError("the run has no whole checkpoint yet", where=str(run_dir), fix="let it reach its first one")
+    state, _ = checkpoints.restore(newest, wanted)
+    checkpoints.close()
+    return config, dataclasses.replace(language, params=state.params["policy"]), newest
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
