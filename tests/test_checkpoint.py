@@ -81,6 +81,28 @@ def test_keeps_the_newest_and_leaves_no_litter(tmp_path):
     assert restore_one(tmp_path, {"x": jax.ShapeDtypeStruct((3,), jnp.int32)}, step=5)[1] == {"step": 5}
 
 
+def test_a_reader_touches_nothing_and_the_run_clears_away(tmp_path):
+    save_one(tmp_path, {"x": jnp.zeros(3)})
+    litter = {"4.orbax-checkpoint-tmp", "deleted"}
+    for name in litter:
+        (tmp_path / name / "2").mkdir(parents=True)
+    reader = checkpoint.read_checkpoints(str(tmp_path))
+    assert reader.latest() == 3
+    assert reader.restore(3, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})[1] == {}
+    with pytest.raises(ValueError, match="reading"):
+        reader.save(5, {"x": jnp.zeros(3)}, {})
+    reader.close()
+    assert set(os.listdir(tmp_path)) == {"3", *litter}
+    save_one(tmp_path, {"x": jnp.zeros(3)}, step=4)
+    assert set(os.listdir(tmp_path)) == {"3", "4"}
+
+
+def test_a_reader_makes_no_directory(tmp_path):
+    with pytest.raises(InputError, match="no checkpoints"):
+        checkpoint.read_checkpoints(str(tmp_path / "typo"))
+    assert not (tmp_path / "typo").exists()
+
+
 def test_a_donated_state_is_saved_as_it_was(tmp_path):
     checkpoints = checkpoint.open_checkpoints(str(tmp_path))
     state = {"x": jnp.arange(1_000_000, dtype=jnp.float32)}
@@ -218,6 +240,8 @@ def test_kill_nine_leaves_whole_steps_only(tmp_path):
         process.wait()
         newest = max(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
         for path in [path for path in tmp_path.iterdir() if path.name.isdigit()]:
-            restored, extra = restore_one(tmp_path, target, step=int(path.name))
+            reader = checkpoint.read_checkpoints(str(tmp_path))
+            restored, extra = reader.restore(int(path.name), target)
+            reader.close()
             assert extra == {"step": int(path.name)}
             assert (np.asarray(restored["x"]) == int(path.name)).all()

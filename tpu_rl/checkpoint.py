@@ -45,25 +45,37 @@ def digest(tree: Tree) -> str:
 
 
 def open_checkpoints(directory: str, keep: int = 2) -> Checkpoints:
-    """Open (and create) a directory of checkpoints, local or gs://, of which the `keep` newest stay."""
+    """Open (and create) a run's directory of checkpoints, local or gs://, of which the `keep` newest stay.
+
+    Clears away what an interrupted save or deletion left: only the run itself may do so, others `read_checkpoints`.
+    """
     return Checkpoints(directory, keep)
+
+
+def read_checkpoints(directory: str) -> Checkpoints:
+    """Open a directory of checkpoints without ever writing to it; the run may be going on meanwhile."""
+    return Checkpoints(directory, None)
 
 
 class Checkpoints:
     """The checkpoints of one run, newest last. All processes of the run call every method together."""
 
-    def __init__(self, directory: str, keep: int):
+    def __init__(self, directory: str, keep: int | None):
         import orbax.checkpoint as ocp  # imported here: it takes seconds
         from etils import epath
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it touches
         self._ocp = ocp
         self._directory = epath.Path(directory).resolve()
+        self._writes = keep is not None
+        if not self._writes and not self._directory.exists():
+            raise InputError("There are no checkpoints.", where=str(self._directory), fix="Give the folder of a run.")
         self._purge()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            cleanup_tmp_directories=True,
-            todelete_subdir=_TRASH,
+            cleanup_tmp_directories=self._writes,
+            todelete_subdir=_TRASH if self._writes else None,
+            read_only=not self._writes,
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -76,6 +88,8 @@ class Checkpoints:
 
         Raises MachineError if the disk is full (also for an earlier save that failed in the background).
         """
+        if not self._writes:
+            raise ValueError("these checkpoints are open for reading")
         self.wait()
         if step in self._manager.all_steps():
             raise ValueError(f"step {step} is saved already")
@@ -199,7 +213,7 @@ class Checkpoints:
     def _purge(self) -> None:
         """Delete what orbax renamed away; process 0 does the writing in this directory."""
         trash = self._directory / _TRASH
-        if jax.process_index() == 0 and trash.exists():
+        if self._writes and jax.process_index() == 0 and trash.exists():
             trash.rmtree()
 
 
@@ -226,28 +240,27 @@ def _shape_and_dtype(leaf: Any) -> dict[str, Any]:
 
 def _describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
     """Path -> dtype, shape and digest (16 hex digits) of each array."""
-    sums = jax.device_get({path: _position_mixed_sums(array) for path, array in arrays.items()})
+    seeds = np.array([0x243F6A88, 0x85A308D3], np.uint32)
+    sums = {path: [_position_mixed_sum(array, seed) for seed in seeds] for path, array in arrays.items()}
     return {
-        path: {**_shape_and_dtype(array), "digest": "".join(f"{half:08x}" for half in sums[path])}
-        for path, array in arrays.items()
+        path: {**_shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
+        for path, halves in jax.device_get(sums).items()
     }
 
 
 @jax.jit
-def _position_mixed_sums(array: jax.Array) -> jax.Array:
-    """Two sums modulo 2**32, [2] uint32, over hashes of every element's bits and its position.
+def _position_mixed_sum(array: jax.Array, seed: np.uint32) -> jax.Array:
+    """The sum modulo 2**32, [] uint32, over hashes of every element's bits and its position.
 
     Integer sums do not depend on the order of adding, hence not on sharding; each flipped bit, swapped or shifted
-    element changes them but for a chance of 2**-64.
+    element changes this one but for a chance of 2**-32. One sum a program: two would keep the hashes in memory.
     """
     bits = _bits(array)
     position = jnp.zeros(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
         stride = math.prod(bits.shape[axis + 1 :]) % 2**32
         position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(stride)
-    mixed = bits ^ _avalanche(position + np.uint32(0x9E3779B9))
-    halves = [_avalanche(mixed + np.uint32(seed)) for seed in (0x243F6A88, 0x85A308D3)]
-    return jnp.stack([jnp.sum(half, dtype=jnp.uint32) for half in halves])
+    return jnp.sum(_avalanche((bits ^ (position * np.uint32(0x9E3779B1))) + seed), dtype=jnp.uint32)
 
 
 def _bits(array: jax.Array) -> jax.Array:
