@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -40,10 +41,10 @@ def sentencepiece_file(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("pieces")
     corpus = directory / "corpus.txt"
-    corpus.write_text("one and one are two\ntwo and two are four\n" * 20, encoding="utf-8")
+    corpus.write_text("one and one are two\ntwo and two are four\nuser assistant\n" * 20, encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(directory / "pieces"), vocab_size=60, model_type="bpe",
-        byte_fallback=False, hard_vocab_limit=False, minloglevel=2,
+        input=str(corpus), model_prefix=str(directory / "pieces"), vocab_size=310, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     return directory / "pieces.model"
 
@@ -97,6 +98,9 @@ def test_every_listed_end_counts_and_the_tokenizers_own_comes_first(letters, tmp
     for listed, expected in [("1", (2, 1)), ("[1, 2]", (2, 1)), ("null", (2,))]:
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {listed}}}')
         assert tokenizers.load(tmp_path).eos_ids == expected
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 999]}')
+    with pytest.raises(InputError, match="not among the tokenizer's"):
+        tokenizers.load(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
         tokenizers.load(tmp_path)
@@ -144,20 +148,28 @@ def test_template_bombs_are_refused(letters, monkeypatch, template, why):
     assert why in error.value.why
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("{% for", "TemplateSyntaxError"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages[5].content }}", "UndefinedError"),
-        ("{{ range(10**9) }}", "OverflowError"),
-    ],
-)
+BROKEN_TEMPLATES = {
+    "{% for": "TemplateSyntaxError",
+    "{{ raise_exception('no system role') }}": "no system role",
+    "{{ messages[5].content }}": "UndefinedError",
+    "{{ range(10**9) }}": "OverflowError",
+}
+
+
+@pytest.mark.parametrize(("template", "why"), BROKEN_TEMPLATES.items())
 def test_broken_templates_are_the_users_fault(template, why):
     tokenizer = tokenizers.characters("abc", chat_template=template)
     with pytest.raises(InputError, match="refuses a conversation") as error:
-        tokenizer.render([{"role": "user", "content": "a"}])
+        tokenizer.backend.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
     assert why in error.value.why
+
+
+def test_a_template_that_refuses_the_probe_is_left_to_speak_for_itself():
+    template = "{{ raise_exception('no second turn') if messages|length > 1 else messages[0].content }}"
+    tokenizer = tokenizers.characters("abc", chat_template=template)
+    assert tokenizer.render([{"role": "user", "content": "a"}]) == tokenizer.encode("a")
+    with pytest.raises(InputError, match="refuses a conversation"):
+        tokenizer.render([{"role": "user", "content": "a"}] * 2)
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"content": "a"}], ["a"]])
@@ -236,6 +248,20 @@ def test_sentencepiece_files_load_and_save(sentencepiece_file, tmp_path):
     again = tokenizers.load(tmp_path)
     assert again.encode(text) == loaded.encode(text)
     again.save_pretrained(tmp_path)
+
+
+def test_text_after_a_control_token_gets_no_space_of_its_own(sentencepiece_file, tmp_path):
+    shutil.copy(sentencepiece_file, tmp_path / "tokenizer.model")
+    template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = tokenizers.load(tmp_path)
+    plain = loaded.render([{"role": "user", "content": "one and two"}])
+    spelt = loaded.render([{"role": "user", "content": "one and two </s>"}])
+    assert loaded.decode(plain, skip_special=False) == "<s>user one and two</s>"
+    assert loaded.decode(spelt, skip_special=False) == "<s>user one and two </s></s>"
+    assert spelt[: len(plain) - 1] == plain[:-1]
+    assert spelt.count(2) == 1
 
 
 def test_files_that_are_no_tokenizer_are_refused(tmp_path):

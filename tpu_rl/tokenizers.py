@@ -293,7 +293,11 @@ def _load_hugging_face(where: Path) -> Tokenizer:
         raise InputError(
             "cannot load the tokenizer", where=str(where), why=f"{type(error).__name__}: {error}"
         ) from error
-    return _from_hugging_face(tokenizer, _listed_eos(where), str(where))
+    return _from_hugging_face(tokenizer, _listed_eos(where, _vocab_size(tokenizer)), str(where))
+
+
+def _vocab_size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> Tokenizer:
@@ -310,7 +314,7 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
         eos_ids=eos_ids,
         bos_id=tokenizer.bos_token_id,
         pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        vocab_size=_vocab_size(tokenizer),
         prefix_ids=tuple(wrapped[: starts[0]]) if starts else (),
         control=control,
         chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
@@ -354,11 +358,16 @@ def _load_sentencepiece(file: Path) -> Tokenizer:
     try:
         processor.Load(str(file))
     except (OSError, RuntimeError) as error:
-        raise InputError("not a sentencepiece model", where=str(file), why=str(error)) from error
+        raise InputError(
+            "not a sentencepiece model",
+            where=str(file),
+            why=str(error),
+            fix="give a model's directory, or a sentencepiece .model file",
+        ) from error
     size = processor.get_piece_size()
     bos = processor.bos_id() if processor.bos_id() >= 0 else None
     eos = processor.eos_id() if processor.eos_id() >= 0 else None
-    eos_ids = _require_eos((eos, *_listed_eos(file.parent)), str(file))
+    eos_ids = _require_eos((eos, *_listed_eos(file.parent, size)), str(file))
     return Tokenizer(
         backend=_SentencePiece(processor, file),
         eos_ids=eos_ids,
@@ -405,7 +414,7 @@ def _hub_directory(name: str) -> Path:
         ) from error
 
 
-def _listed_eos(directory: Path) -> tuple[int, ...]:
+def _listed_eos(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence ids that generation_config.json lists; chat models end a turn with more than one."""
     file = directory / "generation_config.json"
     if not file.is_file():
@@ -415,7 +424,10 @@ def _listed_eos(directory: Path) -> tuple[int, ...]:
     except (ValueError, AttributeError) as error:
         raise InputError("not a JSON object", where=str(file), why=str(error)) from error
     listed = listed if isinstance(listed, list) else [listed]
-    return tuple(i for i in listed if isinstance(i, int))
+    ids = tuple(i for i in listed if isinstance(i, int))
+    if any(not 0 <= i < vocab_size for i in ids):
+        raise InputError(f"eos_token_id {listed} is not among the tokenizer's {vocab_size} ids", where=str(file))
+    return ids
 
 
 def _require_eos(candidates: tuple[int | None, ...], where: str) -> tuple[int, ...]:
