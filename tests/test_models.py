@@ -80,7 +80,7 @@ CAPACITY = LENGTH + 2
 class Tiny(NamedTuple):
     model: Model
     params: Params
-    log_probs: Callable
+    logits: Callable
     """(params, tokens, positions, segment_ids, branch_ids), jitted; called on [3, LENGTH] only, to compile once."""
     extend: Callable
     """Of its policy, jitted; called on 3 rows of CAPACITY with 11 or 2 tokens only."""
@@ -95,15 +95,19 @@ def tiny(family):
         lambda leaf: leaf + 0.2 * noise.standard_normal(leaf.shape, np.float32), jax.jit(model.init)(jax.random.key(0))
     )
 
-    def log_probs(params, tokens, positions, segment_ids, branch_ids):
-        hidden = model.hidden(params, tokens, positions, segment_ids, branch_ids)
-        return jax.nn.log_softmax(model.logits(params, hidden))
+    def logits(params, *rows):
+        return model.logits(params, model.hidden(params, *rows))
 
-    return Tiny(model, params, jax.jit(log_probs), jax.jit(models.policy(model).extend))
+    return Tiny(model, params, jax.jit(logits), jax.jit(models.policy(model).extend))
 
 
 def tokens_of(shape, seed=2):
     return jnp.asarray(np.random.default_rng(seed).integers(0, BASE["vocab_size"], shape, np.int32))
+
+
+def log_probs(family, tokens, *layout):
+    """[3, LENGTH, V] of the family's tiny model."""
+    return jax.nn.log_softmax(tiny(family).logits(tiny(family).params, tokens, *layout))
 
 
 def plain(rows):
@@ -114,7 +118,6 @@ def plain(rows):
 
 @every_family
 def test_shared_prompt_rows_equal_separate_rows(family):
-    _, params, log_probs, _ = tiny(family)
     prompt, first, second = tokens_of((7,), 1), tokens_of((5,), 2), tokens_of((4,), 3)
     padding = jnp.zeros(LENGTH, jnp.int32)
 
@@ -126,7 +129,7 @@ def test_shared_prompt_rows_equal_separate_rows(family):
     positions[0] = [*range(7), *range(7, 12), *range(7, 11), 0]
     branches[0] = [0] * 7 + [1] * 5 + [2] * 4 + [0]
     segments[0, 16:], segments[1, 12:], segments[2, 11:] = 0, 0, 0
-    out = log_probs(params, tokens, positions, segments, branches)
+    out = log_probs(family, tokens, positions, segments, branches)
     assert jnp.isfinite(out).all()
     np.testing.assert_allclose(out[0, :12], out[1, :12], atol=2e-5)
     np.testing.assert_allclose(out[0, 12:16], out[2, 7:11], atol=2e-5)
@@ -145,9 +148,9 @@ def prefill(family, tokens, lengths):
 @every_family
 def test_cache_equals_whole_sequences(family):
     """Ragged prefill, then steps of two tokens, of which some rows keep none or one."""
-    _, params, log_probs, extend = tiny(family)
+    _, params, _, extend = tiny(family)
     tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
-    expected = log_probs(params, tokens, *plain(3))
+    expected = log_probs(family, tokens, *plain(3))
     cache, logits = prefill(family, tokens, lengths)
     assert all(leaf.shape[1] == 3 for kind in ("full", "sliding") for leaf in jax.tree.leaves(cache.get(kind, [])))
     for row, length in enumerate(lengths):
@@ -164,7 +167,7 @@ def test_cache_equals_whole_sequences(family):
 
 @pytest.mark.parametrize("family", ["llama3", "gemma3"])
 def test_candidates_are_branches_that_leave_no_trace(family):
-    _, params, log_probs, extend = tiny(family)
+    _, params, _, extend = tiny(family)
     tokens, candidates, lengths = tokens_of((3, LENGTH)), tokens_of((3, 2), 5), jnp.array([11, 6, 8])
     cache, _ = prefill(family, tokens, lengths)
     at = jnp.broadcast_to(lengths[:, None], (3, 2))
@@ -172,7 +175,7 @@ def test_candidates_are_branches_that_leave_no_trace(family):
     looked, after = extend(params, cache, candidates, at, branches, jnp.zeros(3, jnp.int32))
     for k in range(2):
         whole = tokens.at[jnp.arange(3), lengths].set(candidates[:, k])
-        expected = log_probs(params, whole, *plain(3))[jnp.arange(3), lengths]
+        expected = log_probs(family, whole, *plain(3))[jnp.arange(3), lengths]
         np.testing.assert_allclose(jax.nn.log_softmax(looked[:, k]), expected, atol=2e-5)
 
     at = lengths[:, None] + jnp.arange(2)[None, :]
@@ -265,7 +268,7 @@ def test_random_params():
 
 
 def test_bfloat16_computes_in_bfloat16_with_float32_logits():
-    _, params, log_probs, _ = tiny("llama2")
+    params = tiny("llama2").params
     model = models.from_config(CONFIGS["llama2"], "bfloat16", param_dtype="float32")
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))}
     assert dtypes == {jnp.dtype("float32")}
@@ -273,18 +276,18 @@ def test_bfloat16_computes_in_bfloat16_with_float32_logits():
     assert hidden.dtype == jnp.bfloat16
     assert jax.eval_shape(model.logits, params, hidden).dtype == jnp.float32
     tokens = tokens_of((3, LENGTH))
-    exact, rounded = log_probs(params, tokens, *plain(3)), jax.nn.log_softmax(models.apply(model, params, tokens))
+    exact, rounded = log_probs("llama2", tokens, *plain(3)), jax.nn.log_softmax(models.apply(model, params, tokens))
     assert 1e-4 < float(jnp.abs(exact - rounded).mean()) < 0.1
 
 
 def test_role_and_apply_select_and_agree():
-    model, params, log_probs, _ = tiny("llama3")
+    model, params, _, _ = tiny("llama3")
     tokens = tokens_of((3, LENGTH))
     positions, segments, branches = plain(3)
     role = models.role(model, lambda params: params["policy"])
     tree = {"policy": params, "reference": None}
     hidden = role.hidden(tree, Rows(tokens, positions, segments, branches, segments, positions))
-    expected = log_probs(params, tokens, positions, segments, branches)
+    expected = log_probs("llama3", tokens, positions, segments, branches)
     np.testing.assert_allclose(jax.nn.log_softmax(role.logits(tree, hidden)), expected, atol=2e-5)
     np.testing.assert_allclose(jax.nn.log_softmax(models.apply(model, params, tokens)), expected, atol=2e-5)
 

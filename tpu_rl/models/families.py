@@ -84,7 +84,7 @@ class Family:
     kinds: Kinds = _full
     """Layer kinds where the configuration has no `layer_types`."""
     reads_layer_types: bool = True
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
     """Of layer weights, where they differ from `LAYER_NAMES`."""
     gemma: bool = False
     """Norm scales stored as distance from 1, norms at both ends of a branch, embeddings times sqrt(width)."""
@@ -184,6 +184,21 @@ def _refuse(hf: Mapping[str, Any]) -> None:
             )
 
 
+def _kinds(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kind of each layer. Raises InputError where it is none of ours or `layer_types` has not one a layer."""
+    stated = hf.get("layer_types", []) if family.reads_layer_types else []
+    kinds = tuple(kind.removesuffix("_attention") for kind in stated) or tuple(family.kinds(hf))
+    if len(kinds) != hf["num_hidden_layers"] or not {*kinds} <= {"full", "sliding"}:
+        raise InputError(
+            f"layer_types = {stated} is not supported",
+            where="config.json",
+            fix=f"full_attention or sliding_attention, once for each of the {hf['num_hidden_layers']} layers",
+        )
+    if "sliding" in kinds and not hf["sliding_window"]:
+        raise InputError("sliding_attention layers without a sliding_window", where="config.json")
+    return kinds
+
+
 def _activation(hf: Mapping[str, Any]) -> str:
     name = hf.get("hidden_activation") or hf["hidden_act"]
     if name not in ACTIVATION_NAMES:
@@ -242,27 +257,20 @@ def read_config(
     source = text_part(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
-    # Where null means "none" and the default is something else, the null counts.
-    hf |= {
-        key: None
-        for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-        if key in source and source[key] is None
-    }
+    hf |= {field: None for field in NULLABLE if field in source and source[field] is None}
     missing = [field for field in REQUIRED if field not in hf]
     if missing:
         raise InputError("the model's configuration lacks " + ", ".join(missing), where=where)
     _refuse(hf)
     heads = hf["num_attention_heads"]
     head_dim = hf["head_dim"] or hf["hidden_size"] // heads
-    kinds = (
-        [kind.removesuffix("_attention") for kind in hf.get("layer_types") or []] if family.reads_layer_types else []
-    )
+    kinds = _kinds(family, hf)
     qwen2 = source["model_type"] == "qwen2"  # has biases on query, key and value without saying so
     rope, sliding_rope = _ropes(hf)
     size = hf["vocab_size"]
     return DecoderConfig(
         width=hf["hidden_size"],
-        kinds=tuple(kinds or family.kinds(hf)),
+        kinds=kinds,
         vocab=VocabConfig(
             size=size,
             valid=size if valid_tokens is None else min(valid_tokens, size),
@@ -275,7 +283,7 @@ def read_config(
             kv_heads=hf["num_key_value_heads"] or heads,
             head_dim=head_dim,
             scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
-            window=hf["sliding_window"],
+            window=hf["sliding_window"] if "sliding" in kinds else None,
             bias=hf["attention_bias"] or qwen2,
             output_bias=hf["attention_bias"],
             query_key_norm=hf["query_key_norm"],
@@ -295,7 +303,7 @@ def weight_name(family: Family, name: str, layer: int | None) -> str:
     """What Hugging Face calls our weight `name`, of a layer of the model or (None) outside the layers."""
     if layer is None:
         return TOP_NAMES[name]
-    return f"model.layers.{layer}.{family.names.get(name, LAYER_NAMES[name])}"
+    return f"model.layers.{layer}.{(LAYER_NAMES | family.names)[name]}"
 
 
 def plain_name(name: str) -> str | None:

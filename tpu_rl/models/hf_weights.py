@@ -48,11 +48,14 @@ def from_config(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise InputError(f"no {path.name} in the model directory", where=str(path.parent)) from error
     except ValueError as error:
         raise InputError(f"{path.name} is not JSON", where=str(path), why=str(error)) from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path.name} is not a JSON object", where=str(path))
+    return content
 
 
 def _tokenizer_size(directory: Path) -> int | None:

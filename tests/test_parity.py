@@ -1,0 +1,101 @@
+"""Every family against its implementation in transformers, in float32 on the CPU: loaded, computed, saved again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.test_models import CONFIGS, LENGTH, plain, tiny, tokens_of
+from tpu_rl import models
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request, tmp_path_factory):
+    """(family, a random transformers model of it, the directory it was saved to)."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**CONFIGS[request.param])
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():  # norms and biases too, which start as ones and zeros
+            weight.add_(0.2 * torch.randn_like(weight))
+    directory = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(directory, safe_serialization=True)
+    return request.param, theirs, directory
+
+
+def their_logits(theirs, tokens, padding=0):
+    """[T, V] of one sequence with that many tokens of left padding."""
+    mask = torch.tensor([[0] * padding + [1] * (len(tokens) - padding)])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        out = theirs(
+            torch.tensor(np.asarray(tokens)[None], dtype=torch.long), attention_mask=mask, position_ids=positions
+        )
+    return out.logits[0].numpy()
+
+
+def test_logits(checkpoint):
+    """Rows: whole (beyond the window of 5), left-padded, and two sequences packed before right padding."""
+    family, theirs, directory = checkpoint
+    model, params = models.load(directory)
+    assert dataclasses.replace(model.config, source="") == dataclasses.replace(tiny(family).model.config, source="")
+
+    tokens = np.array(tokens_of((3, LENGTH)))
+    positions, segments, branches = (np.array(part) for part in plain(3))
+    segments[1, :6], positions[1] = 0, [0] * 6 + [*range(11)]
+    segments[2], positions[2] = [1] * 8 + [2] * 6 + [0] * 3, [*range(8), *range(6), 0, 0, 0]
+    ours = np.asarray(tiny(family).logits(params, tokens, positions, segments, branches))
+    assert np.isfinite(ours).all()
+
+    pairs = [
+        (ours[0], their_logits(theirs, tokens[0])),
+        (ours[1, 6:], their_logits(theirs, tokens[1], padding=6)[6:]),
+        (ours[2, :8], their_logits(theirs, tokens[2, :8])),
+        (ours[2, 8:14], their_logits(theirs, tokens[2, 8:14])),
+    ]
+    for mine, other in pairs:
+        assert np.abs(mine - other).max() < 1e-4 * np.abs(other).max()
+
+
+def test_saved_models_load_in_transformers(checkpoint, tmp_path):
+    family, theirs, directory = checkpoint
+    model, params = models.load(directory)
+    models.save(tmp_path / "saved", model, params)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager").eval()
+    assert back.dtype == torch.float32
+    tokens = tokens_of((LENGTH,))
+    np.testing.assert_array_equal(their_logits(back, tokens), their_logits(theirs, tokens))
+
+
+def test_gemma3_with_images_is_read_as_text(tmp_path):
+    """The names of a Gemma 3 checkpoint with a vision tower, as transformers writes them today."""
+    text = CONFIGS["gemma3"]
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=130
+    )
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    _, params = models.load(tmp_path)
+    tokens = tokens_of((3, LENGTH)) % 128
+    ours = np.asarray(tiny("gemma3").logits(params, tokens, *plain(3)))[0]
+    with torch.no_grad():
+        other = theirs(torch.tensor(np.asarray(tokens)[:1], dtype=torch.long)).logits[0].numpy()
+    assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+
+
+def test_bfloat16_checkpoints_load_without_loss(tmp_path):
+    config = transformers.AutoConfig.for_model(**CONFIGS["qwen3"])
+    theirs = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.model.layers[1].mlp.up_proj.weight.float().detach().numpy().T
+    for dtype in ("float32", "bfloat16"):
+        _, params = models.load(tmp_path, dtype=dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        np.testing.assert_array_equal(params["layers"]["layer_0"]["up"][1].astype(jnp.float32), expected)

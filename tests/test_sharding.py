@@ -1,0 +1,84 @@
+"""The mesh and the table. Several devices run in a process of their own: their number is fixed when JAX starts."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from tpu_rl import sharding
+from tpu_rl.errors import InputError
+
+FOUR = AbstractMesh((1, 2, 2), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def test_spec_cuts_what_divides():
+    spec = sharding.spec
+    assert spec(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 6), FOUR) == PartitionSpec(
+        None, ("fsdp",), ("tensor",), None
+    )
+    assert spec(("embed", "kv_heads", "head_dim"), (8, 1, 6), FOUR) == PartitionSpec(("fsdp",), None, None)
+    assert spec(("vocab", "embed"), (131, 7), FOUR) == PartitionSpec(None, None)
+
+
+def test_rows_use_as_many_mesh_axes_as_divide_them():
+    mesh = AbstractMesh((2, 2, 1), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    assert sharding.spec((None, "rows"), (5, 8), mesh)[1] == ("data", "fsdp")
+    assert sharding.spec((None, "rows"), (5, 6), mesh)[1] == "data"
+    assert sharding.spec((None, "rows"), (5, 3), mesh)[1] is None
+
+
+def test_one_device_mesh_and_batches():
+    mesh = sharding.make_mesh()
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    batch = sharding.batch_sharding(mesh, (4, 8, 16), rows=1)
+    assert batch.spec == PartitionSpec(None, ("data", "fsdp"), None)
+    placed = sharding.place({"up": np.ones((4, 6))}, {"up": ("embed", "mlp")}, mesh)
+    assert placed["up"].sharding.spec == PartitionSpec(("fsdp",), ("tensor",))
+
+
+def test_impossible_meshes_name_those_that_fit():
+    with pytest.raises(InputError, match=r"fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1\)") as error:
+        sharding.make_mesh(2, 3, devices=jax.devices() * 8)
+    assert error.value.fix.count("(") == 4
+    with pytest.raises(InputError, match="data 0"):
+        sharding.make_mesh(0)
+
+
+FOUR_DEVICES = """
+import jax, numpy as np
+from tests.test_models import CONFIGS, plain, tiny, tokens_of, LENGTH
+from tpu_rl import models, sharding
+import tempfile, pathlib
+jax.config.update("jax_default_matmul_precision", "highest")
+mesh = sharding.make_mesh(fsdp=2, tensor=2)
+model, params, logits, extend = tiny("gemma3")
+directory = pathlib.Path(tempfile.mkdtemp()) / "model"
+models.save(directory, model, params)
+_, cut = models.load(directory, mesh=mesh)
+jax.tree.map(np.testing.assert_array_equal, params, cut)
+query = cut["layers"]["layer_0"]["query"]
+assert query.addressable_shards[0].data.shape == (2, 20, 2, 10), query.sharding
+rows = (tokens_of((3, LENGTH)), *plain(3))
+np.testing.assert_allclose(logits(cut, *rows), logits(params, *rows), atol=2e-5)
+again = pathlib.Path(tempfile.mkdtemp()) / "model"
+models.save(again, model, cut)
+assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+policy = models.policy(model)
+cache = policy.init_cache(cut, 4, 8)
+four = [part[:, :6] for part in (tokens_of((4, LENGTH)), plain(4)[0], plain(4)[2])]
+step = jax.jit(policy.extend)
+one, _ = step(params, cache, *four, np.array([6, 5, 4, 3]))
+many, _ = step(cut, cache, *four, np.array([6, 5, 4, 3]))
+np.testing.assert_allclose(one, many, atol=2e-5)
+print("four devices agree with one")
+"""
+
+
+def test_four_devices_equal_one():
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run([sys.executable, "-c", FOUR_DEVICES], env=env, capture_output=True, text=True, timeout=240)
+    assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
