@@ -96,6 +96,7 @@ def make_run(folder, steps: int = 12, finished: bool = True):
         if step % max(1, steps // 10) == 0:
             row |= after if step == steps else accuracy_row(row["reward/mean"] + noise.normal(0, 0.01))
         rows.append(row)
+    rows[0]["eval/greedy_accuracy"], rows[-1]["eval/greedy_accuracy"] = 0.4, 0.85
     write_lines(folder / "metrics.jsonl", rows)
     write_lines(folder / "samples.jsonl", [sample(step, i, steps) for step in range(1, steps + 1) for i in range(24)])
     (folder / "config.yaml").write_text(CONFIG.format(steps=steps))
@@ -152,6 +153,7 @@ def test_the_page_of_a_finished_run(tmp_path):
     assert "+47.0 points" in text
     assert "30.0–38.4" in text
     assert "500 problems" in text
+    assert "40.0 → 85.0 %" in text
     for fact in ("arithmetic_grpo", "4.1 min", "2 CPU cores", "GRPO", "tiny-arithmetic", "9f2c" * 16, "clip_low"):
         assert fact in text
     assert titles(text) == [

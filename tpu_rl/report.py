@@ -129,7 +129,7 @@ def _headline(run: Run) -> str:
             f'<div class="result"><div class="numbers"><span class="before">{_percent(before)}</span>'
             f'<span class="arrow">→</span><span class="after">{_percent(after)}</span></div>'
             f"<p>held-out accuracy before and after, {gain:+.1f} points<br>95 % intervals "
-            f"{_interval(before)} and {_interval(after)}{_problems(after)}</p></div>"
+            f"{_interval(before)} and {_interval(after)}{_problems(after)}{_greedy(run)}</p></div>"
         )
     loss = run.series("sft/loss")
     if not figures and loss is not None:
@@ -209,6 +209,13 @@ def _interval(evaluation: dict[str, Any]) -> str:
 
 def _problems(evaluation: dict[str, Any]) -> str:
     return f", {evaluation['n']} problems" if evaluation.get("n") else ""
+
+
+def _greedy(run: Run) -> str:
+    greedy = run.series("eval/greedy_accuracy")
+    if greedy is None or len(greedy.y) < 2:
+        return ""
+    return f"<br>most likely completions alone: {100 * greedy.y[0]:.1f} → {100 * greedy.y[-1]:.1f} %"
 
 
 def _lookup(config: dict[str, Any], *names: str) -> str:
