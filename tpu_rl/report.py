@@ -187,8 +187,9 @@ def _headline_figure(run: Run, title: str = "") -> Any:
 def _evaluations(run: Run) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The first and the last evaluation {accuracy, low, high, n}: of the summary, or of the metrics so far."""
     summary = run.summary.get("eval") or {}
-    if summary.get("before") and summary.get("after"):
-        return summary["before"], summary["after"]
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    if before.get("accuracy") is not None and after.get("accuracy") is not None:
+        return before, after
     rows = [row for row in run.rows if row.get("eval/accuracy") is not None]
     found = [
         {"accuracy": row["eval/accuracy"], "low": row.get("eval/accuracy_low"), "high": row.get("eval/accuracy_high")}
