@@ -82,7 +82,7 @@ def gradients_and_metrics(name: str, cut: str) -> tuple[Any, dict[str, Any]]:
         loss, metrics, gradients = training.accumulate(CASES[name][0], chosen, frozen, batch)
         return gradients, training.reduce_metrics(metrics) | {"loss": loss}
 
-    return jax.jit(compute)(tiny.init_params(MODEL), batch_of(name, **CUTS[cut]))
+    return jax.jit(compute, compiler_options=tiny.QUICKLY)(tiny.init_params(MODEL), batch_of(name, **CUTS[cut]))
 
 
 @pytest.mark.parametrize(("name", "cut"), [("sft", "two micro-batches"), *(("grpo", cut) for cut in list(CUTS)[1:])])

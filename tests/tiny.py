@@ -25,6 +25,9 @@ GROUPS: Groups = ((3, (4, 1, 6, 0)), (5, (2, 3, 5)), (1, (6, 6, 2, 3)), (2, (3, 
 ROWS = {"row_length": 24, "micro_batch_rows": 2}
 """How `experience` packs GROUPS: two micro-batches of two rows."""
 
+QUICKLY = {"xla_backend_optimization_level": 0}
+"""jax.jit's compiler_options for programs that take longer to compile than to run."""
+
 
 # --- models ------------------------------------------------------------------------------------------------------
 

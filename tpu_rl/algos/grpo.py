@@ -29,7 +29,21 @@ from tpu_rl import advantages, masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, k3, token_log_probs
 from tpu_rl.policy_gradients import clip_shares, clipped_surrogate, dual_clip, importance_ratio, kl_loss
-from tpu_rl.types import Algorithm, Array, Experience, Max, Metrics, Min, Params, Roles, Rollout, Rows, Sampling, Sum
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Experience,
+    Max,
+    Metrics,
+    Min,
+    Params,
+    Role,
+    Roles,
+    Rollout,
+    Rows,
+    Sampling,
+    Sum,
+)
 
 ADVANTAGES = {
     "group": advantages.group_scaled,
@@ -69,6 +83,10 @@ class GrpoConfig:
             raise InputError(
                 "a coefficient or the overlong buffer is negative", where="--algorithm", fix="use 0 or more"
             )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise InputError(
+                f"dual clip {self.dual_clip} is not above 1", where="--algorithm.dual-clip", fix="use e.g. 3"
+            )
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise InputError(
                 f"clip range 1 - {self.clip_low} .. 1 + {self.clip_high} is not around 1",
@@ -98,7 +116,7 @@ class Batch:
 
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout; raises InputError where a KL coefficient lacks a reference."""
-    reference = roles.reference
+    reference = roles.reference if config.needs_reference else None
     if config.needs_reference and reference is None:
         raise InputError("a KL coefficient needs a reference model", where="grpo", fix="give roles.reference")
     weigh = WEIGHTS[config.weights]
@@ -109,12 +127,9 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
         rows = layout.rows(rollout.tokens)
-        reference_log_probs = None
-        if config.needs_reference and reference is not None:
-            reference_log_probs = packing.over_micro_batches(
-                lambda micro: token_log_probs(reference, params, micro, sampling.temperature).log_probs, rows
-            )
-        returns = sequence_returns(rollout, layout.unpack(reference_log_probs) if config.kl_reward_coef else None)
+        action_mask = layout.pack(rollout.action_mask)
+        reference_log_probs = None if reference is None else reference_pass(reference, params, rows)
+        returns = sequence_returns(rollout, None if reference_log_probs is None else layout.unpack(reference_log_probs))
         scored = rollout.action_mask.any(-1)
         advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, scored)
         learned = rollout.action_mask & ~(rollout.truncated[:, None] & config.mask_truncated)
@@ -122,12 +137,20 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         batch = Batch(
             rows=rows,
             weights={"policy": layout.pack(weights)},
-            action_mask=layout.pack(rollout.action_mask),
+            action_mask=action_mask,
             advantages=layout.pack(jnp.where(rollout.action_mask, advantage[:, None], 0.0)),
-            old_log_probs=layout.pack(rollout.log_probs),
+            old_log_probs=layout.pack(jnp.where(rollout.action_mask, rollout.log_probs, 0.0)),
             reference_log_probs=reference_log_probs,
         )
         return batch, state
+
+    def reference_pass(reference: Role, params: Params, rows: Rows) -> Array:
+        """[M, K, R, S]: the reference's log-probs, one micro-batch at a time."""
+
+        def one(micro_batch: Rows) -> Array:
+            return token_log_probs(reference, params, micro_batch, sampling.temperature).log_probs
+
+        return packing.over_micro_batches(one, rows)
 
     def sequence_returns(rollout: Rollout, reference_log_probs: Array | None) -> Array:
         """[N]: the rewards of a completion's tokens, less the KL and the overlong penalty."""
@@ -142,6 +165,8 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         log_probs, entropy = token_log_probs(roles.policy, params, batch.rows, sampling.temperature)
+        # Elsewhere old and reference log-probs are zero too: an overflow there would be a NaN in the gradient.
+        log_probs = jnp.where(batch.action_mask, log_probs, 0.0)
         ratio = importance_ratio(log_probs, batch.old_log_probs)
         losses = clipped_surrogate(ratio, batch.advantages, config.clip_low, config.clip_high)
         if config.dual_clip is not None:

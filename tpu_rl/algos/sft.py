@@ -47,10 +47,10 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         log_probs, entropy = token_log_probs(roles.policy, params, batch.rows, sampling.temperature)
         weights = batch.weights["policy"]
-        value = -(weights * log_probs).sum()
+        value = -masked.total(weights * log_probs, weights > 0)
         metrics: Metrics = {
             "sft/loss": Sum(value, weights.sum()),
-            "policy/entropy": Sum((weights * entropy).sum(), weights.sum()),
+            "policy/entropy": Sum(masked.total(weights * entropy, weights > 0), weights.sum()),
         }
         return value, metrics
 

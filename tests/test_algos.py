@@ -1,0 +1,319 @@
+"""The battery that every algorithm passes. A new one is a row of CASES.
+
+In float64 and on one packed shape, so that a case compiles its loss once for all proofs of its mathematics, and its
+update step once for the proofs of its bits.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from tpu_rl import training
+from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
+from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, Rollout, TrainState
+
+MODEL = tiny.attention_model()
+
+
+def off_policy(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Rollout:
+    """Completions whose old log-probs are far enough from the policy's for clipping to bite."""
+    data = tiny.rollout(groups=groups, columns=columns)
+    return tiny.sampled_near(data, MODEL, tiny.init_params(MODEL)["policy"], noise=0.4)
+
+
+def texts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Demonstrations:
+    return tiny.demonstrations(groups=groups, columns=columns)
+
+
+class Case(NamedTuple):
+    factory: Callable[[Any, Roles, Any], Algorithm]
+    config: Any
+    data: Callable[[], Any]
+
+
+CASES = {
+    "sft": Case(sft, SftConfig(), texts),
+    "grpo": Case(grpo, GrpoConfig(weights="sequence_mean"), off_policy),
+    "dr_grpo": Case(grpo, GrpoConfig(advantages="centred", weights="constant_length"), off_policy),
+    "rloo": Case(grpo, GrpoConfig(advantages="leave_one_out", kl_reward_coef=0.1), off_policy),
+    "dapo": Case(grpo, GrpoConfig(clip_high=0.28, overlong_buffer=3, mask_truncated=True), off_policy),
+    "batch_scaled": Case(grpo, GrpoConfig(advantages="batch", dual_clip=1.1), off_policy),
+    "kl_and_entropy": Case(grpo, GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01), off_policy),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+# --- the mathematics, in float64 -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def probed_roles() -> Roles:
+    """The policy's hidden states plus params["probe"] [R, S, D], whose gradient shows which predictions learn."""
+    policy = tiny.role(MODEL, "policy")
+    probed = Role(lambda params, rows: policy.hidden(params, rows) + params["probe"], policy.logits)
+    return Roles(policy=probed, reference=tiny.role(MODEL, "reference"))
+
+
+def probed_params() -> Params:
+    return tiny.init_params(MODEL) | {"probe": jnp.zeros((tiny.ROWS["micro_batch_rows"], tiny.ROWS["row_length"], 8))}
+
+
+class Compiled(NamedTuple):
+    algorithm: Algorithm
+    loss: Any
+    """jitted (params, micro-batch) -> ((loss, metrics), gradients of every role and the probe)."""
+
+
+@functools.cache
+def compiled(name: str) -> Compiled:
+    case = CASES[name]
+    algorithm = case.factory(case.config, probed_roles(), tiny.SAMPLING)
+    return Compiled(algorithm, jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True), compiler_options=tiny.QUICKLY))
+
+
+def batch_of(name: str, data: Any, **cut: int) -> Any:
+    """The [K, R, S] batch of the case's only optimizer step."""
+    algorithm = compiled(name).algorithm
+    params = probed_params()
+    return training.minibatch(
+        algorithm.make_batch(tiny.experience(data, **cut), params, algorithm.init_state(params))[0], 0
+    )
+
+
+class Step(NamedTuple):
+    loss: float
+    metrics: dict[str, float]
+    gradients: Params
+    probes: np.ndarray
+    """[K, R, S]: largest gradient of each slot's hidden state."""
+
+
+def step_of(name: str, batch: Any, params: Params | None = None) -> Step:
+    """One optimizer step's loss, metrics and gradients, a micro-batch at a time."""
+    params = probed_params() if params is None else params
+    micro_batches = [training.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
+    results = jax.device_get([compiled(name).loss(params, micro_batch) for micro_batch in micro_batches])
+    metrics = jax.tree.map(lambda *x: np.stack(x), *[metrics for (_, metrics), _ in results])
+    gradients = [gradient for _, gradient in results]
+    return Step(
+        sum(float(loss) for (loss, _), _ in results),
+        {key: float(value) for key, value in training.reduce_metrics(metrics).items()},
+        jax.tree.map(lambda *x: sum(x), *[{role: g[role] for role in ("policy", "reference")} for g in gradients]),
+        np.stack([np.abs(g["probe"]).max(-1) for g in gradients]),
+    )
+
+
+def assert_close(actual: Step, expected: Step) -> None:
+    assert abs(expected.loss) > 1e-4
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-9)
+    for a, b in zip(*map(jax.tree.leaves, (actual.gradients, expected.gradients)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * max(np.abs(b).max(), 1e-12))
+    assert actual.metrics.keys() == expected.metrics.keys()
+    for key, value in expected.metrics.items():
+        np.testing.assert_allclose(actual.metrics[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@functools.cache
+def original(name: str) -> tuple[Any, Step]:
+    """(batch, step) of the case's data as they are. Only within float64."""
+    batch = batch_of(name, CASES[name].data())
+    return batch, step_of(name, batch)
+
+
+@every_case
+def test_only_predictions_of_learned_tokens_have_a_gradient(float64, name):
+    data = CASES[name].data()
+    batch, step = original(name)
+    _, layout = tiny.experience(data)
+    learned = np.any([np.asarray(weights) > 0 for weights in batch.weights.values()], axis=0)
+    assert np.all(learned <= np.asarray(layout.pack(data.action_mask))[0])
+    predicts = np.zeros_like(learned)
+    for k, r, s in np.argwhere(learned):
+        predicts[k, r, layout.previous[0, k, r, s]] = True
+    assert not step.probes[~predicts].any()
+    assert np.mean(step.probes[predicts] > 0) > 0.3
+    # Other roles are read without gradient.
+    assert not any(leaf.any() for leaf in jax.tree.leaves(step.gradients["reference"]))
+    assert all(leaf.any() for leaf in jax.tree.leaves(step.gradients["policy"]))
+
+
+@every_case
+def test_nothing_under_the_mask_is_read(float64, name):
+    data = CASES[name].data()
+    per_token = {key: x for key, x in vars(data).items() if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)}
+    spoiled = data.replace(**{key: jnp.where(data.action_mask, x, jnp.nan) for key, x in per_token.items()})
+    # What stands after a row's last action is in no packed row.
+    later = np.flip(np.logical_or.accumulate(np.flip(np.asarray(data.action_mask), 1), 1), 1) == 0
+    spoiled = spoiled.replace(tokens=jnp.where(later, tiny.VOCABULARY - 1, data.tokens))
+    jax.tree.map(np.testing.assert_array_equal, step_of(name, batch_of(name, spoiled)), original(name)[1])
+
+
+@every_case
+def test_padding_changes_nothing(float64, name):
+    """More columns, more rows without actions, more packed rows."""
+    data = CASES[name].data()
+    wider = jax.tree.map(lambda x: np.pad(x, [(0, 3)] + [(0, 5)] * (x.ndim > 1 and x.shape[1] > 2)), data)
+    wider = wider.replace(group_id=np.concatenate([data.group_id, [90, 91, 91]]).astype(np.int32))
+    wider = jax.tree.map(jnp.asarray, wider)
+    padded = batch_of(name, wider, row_limit=8)
+    assert padded.rows.tokens.shape[0] == 4
+    assert_close(step_of(name, padded), original(name)[1])
+
+
+@every_case
+def test_the_order_of_groups_changes_nothing(float64, name):
+    data = CASES[name].data()
+    starts = np.cumsum([0] + [len(completions) for _, completions in tiny.GROUPS])
+    order = np.concatenate([np.arange(starts[g], starts[g + 1]) for g in (3, 1, 4, 0, 2)])
+    permuted = jax.tree.map(lambda x: x[order], data)
+    assert_close(step_of(name, batch_of(name, permuted)), original(name)[1])
+
+
+@every_case
+def test_the_gradient_is_that_of_the_loss(float64, name):
+    """Central differences along random directions; the batch is constant: no gradient flows through make_batch."""
+    batch, params = original(name)[0], probed_params()
+    gradients = original(name)[1].gradients["policy"]
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        direction = jax.tree.map(lambda x: random.normal(size=x.shape), params["policy"])
+
+        def moved(by: float, direction: Params = direction) -> float:
+            policy = jax.tree.map(lambda x, d: x + by * d, params["policy"], direction)
+            return step_of(name, batch, params | {"policy": policy}).loss
+
+        slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
+        products = jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)
+        np.testing.assert_allclose(sum(jax.tree.leaves(products)), slope, rtol=1e-6, atol=1e-8)
+
+
+# --- the bits, in the update step of a run -------------------------------------------------------------------------
+
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+
+
+@functools.cache
+def update_step(name: str) -> tuple[Algorithm, training.UpdateStep]:
+    case = CASES[name]
+    algorithm = case.factory(case.config, tiny.roles(MODEL), tiny.SAMPLING)
+    return algorithm, training.make_update_step(algorithm, OPTIMIZER, lambda step: 0.1, tiny.train_policy)
+
+
+@every_case
+def test_resuming_is_no_interruption_and_frozen_roles_keep_their_bits(name):
+    algorithm, update = update_step(name)
+    params = tiny.init_params(MODEL)
+    batch, _ = algorithm.make_batch(tiny.experience(CASES[name].data()), params, algorithm.init_state(params))
+    batch = training.minibatch(batch, 0)
+    frozen = jax.tree.map(np.asarray, tiny.init_params(MODEL)["reference"])
+
+    def on_disk(state: TrainState) -> TrainState:
+        return jax.tree.map(np.array, state)
+
+    def after(steps: int, saved: TrainState) -> TrainState:
+        state = jax.tree.map(jnp.array, saved)
+        for _ in range(steps):
+            state, _ = update(state, batch)
+        return on_disk(state)
+
+    start = on_disk(training.init_train_state(params, algorithm, OPTIMIZER, tiny.train_policy))
+    straight = after(4, start)
+    resumed = after(2, after(2, start))
+    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+    jax.tree.map(np.testing.assert_array_equal, straight.params["reference"], frozen)
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), straight.params["policy"], start.params["policy"])
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    assert update._cache_size() == 1
+
+
+# --- GRPO at its first step: plain REINFORCE -----------------------------------------------------------------------
+
+FIRST_STEP = [name for name, case in CASES.items() if case.factory is grpo and not case.config.kl_loss_coef]
+
+
+def plain_advantages(config: GrpoConfig, data: Rollout, reference_log_probs: np.ndarray) -> np.ndarray:
+    """[N], one completion after the other."""
+    mask, group_id = np.asarray(data.action_mask), np.asarray(data.group_id)
+    rewards = np.asarray(data.rewards) - config.kl_reward_coef * (np.asarray(data.log_probs) - reference_log_probs)
+    returns = np.array([reward[row].sum() for reward, row in zip(rewards, mask, strict=True)])
+    if config.overlong_buffer:
+        limit, buffer = tiny.SAMPLING.max_new_tokens, config.overlong_buffer
+        returns += [min(0.0, max(-1.0, (limit - buffer - row.sum()) / buffer)) for row in mask]
+    scored = mask.any(1)
+    result = np.zeros(len(mask))
+    for n in np.flatnonzero(scored):
+        group = returns[scored & (group_id == group_id[n])]
+        others = returns[scored & (group_id == group_id[n]) & (np.arange(len(mask)) != n)]
+        result[n] = {
+            "group": (returns[n] - group.mean()) / (group.std(ddof=1) + 1e-6),
+            "batch": (returns[n] - group.mean()) / (returns[scored].std(ddof=1) + 1e-6),
+            "centred": returns[n] - group.mean(),
+            "leave_one_out": returns[n] - others.mean(),
+        }[config.advantages]
+    return result
+
+
+def plain_weights(config: GrpoConfig, data: Rollout) -> np.ndarray:
+    """[N, T], one completion after the other."""
+    mask = np.asarray(data.action_mask) & ~(np.asarray(data.truncated)[:, None] & config.mask_truncated)
+    sequences = mask.any(1).sum()
+    weights = np.zeros(mask.shape)
+    for row, learned in zip(weights, mask, strict=True):
+        row[learned] = {
+            "token_mean": 1 / mask.sum(),
+            "sequence_mean": 1 / (max(learned.sum(), 1) * sequences),
+            "constant_length": 1 / (tiny.SAMPLING.max_new_tokens * sequences),
+        }[config.weights]
+    return weights
+
+
+@functools.cache
+def plain_policy_gradient() -> Callable[[Params, jax.Array, jax.Array], Params]:
+    """jitted gradient of - sum coefficients x log-probs, a row a completion."""
+
+    def loss(policy: Params, tokens: jax.Array, coefficients: jax.Array) -> jax.Array:
+        return -jnp.sum(coefficients * tiny.plain_log_probs(MODEL, policy, tokens, tiny.SAMPLING.temperature))
+
+    return jax.jit(jax.grad(loss))
+
+
+@pytest.mark.parametrize("name", FIRST_STEP)
+def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
+    params, config = probed_params(), CASES[name].config
+    data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)
+    step = step_of(name, batch_of(name, data))
+    assert abs(step.metrics["policy/ratio_min"] - 1) < 1e-6
+    assert abs(step.metrics["policy/ratio_max"] - 1) < 1e-6
+    assert step.metrics["policy/clip_low"] == step.metrics["policy/clip_high"] == 0
+    reference = tiny.plain_log_probs(MODEL, params["reference"], data.tokens, tiny.SAMPLING.temperature)
+    coefficients = plain_weights(config, data) * plain_advantages(config, data, np.asarray(reference))[:, None]
+    expected = plain_policy_gradient()(params["policy"], data.tokens, jnp.asarray(coefficients))
+    for a, b in zip(*map(jax.tree.leaves, (step.gradients["policy"], expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
+
+
+def test_the_cases_reach_every_branch_of_the_loss(float64):
+    """Otherwise the battery would prove less than it says."""
+    for name in FIRST_STEP:
+        metrics = original(name)[1].metrics
+        assert metrics["policy/clip_low"] > 0.02, name
+        assert metrics["policy/clip_high"] > 0.02, name
+    data, params, config = off_policy(), probed_params(), CASES["batch_scaled"].config
+    log_probs = tiny.plain_log_probs(MODEL, params["policy"], data.tokens, tiny.SAMPLING.temperature)
+    ratio = np.exp(np.where(data.action_mask, log_probs - data.log_probs, 0.0))
+    bad = plain_advantages(config, data, np.zeros(ratio.shape))[:, None] < 0
+    assert np.mean(ratio[data.action_mask & bad] > config.dual_clip) > 0.05
+    assert 2 < data.truncated.sum() < len(data.truncated)
