@@ -41,7 +41,7 @@ def test_one_device_mesh_and_batches():
 
 
 def test_impossible_meshes_name_those_that_fit():
-    with pytest.raises(InputError, match=r"fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1\)") as error:
+    with pytest.raises(InputError, match=r"(?s)fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1\)") as error:
         sharding.make_mesh(2, 3, devices=jax.devices() * 8)
     assert error.value.fix.count("(") == 4
     with pytest.raises(InputError, match="data 0"):
