@@ -37,7 +37,7 @@ ALLOWED = {
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"errors"},
     "charts": set(),
-    "report": {"charts", "report_page", "errors"},
+    "report": {"charts", "metrics", "report_page", "errors"},
     "report_page": set(),
 }
 
