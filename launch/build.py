@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from launch.config import ArithmeticData, ExperimentConfig, FileData
-from tpu_rl import data, environments, evaluation, models, optimizers, packing, rewards, rollouts, sampler, sharding
-from tpu_rl import training
+import tpu_rl
+from launch.config import ArithmeticData, ExperimentConfig, FileData, MeshConfig
+from tpu_rl import (
+    data,
+    environments,
+    evaluation,
+    models,
+    optimizers,
+    packing,
+    rewards,
+    rollouts,
+    sampler,
+    sharding,
+    training,
+)
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
@@ -30,6 +43,7 @@ from tpu_rl.types import (
     Sampling,
     TrainState,
 )
+
 
 @dataclass(frozen=True)
 class Language:
@@ -48,8 +62,19 @@ class Drawn(NamedTuple):
     records: list[dict[str, Any]]
 
 
+BUILTIN = "builtin:"
+
 Source = Callable[[int, Params], Drawn]
 """(step of the run, the policy's params) -> experience. Offline sources ignore the params."""
+
+Evaluate = Callable[[Params, bool], dict[str, float]]
+"""(the policy's params, also greedily?) -> metrics of the held-out problems."""
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh over all devices; fsdp -1 is what data and tensor leave."""
+    fsdp = config.fsdp if config.fsdp > 0 else max(jax.device_count() // max(config.data * config.tensor, 1), 1)
+    return sharding.make_mesh(config.data, fsdp, config.tensor)
 
 
 # --- models ------------------------------------------------------------------------------------------------------
@@ -62,16 +87,25 @@ def language(config: ExperimentConfig, mesh: Mesh) -> Language:
     if where.random_init:
         model = models.from_config(model_path(config), dtype=where.dtype, param_dtype=where.param_dtype)
         key = sampler.run_key(config.seed, Purpose.INIT, 0)
-        params = jax.jit(model.init, out_shardings=sharding.shardings(model.axes, mesh))(key)
+        places = sharding.shardings(model.axes, mesh, jax.eval_shape(model.init, key))
+        params = jax.jit(model.init, out_shardings=places)(key)
     else:
         model, params = models.load(model_path(config), dtype=where.dtype, param_dtype=where.param_dtype, mesh=mesh)
     return Language(model, params, tokenizer)
 
 
 def model_path(config: ExperimentConfig) -> str:
-    if config.model.path is None:
+    """Where the model is: a directory or hub id; builtin:NAME is one that ships with the package."""
+    path = config.model.path
+    if path is None:
         raise InputError("no model given", where="--model.path", fix="give a Hugging Face directory or hub id")
-    return config.model.path
+    if not path.startswith(BUILTIN):
+        return path
+    name, shipped = path.removeprefix(BUILTIN), Path(tpu_rl.__file__).parent / "pretrained"
+    if not (shipped / name / "config.json").is_file():
+        names = ", ".join(f"{BUILTIN}{child.name}" for child in sorted(shipped.iterdir()))
+        raise InputError(f"no shipped model {path}", where="--model.path", fix=f"there is {names}")
+    return str(shipped / name)
 
 
 def build_algorithm(config: ExperimentConfig, model: Model) -> Algorithm:
@@ -95,9 +129,7 @@ def trainable(path: str) -> bool:
     return path.startswith("policy/")
 
 
-def learner(
-    config: ExperimentConfig, algorithm: Algorithm, policy: Params
-) -> tuple[TrainState, training.UpdateStep]:
+def learner(config: ExperimentConfig, algorithm: Algorithm, policy: Params) -> tuple[TrainState, training.UpdateStep]:
     """The state before the first step and the jitted step."""
     optimizer_steps = config.steps * config.batch.minibatches * config.batch.epochs
     schedule = optimizers.learning_rate(config.optimizer, optimizer_steps)
@@ -126,10 +158,16 @@ def sampler_config(config: ExperimentConfig, tokenizer: Tokenizer, samples_per_p
     )
 
 
+def make_source(config: ExperimentConfig, lang: Language, stream: data.RowStream, mesh: Mesh) -> Source:
+    if config.learns_from_rollouts:
+        return rollout_source(config, lang, stream, mesh)
+    return demonstration_source(config, lang, stream)
+
+
 def rollout_source(config: ExperimentConfig, lang: Language, stream: data.RowStream, mesh: Mesh) -> Source:
     """Completions of the stream's prompts by the current policy, scored."""
     policy = models.policy(lang.model)
-    functions = rewards.resolve(config.reward)
+    functions = reward_functions(config)
     how = sampler_config(config, lang.tokenizer, config.batch.completions)
     size = config.batch.prompts * config.batch.completions
 
@@ -169,10 +207,59 @@ def lay_out(config: ExperimentConfig, experience: Rollout | Demonstrations, mesh
         micro_batch_rows=config.batch.micro_batch_rows,
         minibatches=config.batch.minibatches,
     )
-    return Experience(experience, sharding.place_layout(layout, mesh))
+
+    def place(array: Any) -> jax.Array:
+        rows = 2 if np.ndim(array) == 4 else 0
+        return jax.device_put(array, sharding.batch_sharding(mesh, np.shape(array), rows))
+
+    return jax.tree.map(place, Experience(experience, layout))
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------
+
+
+def evaluator(config: ExperimentConfig, lang: Language, mesh: Mesh) -> Evaluate:
+    """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
+    rows = evaluation_rows(config) if config.evaluation.rows else []
+    reward = next(iter(reward_functions(config).values()), None)
+    if not rows or reward is None:
+        return lambda params, greedy: {}
+    policy = models.policy(lang.model)
+    # The same problems are answered with the same luck, whatever the step: differences are the model's.
+    key = sampler.run_key(config.seed, Purpose.EVALUATION, 0)
+
+    def evaluate(params: Params, greedy: bool) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for prefix, temperature in (("eval/", 1.0), ("eval/greedy_", 0.0))[: 1 + (greedy and config.evaluation.greedy)]:
+            how = replace(sampler_config(config, lang.tokenizer, 1), temperature=temperature, top_k=None, top_p=None)
+            result = evaluation.evaluate(policy, params, lang.tokenizer, rows, reward, how, key, mesh=mesh)
+            found |= {
+                f"{prefix}accuracy": result.accuracy,
+                f"{prefix}accuracy_low": result.low,
+                f"{prefix}accuracy_high": result.high,
+                f"{prefix}well_formed": result.well_formed,
+                f"{prefix}length_mean": result.mean_length,
+            }
+        return found
+
+    return evaluate
 
 
 # --- data --------------------------------------------------------------------------------------------------------
+
+
+def make_stream(config: ExperimentConfig) -> data.RowStream:
+    """The training rows, batch by batch, for ever."""
+    return data.stream(train_rows(config), config.seed, config.batch.prompts)
+
+
+def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
+    """Name -> function, in the order of --reward."""
+    return {Path(name).name.replace(".py:", "."): resolve_reward(name) for name in config.reward}
+
+
+def resolve_reward(name: str) -> rewards.Reward:
+    return rewards.BUILTIN[name] if name in rewards.BUILTIN else rewards.from_path(name)
 
 
 def train_rows(config: ExperimentConfig) -> data.Source:
@@ -196,13 +283,29 @@ def evaluation_rows(config: ExperimentConfig) -> list[dict[str, Any]]:
             return file_rows(config, files)[1][:count]
 
 
-def file_rows(config: ExperimentConfig, files: FileData) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def file_rows(config: ExperimentConfig, files: FileData) -> tuple[list[data.Row], list[data.Row]]:
     """(training rows, held-out rows) of --data.path and --data.evaluation-path."""
     if files.path is None:
         raise InputError("no data given", where="--data.path", fix="give a JSONL or Parquet file")
-    read = READERS[files.format]
-    rows = [with_instruction(row, files.instruction) for row in read(files.path)]
+    rows = read_rows(config, files, files.path)
     if files.evaluation_path is not None:
-        return rows, [with_instruction(row, files.instruction) for row in read(files.evaluation_path)]
+        return rows, read_rows(config, files, files.evaluation_path)
     held_out = min(config.evaluation.rows, len(rows) // 10)
     return rows[: len(rows) - held_out], rows[len(rows) - held_out :]
+
+
+def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data.Row]:
+    """A file's rows with the instruction appended to their prompts."""
+    if files.format == "gsm8k":
+        rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
+    else:
+        rows = data.read(path, ("prompt",) if config.learns_from_rollouts else ("prompt", "completion"))
+    return [row | {"prompt": instructed(row["prompt"], files.instruction)} for row in rows]
+
+
+def instructed(prompt: Any, instruction: str) -> Any:
+    if not instruction:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + instruction
+    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + instruction}]

@@ -266,6 +266,4 @@ def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
 
     before, after = flat(to_dict(old), ""), flat(to_dict(new), "")
     names = [name for name in before | after if name not in MAY_CHANGE]
-    return [
-        f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)
-    ]
+    return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)]

@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from launch import build, config as configuration
+from launch import build
+from launch import config as configuration
 from launch.config import ExperimentConfig
 from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
-from tpu_rl import checkpoint, data, metrics, models, report, sharding, training
+from tpu_rl import checkpoint, data, metrics, models, report, training
 from tpu_rl.errors import InputError, TpuRlError
 
 
@@ -68,14 +70,14 @@ def finished(config: ExperimentConfig, run_dir: Path) -> bool:
 
 def run(config: ExperimentConfig, run_dir: Path) -> None:
     began = time.perf_counter()
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh = build.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        stream = build.stream(config)
+        stream = build.make_stream(config)
         language = build.language(config, mesh)
         algorithm = build.build_algorithm(config, language.model)
         state, update = build.learner(config, algorithm, language.params)
         make_batch = jax.jit(algorithm.make_batch)
-        draw = build.source(config, language, stream, mesh)
+        draw = build.make_source(config, language, stream, mesh)
         evaluate = build.evaluator(config, language, mesh)
 
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
@@ -90,15 +92,19 @@ def run(config: ExperimentConfig, run_dir: Path) -> None:
                 experience = build.lay_out(config, drawn.data, mesh)
                 update_began = time.perf_counter()
                 batch, algorithm_state = make_batch(experience, state.params, state.algorithm_state)
-                state = state.replace(algorithm_state=algorithm_state)
+                state = replace(state, algorithm_state=algorithm_state)
                 history = []
                 for index in list(range(config.batch.minibatches)) * config.batch.epochs:
                     state, measured = update(state, training.minibatch(batch, index))
                     history.append(measured)
                 row = drawn.metrics | training.over_updates(jax.device_get(history))
                 now = time.perf_counter()
-                row |= {"time/step": now - step_began, "time/update": now - update_began}
-                row |= build.throughput(row, drawn, peak_memory_bytes())
+                row |= {
+                    "time/step": now - step_began,
+                    "time/update": now - update_began,
+                    "perf/train_tokens_per_second": int(experience.data.action_mask.sum()) / (now - update_began),
+                    "perf/peak_memory": peak_memory_bytes(),
+                }
                 if step % config.evaluation.every == 0 or step == config.steps:
                     row |= evaluate(state.params["policy"], step == config.steps)
                 sink.write(step, row, drawn.records)
@@ -110,9 +116,7 @@ def run(config: ExperimentConfig, run_dir: Path) -> None:
         finish(run_dir, config, state, time.perf_counter() - began)
 
 
-def restore(
-    checkpoints: checkpoint.Checkpoints, state: Any, stream: data.RowStream
-) -> tuple[Any, int, float]:
+def restore(checkpoints: checkpoint.Checkpoints, state: Any, stream: data.RowStream) -> tuple[Any, int, float]:
     """(state, steps done, seconds spent) of the newest checkpoint; (state, -1, 0) for a new run."""
     newest = checkpoints.latest()
     if newest is None:
@@ -130,11 +134,24 @@ def finish(run_dir: Path, config: ExperimentConfig, state: Any, seconds: float) 
         "steps": config.steps,
         "seconds": round(seconds, 1),
         "params_digest": checkpoint.digest(state.params["policy"]),
-        "eval": build.summarize_evaluations(rows, config),
+        "eval": {"before": evaluation_of(rows[0], config), "after": evaluation_of(rows[-1], config)},
     }
     metrics.write_summary(run_dir, summary)
     report.write_report(run_dir)
     print(f"done: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
+
+
+def evaluation_of(row: dict[str, Any], config: ExperimentConfig) -> dict[str, Any]:
+    """The evaluation in a metrics row as summary.json has it, with the greedy one inside; empty if there is none."""
+
+    def one(prefix: str) -> dict[str, Any]:
+        if f"{prefix}accuracy" not in row:
+            return {}
+        names = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
+        return {name: row[prefix + metric] for name, metric in names.items()} | {"n": config.evaluation.rows}
+
+    greedy = one("eval/greedy_")
+    return one("eval/") | ({"greedy": greedy} if greedy else {})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What a policy acts in: the Environment protocol, single-turn questions, and the arithmetic task.
 
 Arithmetic. A prompt is an expression with an equals sign, "3+8-4+6=". Its written-out solution does one operation at a
-time and ends with the answer after a hash: "3+8=11;11-4=7;7+6=13;#13"; the bare solution is "#13". Products come before
-sums, both from left to right, so what is written is right mathematics. Training and evaluation never share an
+time, writes the expression anew, and ends with the answer after a hash: "11-4+6=7+6=13#13"; the bare solution is
+"#13". Products come before sums, both from left to right, so what is written is right mathematics. Training and evaluation never share an
 expression: which split one belongs to is decided by the SHA-256 of its text (one in eight is kept for evaluation), and
 each source draws again until it has one of its own split.
 """
@@ -22,7 +22,7 @@ from tpu_rl.errors import InputError
 Prompt = str | list[dict[str, Any]]
 """Plain text, or the messages of a conversation."""
 
-ALPHABET = "0123456789+-*=;#"
+ALPHABET = "0123456789+-*=#"
 """Every character of the arithmetic task's prompts and solutions."""
 
 EVALUATION_SHARE = 8
@@ -161,8 +161,8 @@ def split_of(expression: str) -> Literal["train", "eval"]:
 
 
 def written(expression: str) -> str:
-    """The solution step by step: "3+4*2" -> "4*2=8;3+8=11;#11"."""
-    return "".join(f"{step};" for step in _steps(expression)) + bare(expression)
+    """The solution step by step: "3+4*2+1" -> "3+8+1=11+1=12#12"."""
+    return "=".join(_steps(expression)) + bare(expression)
 
 
 def bare(expression: str) -> str:
@@ -172,7 +172,7 @@ def bare(expression: str) -> str:
 
 def evaluate(expression: str) -> int:
     """The value of an expression such as "3+4*2"."""
-    return int(_steps(expression)[-1].partition("=")[2])
+    return int(_steps(expression)[-1])
 
 
 def parse(completion: str) -> int | None:
@@ -182,7 +182,7 @@ def parse(completion: str) -> int | None:
 
 
 def _steps(expression: str) -> list[str]:
-    """The operations of an expression with their results, in the order in which they are done."""
+    """The expression after each of its operations, in the order in which they are done."""
     tokens = re.findall(r"[0-9]+|[-+*]", expression)
     if "".join(tokens) != expression or not re.fullmatch(r"[0-9]+([-+*][0-9]+)+", expression):
         raise ValueError(f"not an expression: {expression!r}")
@@ -191,8 +191,8 @@ def _steps(expression: str) -> list[str]:
         at = tokens.index("*") if "*" in tokens else 1
         left, operator, right = int(tokens[at - 1]), tokens[at], int(tokens[at + 1])
         value = left * right if operator == "*" else left + right if operator == "+" else left - right
-        steps.append(f"{left}{operator}{right}={value}")
         tokens[at - 1 : at + 2] = [str(value)]
+        steps.append("".join(tokens))
     return steps
 
 

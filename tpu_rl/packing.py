@@ -157,7 +157,8 @@ def _index(packed: list[list[_PackedRow]], shape: tuple[int, int], packed_shape:
                     slot[member, : group.prompt_length] = first_slot + prompt_slots
                     minibatch[member] = part
                     cursor += count
-    return Layout(source, slot, minibatch, positions, segments, branches, sequences, previous)
+    arrays: list[Any] = [source, slot, minibatch, positions, segments, branches, sequences, previous]
+    return Layout(*arrays)
 
 
 def _write(views: list[np.ndarray], slots: np.ndarray, *values: np.ndarray | int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -65,13 +65,13 @@ def roll_out(
     columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
     scores = rewards.score(reward_functions, [row["prompt"] for row in repeated], completions, columns)
     return Scored(
-        rollout=place_rewards(rollout, scores.total),
+        rollout=place_rewards(rollout, scores.totals),
         prompts=[as_text(row["prompt"]) for row in repeated],
         completions=completions,
         lengths=np.asarray(rollout.action_mask).sum(-1),
-        rewards=scores.total,
+        rewards=scores.totals,
         parts=scores.parts,
-        errors=[f"{name}, row {row}: {message}" for name, row, message in scores.errors],
+        errors=[f"{fault.function}, row {fault.row}: {fault.message}" for fault in scores.faults],
         seconds_rollout=sampled - began,
         seconds_reward=time.perf_counter() - sampled,
     )
@@ -103,7 +103,7 @@ def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
     last = rollout.action_mask.shape[1] - 1 - np.asarray(rollout.action_mask)[:, ::-1].argmax(1)
     placed = np.zeros(mask.shape, np.float32)
     placed[np.arange(len(scores)), last] = np.where(scored, scores, 0.0)
-    return rollout.replace(action_mask=mask, rewards=placed)
+    return replace(rollout, action_mask=mask, rewards=placed)
 
 
 def collect(next_rows: NextRows, roll: Callable[[list[dict[str, Any]], int], Scored], refill_rounds: int = 0) -> Scored:
@@ -152,7 +152,7 @@ def _take(rounds: list[Scored], rows: np.ndarray) -> Scored:
         return [everything[row] for row in rows]
 
     return Scored(
-        rollout=rollout.replace(group_id=group_id),
+        rollout=replace(rollout, group_id=group_id),
         prompts=texts(lambda scored: scored.prompts),
         completions=texts(lambda scored: scored.completions),
         lengths=np.concatenate([scored.lengths for scored in rounds])[rows],
@@ -178,6 +178,9 @@ def metrics(scored: Scored) -> dict[str, float]:
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean(scored.rollout.truncated)),
         "rollout/tokens": float(lengths.sum()),
+        "time/rollout": scored.seconds_rollout,
+        "time/reward": scored.seconds_reward,
+        "perf/rollout_tokens_per_second": float(lengths.sum()) / scored.seconds_rollout,
     }
 
 

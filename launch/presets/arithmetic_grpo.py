@@ -25,7 +25,7 @@ CONFIG = ExperimentConfig(
     reward=("arithmetic",),
     optimizer=OptimizerConfig(learning_rate=3e-5, warmup_steps=5),
     batch=BatchConfig(prompts=32, completions=8, row_length=256, micro_batch_rows=8),
-    sampling=SamplingConfig(max_prompt_tokens=16, max_new_tokens=48, max_rows=512),
+    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=10),
     steps=60,
     checkpoint_every=20,

@@ -26,7 +26,7 @@ CONFIG = ExperimentConfig(
         learning_rate=2e-3, schedule="cosine", warmup_steps=100, final_share=0.02, weight_decay=0.01, beta2=0.98
     ),
     batch=BatchConfig(prompts=128, completions=1, row_length=128, micro_batch_rows=16),
-    sampling=SamplingConfig(max_prompt_tokens=16, max_new_tokens=48, max_rows=512),
+    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=500),
     steps=2000,
     checkpoint_every=500,
