@@ -239,9 +239,10 @@ def test_resuming_is_no_interruption_and_frozen_roles_keep_their_bits(name):
     assert update._cache_size() == 1
 
 
-# --- GRPO at its first step: plain REINFORCE -----------------------------------------------------------------------
+# --- GRPO against its formula, a completion at a time ---------------------------------------------------------------
 
-FIRST_STEP = [name for name, case in CASES.items() if case.factory is grpo and not case.config.kl_loss_coef]
+GRPO = [name for name, case in CASES.items() if case.factory is grpo]
+REINFORCE = [name for name in GRPO if not CASES[name].config.kl_loss_coef]
 
 
 def plain_advantages(config: GrpoConfig, data: Rollout, reference_log_probs: np.ndarray) -> np.ndarray:
@@ -281,6 +282,35 @@ def plain_weights(config: GrpoConfig, data: Rollout) -> np.ndarray:
 
 
 @functools.cache
+def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """([N, T] log-probs, [N, T] entropies of the policy, [N, T] log-probs of the reference). Only within float64."""
+    params, tokens = probed_params(), off_policy().tokens
+    every = tiny.plain_distributions(MODEL, params["policy"], tokens, tiny.SAMPLING.temperature)
+    entropy = jnp.pad(-jnp.sum(jnp.exp(every) * every, -1), ((0, 0), (1, 0)))
+    log_probs = [tiny.plain_log_probs(MODEL, params[role], tokens, tiny.SAMPLING.temperature) for role in Roles._fields]
+    return np.asarray(log_probs[0]), np.asarray(entropy), np.asarray(log_probs[1])
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_the_loss_is_its_formula(float64, name):
+    config, data = CASES[name].config, off_policy()
+    log_probs, entropy, reference = plain_policy()
+    old = np.asarray(data.log_probs)
+    weights, advantages = plain_weights(config, data), plain_advantages(config, data, reference)
+    expected = 0.0
+    for n, t in np.argwhere(weights > 0):
+        ratio, advantage = np.exp(log_probs[n, t] - old[n, t]), advantages[n]
+        clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+        loss = -min(ratio * advantage, clipped * advantage)
+        if config.dual_clip and advantage < 0:
+            loss = min(loss, config.dual_clip * -advantage)
+        log_ratio = reference[n, t] - log_probs[n, t]
+        loss += config.kl_loss_coef * ratio * (np.exp(log_ratio) - 1 - log_ratio)
+        expected += weights[n, t] * (loss - config.entropy_coef * entropy[n, t])
+    np.testing.assert_allclose(original(name)[1].loss, expected, rtol=1e-6, atol=1e-8)
+
+
+@functools.cache
 def plain_policy_gradient() -> Callable[[Params, jax.Array, jax.Array], Params]:
     """jitted gradient of - sum coefficients x log-probs, a row a completion."""
 
@@ -290,7 +320,7 @@ def plain_policy_gradient() -> Callable[[Params, jax.Array, jax.Array], Params]:
     return jax.jit(jax.grad(loss))
 
 
-@pytest.mark.parametrize("name", FIRST_STEP)
+@pytest.mark.parametrize("name", REINFORCE)
 def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
     params, config = probed_params(), CASES[name].config
     data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)
@@ -307,13 +337,12 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
 
 def test_the_cases_reach_every_branch_of_the_loss(float64):
     """Otherwise the battery would prove less than it says."""
-    for name in FIRST_STEP:
+    for name in GRPO:
         metrics = original(name)[1].metrics
         assert metrics["policy/clip_low"] > 0.02, name
         assert metrics["policy/clip_high"] > 0.02, name
-    data, params, config = off_policy(), probed_params(), CASES["batch_scaled"].config
-    log_probs = tiny.plain_log_probs(MODEL, params["policy"], data.tokens, tiny.SAMPLING.temperature)
-    ratio = np.exp(np.where(data.action_mask, log_probs - data.log_probs, 0.0))
+    data, config = off_policy(), CASES["batch_scaled"].config
+    ratio = np.exp(plain_policy()[0] - np.asarray(data.log_probs))
     bad = plain_advantages(config, data, np.zeros(ratio.shape))[:, None] < 0
     assert np.mean(ratio[data.action_mask & bad] > config.dual_clip) > 0.05
     assert 2 < data.truncated.sum() < len(data.truncated)

@@ -141,7 +141,7 @@ def test_a_step_is_plain_gradient_descent_on_the_trainable_leaves():
     update = training.make_update_step(algorithm, optax.sgd(0.5), lambda step: 0.5, tiny.train_policy)
     state = initial_state(algorithm, optax.sgd(0.5))
     before = jax.tree.map(np.asarray, state.params)
-    gradients, metrics = gradients_and_metrics("sft", "two micro-batches")
+    gradients, metrics = gradients_and_metrics("sft", "one micro-batch")
     state, reported = update(state, batch_of("sft"))
     assert_close(state.params["policy"], jax.tree.map(lambda p, g: p - 0.5 * g, before["policy"], gradients["policy"]))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients)))

@@ -114,12 +114,17 @@ def train_policy(path: str) -> bool:
     return path.startswith("policy/")
 
 
-def plain_log_probs(model: Model, params: Params, tokens: Array, temperature: float = 1.0) -> Array:
-    """tokens [N, T] -> [N, T]: a row a completion, all logits at once, log_softmax then gather."""
+def plain_distributions(model: Model, params: Params, tokens: Array, temperature: float = 1.0) -> Array:
+    """tokens [N, T] -> [N, T - 1, V] log-probabilities of the next token: a row a completion, all logits at once."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     branches = jnp.zeros_like(tokens)
     hidden = model.hidden(params, tokens, positions, branches + 1, branches)
-    every = jax.nn.log_softmax(model.logits(params, hidden[:, :-1]) / temperature)
+    return jax.nn.log_softmax(model.logits(params, hidden[:, :-1]) / temperature)
+
+
+def plain_log_probs(model: Model, params: Params, tokens: Array, temperature: float = 1.0) -> Array:
+    """tokens [N, T] -> [N, T]: log_softmax, then gather; zero for first tokens."""
+    every = plain_distributions(model, params, tokens, temperature)
     chosen = jnp.take_along_axis(every, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(chosen, ((0, 0), (1, 0)))
 

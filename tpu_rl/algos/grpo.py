@@ -127,7 +127,6 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
         rows = layout.rows(rollout.tokens)
-        action_mask = layout.pack(rollout.action_mask)
         reference_log_probs = None if reference is None else reference_pass(reference, params, rows)
         returns = sequence_returns(rollout, None if reference_log_probs is None else layout.unpack(reference_log_probs))
         scored = rollout.action_mask.any(-1)
@@ -137,9 +136,9 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         batch = Batch(
             rows=rows,
             weights={"policy": layout.pack(weights)},
-            action_mask=action_mask,
+            action_mask=layout.pack(rollout.action_mask),
             advantages=layout.pack(jnp.where(rollout.action_mask, advantage[:, None], 0.0)),
-            old_log_probs=layout.pack(jnp.where(rollout.action_mask, rollout.log_probs, 0.0)),
+            old_log_probs=layout.pack(rollout.log_probs),
             reference_log_probs=reference_log_probs,
         )
         return batch, state
@@ -165,7 +164,7 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         log_probs, entropy = token_log_probs(roles.policy, params, batch.rows, sampling.temperature)
-        # Elsewhere old and reference log-probs are zero too: an overflow there would be a NaN in the gradient.
+        # No gradient passes elsewhere, not even zero times an infinite ratio: it would be NaN.
         log_probs = jnp.where(batch.action_mask, log_probs, 0.0)
         ratio = importance_ratio(log_probs, batch.old_log_probs)
         losses = clipped_surrogate(ratio, batch.advantages, config.clip_low, config.clip_high)
