@@ -89,11 +89,13 @@ class Tiny(NamedTuple):
 @functools.cache
 def tiny(family):
     model = models.from_config(CONFIGS[family])
-    # Random norms and biases too: at their initial ones and zeros some faults would not show.
     noise = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.2 * noise.standard_normal(leaf.shape, np.float32), jax.jit(model.init)(jax.random.key(0))
-    )
+
+    def random(path, leaf):  # norms and biases too: at their initial ones and zeros some faults would not show
+        gain = 1.0 if path[-1].key.endswith("_norm") and not model.config.norm.unit_offset else 0.0
+        return jnp.asarray(gain + 0.2 * noise.standard_normal(leaf.shape, np.float32))
+
+    params = jax.tree_util.tree_map_with_path(random, jax.eval_shape(model.init, jax.random.key(0)))
 
     def logits(params, *rows):
         return model.logits(params, model.hidden(params, *rows))
@@ -317,6 +319,8 @@ def test_newer_and_older_configurations_read_alike():
         ({"hidden_act": "relu"}, "'relu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": None}, "lacks vocab_size"),
+        ({"head_dim": 9}, "4 heads of width 9 with 4 key-value heads"),
+        ({"num_key_value_heads": 3}, "with 3 key-value heads"),
     ],
 )
 def test_unsupported_configurations_are_refused(change, message):

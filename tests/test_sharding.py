@@ -74,6 +74,9 @@ step = jax.jit(policy.extend)
 one, _ = step(params, cache, *four, np.array([6, 5, 4, 3]))
 many, _ = step(cut, cache, *four, np.array([6, 5, 4, 3]))
 np.testing.assert_allclose(one, many, atol=2e-5)
+with jax.set_mesh(mesh):
+    whole = jax.jit(model.hidden)(cut, *(np.tile(part[:2], (2, 1)) for part in rows))
+assert whole.addressable_shards[0].data.shape == (2, LENGTH, 40), whole.sharding
 print("four devices agree with one")
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl.errors import InputError
 
@@ -57,7 +57,7 @@ def _nearest(sizes: tuple[int, int, int], count: int) -> list[tuple[int, int, in
     return sorted(ways, key=distance)[:3]
 
 
-def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How an array of `shape` with logical `axes` (None: never cut) is cut over the mesh.
 
     Of the mesh axes that `RULES` gives a dimension, the longest prefix that divides it is used.
@@ -74,6 +74,17 @@ def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> Partit
 def shardings(axes: Any, mesh: Mesh, shapes: Any) -> Any:
     """A tree of NamedSharding for a tree of logical axes and a like tree of arrays (or of their shapes and dtypes)."""
     return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec(names, leaf.shape, mesh)), shapes, axes)
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """`x` inside jit, cut as its logical `axes` say over the mesh of `jax.set_mesh`; untouched where none is set.
+
+    Models call it on activations, which the compiler would else be free to gather whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, x.shape, mesh)))
 
 
 def place(params: Any, axes: Any, mesh: Mesh) -> Any:

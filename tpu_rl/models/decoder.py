@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from tpu_rl.models import layers
 from tpu_rl.models.layers import RopeConfig, Slots
+from tpu_rl.sharding import constrain
 from tpu_rl.types import Array, Model, Params
 
 WEIGHTS: dict[str, tuple[str, ...]] = {
@@ -47,6 +48,9 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "down_bias": ("embed",),
 }
 """Every weight there can be: name -> logical axes. A matrix's inputs come first, its outputs last."""
+
+RESIDUAL = ("rows", None, None)
+"""Logical axes of the residual stream [B, T, D]."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
 
@@ -230,7 +234,8 @@ class Layer(Weights):
         branch, cache = self.attend(self.norm(x, "attention_norm"), cache, layer, context)
         x = x + (self.norm(branch, "attention_post_norm") if post else branch)
         branch = self.mlp(self.norm(x, "mlp_norm"))
-        return x + (self.norm(branch, "mlp_post_norm") if post else branch), cache
+        x = x + (self.norm(branch, "mlp_post_norm") if post else branch)
+        return constrain(x, RESIDUAL), cache
 
     def attend(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
         config = self.config.attention
@@ -307,7 +312,7 @@ class Decoder(Weights):
         if not config.vocab.tied:
             self.weight("unembedding")  # declared here, read by `unembed`
         x = jnp.take(self.weight("embedding"), tokens, axis=0)
-        x = x * jnp.asarray(config.vocab.embedding_scale, x.dtype)
+        x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), RESIDUAL)
         training = cache is None
         pattern = nn.scan(
             Pattern,

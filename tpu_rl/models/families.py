@@ -264,6 +264,13 @@ def read_config(
     _refuse(hf)
     heads = hf["num_attention_heads"]
     head_dim = hf["head_dim"] or hf["hidden_size"] // heads
+    kv_heads = hf["num_key_value_heads"] or heads
+    if head_dim % 2 or heads % kv_heads:
+        raise InputError(
+            f"{heads} heads of width {head_dim} with {kv_heads} key-value heads",
+            where=where,
+            why="the width must be even (rotary pairs) and the heads a multiple of the key-value heads",
+        )
     kinds = _kinds(family, hf)
     qwen2 = source["model_type"] == "qwen2"  # has biases on query, key and value without saying so
     rope, sliding_rope = _ropes(hf)
@@ -280,7 +287,7 @@ def read_config(
         ),
         attention=AttentionConfig(
             heads=heads,
-            kv_heads=hf["num_key_value_heads"] or heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
             window=hf["sliding_window"] if "sliding" in kinds else None,

@@ -59,12 +59,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer_size(directory: Path) -> int | None:
-    """How many ids tokenizer.json knows, added tokens included; None without that file."""
+    """How many ids tokenizer.json knows, added tokens included; None without that file or a vocabulary in it."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return None
     tokenizer = _read_json(path)
-    vocab = tokenizer["model"]["vocab"]
+    vocab = tokenizer.get("model", {}).get("vocab")
+    if not vocab:
+        return None
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # unigram: a list of [text, score]
     return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
 
@@ -164,7 +166,7 @@ def load(
     model = from_config(directory, dtype, param_dtype)
     stored = _match(directory, weight_slots(model))
     shapes = param_shapes(model.config)
-    places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
+    places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
     if mesh is not None:
         places = sharding.shardings(model.axes, mesh, shapes)
     members: dict[tuple[str, ...], list[safetensors_files.Stored]] = {}
