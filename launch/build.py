@@ -51,6 +51,7 @@ class Language:
 
     model: Model
     params: Params
+    """As loaded; a learner that is given them donates them at its first step."""
     tokenizer: Tokenizer
 
 

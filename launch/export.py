@@ -58,7 +58,7 @@ def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, int]:
         state, _ = build.learner(config, build.build_algorithm(config, language.model), language.params)
     wanted = checkpoint.abstract(state)
     del state
-    checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
+    checkpoints = checkpoint.read_checkpoints(str(run_dir / "checkpoints"))  # the run may still be going on
     newest = checkpoints.latest()
     if newest is None:
         raise InputError("the run has no whole checkpoint yet", where=str(run_dir), fix="let it reach its first one")

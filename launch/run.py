@@ -133,6 +133,7 @@ def finish(run_dir: Path, config: ExperimentConfig, state: Any, seconds: float) 
     summary = {
         "steps": config.steps,
         "seconds": round(seconds, 1),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "params_digest": checkpoint.digest(state.params["policy"]),
         "eval": {"before": evaluation_of(rows[0], config), "after": evaluation_of(rows[-1], config)},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from tpu_rl.models.layers import Slots
 from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
 
 
+@functools.cache
 def policy(model: Model) -> Policy:
-    """How a decoder continues sequences (see `types.Policy`).
+    """How a decoder continues sequences (see `types.Policy`); the same functions for the same model, compiled once.
 
     The cache is {"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}}: rows are on axis 1 of all but
     `lengths`. A committed token's slot is its position. All of `extend`'s tokens are written behind the committed
