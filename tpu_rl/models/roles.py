@@ -8,12 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tpu_rl.models.decoder import Decoder, context, unembed
+from tpu_rl.models.decoder import Decoder, DecoderConfig, context, unembed
 from tpu_rl.models.layers import Slots
 from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
 
 
-@functools.cache
 def policy(model: Model) -> Policy:
     """How a decoder continues sequences (see `types.Policy`); the same functions for the same model, compiled once.
 
@@ -22,7 +21,11 @@ def policy(model: Model) -> Policy:
     ones, the next call overwrites those that were only looked at, and a token beyond the cache's end is dropped and
     seen by nobody: `length` in `init_cache` must count tokens that will only be looked at, too.
     """
-    config = model.config
+    return _policy(model.config)
+
+
+@functools.cache
+def _policy(config: DecoderConfig) -> Policy:
     module = Decoder(config)
 
     def init_cache(params: Params, rows: int, length: int) -> Any:
