@@ -96,8 +96,9 @@ _LLAMA = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
     "attention_bias": False,
+    "query_key_value_bias": False,  # ours: Qwen2 has these without saying so, and no bias on the output
     "mlp_bias": False,
-    "query_key_norm": False,
+    "query_key_norm": False,  # ours: Qwen3 and Gemma 3 have it without saying so
     "sliding_window": None,
     "num_key_value_heads": None,
     "head_dim": None,
@@ -107,11 +108,13 @@ _LLAMA = {
 }
 _QWEN2 = {
     **_LLAMA,
+    "query_key_value_bias": True,
     "num_key_value_heads": 32,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN3 = {**_QWEN2, "query_key_value_bias": False, "query_key_norm": True, "head_dim": 128}
 _GEMMA2 = {
     **_LLAMA,
     "hidden_act": "gelu_pytorch_tanh",
@@ -146,7 +149,7 @@ FAMILIES: dict[str, Family] = {
         reads_layer_types=False,
     ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN2, kinds=_upper_sliding),
-    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN2, "query_key_norm": True, "head_dim": 128}, kinds=_upper_sliding),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN3, kinds=_upper_sliding),
     "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
 }
@@ -197,6 +200,30 @@ def _kinds(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     if "sliding" in kinds and not hf["sliding_window"]:
         raise InputError("sliding_attention layers without a sliding_window", where="config.json")
     return kinds
+
+
+def _attention(hf: Mapping[str, Any], kinds: tuple[str, ...], where: str) -> AttentionConfig:
+    """Raises InputError where the numbers of heads and their width do not go together."""
+    heads = hf["num_attention_heads"]
+    kv_heads = hf["num_key_value_heads"] or heads
+    head_dim = hf["head_dim"] or hf["hidden_size"] // heads
+    if head_dim % 2 or heads % kv_heads:
+        raise InputError(
+            f"{heads} heads of width {head_dim} with {kv_heads} key-value heads",
+            where=where,
+            why="the width must be even (rotary pairs) and the heads a multiple of the key-value heads",
+        )
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
+        window=hf["sliding_window"] if "sliding" in kinds else None,
+        bias=hf["query_key_value_bias"] or hf["attention_bias"],
+        output_bias=hf["attention_bias"],
+        query_key_norm=hf["query_key_norm"],
+        softcap=hf["attn_logit_softcapping"],
+    )
 
 
 def _activation(hf: Mapping[str, Any]) -> str:
@@ -262,17 +289,7 @@ def read_config(
     if missing:
         raise InputError("the model's configuration lacks " + ", ".join(missing), where=where)
     _refuse(hf)
-    heads = hf["num_attention_heads"]
-    head_dim = hf["head_dim"] or hf["hidden_size"] // heads
-    kv_heads = hf["num_key_value_heads"] or heads
-    if head_dim % 2 or heads % kv_heads:
-        raise InputError(
-            f"{heads} heads of width {head_dim} with {kv_heads} key-value heads",
-            where=where,
-            why="the width must be even (rotary pairs) and the heads a multiple of the key-value heads",
-        )
     kinds = _kinds(family, hf)
-    qwen2 = source["model_type"] == "qwen2"  # has biases on query, key and value without saying so
     rope, sliding_rope = _ropes(hf)
     size = hf["vocab_size"]
     return DecoderConfig(
@@ -285,17 +302,7 @@ def read_config(
             embedding_scale=hf["hidden_size"] ** 0.5 if family.gemma else 1.0,
             softcap=hf["final_logit_softcapping"],
         ),
-        attention=AttentionConfig(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
-            window=hf["sliding_window"] if "sliding" in kinds else None,
-            bias=hf["attention_bias"] or qwen2,
-            output_bias=hf["attention_bias"],
-            query_key_norm=hf["query_key_norm"],
-            softcap=hf["attn_logit_softcapping"],
-        ),
+        attention=_attention(hf, kinds, where),
         mlp=MlpConfig(hf["intermediate_size"], _activation(hf), hf["mlp_bias"]),
         norm=NormConfig(hf["rms_norm_eps"], unit_offset=family.gemma, post=family.gemma),
         rope=rope,
