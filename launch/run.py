@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from launch import build
 from launch import config as configuration
@@ -24,6 +26,7 @@ from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
 from tpu_rl import checkpoint, data, metrics, models, report, training
 from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.types import TrainState
 
 
 def main(argv: list[str]) -> int:
@@ -68,52 +71,78 @@ def finished(config: ExperimentConfig, run_dir: Path) -> bool:
     return summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.steps
 
 
+class Parts(NamedTuple):
+    """What a step needs besides the state."""
+
+    mesh: Mesh
+    stream: data.RowStream
+    language: build.Language
+    make_batch: Callable[..., tuple[Any, Any]]
+    update: training.UpdateStep
+    draw: build.Source
+    evaluate: build.Evaluate
+
+
+def compose(config: ExperimentConfig, mesh: Mesh) -> tuple[Parts, TrainState]:
+    """The parts of a run, and its state before the first step."""
+    stream = build.make_stream(config)
+    language = build.language(config, mesh)
+    algorithm = build.build_algorithm(config, language.model)
+    state, update = build.learner(config, algorithm, language.params)
+    draw = build.make_source(config, language, stream, mesh)
+    evaluate = build.evaluator(config, language, mesh)
+    return Parts(mesh, stream, language, jax.jit(algorithm.make_batch), update, draw, evaluate), state
+
+
 def run(config: ExperimentConfig, run_dir: Path) -> None:
+    """The loop. A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once."""
     began = time.perf_counter()
     mesh = build.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        stream = build.make_stream(config)
-        language = build.language(config, mesh)
-        algorithm = build.build_algorithm(config, language.model)
-        state, update = build.learner(config, algorithm, language.params)
-        make_batch = jax.jit(algorithm.make_batch)
-        draw = build.make_source(config, language, stream, mesh)
-        evaluate = build.evaluator(config, language, mesh)
-
+        parts, state = compose(config, mesh)
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
-        state, done, seconds = restore(checkpoints, state, stream)
+        state, done, seconds = restore(checkpoints, state, parts.stream)
         began -= seconds
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             if done < 0:
-                sink.write(0, evaluate(state.params["policy"], True))
+                sink.write(0, parts.evaluate(state.params["policy"], True))
             for step in range(max(done, 0) + 1, config.steps + 1):
-                step_began = time.perf_counter()
-                drawn = draw(step, state.params["policy"])
-                experience = build.lay_out(config, drawn.data, mesh)
-                update_began = time.perf_counter()
-                batch, algorithm_state = make_batch(experience, state.params, state.algorithm_state)
-                state = replace(state, algorithm_state=algorithm_state)
-                history = []
-                for index in list(range(config.batch.minibatches)) * config.batch.epochs:
-                    state, measured = update(state, training.minibatch(batch, index))
-                    history.append(measured)
-                row = drawn.metrics | training.over_updates(jax.device_get(history))
-                now = time.perf_counter()
-                row |= {
-                    "time/step": now - step_began,
-                    "time/update": now - update_began,
-                    "perf/train_tokens_per_second": int(experience.data.action_mask.sum()) / (now - update_began),
-                    "perf/peak_memory": peak_memory_bytes(),
-                }
-                if step % config.evaluation.every == 0 or step == config.steps:
-                    row |= evaluate(state.params["policy"], step == config.steps)
-                sink.write(step, row, drawn.records)
-                if step % config.checkpoint_every == 0 or step == config.steps:
-                    extra = {"step": step, "data": stream.get_state(), "seconds": time.perf_counter() - began}
+                last = step == config.steps
+                state, row, records = learn(config, parts, state, step)
+                if last or step % config.evaluation.every == 0:
+                    row |= parts.evaluate(state.params["policy"], last)
+                sink.write(step, row, records)
+                if last or step % config.checkpoint_every == 0:
+                    extra = {"step": step, "data": parts.stream.get_state(), "seconds": time.perf_counter() - began}
                     checkpoints.save(step, state, extra)
         checkpoints.close()
-        models.save(str(run_dir / "model"), language.model, state.params["policy"], language.tokenizer)
+        models.save(str(run_dir / "model"), parts.language.model, state.params["policy"], parts.language.tokenizer)
         finish(run_dir, config, state, time.perf_counter() - began)
+
+
+def learn(
+    config: ExperimentConfig, parts: Parts, state: TrainState, step: int
+) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
+    """One step of the run -> (state, metrics row, samples)."""
+    began = time.perf_counter()
+    drawn = parts.draw(step, state.params["policy"])
+    experience = build.lay_out(config, drawn.data, parts.mesh)
+    update_began = time.perf_counter()
+    batch, algorithm_state = parts.make_batch(experience, state.params, state.algorithm_state)
+    state = replace(state, algorithm_state=algorithm_state)
+    history = []
+    for index in list(range(config.batch.minibatches)) * config.batch.epochs:
+        state, measured = parts.update(state, training.minibatch(batch, index))
+        history.append(measured)
+    row = drawn.metrics | training.over_updates(jax.device_get(history))
+    ended = time.perf_counter()
+    row |= {
+        "time/step": ended - began,
+        "time/update": ended - update_began,
+        "perf/train_tokens_per_second": int(experience.data.action_mask.sum()) / (ended - update_began),
+        "perf/peak_memory": peak_memory_bytes(),
+    }
+    return state, row, drawn.records
 
 
 def restore(checkpoints: checkpoint.Checkpoints, state: Any, stream: data.RowStream) -> tuple[Any, int, float]:
