@@ -6,6 +6,7 @@ import pytest
 
 from tpu_rl import optimizers
 from tpu_rl.errors import InputError
+from tpu_rl.models.decoder import WEIGHTS
 from tpu_rl.optimizers import OptimizerConfig
 
 
@@ -39,24 +40,20 @@ def test_runs_of_one_step_have_a_rate():
         assert rates(schedule, 1) == [2]
 
 
-PARAMS = {
-    "embedding": jnp.ones((3, 2)),
-    "layers": {"norm": {"scale": jnp.ones((4, 2))}, "query": {"kernel": jnp.ones((4, 2, 2)), "bias": jnp.ones((4, 2))}},
-}
-
-
 def test_weight_decay_spares_norms_and_biases_however_many_dimensions_they_have():
     config = OptimizerConfig(learning_rate=0.5, weight_decay=0.1)
     optimizer = optimizers.build(config, optimizers.learning_rate(config, 1))
-    gradients = {"embedding": jnp.zeros((3, 2)), "layers": {"norm": {"scale": jnp.zeros((4, 2))}, "query": None}}
-    params = PARAMS | {"layers": PARAMS["layers"] | {"query": None}}
+    params = {"embedding": jnp.ones((3, 2)), "layers": {"mlp_norm": jnp.ones((4, 2)), "query": None}}
+    gradients = {"embedding": jnp.zeros((3, 2)), "layers": {"mlp_norm": jnp.zeros((4, 2)), "query": None}}
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(updates["embedding"], np.full((3, 2), -0.5 * 0.1), rtol=1e-6)
-    assert not np.any(updates["layers"]["norm"]["scale"])
-    assert optimizers.decayed(PARAMS) == {
-        "embedding": True,
-        "layers": {"norm": {"scale": False}, "query": {"kernel": True, "bias": False}},
-    }
+    assert not np.any(updates["layers"]["mlp_norm"])
+
+
+def test_weight_decay_knows_the_decoders_names():
+    spared = {name for name, decays in optimizers.decayed(dict.fromkeys(WEIGHTS, 0.0)).items() if not decays}
+    assert spared == {name for name in WEIGHTS if "norm" in name or "bias" in name}
+    assert {"embedding", "query", "down"}.isdisjoint(spared)
 
 
 def test_first_adam_step_is_the_rate_against_the_gradients_sign():

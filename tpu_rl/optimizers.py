@@ -10,8 +10,8 @@ import optax
 
 from tpu_rl.errors import InputError
 
-UNDECAYED = ("scale", "bias")
-"""Names of leaves that weight decay leaves alone: norms and biases."""
+UNDECAYED = ("_norm", "_bias")
+"""How the names of leaves end that weight decay leaves alone: norms and biases."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def decayed(params: optax.Params) -> optax.Params:
     """Which leaves weight decay applies to: matrices, by name, since stacked norms are two-dimensional too."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in UNDECAYED, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(UNDECAYED), params)
 
 
 def build(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
