@@ -15,12 +15,12 @@ WIDE = Arithmetic(min_terms=2, max_terms=6, max_value=20, operators="+-*")
 @pytest.mark.parametrize(
     ("expression", "solution"),
     [
-        ("3+8-4+6", "11-4+6=7+6=13#13"),
-        ("3-8+4", "-5+4=-1#-1"),
-        ("3-8-4", "-5-4=-9#-9"),
-        ("3+4*2-1", "3+8-1=11-1=10#10"),
-        ("2-3*4*5", "2-12*5=2-60=-58#-58"),
-        ("12+30", "42#42"),
+        ("3+8-4+6", "3+8=11;11-4=7;7+6=13;#13"),
+        ("3-8+4", "3-8=-5;-5+4=-1;#-1"),
+        ("3-8-4", "3-8=-5;-5-4=-9;#-9"),
+        ("3+4*2-1", "4*2=8;3+8=11;11-1=10;#10"),
+        ("2-3*4*5", "3*4=12;12*5=60;2-60=-58;#-58"),
+        ("12+30", "12+30=42;#42"),
     ],
 )
 def test_solutions_do_one_operation_at_a_time(expression, solution):
@@ -41,9 +41,9 @@ def test_answers_agree_with_python():
         answer = eval(row["prompt"].removesuffix("="))
         assert row["answer"] == str(answer)
         assert environments.parse(row["solution"]) == answer
-        steps = row["solution"].partition("#")[0].split("=")
-        assert all(eval(step) == answer for step in steps)
-        assert len(steps) == sum(row["prompt"].count(operator) for operator in "+-*")
+        for step in row["solution"].split(";")[:-1]:
+            left, _, right = step.partition("=")
+            assert eval(left) == int(right)
         assert set(row["prompt"] + row["solution"]) <= set(environments.ALPHABET)
 
 
@@ -51,14 +51,14 @@ def test_answers_agree_with_python():
     ("completion", "answer"),
     [
         ("#13", 13),
-        ("11-4=7#-7", -7),
+        ("3+8=11;#-11", -11),
         ("#0", 0),
         ("nonsense #7", 7),
         ("13", None),
         ("#", None),
         ("#13 ", None),
         ("#13\n", None),
-        ("#13=", None),
+        ("#13;", None),
         ("#1#13", None),
         ("##13", None),
         ("#+13", None),
@@ -93,9 +93,16 @@ def test_rows_depend_on_seed_split_and_place_only():
     assert [again[i] for i in reversed(range(50))] == rows[::-1]
     assert [ArithmeticSource(WIDE, "train", 4)[i] for i in range(50)] != rows
     # Written down from a first run: the task must stay the same from release to release.
-    assert ArithmeticSource(Arithmetic(), "train", 0)[0]["prompt"] == "9+3="
+    assert ArithmeticSource(Arithmetic(), "train", 0)[0]["prompt"] == "4+7="
     assert ArithmeticSource(Arithmetic(), "eval", 0)[0]["prompt"] == "9+5-5="
     assert len({row["prompt"] for row in rows}) > 45
+
+
+def test_no_term_comes_twice():
+    source = ArithmeticSource(Arithmetic(min_terms=2, max_terms=6, max_value=6))
+    for i in range(200):
+        terms = source[i]["prompt"].removesuffix("=").replace("-", "+").split("+")
+        assert len(set(terms)) == len(terms)
 
 
 def test_a_source_ends_somewhere():
@@ -114,9 +121,9 @@ def test_lengths_and_kinds_come_in_their_shares():
     assert terms[4] / len(rows) == pytest.approx(0.75, abs=0.04)
     for row in rows:
         is_long = len(row["prompt"]) == 8
-        assert row["completion"].startswith("#") != is_long
+        assert ("=" in row["completion"]) == is_long
     mixed = [ArithmeticDemonstrations(Arithmetic(), 0, 0.3)[i]["completion"] for i in range(2000)]
-    assert sum(not text.startswith("#") for text in mixed) / len(mixed) == pytest.approx(0.3, abs=0.04)
+    assert sum("=" in text for text in mixed) / len(mixed) == pytest.approx(0.3, abs=0.04)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What a policy acts in: the Environment protocol, single-turn questions, and the arithmetic task.
 
 Arithmetic. A prompt is an expression with an equals sign, "3+8-4+6=". Its written-out solution does one operation at a
-time, writes the expression anew, and ends with the answer after a hash: "11-4+6=7+6=13#13"; the bare solution is
-"#13". Products come before sums, both from left to right, so what is written is right mathematics. Training and evaluation never share an
+time and ends with the answer after a hash: "3+8=11;11-4=7;7+6=13;#13"; the bare solution is "#13". Products come before
+sums, both from left to right, so what is written is right mathematics. Training and evaluation never share an
 expression: which split one belongs to is decided by the SHA-256 of its text (one in eight is kept for evaluation), and
 each source draws again until it has one of its own split.
 """
@@ -22,7 +22,7 @@ from tpu_rl.errors import InputError
 Prompt = str | list[dict[str, Any]]
 """Plain text, or the messages of a conversation."""
 
-ALPHABET = "0123456789+-*=#"
+ALPHABET = "0123456789+-*=;#"
 """Every character of the arithmetic task's prompts and solutions."""
 
 EVALUATION_SHARE = 8
@@ -71,7 +71,8 @@ class Arithmetic:
     min_terms: int = 2
     max_terms: int = 4
     max_value: int = 9
-    """Terms are 1 .. max_value."""
+    """Terms are 1 .. max_value, none twice in an expression: each has one place in it, so that "the next term" after one
+    that was just used can be found by what it is."""
     operators: str = "+-"
     """Any of "+", "-" and "*"."""
     length_shares: tuple[float, ...] = ()
@@ -81,8 +82,12 @@ class Arithmetic:
         lengths = self.max_terms - self.min_terms + 1
         if self.min_terms < 2 or lengths < 1:
             raise InputError(f"min_terms {self.min_terms} and max_terms {self.max_terms} must be 2 or more, in order")
-        if self.max_value < 2:
-            raise InputError(f"max_value is {self.max_value} and must be 2 or more")
+        if self.max_value < self.max_terms:
+            raise InputError(
+                f"max_value is {self.max_value}, with expressions of up to {self.max_terms} terms",
+                why="no term comes twice in an expression",
+                fix="raise max_value, or lower max_terms",
+            )
         if not self.operators or not set(self.operators) <= set("+-*"):
             raise InputError(f"operators are one or more of + - *, not {self.operators!r}")
         if self.length_shares and (len(self.length_shares) != lengths or not _is_distribution(self.length_shares)):
@@ -96,7 +101,7 @@ class Arithmetic:
 class ArithmeticSource:
     """Endless questions: row i is {"prompt", "answer", "solution"}, all texts, a function of (config, split, seed, i).
 
-    Short expressions are few (81 pairs of terms up to 9), so rows repeat; rows of different splits never agree.
+    Short expressions are few (72 pairs of terms up to 9), so rows repeat; rows of different splits never agree.
     """
 
     config: Arithmetic = Arithmetic()
@@ -161,8 +166,8 @@ def split_of(expression: str) -> Literal["train", "eval"]:
 
 
 def written(expression: str) -> str:
-    """The solution step by step: "3+4*2+1" -> "3+8+1=11+1=12#12"."""
-    return "=".join(_steps(expression)) + bare(expression)
+    """The solution step by step: "3+4*2" -> "4*2=8;3+8=11;#11"."""
+    return "".join(f"{step};" for step in _steps(expression)) + bare(expression)
 
 
 def bare(expression: str) -> str:
@@ -172,7 +177,7 @@ def bare(expression: str) -> str:
 
 def evaluate(expression: str) -> int:
     """The value of an expression such as "3+4*2"."""
-    return int(_steps(expression)[-1])
+    return int(_steps(expression)[-1].partition("=")[2])
 
 
 def parse(completion: str) -> int | None:
@@ -182,7 +187,7 @@ def parse(completion: str) -> int | None:
 
 
 def _steps(expression: str) -> list[str]:
-    """The expression after each of its operations, in the order in which they are done."""
+    """The operations of an expression with their results, in the order in which they are done."""
     tokens = re.findall(r"[0-9]+|[-+*]", expression)
     if "".join(tokens) != expression or not re.fullmatch(r"[0-9]+([-+*][0-9]+)+", expression):
         raise ValueError(f"not an expression: {expression!r}")
@@ -191,8 +196,8 @@ def _steps(expression: str) -> list[str]:
         at = tokens.index("*") if "*" in tokens else 1
         left, operator, right = int(tokens[at - 1]), tokens[at], int(tokens[at + 1])
         value = left * right if operator == "*" else left + right if operator == "+" else left - right
+        steps.append(f"{left}{operator}{right}={value}")
         tokens[at - 1 : at + 2] = [str(value)]
-        steps.append("".join(tokens))
     return steps
 
 
@@ -205,7 +210,7 @@ def _draw(config: Arithmetic, split: str, generator: np.random.Generator) -> str
     shares = np.cumsum(config.length_shares or np.ones(len(lengths)))
     terms = lengths[int(np.searchsorted(shares, generator.random() * shares[-1], side="right"))]
     for _ in range(1000):
-        values = generator.integers(1, config.max_value + 1, size=terms)
+        values = generator.permutation(config.max_value)[:terms] + 1
         operators = generator.integers(0, len(config.operators), size=terms - 1)
         expression = str(values[0])
         for operator, value in zip(operators, values[1:], strict=True):
