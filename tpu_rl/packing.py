@@ -57,8 +57,8 @@ def lay_out(
 
     Groups are cut, in order, into `minibatches` optimizer steps of as many groups each, and first-fit by falling size
     into rows there. A group longer than a row is split and its prompt repeated. The number of micro-batches is that
-    of the fullest step, rounded up to one of few values so that few programs are compiled; with `row_limit` it is
-    fixed at row_limit rows a step. Raises InputError where a prompt with one completion exceeds a row.
+    of the fullest step, rounded up to one of few values so that few programs are compiled; `row_limit`
+    makes room for that many rows even where fewer are needed. Raises InputError where a prompt with one completion exceeds a row.
     """
     mask = np.asarray(action_mask)
     groups = _groups(mask, np.asarray(group_id))

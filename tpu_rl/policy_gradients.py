@@ -33,9 +33,10 @@ def clip_shares(ratio: Array, advantages: Array, clip_low: float, clip_high: flo
 
 
 def kl_loss(log_probs: Array, old_log_probs: Array, reference_log_probs: Array) -> Array:
-    """A term whose value estimates KL(policy || reference) and whose expected gradient is exactly that KL's.
+    """A term whose value estimates the KL(policy || reference) of a token's distribution, with exactly its gradient.
 
     ratio x k3, differentiated through both: E_old[ratio k3] = E_policy[k3] = KL for every policy, so the gradients
-    agree too, on and off policy. k3 alone misses the change of the distribution that tokens come from.
+    agree too, on and off policy. k3 alone misses the change of the distribution that tokens come from. Which prefixes
+    are visited is taken as given: the KL of whole sequences needs k1 in the reward.
     """
     return importance_ratio(log_probs, old_log_probs) * k3(log_probs, reference_log_probs)

@@ -71,7 +71,7 @@ class GrpoConfig:
     kl_reward_coef: float = 0.0
     """KL to the reference, estimated by k1, subtracted from the reward of every token."""
     kl_loss_coef: float = 0.0
-    """KL to the reference added to the loss, with its exact gradient."""
+    """KL to the reference of each token's distribution, added to the loss with its exact gradient."""
     entropy_coef: float = 0.0
     overlong_buffer: int = 0
     """Soft overlong penalty over the last so many tokens before the limit; 0 is off."""
