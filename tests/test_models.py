@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tiny import VOCABULARY, attention_model, plain_log_probs
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
+from tpu_rl.sampler import SamplerConfig, sample
 from tpu_rl.types import Model, Params, Rows
 
 BASE = {
@@ -292,6 +294,63 @@ def test_role_and_apply_select_and_agree():
     expected = log_probs("llama3", tokens, positions, segments, branches)
     np.testing.assert_allclose(jax.nn.log_softmax(role.logits(tree, hidden)), expected, atol=2e-5)
     np.testing.assert_allclose(jax.nn.log_softmax(models.apply(model, params, tokens)), expected, atol=2e-5)
+
+
+def shifted(model):
+    """The model wrapped as adapters or heads wrap it: params are {"base", "shift" [V]}, logits have the shift added."""
+
+    def hidden(params, *rows):
+        return model.hidden(params["base"], *rows)
+
+    def shift(params, logits):
+        return logits + jnp.broadcast_to(params["shift"], logits.shape)
+
+    def logits(params, hidden):
+        return shift(params, model.logits(params["base"], hidden))
+
+    def init_cache(params, rows, length):
+        return model.init_cache(params["base"], rows, length)
+
+    def extend(params, *step):
+        logits, cache = model.extend(params["base"], *step)
+        return shift(params, logits), cache
+
+    return model._replace(hidden=hidden, logits=logits, init_cache=init_cache, extend=extend)
+
+
+def policy_params(params):
+    return params["policy"]
+
+
+@pytest.mark.parametrize("name", ["decoder", "attention"])
+def test_a_wrapped_model_samples_as_wrapped(name):
+    base = tiny("llama3").model if name == "decoder" else attention_model()
+    weights = tiny("llama3").params if name == "decoder" else base.init(jax.random.key(0))
+    vocabulary = BASE["vocab_size"] if name == "decoder" else VOCABULARY
+    model, params = shifted(base), {"base": weights, "shift": jnp.zeros(vocabulary).at[7].set(4.0)}
+    config = SamplerConfig(max_new_tokens=6, samples_per_prompt=4, prompt_length=4)
+    policy = models.policy(model, policy_params)
+    rollout = sample(policy, {"policy": params}, [[1, 2, 3], [4]], jax.random.key(1), config)
+    tokens, chosen = jnp.asarray(rollout.tokens), np.asarray(rollout.action_mask)
+    scored = jax.jit(functools.partial(plain_log_probs, model))
+    wrapped, bare = (np.asarray(scored(p, tokens)) for p in (params, params | {"shift": jnp.zeros(vocabulary)}))
+    np.testing.assert_allclose(rollout.log_probs[chosen], wrapped[chosen], atol=2e-5)
+    assert np.abs(bare - wrapped)[chosen].max() > 0.5  # the shift does show
+
+
+def test_equal_models_are_one_policy():
+    """The sampler compiles a policy once, by its hash."""
+    first, second = (models.from_config(CONFIGS["llama3"]) for _ in range(2))
+    for select in (None, policy_params):
+        assert models.policy(first, select) == models.policy(second, select)
+        assert hash(models.policy(first, select)) == hash(models.policy(second, select))
+    different = [
+        models.policy(first, policy_params),
+        models.policy(first),
+        models.policy(shifted(first), policy_params),
+        models.policy(tiny("llama2").model),
+    ]
+    assert len(set(different)) == 4
 
 
 def test_newer_and_older_configurations_read_alike():

@@ -4,14 +4,15 @@ tpu_rl.models, so that the mathematics is proved without it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl import packing
-from tpu_rl.types import Array, Demonstrations, Experience, Model, Params, Role, Roles, Rollout, Sampling
+from tpu_rl.types import Array, Demonstrations, Experience, Model, Params, Policy, Role, Roles, Rollout, Sampling
 
 VOCABULARY = 11
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=6)
@@ -35,6 +36,32 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 def _numpy_random(key: Array) -> np.random.Generator:
     """numpy's numbers need no compilation."""
     return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
+def recomputing(
+    hidden: Callable[[Params, Array, Array, Array, Array], Array], logits: Callable[[Params, Array], Array]
+) -> Policy:
+    """Continues sequences by `hidden` of all tokens so far: the cache holds tokens, and a slot is a position."""
+
+    def init_cache(params: Params, rows: int, length: int) -> Any:
+        del params
+        return {"lengths": jnp.zeros(rows, jnp.int32), "tokens": jnp.zeros((1, rows, length), jnp.int32)}
+
+    def extend(
+        params: Params, cache: Any, tokens: Array, positions: Array, branch_ids: Array, commit: Array
+    ) -> tuple[Array, Any]:
+        lengths, kept = cache["lengths"], cache["tokens"][0]
+        slots = jnp.broadcast_to(jnp.arange(kept.shape[1])[None, :], kept.shape)
+        held = jnp.int32(slots < lengths[:, None])
+        old = (kept, slots, held, jnp.zeros_like(kept))
+        new = (tokens, positions, jnp.ones_like(tokens), branch_ids)
+        both = (jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True))
+        at = lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
+        written = kept.at[jnp.arange(len(kept))[:, None], at].set(tokens, mode="drop")
+        after = {"lengths": lengths + commit, "tokens": written[None]}
+        return logits(params, hidden(params, *both)[:, kept.shape[1] :]), after
+
+    return Policy(init_cache, extend)
 
 
 def attention_model(vocabulary: int = VOCABULARY, width: int = 8, positions: int = 64) -> Model:
@@ -72,7 +99,7 @@ def attention_model(vocabulary: int = VOCABULARY, width: int = 8, positions: int
     def logits(params: Params, hidden: Array) -> Array:
         return jnp.einsum("...d,dv->...v", hidden, params["unembedding"])
 
-    return Model("attention", init, hidden, logits, axes=None)
+    return Model("attention", init, hidden, logits, *recomputing(hidden, logits), axes=None)
 
 
 def tabular_model(vocabulary: int, positions: int) -> Model:
@@ -89,7 +116,7 @@ def tabular_model(vocabulary: int, positions: int) -> Model:
         del params
         return hidden
 
-    return Model("tabular", init, hidden, logits, axes=None)
+    return Model("tabular", init, hidden, logits, *recomputing(hidden, logits), axes=None)
 
 
 def role(model: Model, name: str) -> Role:

@@ -48,6 +48,13 @@ class Model(NamedTuple):
     """(params, tokens, positions, segment_ids, branch_ids), each [R, S] int32 -> [R, S, D]."""
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
+    init_cache: Callable[[Params, int, int], Any]
+    """(params, rows, length) -> an empty cache (see `Policy`)."""
+    extend: Callable[[Params, Any, Array, Array, Array, Array], tuple[Array, Any]]
+    """(params, cache, tokens [B, T], positions [B, T], branch_ids [B, T], commit [B]) -> (logits [B, T, V], cache).
+
+    See `Policy`. These are the logits of `hidden` and `logits`: what wraps a model wraps all three.
+    """
     axes: Any
     """A tree like params; each leaf is a tuple of logical axis names, one a dimension (see `sharding`)."""
 
@@ -55,8 +62,8 @@ class Model(NamedTuple):
 class Policy(NamedTuple):
     """Something that continues token sequences: all that the sampler knows of a model, a guided reference, a draft.
 
-    A cache is a pytree of arrays with a declared row axis, plus `lengths [B]`, the number of tokens it holds a row;
-    `sampler.take_rows` gathers rows of any such tree.
+    A cache is a pytree of arrays, among them `lengths [B]`, the number of tokens it holds a row. Rows are on axis 0 of
+    1-D leaves and on axis 1 of all others, so that `sampler.take_rows` gathers rows of any such tree.
     """
 
     init_cache: Callable[[Params, int, int], Any]

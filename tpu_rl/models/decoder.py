@@ -248,7 +248,7 @@ class Layer(Weights):
         if cache is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
-            cache, keys, values = _write(cache, self.kind, layer, context.queries.index, key, value)
+            cache, keys, values = layers.write_cache(cache, self.kind, layer, context.queries.index, key, value)
         seen = layers.attention(
             query,
             keys,
@@ -265,21 +265,6 @@ class Layer(Weights):
         config = self.config.mlp
         gate = ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
         return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
-
-
-def _write(
-    cache: Any, kind: str, layer: Array | int, slots: Array, key: Array, value: Array
-) -> tuple[Any, Array, Array]:
-    """The cache with key and value [B, T, K, E] at slots [B, T] of a layer, and that layer's [B, K, S, E] of each.
-
-    What lies beyond the cache's end is dropped.
-    """
-    rows = jnp.arange(slots.shape[0])[:, None]
-    stack = {
-        name: cache[kind][name].at[layer, rows, :, slots].set(new, mode="drop", unique_indices=True)
-        for name, new in (("k", key), ("v", value))
-    }
-    return {**cache, kind: stack}, stack["k"][layer], stack["v"][layer]
 
 
 class Pattern(nn.Module):
@@ -352,8 +337,24 @@ def context(config: DecoderConfig, queries: Slots, keys: Slots) -> Context:
     return Context(queries, keys, {kind: layers.rope_angles(ropes[kind], width, queries.positions) for kind in kinds})
 
 
+def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
+    """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens.
+
+    A committed token's slot is its position. All of `extend`'s tokens are written behind the committed ones, the next
+    call overwrites those that were only looked at, and a token beyond the cache's end is dropped and seen by nobody:
+    `length` must count tokens that will only be looked at, too.
+    """
+    attention = config.attention
+    cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
+    for kind in sorted(set(config.kinds)):
+        shape = (config.kinds.count(kind), rows, attention.kv_heads, length, attention.head_dim)
+        cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("k", "v")}
+    return cache
+
+
+@functools.cache
 def decoder(config: DecoderConfig) -> Model:
-    """The pure functions of a decoder-only transformer (see `types.Model`)."""
+    """The pure functions of a decoder-only transformer (see `types.Model`); the same ones for equal configs."""
     module = Decoder(config)
 
     def hidden(params: Params, tokens: Array, positions: Array, segment_ids: Array, branch_ids: Array) -> Array:
@@ -367,7 +368,20 @@ def decoder(config: DecoderConfig) -> Model:
     def logits(params: Params, hidden: Array) -> Array:
         return unembed(config, params, hidden)
 
-    return Model(config, init, hidden, logits, axes(param_shapes(config)))
+    def empty(params: Params, rows: int, length: int) -> Any:
+        del params
+        return init_cache(config, rows, length)
+
+    def extend(
+        params: Params, cache: Any, tokens: Array, positions: Array, branch_ids: Array, commit: Array
+    ) -> tuple[Array, Any]:
+        lengths, stacks = cache["lengths"], {kind: stack for kind, stack in cache.items() if kind != "lengths"}
+        capacity = next(iter(stacks.values()))["k"].shape[3]
+        queries, keys = layers.cache_slots(lengths, capacity, positions, branch_ids)
+        hidden, stacks = module.apply({"params": params}, tokens, stacks, context(config, queries, keys))
+        return unembed(config, params, hidden), {"lengths": lengths + commit, **stacks}
+
+    return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)))
 
 
 def axes(params: Params) -> Any:

@@ -1,4 +1,5 @@
-"""Functions that the layers of every decoder are made of: norms, rotary angles, visibility, attention.
+"""Functions that the layers of every decoder are made of: norms, rotary angles, visibility, the cache,
+attention.
 
 Letters: B rows, T tokens that look (queries), S slots that are looked at (keys), H heads, K key-value heads,
 G = H / K, D model width, E head width.
@@ -7,7 +8,7 @@ G = H / K, D model width, E head width.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,35 @@ def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
     if window is not None:
         seen &= queries.positions[:, :, None] - keys.positions[:, None, :] < window
     return seen
+
+
+def cache_slots(lengths: Array, capacity: int, positions: Array, branch_ids: Array) -> tuple[Slots, Slots]:
+    """The new tokens [B, T] as queries, and as keys the cache [B, S] once they are written behind lengths [B]."""
+    rows, width = positions.shape
+    slot = jnp.broadcast_to(jnp.arange(capacity)[None, :], (rows, capacity))
+    age = slot - lengths[:, None]  # 0 for the first of the new tokens, negative for what is committed
+
+    def of_slot(committed: Array, new: Array) -> Array:
+        return jnp.where(age < 0, committed, jnp.take_along_axis(new, jnp.clip(age, 0, width - 1), axis=1))
+
+    keys = Slots(slot, of_slot(slot, positions), jnp.int32(age < width), of_slot(jnp.zeros_like(slot), branch_ids))
+    index = lengths[:, None] + jnp.arange(width)[None, :]
+    return Slots(index, positions, jnp.ones_like(index), branch_ids), keys
+
+
+def write_cache(
+    cache: Any, kind: str, layer: Array | int, slots: Array, key: Array, value: Array
+) -> tuple[Any, Array, Array]:
+    """The cache with key and value [B, T, K, E] at slots [B, T] of a layer, and that layer's [B, K, S, E] of each.
+
+    What lies beyond the cache's end is dropped.
+    """
+    rows = jnp.arange(slots.shape[0])[:, None]
+    stack = {
+        name: cache[kind][name].at[layer, rows, :, slots].set(new, mode="drop", unique_indices=True)
+        for name, new in (("k", key), ("v", value))
+    }
+    return {**cache, kind: stack}, stack["k"][layer], stack["v"][layer]
 
 
 def attention(
