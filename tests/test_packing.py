@@ -1,5 +1,7 @@
 """Layouts: every token in exactly one place, prompts shared, and the same numbers as a row per completion."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,13 @@ import pytest
 
 from tests import tiny
 from tpu_rl import packing
+from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import token_log_probs
-from tpu_rl.types import Layout
+from tpu_rl.types import Experience, Layout
 
 
-def laid_out(groups: tiny.Groups, **cut: int) -> tuple[Layout, np.ndarray, np.ndarray]:
+def laid_out(groups: tiny.Groups, **cut: Any) -> tuple[Layout, np.ndarray, np.ndarray]:
     """(layout, action_mask, group_id) of random texts of those lengths."""
     _, mask, group_id = tiny.texts(np.random.default_rng(0), groups)
     return packing.lay_out(mask, group_id, **(tiny.ROWS | cut)), mask, group_id
@@ -145,8 +148,35 @@ def test_what_does_not_fit_is_the_users_to_mend():
     with pytest.raises(InputError, match="a prompt of 3 and a completion of 8 tokens exceed a row") as error:
         laid_out([(3, (2, 8))], row_length=10)
     assert "--batch.row-length" in error.value.fix
-    with pytest.raises(InputError, match="2 groups cannot be cut into 3 minibatches"):
-        laid_out([(1, (2,)), (1, (3,)), (1, (0,))], minibatches=3)
+    # Split, these two rows would hold it; a preference pair must not be.
+    with pytest.raises(InputError, match="a prompt of 3 tokens and its 2 completions of 9 exceed a row") as error:
+        laid_out([(1, (2, 2)), (3, (4, 5)), (3, (4, 4))], row_length=11, whole_groups=True)
+    assert "--batch.row-length" in error.value.fix
+    layout, _, _ = laid_out([(1, (2, 2)), (3, (4, 5)), (3, (4, 4))], row_length=12, whole_groups=True)
+    assert (layout.source >= 0).sum() == 5 + 12 + 11
+
+
+@pytest.mark.parametrize(
+    ("groups", "filled"),
+    [([(1, (2,)), (1, (3,)), (1, (0,))], [0, 3, 4]), ([(1, (0,)), (1, (0,))], [0, 0, 0])],
+    ids=["fewer groups than minibatches", "nothing to learn from"],
+)
+def test_empty_minibatches_are_padding_that_teaches_nothing(groups, filled):
+    data, layout = tiny.experience(tiny.rollout(groups=groups, columns=4), minibatches=3)
+    np.testing.assert_array_equal((layout.source >= 0).sum((1, 2, 3)), filled)
+    np.testing.assert_array_equal(layout.minibatch, [1, 2, 3] if any(filled) else [3, 3])
+    params = tiny.init_params(MODEL)
+    algorithm = grpo(GrpoConfig(), tiny.roles(MODEL), tiny.SAMPLING)
+
+    def of_first_micro_batch(params: tiny.Params) -> tuple[jax.Array, jax.Array]:
+        batch, _ = algorithm.make_batch(Experience(data, layout), params, ())
+        batch = jax.tree.map(lambda x: x[0, 0], batch)
+        return algorithm.loss(params, batch)[0], jnp.abs(batch.weights["policy"]).max()
+
+    program = jax.jit(jax.value_and_grad(of_first_micro_batch, has_aux=True), compiler_options=tiny.QUICKLY)
+    (loss, largest_weight), gradient = program(params)
+    assert (loss, largest_weight) == (0, 0)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))
 
 
 def test_rows_of_a_group_must_share_their_prompt():
@@ -198,5 +228,6 @@ def test_over_micro_batches_equals_each_by_itself():
     data, layout = tiny.experience(tiny.rollout(), minibatches=2, micro_batch_rows=1)
     rows = layout.rows(data.tokens)
     assert rows.tokens.shape[:2] == (2, 2)
-    mapped = packing.over_micro_batches(lambda micro: micro.tokens * 10 + micro.positions, rows)
-    np.testing.assert_array_equal(mapped, rows.tokens * 10 + rows.positions)
+    batch = {"rows": rows, "rewards": layout.pack(data.rewards)}
+    mapped = packing.over_micro_batches(lambda micro: micro["rows"].tokens * micro["rewards"], batch)
+    np.testing.assert_array_equal(mapped, rows.tokens * batch["rewards"])

@@ -195,6 +195,7 @@ def rollout(seed: int = 0, groups: Groups = GROUPS, columns: int | None = None) 
         policy_step=jnp.zeros(len(tokens), jnp.int32),
         birth_key=jnp.zeros((len(tokens), 2), jnp.uint32),
         truncated=jnp.asarray(lengths == SAMPLING.max_new_tokens),
+        scored=jnp.asarray(lengths > 0),
     )
 
 

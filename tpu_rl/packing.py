@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.types import Layout, Rows
+from tpu_rl.types import Layout
 
 
 @dataclass
@@ -52,18 +52,21 @@ def lay_out(
     micro_batch_rows: int,
     minibatches: int = 1,
     row_limit: int | None = None,
+    whole_groups: bool = False,
 ) -> Layout:
     """The Layout of action_mask [N, T] and group_id [N] in rows of `row_length` slots, `micro_batch_rows` at a time.
 
     Groups are cut, in order, into `minibatches` optimizer steps of as many groups each, and first-fit by falling size
-    into rows there. A group longer than a row is split and its prompt repeated. The number of micro-batches is that
-    of the fullest step, rounded up to one of few values so that few programs are compiled; `row_limit`
-    makes room for that many rows even where fewer are needed. Raises InputError where a prompt with one completion exceeds a row.
+    into rows there; with fewer groups than minibatches, some of them are all padding. A group longer than a row is
+    split, its prompt repeated and its branches numbered anew, unless `whole_groups`. The number of micro-batches is
+    that of the fullest step, rounded up to one of few values so that few programs are compiled; `row_limit` makes room
+    for that many rows even where fewer are needed. Raises InputError where a prompt with one completion, or one of
+    `whole_groups`, exceeds a row.
     """
     mask = np.asarray(action_mask)
     groups = _groups(mask, np.asarray(group_id))
-    if len(groups) < minibatches:
-        raise InputError(f"{len(groups)} groups cannot be cut into {minibatches} minibatches", where="packing")
+    if whole_groups:
+        _require_whole(groups, row_length)
     parts = [groups[i * len(groups) // minibatches : (i + 1) * len(groups) // minibatches] for i in range(minibatches)]
     packed = [_first_fit(part, row_length) for part in parts]
     needed = max(max(len(rows) for rows in packed), row_limit or 0)
@@ -84,6 +87,17 @@ def _groups(mask: np.ndarray, group_id: np.ndarray) -> list[_Group]:
         group.members.append(int(row))
         group.lengths.append(length)
     return list(groups.values())
+
+
+def _require_whole(groups: list[_Group], row_length: int) -> None:
+    for group in groups:
+        if group.size > row_length:
+            raise InputError(
+                f"a prompt of {group.prompt_length} tokens and its {len(group.members)} completions of "
+                f"{sum(group.lengths)} exceed a row",
+                why=f"packed rows hold {row_length} tokens, and completions that are compared stand in one row",
+                fix="raise --batch.row-length, or limit prompts and completions",
+            )
 
 
 def _first_fit(groups: list[_Group], row_length: int) -> list[_PackedRow]:
@@ -167,8 +181,11 @@ def _write(views: list[np.ndarray], slots: np.ndarray, *values: np.ndarray | int
         view[slots] = value
 
 
-def over_micro_batches(function: Callable[[Rows], Any], rows: Rows) -> Any:
-    """`function` of rows [R, S] mapped over rows [M, K, R, S], one micro-batch at a time: make_batch's own forwards."""
-    cut = rows.tokens.shape[:2]
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
-    return jax.tree.map(lambda x: x.reshape(*cut, *x.shape[1:]), jax.lax.map(function, flat))
+def over_micro_batches(function: Callable[[Any], Any], batch: Any) -> Any:
+    """`function` of leaves [R, S] mapped over a pytree with leaves [M, K, R, S], one micro-batch at a time.
+
+    For make_batch's own forwards.
+    """
+    minibatches, micro_batches = jax.tree.leaves(batch)[0].shape[:2]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    return jax.tree.map(lambda x: x.reshape(minibatches, micro_batches, *x.shape[1:]), jax.lax.map(function, flat))

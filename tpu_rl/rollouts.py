@@ -6,6 +6,7 @@ Text is made from tokens once, for the reward; it is never encoded again, so wha
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,10 +25,12 @@ Generate = Callable[[list[list[int]], np.ndarray], Rollout]
 NextRows = Callable[[], list[dict[str, Any]]]
 """The next batch of data rows, each with a `prompt`."""
 
+RAISE_OR_SHORTEN = "raise --sampling.max-prompt-tokens, or shorten or drop the prompt"
+
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout with its rewards and, for people, what was said. Lists have one entry a completion."""
+    """A rollout with its rewards and, for people, what was said. Arrays and lists have one entry a completion."""
 
     rollout: Rollout
     prompts: list[str]
@@ -35,12 +38,20 @@ class Scored:
     lengths: np.ndarray
     """[N] int: sampled tokens."""
     rewards: np.ndarray
-    """[N] float32; NaN where nothing scored the completion."""
+    """[N] float32; NaN where the completion is not scored. Zero where there is no reward function at all."""
     parts: dict[str, np.ndarray]
     """The same for each reward function."""
-    errors: list[str]
+    faults: list[str]
+    """Why a reward function failed on the completion, "" mostly."""
     seconds_rollout: float
     seconds_reward: float
+    chosen_from: tuple[Scored, ...] = ()
+    """All that was sampled, where dynamic sampling took these completions from more: what metrics are about."""
+
+    @property
+    def errors(self) -> list[str]:
+        """The faults that there are, with the row they are of."""
+        return [f"row {row}, {fault}" for row, fault in enumerate(self.faults) if fault]
 
 
 def roll_out(
@@ -51,7 +62,10 @@ def roll_out(
     reward_functions: dict[str, rewards.Reward],
     max_prompt_tokens: int,
 ) -> Scored:
-    """Completions of each row's prompt, scored. Completions that nothing scores lose their action mask."""
+    """Completions of each row's prompt, scored; with no reward functions, all of them with zero.
+
+    Raises InputError where a prompt has no tokens or more than `max_prompt_tokens`, and as `rewards.score` does.
+    """
     began = time.perf_counter()
     prompts = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
     rollout = generate(prompts, row_ids)
@@ -63,7 +77,10 @@ def roll_out(
         for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
     ]
     columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
-    scores = rewards.score(reward_functions, [row["prompt"] for row in repeated], completions, columns)
+    if reward_functions:
+        scores = rewards.score(reward_functions, [row["prompt"] for row in repeated], completions, columns)
+    else:
+        scores = rewards.Scores(np.zeros(len(repeated), np.float32), {}, [])
     return Scored(
         rollout=place_rewards(rollout, scores.totals),
         prompts=[as_text(row["prompt"]) for row in repeated],
@@ -71,10 +88,17 @@ def roll_out(
         lengths=np.asarray(rollout.action_mask).sum(-1),
         rewards=scores.totals,
         parts=scores.parts,
-        errors=[f"{fault.function}, row {fault.row}: {fault.message}" for fault in scores.faults],
+        faults=_by_row(scores.faults, len(repeated)),
         seconds_rollout=sampled - began,
         seconds_reward=time.perf_counter() - sampled,
     )
+
+
+def _by_row(faults: Sequence[rewards.RewardFault], rows: int) -> list[str]:
+    texts = [""] * rows
+    for fault in faults:
+        texts[fault.row] += f"{'; ' if texts[fault.row] else ''}{fault.function}: {fault.message}"
+    return texts
 
 
 def _encode(row: dict[str, Any], tokenizer: Tokenizer, limit: int) -> list[int]:
@@ -84,9 +108,25 @@ def _encode(row: dict[str, Any], tokenizer: Tokenizer, limit: int) -> list[int]:
             f"a prompt has {len(tokens)} tokens",
             where=f"prompt {as_text(row['prompt'])[:60]!r}",
             why=f"prompts must have 1 to {limit} tokens",
-            fix="raise --sampling.max-prompt-tokens, or shorten or drop the prompt",
+            fix=RAISE_OR_SHORTEN,
         )
     return tokens
+
+
+def check_prompts(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, limit: int) -> tuple[list[dict[str, Any]], str]:
+    """(the rows whose prompts have 1 to `limit` tokens, what to tell the user of the others: "" if there are none).
+
+    For data that end: called before a run, so that no prompt ends it later. Raises InputError where no row is left.
+    """
+    lengths = [len(tokenizer.encode_prompt(row["prompt"])) for row in rows]
+    kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= limit]
+    message = (
+        f"{len(rows) - len(kept)} of {len(rows)} prompts dropped: they must have 1 to {limit} tokens, "
+        f"and the longest has {max(lengths, default=0)}"
+    )
+    if not kept:
+        raise InputError(f"0 of {len(rows)} prompts left", why=message, fix=RAISE_OR_SHORTEN)
+    return kept, message if len(kept) < len(rows) else ""
 
 
 def as_text(prompt: str | Sequence[dict[str, str]]) -> str:
@@ -97,13 +137,12 @@ def as_text(prompt: str | Sequence[dict[str, str]]) -> str:
 
 
 def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
-    """The rollout with each score [N] on its row's last action; a row whose score is NaN is left out of learning."""
+    """The rollout with each score [N] on its row's last action; a row whose score is NaN is not scored."""
     scored = np.isfinite(scores)
-    mask = rollout.action_mask & scored[:, None]
     last = rollout.action_mask.shape[1] - 1 - np.asarray(rollout.action_mask)[:, ::-1].argmax(1)
-    placed = np.zeros(mask.shape, np.float32)
+    placed = np.zeros(rollout.action_mask.shape, np.float32)
     placed[np.arange(len(scores)), last] = np.where(scored, scores, 0.0)
-    return replace(rollout, action_mask=mask, rewards=placed)
+    return replace(rollout, rewards=placed, scored=scored)
 
 
 def collect(next_rows: NextRows, roll: Callable[[list[dict[str, Any]], int], Scored], refill_rounds: int = 0) -> Scored:
@@ -122,7 +161,7 @@ def collect(next_rows: NextRows, roll: Callable[[list[dict[str, Any]], int], Sco
         rounds.append(roll(next_rows(), len(rounds)))
     informative = _informative(rounds)
     order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
-    return _take(rounds, order[: wanted * _group_size(first)])
+    return replace(_take(rounds, order[: wanted * _group_size(first)]), chosen_from=tuple(rounds))
 
 
 def _group_size(scored: Scored) -> int:
@@ -142,7 +181,7 @@ def zero_variance(scored: Scored) -> np.ndarray:
     return np.repeat(highest <= lowest, of_groups.shape[1])
 
 
-def _take(rounds: list[Scored], rows: np.ndarray) -> Scored:
+def _take(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     """Some rows, whole groups, of several rounds as one; group ids are numbered anew."""
     rollout = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds])
     group_id = np.repeat(np.arange(len(rows) // _group_size(rounds[0]), dtype=np.int32), _group_size(rounds[0]))
@@ -158,34 +197,61 @@ def _take(rounds: list[Scored], rows: np.ndarray) -> Scored:
         lengths=np.concatenate([scored.lengths for scored in rounds])[rows],
         rewards=np.concatenate([scored.rewards for scored in rounds])[rows],
         parts={name: np.concatenate([scored.parts[name] for scored in rounds])[rows] for name in rounds[0].parts},
-        errors=[error for scored in rounds for error in scored.errors],
+        faults=texts(lambda scored: scored.faults),
         seconds_rollout=sum(scored.seconds_rollout for scored in rounds),
         seconds_reward=sum(scored.seconds_reward for scored in rounds),
     )
 
 
+def _all_sampled(scored: Scored) -> Scored:
+    """The completions and those that dynamic sampling passed over."""
+    rounds = scored.chosen_from
+    return _take(rounds, np.arange(sum(len(part.rewards) for part in rounds))) if rounds else scored
+
+
 def metrics(scored: Scored) -> dict[str, float]:
-    """The rollout's and the rewards' part of a metrics row. Lengths are tokens."""
-    finite = scored.rewards[np.isfinite(scored.rewards)]
-    lengths = scored.lengths
+    """The rollout's and the rewards' part of a metrics row, about all that was sampled. Lengths are tokens.
+
+    "rollout/kept" is the share of the sampled groups that are learned from: in the batch, with a scored completion.
+    """
+    sampled = _all_sampled(scored)
+    finite = sampled.rewards[np.isfinite(sampled.rewards)]
+    learned = np.asarray(scored.rollout.scored).reshape(-1, _group_size(scored)).any(1)
+    lengths = sampled.lengths
     return {
-        "reward/mean": float(finite.mean()) if finite.size else float("nan"),
+        "reward/mean": _finite_mean(sampled.rewards),
         "reward/std": float(finite.std()) if finite.size else float("nan"),
-        **{f"reward/{name}/mean": float(np.nanmean(part)) for name, part in scored.parts.items()},
-        "reward/zero_std_groups": float(zero_variance(scored).mean()),
-        "reward/errors": float(len(scored.errors)),
+        **{f"reward/{name}/mean": _finite_mean(part) for name, part in sampled.parts.items()},
+        "reward/zero_std_groups": float(zero_variance(sampled).mean()),
+        "reward/errors": float(len(sampled.errors)),
+        "rollout/kept": float(learned.sum() * _group_size(sampled) / len(lengths)),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
-        "rollout/truncated": float(np.mean(scored.rollout.truncated)),
+        "rollout/truncated": float(np.mean(sampled.rollout.truncated)),
         "rollout/tokens": float(lengths.sum()),
-        "time/rollout": scored.seconds_rollout,
-        "time/reward": scored.seconds_reward,
-        "perf/rollout_tokens_per_second": float(lengths.sum()) / scored.seconds_rollout,
+        "time/rollout": sampled.seconds_rollout,
+        "time/reward": sampled.seconds_reward,
+        "perf/rollout_tokens_per_second": float(lengths.sum()) / sampled.seconds_rollout,
     }
 
 
+def _finite_mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+def error_lines(scored: Scored, most: int = 3) -> list[str]:
+    """For the console: which faults of reward functions left how many completions unscored, the commonest first."""
+    faults = _all_sampled(scored).faults
+    counts = Counter(fault for fault in faults if fault)
+    lines = [f"{count} of {len(faults)} completions not scored: {fault}" for fault, count in counts.most_common()]
+    if len(lines) > most:
+        lines[most - 1 :] = [f"{len(lines) - most + 1} more kinds of fault in reward functions"]
+    return lines
+
+
 def records(scored: Scored, step: int) -> list[dict[str, Any]]:
-    """One samples.jsonl object a completion."""
+    """One samples.jsonl object a completion of the batch; `error` says why it is not scored."""
     return [
         {
             "step": step,
@@ -193,6 +259,7 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
             "completion": scored.completions[row],
             "reward": float(scored.rewards[row]),
             "parts": {name: float(part[row]) for name, part in scored.parts.items()},
+            **({"error": scored.faults[row]} if scored.faults[row] else {}),
         }
         for row in range(len(scored.rewards))
     ]

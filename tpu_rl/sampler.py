@@ -344,6 +344,7 @@ def sample(
         "policy_step": np.full(rows, policy_step, np.int32),
         "birth_key": np.asarray(jax.random.key_data(keys)),
         "truncated": (ends - begins == limits) & ~np.isin(last, config.stop_ids),
+        "scored": np.ones(rows, bool),
     }
     return Rollout(**arrays)
 

@@ -111,8 +111,8 @@ class Rollout:
     """Completions sampled from a policy, with what they earned. One completion a row, prompt first, padding last.
 
     `action_mask` is True where the policy chose the token, the end-of-sequence token included; prompt, tool output
-    and padding are False. Nothing after a row's last action matters to any loss, so a row ends there; a row without
-    any action takes no part in learning (that is how a completion without a reward is left out).
+    and padding are False. Nothing after a row's last action matters to any loss, so a row ends there. What earned nothing
+    because nothing judged it is not `scored`: it counts in no baseline and is not learned from.
     """
 
     tokens: Array
@@ -133,6 +133,8 @@ class Rollout:
     """[N, 2] uint32: the row's own random key (see `sampler.row_keys`); a carried-over row keeps it."""
     truncated: Array
     """[N] bool: it ran into its length limit."""
+    scored: Array
+    """[N] bool: its rewards are what it earned; False where no reward function scored it, or one failed on it."""
 
 
 @struct.dataclass

@@ -129,9 +129,8 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rows = layout.rows(rollout.tokens)
         reference_log_probs = None if reference is None else reference_pass(reference, params, rows)
         returns = sequence_returns(rollout, None if reference_log_probs is None else layout.unpack(reference_log_probs))
-        scored = rollout.action_mask.any(-1)
-        advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, scored)
-        learned = rollout.action_mask & ~(rollout.truncated[:, None] & config.mask_truncated)
+        advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, rollout.scored)
+        learned = rollout.action_mask & rollout.scored[:, None] & ~(rollout.truncated[:, None] & config.mask_truncated)
         weights = weigh(learned, layout.minibatch, layout.minibatches)
         batch = Batch(
             rows=rows,
