@@ -24,7 +24,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["tpu_rl", "tpu_rl.*", "launch", "launch.*"]),
-    package_data={"tpu_rl": ["checkpoints/**/*"]},
+    package_data={"tpu_rl": ["pretrained/*/*"]},
     install_requires=[
         "jax>=0.10.2,<0.11.1",
         "flax>=0.12.8,<0.13",

@@ -35,9 +35,3 @@ class DamagedDataError(TpuRlError):
     """Something that this program wrote cannot be trusted any more (exit code 4)."""
 
     code = 4
-
-
-class TryAgainError(TpuRlError):
-    """The run was interrupted after saving; the same command goes on (exit code 75)."""
-
-    code = 75
