@@ -134,7 +134,7 @@ def learn(
     for index in list(range(config.batch.minibatches)) * config.batch.epochs:
         state, measured = parts.update(state, training.minibatch(batch, index))
         history.append(measured)
-    row = drawn.metrics | training.over_updates(jax.device_get(history))
+    row = drawn.metrics | training.reduce_updates(jax.device_get(history))
     ended = time.perf_counter()
     row |= {
         "time/step": ended - began,

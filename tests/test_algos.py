@@ -109,7 +109,7 @@ def step_of(name: str, batch: Any, params: Params | None = None) -> Step:
     gradients = [gradient for _, gradient in results]
     return Step(
         sum(float(loss) for (loss, _), _ in results),
-        {key: float(value) for key, value in training.reduce_metrics(metrics).items()},
+        {key: float(value) for key, value in training.reduce_metrics(training.add_up(metrics)).items()},
         jax.tree.map(lambda *x: sum(x), *[{role: g[role] for role in ("policy", "reference")} for g in gradients]),
         np.stack([np.abs(g["probe"]).max(-1) for g in gradients]),
     )

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests import tiny
-from tpu_rl import training
+from tpu_rl import optimizers, training
 from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
-from tpu_rl.types import Algorithm, Max, Min, Sum, TrainState
+from tpu_rl.types import Algorithm, First, Max, Metrics, Min, Sum, TrainState
 
 MODEL = tiny.attention_model()
 ROLES = tiny.roles(MODEL)
@@ -54,6 +55,20 @@ def update_step(name: str) -> training.UpdateStep:
     return training.make_update_step(CASES[name][0], OPTIMIZER, SCHEDULE, tiny.train_policy)
 
 
+def measured(metrics: Metrics) -> dict[str, float]:
+    """What one update reports."""
+    return {name: float(number) for name, number in training.reduce_metrics(metrics).items()}
+
+
+def squares(params: tiny.Params, batch: jax.Array) -> tuple[jax.Array, Metrics]:
+    """A loss that compiles in no time."""
+    value = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(params["policy"])) * batch.sum()
+    return value, {"squares/loss": Sum(value, jnp.ones(()))}
+
+
+SQUARES = Algorithm(lambda experience, params, state: (None, state), squares)
+
+
 def assert_same_bits(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), actual, expected)
 
@@ -80,7 +95,7 @@ def gradients_and_metrics(name: str, cut: str) -> tuple[Any, dict[str, Any]]:
     def compute(params: tiny.Params, batch: Any) -> tuple[Any, dict[str, Any]]:
         chosen, frozen = training.partition(params, tiny.train_policy)
         loss, metrics, gradients = training.accumulate(CASES[name][0], chosen, frozen, batch)
-        return gradients, training.reduce_metrics(metrics) | {"loss": loss}
+        return gradients, training.reduce_metrics(training.add_up(metrics)) | {"loss": loss}
 
     return jax.jit(compute, compiler_options=tiny.QUICKLY)(tiny.init_params(MODEL), batch_of(name, **CUTS[cut]))
 
@@ -108,13 +123,38 @@ for devices in (1, 2, 4):
     state = jax.device_put(t.initial_state(t.CASES["grpo"][0]), NamedSharding(mesh, PartitionSpec()))
     state, metrics = t.update_step("grpo")(state, rows)
     leaves = [np.asarray(x).ravel().tolist() for x in jax.tree.leaves(state.params["policy"])]
-    results.append({"params": sum(leaves, []), "metrics": {k: float(v) for k, v in metrics.items()},
+    results.append({"params": sum(leaves, []), "metrics": t.measured(metrics),
                     "devices": len(rows.advantages.sharding.device_set)})
-print(json.dumps(results))
+print(json.dumps({"steps": results, "cut": t.optimizer_state_of_cut_params()}))
 """
 
 
-def test_one_two_and_four_devices_take_the_same_step():
+def optimizer_state_of_cut_params() -> dict[str, Any]:
+    """Where it lies on four devices, [parameter, first moment, second moment] a leaf, and what two updates cost."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp" if x.shape[0] % 4 == 0 else None)))
+
+    params = jax.tree.map(cut, tiny.init_params(MODEL))
+    optimizer = optimizers.build(optimizers.OptimizerConfig(weight_decay=0.1), SCHEDULE)
+    state = training.init_train_state(params, SQUARES, optimizer, tiny.train_policy)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    update = training.make_update_step(SQUARES, optimizer, SCHEDULE, tiny.train_policy, shardings)
+    trees = [state.params["policy"], *(optax.tree.get(state.opt_state, name)["policy"] for name in ("mu", "nu"))]
+    moments = [
+        [str(leaf.sharding.spec) for leaf in leaves] for leaves in zip(*map(jax.tree.leaves, trees), strict=True)
+    ]
+    counters = [leaf for leaf in jax.tree.leaves((state.step, state.opt_state)) if leaf.ndim == 0]
+    copies = [len(leaf.sharding.device_set) * leaf.sharding.is_fully_replicated for leaf in counters]
+    for _ in range(2):
+        state, _ = update(state, jnp.ones((1, 1, 1)))
+    stayed = jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, state, shardings))
+    return {"moments": moments, "copies": copies, "stayed": stayed, "programs": update._cache_size()}
+
+
+@pytest.fixture(scope="module")
+def on_devices() -> dict[str, Any]:
     flags = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
@@ -128,12 +168,25 @@ def test_one_two_and_four_devices_take_the_same_step():
         timeout=280,
     )
     assert run.returncode == 0, run.stderr
-    one, *others = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+def test_one_two_and_four_devices_take_the_same_step(on_devices):
+    one, *others = on_devices["steps"]
     for devices, other in zip((2, 4), others, strict=True):
         assert other["devices"] == devices
         np.testing.assert_allclose(other["params"], one["params"], rtol=1e-5, atol=1e-6)
         for key, value in one["metrics"].items():
             np.testing.assert_allclose(other["metrics"][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_moments_are_cut_as_their_parameters_are(on_devices):
+    found = on_devices["cut"]
+    assert all(moment == place for place, *moments in found["moments"] for moment in moments)
+    assert {"'fsdp'" in place for place, *_ in found["moments"]} == {True, False}
+    assert found["copies"] == [4] * 3
+    assert found["stayed"]
+    assert found["programs"] == 1
 
 
 # --- one step ------------------------------------------------------------------------------------------------------
@@ -145,7 +198,8 @@ def test_a_step_is_plain_gradient_descent_on_the_trainable_leaves():
     state = initial_state(algorithm, optax.sgd(0.5))
     before = jax.tree.map(np.asarray, state.params)
     gradients, metrics = gradients_and_metrics("sft", "one micro-batch")
-    state, reported = update(state, batch_of("sft"))
+    state, metrics_of_update = update(state, batch_of("sft"))
+    reported = measured(metrics_of_update)
     assert_close(state.params["policy"], jax.tree.map(lambda p, g: p - 0.5 * g, before["policy"], gradients["policy"]))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients)))
     np.testing.assert_allclose(reported["optim/grad_norm"], norm, rtol=1e-5)
@@ -172,10 +226,25 @@ def test_one_program_serves_every_step_and_the_rate_follows_the_schedule():
     rates = []
     for _ in range(3):
         state, metrics = update(state, batch)
-        rates.append(float(metrics["optim/learning_rate"]))
+        rates.append(measured(metrics)["optim/learning_rate"])
     assert update._cache_size() == 1
     assert int(state.step) == 3
     np.testing.assert_allclose(rates, [0.01, 0.009, 0.008], rtol=1e-6)
+
+
+def test_moments_of_bfloat16_params_are_float32_and_every_dtype_stays():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.init_params(MODEL))
+    state = training.init_train_state(params, SQUARES, OPTIMIZER, tiny.train_policy)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {jnp.dtype(jnp.float32)}
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
+    update = training.make_update_step(SQUARES, OPTIMIZER, SCHEDULE, tiny.train_policy)
+    for _ in range(2):
+        old = state
+        state, _ = update(state, jnp.ones((1, 1, 1)))
+        assert jax.tree.map(lambda leaf: leaf.dtype, state) == dtypes
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert update._cache_size() == 1
 
 
 def test_the_state_is_donated_and_a_copy_of_the_policy_is_not():
@@ -220,14 +289,14 @@ def test_a_step_that_is_not_finite_changes_no_bit():
     batch = batch_of("sft")
     poison = np.zeros(batch.weights["policy"].shape, np.int32)
     state, metrics = update(initial_state(fragile), (batch, jnp.asarray(poison)))
-    assert (float(metrics["optim/skipped"]), int(state.step)) == (0.0, 1)
+    assert (measured(metrics)["optim/skipped"], int(state.step)) == (0.0, 1)
     before = jax.tree.map(np.asarray, copied(state))
     assert before.algorithm_state["total"] != 0
     for kind in (1, 2):
         poison[-1] = kind
         state, metrics = update(state, (batch, jnp.asarray(poison)))
-        assert float(metrics["optim/skipped"]) == 1.0
-        assert np.isfinite(metrics["optim/loss"]) == (kind == 2)
+        assert measured(metrics)["optim/skipped"] == 1.0
+        assert np.isfinite(measured(metrics)["optim/loss"]) == (kind == 2)
         assert_same_bits(state, before)
 
 
@@ -245,22 +314,33 @@ def test_partition_goes_by_path_and_combine_undoes_it():
 
 
 def test_metrics_are_reduced_by_kind():
-    reduced = training.reduce_metrics(
-        {
-            "mean": Sum(jnp.array([6.0, 1.0, 0.0]), jnp.array([3.0, 1.0, 0.0])),
-            "nothing": Sum(jnp.zeros(3), jnp.zeros(3)),
-            "per micro-batch": Sum(jnp.array([1.0, 2.0, 6.0])),
-            "largest": Max(jnp.array([1.0, 5.0, 2.0])),
-            "smallest": Min(jnp.array([1.0, -5.0, 2.0])),
-        }
-    )
-    expected = {"mean": 7 / 4, "nothing": 0, "per micro-batch": 3, "largest": 5, "smallest": -5}
-    assert {name: float(value) for name, value in reduced.items()} == expected
+    stacked: Metrics = {
+        "mean": Sum(jnp.array([6.0, 1.0, 0.0]), jnp.array([3.0, 1.0, 0.0])),
+        "nothing": Sum(jnp.zeros(3), jnp.zeros(3)),
+        "largest": Max(jnp.array([1.0, 5.0, 2.0])),
+        "smallest": Min(jnp.array([1.0, -5.0, 2.0])),
+        "gap": First(Max(jnp.array([1.0, 4.0, 2.0]))),
+    }
+    expected = {"mean": 7 / 4, "nothing": 0, "largest": 5, "smallest": -5, "gap": 4}
+    assert measured(training.add_up(stacked)) == expected
+
+
+def one_update(number: float, weight: float, skipped: bool = False) -> Metrics:
+    value, weight_ = np.float32(number), np.float32(weight)
+    return {
+        "mean": Sum(value * weight_, weight_),
+        "largest": Max(value),
+        "smallest": Min(value),
+        "gap": First(Sum(value * weight_, weight_)),
+        "largest gap": First(Max(value)),
+        "optim/skipped": Max(np.float32(skipped)),
+    }
 
 
 def test_the_metrics_of_several_updates_as_one_row():
-    history = [
-        {"a": 1.0, "x_max": 5.0, "x_min": 2.0, "log_prob_gap_max": 0.1},
-        {"a": 3.0, "x_max": 4.0, "x_min": 1.0, "log_prob_gap_max": 9.0},
-    ]
-    assert training.over_updates(history) == {"a": 2.0, "x_max": 5.0, "x_min": 1.0, "log_prob_gap_max": 0.1}
+    numbers = {"mean": 2.5, "largest": 4.0, "smallest": 2.0, "gap": 2.0, "largest gap": 2.0}
+    updates = [one_update(2.0, weight=3), one_update(4.0, weight=1)]
+    assert training.reduce_updates(updates) == numbers | {"optim/skipped": 0.0}
+    broken = one_update(np.nan, weight=5, skipped=True)
+    assert training.reduce_updates([broken, updates[0], broken, updates[1]]) == numbers | {"optim/skipped": 2.0}
+    assert training.reduce_updates([broken]) == {"optim/skipped": 1.0}

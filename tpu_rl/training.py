@@ -11,14 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from tpu_rl.types import Algorithm, Array, Max, Metrics, Min, Params, Sum, TrainState
+from tpu_rl.types import Algorithm, Array, First, Max, Metric, Metrics, Min, Params, Sum, TrainState
 
 Trainable = Callable[[str], bool]
 """Path of a leaf, "policy/blocks/..." -> does it train?"""
 
-UpdateStep = Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]
+UpdateStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+"""(state, batch of one optimizer step) -> (state, metrics by kind, to be read by `reduce_updates`)."""
 
 
 def partition(params: Params, trainable: Trainable) -> tuple[Params, Params]:
@@ -40,10 +43,31 @@ def combine(trainable: Params, frozen: Params) -> Params:
 def init_train_state(
     params: Params, algorithm: Algorithm, optimizer: optax.GradientTransformation, trainable: Trainable
 ) -> TrainState:
-    """The state before the first step. Optimizer moments are laid out over the mesh like their parameters."""
+    """The state before the first step.
+
+    Optimizer moments are float32, as gradients are, whatever the parameters' dtype, and lie on the mesh as their
+    parameters do; its counters, and the step, are copied to every device of it.
+    """
     chosen, _ = partition(params, trainable)
-    opt_state = jax.jit(optimizer.init)(chosen)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, algorithm.init_state(params))
+
+    def init(chosen: Params) -> Any:
+        return optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), chosen))
+
+    def place(moment: jax.ShapeDtypeStruct, param: Array) -> Sharding | None:
+        return param.sharding if moment.shape == param.shape else everywhere
+
+    everywhere, shardings = replicated(chosen), None
+    if everywhere is not None:
+        shapes = jax.eval_shape(init, chosen)
+        shardings = optax.tree_map_params(optimizer, place, shapes, chosen, transform_non_params=lambda _: everywhere)
+    opt_state = jax.jit(init, out_shardings=shardings)(chosen)
+    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, algorithm.init_state(params))
+
+
+def replicated(params: Params) -> Sharding | None:
+    """The sharding of an array copied to every device of the mesh that `params` lie on; None where there is no mesh."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 
 def minibatch(batch: Any, index: int) -> Any:
@@ -51,20 +75,54 @@ def minibatch(batch: Any, index: int) -> Any:
     return jax.tree.map(lambda x: x[index], batch)
 
 
-def reduce_metrics(metrics: Metrics) -> dict[str, Array]:
-    """Metrics stacked over micro-batches -> one number each, by kind."""
+def add_up(metrics: Metrics) -> Metrics:
+    """Metrics stacked along their first axis, over micro-batches or updates -> one of each kind."""
 
-    def one(metric: Sum | Max | Min) -> Array:
+    def one(metric: Metric) -> Metric:
         match metric:
             case Sum(value, weight):
-                weight = jnp.sum(jnp.broadcast_to(weight, value.shape))
-                return jnp.where(weight > 0, jnp.sum(value) / jnp.where(weight > 0, weight, 1.0), 0.0)
+                return Sum(value.sum(0), weight.sum(0))
             case Max(value):
-                return jnp.max(value)
+                return Max(value.max(0))
             case Min(value):
-                return jnp.min(value)
+                return Min(value.min(0))
+            case First(metric):
+                return First(one(metric))
 
     return {name: one(metric) for name, metric in metrics.items()}
+
+
+def reduce_metrics(metrics: Metrics) -> dict[str, Array]:
+    """Metrics by kind -> plain numbers; a mean over nothing is zero."""
+
+    def number(metric: Metric) -> Array:
+        match metric:
+            case Sum(value, weight):
+                return value / (weight + (weight == 0))
+            case Max(value) | Min(value):
+                return value
+            case First(metric):
+                return number(metric)
+
+    return {name: number(metric) for name, metric in metrics.items()}
+
+
+def reduce_updates(history: list[Metrics]) -> dict[str, float]:
+    """The metrics of one batch's updates, fetched to the host, as one row.
+
+    Updates that were skipped count in optim/skipped and nowhere else; if all of them were, it stands alone.
+    """
+    taken = [update for update in history if not reduce_metrics(update)["optim/skipped"]]
+    row = {"optim/skipped": float(len(history) - len(taken))}
+    if not taken:
+        return row
+
+    def over_updates(name: str, first: Metric) -> Metric:
+        updates = taken[:1] if isinstance(first, First) else taken
+        return jax.tree.map(lambda *values: np.stack(values), *(update[name] for update in updates))
+
+    metrics = add_up({name: over_updates(name, metric) for name, metric in taken[0].items()})
+    return {name: float(number) for name, number in reduce_metrics(metrics).items()} | row
 
 
 def make_update_step(
@@ -74,27 +132,28 @@ def make_update_step(
     trainable: Trainable,
     shardings: TrainState | None = None,
 ) -> UpdateStep:
-    """(state, batch with leaves [K, R, S]) -> (state, metrics), jitted; the state is donated.
+    """(state, batch with leaves [K, R, S]) -> (state, metrics), jitted; the state is donated and keeps its dtypes.
 
     `shardings` (a TrainState of them) pins the new state to the old one's place on the mesh.
     """
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         chosen, frozen = partition(state.params, trainable)
         loss, metrics, gradients = accumulate(algorithm, chosen, frozen, batch)
         norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, chosen)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = reduce_metrics(metrics) | {
-            "optim/loss": loss,
-            "optim/grad_norm": norm,
-            "optim/learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
-            "optim/skipped": 1.0 - finite,
+        one = jnp.ones(())
+        metrics = add_up(metrics) | {
+            "optim/loss": Sum(loss, one),
+            "optim/grad_norm": Sum(norm, one),
+            "optim/learning_rate": Sum(jnp.asarray(learning_rate(state.step), jnp.float32), one),
+            "optim/skipped": Max(1.0 - finite),
         }
         params = combine(optax.apply_updates(chosen, updates), frozen)
-        params, algorithm_state = algorithm.after_update(params, state.algorithm_state, metrics)
+        params, algorithm_state = algorithm.after_update(params, state.algorithm_state, reduce_metrics(metrics))
         new_state = TrainState(state.step + 1, params, opt_state, algorithm_state)
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state), metrics
+        return jax.tree.map(lambda new, old: jnp.where(finite, new.astype(old.dtype), old), new_state, state), metrics
 
     out_shardings = None if shardings is None else (shardings, None)
     return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
@@ -118,20 +177,3 @@ def accumulate(algorithm: Algorithm, chosen: Params, frozen: Params, batch: Any)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), chosen)
     (loss, gradients), metrics = jax.lax.scan(one, (jnp.zeros(()), zeros), batch)
     return loss, metrics, gradients
-
-
-def over_updates(history: list[dict[str, Array]]) -> dict[str, float]:
-    """The metrics of one batch's updates as one row: the mean, but the extreme of *_min and *_max.
-
-    The gap between the sampler's and the trainer's log-probs is the first update's: later the policy has moved.
-    """
-
-    def one(name: str) -> float:
-        values = [float(update[name]) for update in history]
-        if "log_prob_gap" in name:
-            return values[0]
-        if name.endswith("_max"):
-            return max(values)
-        return min(values) if name.endswith("_min") else sum(values) / len(values)
-
-    return {name: one(name) for name in history[0]}

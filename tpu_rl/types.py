@@ -220,10 +220,10 @@ class Experience(NamedTuple):
 
 @struct.dataclass
 class Sum:
-    """A mean in two halves: value and weight add up over micro-batches, and the quotient is reported."""
+    """A mean in two halves: values and weights add up over micro-batches and updates; the quotient is reported."""
 
     value: Array
-    weight: Array | float = 1.0
+    weight: Array
 
 
 @struct.dataclass
@@ -236,8 +236,17 @@ class Min:
     value: Array
 
 
-Metrics = dict[str, Sum | Max | Min]
-"""Flat names with one slash, "policy/entropy". Reduced by kind: `training.reduce_metrics`."""
+@struct.dataclass
+class First:
+    """Of the updates of one batch only the first reports it: later the policy is another than the sampler's."""
+
+    metric: Metric
+
+
+Metric = Sum | Max | Min | First
+Metrics = dict[str, Metric]
+"""Flat names with one slash, "policy/entropy". Reduced by kind: over micro-batches in `training.make_update_step`, over
+a batch's updates by `training.reduce_updates`."""
 
 
 # --- algorithms --------------------------------------------------------------------------------------------------

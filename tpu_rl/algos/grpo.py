@@ -33,6 +33,7 @@ from tpu_rl.types import (
     Algorithm,
     Array,
     Experience,
+    First,
     Max,
     Metrics,
     Min,
@@ -193,8 +194,8 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             "policy/clip_low": average(low),
             "policy/clip_high": average(high),
             "policy/kl_old": average(k3(log_probs, batch.old_log_probs)),
-            "policy/log_prob_gap_mean": average(gap),
-            "policy/log_prob_gap_max": Max(gap.max()),
+            "policy/log_prob_gap_mean": First(average(gap)),
+            "policy/log_prob_gap_max": First(Max(gap.max())),
         }
         if batch.reference_log_probs is not None:
             metrics["policy/kl_reference"] = average(k3(log_probs, batch.reference_log_probs))
