@@ -18,7 +18,7 @@ from tpu_rl.types import Experience, Layout
 def laid_out(groups: tiny.Groups, **cut: Any) -> tuple[Layout, np.ndarray, np.ndarray]:
     """(layout, action_mask, group_id) of random texts of those lengths."""
     _, mask, group_id = tiny.texts(np.random.default_rng(0), groups)
-    return packing.lay_out(mask, group_id, **(tiny.ROWS | cut)), mask, group_id
+    return packing.lay_out(mask, group_id, **(dict[str, Any](tiny.ROWS) | cut)), mask, group_id
 
 
 def test_two_groups_in_one_row_by_hand():
@@ -60,7 +60,7 @@ def test_random_layouts_hold_every_token_exactly_once(seed):
     layout, mask, group_id = laid_out(groups, **cut)
     starts = np.array([prompt for prompt, completions in groups for _ in completions])
     lengths = np.array([length for _, completions in groups for length in completions])
-    learned = mask.any(1)
+    learned: np.ndarray = mask.any(axis=1)
     column = np.arange(mask.shape[1])[None]
     completion = learned[:, None] & (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
     prompt = learned[:, None] & (column < starts[:, None])
@@ -190,7 +190,7 @@ def test_rows_of_a_group_must_share_their_prompt():
 MODEL = tiny.attention_model()
 
 
-def relative(actual: jax.Array, expected: jax.Array) -> float:
+def relative(actual: Any, expected: Any) -> float:
     actual, expected = np.asarray(actual), np.asarray(expected)
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 

@@ -114,7 +114,7 @@ def test_what_is_not_scored_keeps_its_actions():
 def test_what_is_not_scored_is_in_no_baseline_and_not_learned_from():
     scored = roll(["1293"], {"digit": digit}, group=4)
     data = jax.tree.map(jnp.asarray, scored.rollout)
-    layout = packing.lay_out(scored.rollout.action_mask, data.group_id, row_length=16, micro_batch_rows=1)
+    layout = packing.lay_out(np.asarray(data.action_mask), np.asarray(data.group_id), row_length=16, micro_batch_rows=1)
     algorithm = grpo(GrpoConfig(advantages="centred"), tiny.roles(tiny.attention_model()), tiny.SAMPLING)
     batch, _ = algorithm.make_batch(Experience(data, layout), {}, ())
     advantages, weights = layout.unpack(batch.advantages), layout.unpack(batch.weights["policy"])
@@ -145,7 +145,7 @@ def test_faults_are_recorded_with_their_row_and_function():
     }
     assert scored.errors == ["row 1, digit: no 8 here", "row 3, digit: no 8 here"]
     assert rollouts.metrics(scored)["reward/errors"] == 2
-    assert rollouts.error_lines(scored) == ["2 of 4 completions not scored: digit: no 8 here"]
+    assert rollouts.warnings(scored) == ["2 of 4 completions not scored: digit: no 8 here"]
 
 
 def test_a_row_that_two_functions_fail_on_is_one_row():
@@ -156,12 +156,12 @@ def test_a_row_that_two_functions_fail_on_is_one_row():
 
 def test_many_kinds_of_fault_are_three_lines_the_commonest_first():
     scored = roll(["56", "78", "78", "11", "11", "11"], {"digit": digit}, group=2)
-    assert rollouts.error_lines(scored) == [
+    assert rollouts.warnings(scored) == [
         "2 of 12 completions not scored: digit: no 7 here",
         "2 of 12 completions not scored: digit: no 8 here",
         "2 more kinds of fault in reward functions",
     ]
-    assert rollouts.error_lines(roll(["11"], {"digit": digit}, group=2)) == []
+    assert rollouts.warnings(roll(["11"], {"digit": digit}, group=2)) == []
 
 
 def test_metrics_of_a_round_that_nothing_scored():
@@ -212,7 +212,7 @@ def test_metrics_are_about_all_rounds():
     assert {name: measured[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert measured["perf/rollout_tokens_per_second"] == 18 / measured["time/rollout"]
     # The fault is of a group that was passed over: it is shown, but no sample of the batch has it.
-    assert rollouts.error_lines(scored) == ["1 of 12 completions not scored: digit: no 8 here"]
+    assert rollouts.warnings(scored) == ["1 of 12 completions not scored: digit: no 8 here"]
     assert not any("error" in record for record in rollouts.records(scored, 1))
 
 

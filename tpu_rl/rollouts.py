@@ -240,7 +240,7 @@ def _finite_mean(values: np.ndarray) -> float:
     return float(finite.mean()) if finite.size else float("nan")
 
 
-def error_lines(scored: Scored, most: int = 3) -> list[str]:
+def warnings(scored: Scored, most: int = 3) -> list[str]:
     """For the console: which faults of reward functions left how many completions unscored, the commonest first."""
     faults = _all_sampled(scored).faults
     counts = Counter(fault for fault in faults if fault)
