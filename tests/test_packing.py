@@ -60,7 +60,7 @@ def test_random_layouts_hold_every_token_exactly_once(seed):
     layout, mask, group_id = laid_out(groups, **cut)
     starts = np.array([prompt for prompt, completions in groups for _ in completions])
     lengths = np.array([length for _, completions in groups for length in completions])
-    learned: np.ndarray = mask.any(axis=1)
+    learned = np.asarray(mask.any(1))
     column = np.arange(mask.shape[1])[None]
     completion = learned[:, None] & (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
     prompt = learned[:, None] & (column < starts[:, None])
