@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ from tpu_rl.types import (
     Experience,
     Model,
     Params,
+    Policy,
     Purpose,
     Roles,
     Rollout,
@@ -45,13 +48,10 @@ from tpu_rl.types import (
 )
 
 
-@dataclass(frozen=True)
-class Language:
-    """The policy model and its tokenizer."""
+class Language(NamedTuple):
+    """The policy's model and its tokenizer."""
 
     model: Model
-    params: Params
-    """As loaded; a learner that is given them donates them at its first step."""
     tokenizer: Tokenizer
 
 
@@ -61,15 +61,20 @@ class Drawn(NamedTuple):
     data: Rollout | Demonstrations
     metrics: dict[str, float]
     records: list[dict[str, Any]]
+    warnings: list[str]
+    """What people should read at once: reward functions that failed, with name and row."""
 
 
 BUILTIN = "builtin:"
 
-Source = Callable[[int, Params], Drawn]
-"""(step of the run, the policy's params) -> experience. Offline sources ignore the params."""
+POLICY_PARAMS = operator.itemgetter("policy")
+"""The policy's params in the whole tree; one function, so that what is compiled for it is compiled once."""
+
+Source = Callable[[int, TrainState], Drawn]
+"""(step of the run, state) -> experience. Offline sources ignore the state."""
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
-"""(the policy's params, also greedily?) -> metrics of the held-out problems."""
+"""(the whole params tree, also greedily?) -> metrics of the held-out problems."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -81,8 +86,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
 # --- models ------------------------------------------------------------------------------------------------------
 
 
-def language(config: ExperimentConfig, mesh: Mesh) -> Language:
-    """The model of --model.path with its weights on the mesh."""
+def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
+    """The model of --model.path, and its weights on the mesh."""
     where = config.model
     tokenizer = load_tokenizer(model_path(config))
     if where.random_init:
@@ -92,7 +97,7 @@ def language(config: ExperimentConfig, mesh: Mesh) -> Language:
         params = jax.jit(model.init, out_shardings=places)(key)
     else:
         model, params = models.load(model_path(config), dtype=where.dtype, param_dtype=where.param_dtype, mesh=mesh)
-    return Language(model, params, tokenizer)
+    return Language(model, tokenizer), params
 
 
 def model_path(config: ExperimentConfig) -> str:
@@ -110,32 +115,34 @@ def model_path(config: ExperimentConfig) -> str:
 
 
 def build_algorithm(config: ExperimentConfig, model: Model) -> Algorithm:
-    """The configured algorithm over roles of the params tree {"policy": ..., "reference": ...}."""
-    roles = Roles(models.role(model, lambda params: params["policy"]))
-    if config.algorithm.needs_reference:
-        roles = roles._replace(reference=models.role(model, lambda params: params["reference"]))
+    """The configured algorithm over the roles that it names, each a subtree of the params tree."""
+    roles = Roles(**{name: models.role(model, operator.itemgetter(name)) for name in config.algorithm.roles})
     sampling = Sampling(config.sampling.temperature, config.sampling.max_new_tokens)
     return ALGORITHMS[type(config.algorithm)](config.algorithm, roles, sampling)
 
 
-def role_params(config: ExperimentConfig, policy: Params) -> Params:
-    """The whole params tree. The reference is a copy of its own: the policy's buffers are donated step by step."""
-    if not config.algorithm.needs_reference:
-        return {"policy": policy}
-    return {"policy": policy, "reference": jax.tree.map(jnp.copy, policy)}
+def policy_of(lang: Language) -> Policy:
+    """What samples and answers: the role "policy" of the whole params tree."""
+    return models.policy(lang.model, POLICY_PARAMS)
 
 
-def trainable(path: str) -> bool:
-    """Only the policy learns."""
-    return path.startswith("policy/")
+def role_params(config: ExperimentConfig, loaded: Params) -> Params:
+    """The whole params tree. A copy has buffers of its own: the policy's are donated step by step."""
+    params = {name: loaded for name, spec in config.algorithm.roles.items() if spec.copy_of is None}
+    copies = {name: spec.copy_of for name, spec in config.algorithm.roles.items() if spec.copy_of is not None}
+    return params | {name: jax.tree.map(jnp.copy, params[source]) for name, source in copies.items()}
 
 
-def learner(config: ExperimentConfig, algorithm: Algorithm, policy: Params) -> tuple[TrainState, training.UpdateStep]:
-    """The state before the first step and the jitted step."""
+def learner(config: ExperimentConfig, algorithm: Algorithm, loaded: Params) -> tuple[TrainState, training.UpdateStep]:
+    """The state before the first step, which takes over the loaded params, and the jitted step."""
+
+    def trainable(path: str) -> bool:
+        return config.algorithm.roles[path.partition("/")[0]].trainable
+
     optimizer_steps = config.steps * config.batch.minibatches * config.batch.epochs
     schedule = optimizers.learning_rate(config.optimizer, optimizer_steps)
     optimizer = optimizers.build(config.optimizer, schedule)
-    state = training.init_train_state(role_params(config, policy), algorithm, optimizer, trainable)
+    state = training.init_train_state(role_params(config, loaded), algorithm, optimizer, trainable)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return state, training.make_update_step(algorithm, optimizer, schedule, trainable, shardings)
 
@@ -160,43 +167,51 @@ def sampler_config(config: ExperimentConfig, tokenizer: Tokenizer, samples_per_p
 
 
 def make_source(config: ExperimentConfig, lang: Language, stream: data.RowStream, mesh: Mesh) -> Source:
-    if config.learns_from_rollouts:
-        return rollout_source(config, lang, stream, mesh)
-    return demonstration_source(config, lang, stream)
+    """Where the kind of experience comes from that the algorithm learns from."""
+    return SOURCES[config.algorithm.experience](config, lang, stream, mesh)
 
 
 def rollout_source(config: ExperimentConfig, lang: Language, stream: data.RowStream, mesh: Mesh) -> Source:
     """Completions of the stream's prompts by the current policy, scored."""
-    policy = models.policy(lang.model)
+    policy = policy_of(lang)
     functions = reward_functions(config)
     how = sampler_config(config, lang.tokenizer, config.batch.completions)
     size = config.batch.prompts * config.batch.completions
 
-    def draw(step: int, params: Params) -> Drawn:
+    def draw(step: int, state: TrainState) -> Drawn:
         key = sampler.run_key(config.seed, Purpose.ROLLOUT, step)
+        updates = int(state.step)
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
-            return sampler.sample(policy, params, prompts, key, how, row_ids=row_ids, policy_step=step - 1, mesh=mesh)
+            return sampler.sample(
+                policy, state.params, prompts, key, how, row_ids=row_ids, policy_step=updates, mesh=mesh
+            )
 
         def roll(rows: list[dict[str, Any]], round_: int) -> rollouts.Scored:
             row_ids = round_ * size + np.arange(size)
             return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, how.prompt_length)
 
         scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
-        return Drawn(scored.rollout, rollouts.metrics(scored), rollouts.records(scored, step))
+        return Drawn(
+            scored.rollout, rollouts.metrics(scored), rollouts.records(scored, step), rollouts.warnings(scored)
+        )
 
     return draw
 
 
-def demonstration_source(config: ExperimentConfig, lang: Language, stream: data.RowStream) -> Source:
+def demonstration_source(config: ExperimentConfig, lang: Language, stream: data.RowStream, mesh: Mesh) -> Source:
     """The stream's demonstrations as they are."""
+    del mesh
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
 
-    def draw(step: int, params: Params) -> Drawn:
-        del step, params
-        return Drawn(data.demonstrations(next(stream)[1], lang.tokenizer, length), {}, [])
+    def draw(step: int, state: TrainState) -> Drawn:
+        del step, state
+        return Drawn(data.demonstrations(next(stream)[1], lang.tokenizer, length), {}, [], [])
 
     return draw
+
+
+SOURCES = {Rollout: rollout_source, Demonstrations: demonstration_source}
 
 
 def lay_out(config: ExperimentConfig, experience: Rollout | Demonstrations, mesh: Mesh) -> Experience:
@@ -224,15 +239,20 @@ def evaluator(config: ExperimentConfig, lang: Language, mesh: Mesh) -> Evaluate:
     rows = evaluation_rows(config) if config.evaluation.rows else []
     reward = next(iter(reward_functions(config).values()), None)
     if not rows or reward is None:
+        print("note: nothing is evaluated: there are no held-out rows, or no reward that judges them", file=sys.stderr)
         return lambda params, greedy: {}
-    policy = models.policy(lang.model)
+    if isinstance(config.data, FileData):
+        rows = that_fit(config, lang, rows)
+    policy = policy_of(lang)
     # The same problems are answered with the same luck, whatever the step: differences are the model's.
     key = sampler.run_key(config.seed, Purpose.EVALUATION, 0)
+    # Accuracy is the model's own: nothing of its distribution is cut off.
+    plain = replace(sampler_config(config, lang.tokenizer, 1), top_k=None, top_p=None, min_p=None)
 
     def evaluate(params: Params, greedy: bool) -> dict[str, float]:
         found: dict[str, float] = {}
         for prefix, temperature in (("eval/", 1.0), ("eval/greedy_", 0.0))[: 1 + (greedy and config.evaluation.greedy)]:
-            how = replace(sampler_config(config, lang.tokenizer, 1), temperature=temperature, top_k=None, top_p=None)
+            how = replace(plain, temperature=temperature)
             result = evaluation.evaluate(policy, params, lang.tokenizer, rows, reward, how, key, mesh=mesh)
             found |= {
                 f"{prefix}accuracy": result.accuracy,
@@ -240,6 +260,7 @@ def evaluator(config: ExperimentConfig, lang: Language, mesh: Mesh) -> Evaluate:
                 f"{prefix}accuracy_high": result.high,
                 f"{prefix}well_formed": result.well_formed,
                 f"{prefix}length_mean": result.mean_length,
+                f"{prefix}n": result.n,
             }
         return found
 
@@ -249,9 +270,20 @@ def evaluator(config: ExperimentConfig, lang: Language, mesh: Mesh) -> Evaluate:
 # --- data --------------------------------------------------------------------------------------------------------
 
 
-def make_stream(config: ExperimentConfig) -> data.RowStream:
+def make_stream(config: ExperimentConfig, lang: Language) -> data.RowStream:
     """The training rows, batch by batch, for ever."""
-    return data.stream(train_rows(config), config.seed, config.batch.prompts)
+    rows = train_rows(config)
+    if isinstance(rows, list) and config.algorithm.experience is Rollout:
+        rows = that_fit(config, lang, rows)
+    return data.stream(rows, config.seed, config.batch.prompts)
+
+
+def that_fit(config: ExperimentConfig, lang: Language, rows: list[data.Row]) -> list[data.Row]:
+    """The rows whose prompts are not too long; how many were, is said."""
+    kept, message = rollouts.check_prompts(rows, lang.tokenizer, config.sampling.max_prompt_tokens)
+    if message:
+        print(f"warning: {message}", file=sys.stderr)
+    return kept
 
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
@@ -265,7 +297,7 @@ def resolve_reward(name: str) -> rewards.Reward:
 
 def train_rows(config: ExperimentConfig) -> data.Source:
     match config.data:
-        case ArithmeticData() as task if config.learns_from_rollouts:
+        case ArithmeticData() as task if config.algorithm.experience is Rollout:
             return environments.ArithmeticSource(task.train, "train", seed=config.seed)
         case ArithmeticData() as task:
             return environments.ArithmeticDemonstrations(task.train, config.seed, task.written_share)
@@ -299,9 +331,12 @@ def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data
     """A file's rows with the instruction appended to their prompts."""
     if files.format == "gsm8k":
         rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
+    elif config.algorithm.experience is Rollout:
+        rows = data.read(path, ("prompt",))
     else:
-        rows = data.read(path, ("prompt",) if config.learns_from_rollouts else ("prompt", "completion"))
-    return [row | {"prompt": instructed(row["prompt"], files.instruction)} for row in rows]
+        has_messages = "messages" in data.read(path, ())[0]
+        rows = data.read(path, ("messages",) if has_messages else ("prompt", "completion"))
+    return [row | {"prompt": instructed(row["prompt"], files.instruction)} if "prompt" in row else row for row in rows]
 
 
 def instructed(prompt: Any, instruction: str) -> Any:

@@ -18,7 +18,7 @@ import tyro
 import yaml
 
 from launch import presets
-from tpu_rl.algos import AlgorithmConfig, SftConfig
+from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.environments import Arithmetic
 from tpu_rl.errors import InputError
 from tpu_rl.optimizers import OptimizerConfig
@@ -44,7 +44,7 @@ class ArithmeticData:
 
     train: Arithmetic = Arithmetic()
     evaluation: Arithmetic = Arithmetic()
-    written_share: float = 0.25
+    written_share: float = 0.33
     """Demonstrations only: how many answers write the calculation out; the rest are bare answers."""
 
 
@@ -133,14 +133,14 @@ class ExperimentConfig:
 
     def __post_init__(self):
         batch, grouped = self.batch, "completions of one prompt are compared with each other"
-        if self.learns_from_rollouts and batch.completions < 2:
+        if batch.completions < self.algorithm.smallest_group:
             raise InputError(
-                "a group of 1 completion teaches nothing: its advantage is always 0",
+                f"a group of {batch.completions} completion teaches nothing: its advantage is always 0",
                 where="--batch.completions",
                 why=grouped,
                 fix="use at least 2; 8 is usual",
             )
-        if self.learns_from_rollouts and self.sampling.temperature <= 0:
+        if self.algorithm.smallest_group > 1 and self.sampling.temperature <= 0:
             raise InputError(
                 f"sampling temperature {self.sampling.temperature} makes all completions of a prompt equal",
                 where="--sampling.temperature",
@@ -174,11 +174,6 @@ class ExperimentConfig:
         ):
             if value < 1:
                 raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
-
-    @property
-    def learns_from_rollouts(self) -> bool:
-        """True for reinforcement learning; demonstrations are learned as they are."""
-        return not isinstance(self.algorithm, SftConfig)
 
 
 # --- command line ------------------------------------------------------------------------------------------------
@@ -242,7 +237,10 @@ def from_dict(kind: Any, values: Any) -> Any:
 
 
 def save(config: ExperimentConfig, path: Path) -> None:
-    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    """Wholly or not at all: a run that dies meanwhile must find its configuration again."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    unfinished.replace(path)
 
 
 def load(path: Path) -> ExperimentConfig:
@@ -253,7 +251,7 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb")
-"""What a run may be continued with: where it lies, how long it is, what it writes when."""
+"""What a run may be continued with: where it lies, what it writes when, and, at a constant rate, how long it is."""
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
@@ -265,5 +263,7 @@ def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
         return {k: v for name, value in values.items() for k, v in flat(value, f"{prefix}.{name}".strip(".")).items()}
 
     before, after = flat(to_dict(old), ""), flat(to_dict(new), "")
-    names = [name for name in before | after if name not in MAY_CHANGE]
+    # A schedule that falls until the last step is another one when that step moves.
+    fixed = ("steps",) if new.optimizer.schedule != "constant" else ()
+    names = [name for name in before | after if name in fixed or name not in MAY_CHANGE]
     return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)]

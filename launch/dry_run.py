@@ -23,10 +23,10 @@ def print_plan(config: ExperimentConfig) -> None:
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
     count = sum(math.prod(leaf.shape) for leaf in shapes)
     size = count * (2 if config.model.param_dtype == "bfloat16" else 4)
-    copies = 2 if config.algorithm.needs_reference else 1
+    copies = len(config.algorithm.roles)
     console.print(
         f"parameters: {count:,} ({size * copies / 2**20:,.1f} MiB of weights in {copies} "
-        f"{'copies' if copies > 1 else 'copy'}, {2 * size / 2**20:,.1f} MiB of optimizer moments)"
+        f"{'copies' if copies > 1 else 'copy'}, {8 * count / 2**20:,.1f} MiB of optimizer moments)"
     )
 
 

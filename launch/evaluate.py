@@ -26,7 +26,7 @@ from launch.export import load_run
 from tpu_rl import evaluation, models, rewards, sampler
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.evaluation import Estimate, Evaluation
-from tpu_rl.types import Purpose
+from tpu_rl.types import Params, Purpose
 
 FILE_PRESET = "gsm8k_grpo"
 """Whose settings go with a model and --data.path, where no preset is named."""
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
         config = settings(flags)
         problems = held_out(config, flags)
         reward = build.resolve_reward(reward_name(config, flags))
-        report(flags, answer(config, load_language(config, flags), problems, reward, flags))
+        language, params = load_language(config, flags)
+        report(flags, answer(config, language, params, problems, reward, flags))
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -90,12 +91,12 @@ def settings(flags: Flags) -> ExperimentConfig:
     return configuration.preset(flags.preset or (FILE_PRESET if flags.data.path else DEFAULT_PRESET))
 
 
-def load_language(config: ExperimentConfig, flags: Flags) -> build.Language:
+def load_language(config: ExperimentConfig, flags: Flags) -> tuple[build.Language, Params]:
     """The model to judge: a run's at its newest checkpoint; any other in float32, whatever its training would use."""
     if (Path(flags.model) / "config.yaml").is_file():
-        _, language, step = load_run(Path(flags.model))
+        _, language, params, step = load_run(Path(flags.model))
         print(f"{flags.model}, step {step}")
-        return language
+        return language, params
     return build.language(replace(config, model=ModelConfig(path=flags.model)), build.make_mesh(MeshConfig()))
 
 
@@ -122,6 +123,7 @@ def reward_name(config: ExperimentConfig, flags: Flags) -> str:
 def answer(
     config: ExperimentConfig,
     language: build.Language,
+    params: Params,
     problems: list[dict[str, Any]],
     reward: rewards.Reward,
     flags: Flags,
@@ -142,9 +144,7 @@ def answer(
     mesh = build.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
         return {
-            name: evaluation.evaluate(
-                policy, language.params, language.tokenizer, problems, reward, how, key, mesh=mesh
-            )
+            name: evaluation.evaluate(policy, params, language.tokenizer, problems, reward, how, key, mesh=mesh)
             for name, how in ways.items()
         }
 

@@ -7,7 +7,6 @@ A finished run has one already, RUN_DIR/model; this also serves a run that was i
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from launch import config as configuration
 from launch.config import ExperimentConfig, MeshConfig
 from tpu_rl import checkpoint, models
 from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.types import Params
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Flags:
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog="launch/export.py", description=__doc__)
     try:
-        _, language, step = load_run(Path(flags.run_dir))
-        models.save(flags.to, language.model, language.params, language.tokenizer)
+        _, language, params, step = load_run(Path(flags.run_dir))
+        models.save(flags.to, language.model, params, language.tokenizer)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, int]:
+def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, Params, int]:
     """A run's configuration, its policy at the newest checkpoint, over all devices here, and that checkpoint's step.
 
     Raises InputError where there is no run or no checkpoint, DamagedDataError where the checkpoint is not as saved.
@@ -54,17 +54,17 @@ def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, int]:
     config = configuration.load(run_dir / "config.yaml")
     mesh = build.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        language = build.language(config, mesh)
-        state, _ = build.learner(config, build.build_algorithm(config, language.model), language.params)
+        language, loaded = build.language(config, mesh)
+        state, _ = build.learner(config, build.build_algorithm(config, language.model), loaded)
     wanted = checkpoint.abstract(state)
-    del state
+    del state, loaded
     checkpoints = checkpoint.read_checkpoints(str(run_dir / "checkpoints"))  # the run may still be going on
     newest = checkpoints.latest()
     if newest is None:
         raise InputError("the run has no whole checkpoint yet", where=str(run_dir), fix="let it reach its first one")
     state, _ = checkpoints.restore(newest, wanted)
     checkpoints.close()
-    return config, dataclasses.replace(language, params=state.params["policy"]), newest
+    return config, language, state.params["policy"], newest
 
 
 if __name__ == "__main__":

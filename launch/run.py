@@ -85,10 +85,10 @@ class Parts(NamedTuple):
 
 def compose(config: ExperimentConfig, mesh: Mesh) -> tuple[Parts, TrainState]:
     """The parts of a run, and its state before the first step."""
-    stream = build.make_stream(config)
-    language = build.language(config, mesh)
+    language, loaded = build.language(config, mesh)
+    stream = build.make_stream(config, language)
     algorithm = build.build_algorithm(config, language.model)
-    state, update = build.learner(config, algorithm, language.params)
+    state, update = build.learner(config, algorithm, loaded)
     draw = build.make_source(config, language, stream, mesh)
     evaluate = build.evaluator(config, language, mesh)
     return Parts(mesh, stream, language, jax.jit(algorithm.make_batch), update, draw, evaluate), state
@@ -102,15 +102,18 @@ def run(config: ExperimentConfig, run_dir: Path) -> None:
         parts, state = compose(config, mesh)
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
         state, done, seconds = restore(checkpoints, state, parts.stream)
+        if done > config.steps:
+            fix = f"use --steps {done} or more"
+            raise InputError(f"the run has taken {done} steps already", where="--steps", fix=fix)
         began -= seconds
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             if done < 0:
-                sink.write(0, parts.evaluate(state.params["policy"], True))
+                sink.write(0, parts.evaluate(state.params, True))
             for step in range(max(done, 0) + 1, config.steps + 1):
                 last = step == config.steps
                 state, row, records = learn(config, parts, state, step)
                 if last or step % config.evaluation.every == 0:
-                    row |= parts.evaluate(state.params["policy"], last)
+                    row |= parts.evaluate(state.params, last)
                 sink.write(step, row, records)
                 if last or step % config.checkpoint_every == 0:
                     extra = {"step": step, "data": parts.stream.get_state(), "seconds": time.perf_counter() - began}
@@ -125,7 +128,9 @@ def learn(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One step of the run -> (state, metrics row, samples)."""
     began = time.perf_counter()
-    drawn = parts.draw(step, state.params["policy"])
+    drawn = parts.draw(step, state)
+    for warning in drawn.warnings:
+        print(f"warning: step {step}: {warning}", file=sys.stderr)
     experience = build.lay_out(config, drawn.data, parts.mesh)
     update_began = time.perf_counter()
     batch, algorithm_state = parts.make_batch(experience, state.params, state.algorithm_state)
@@ -164,21 +169,21 @@ def finish(run_dir: Path, config: ExperimentConfig, state: Any, seconds: float) 
         "seconds": round(seconds, 1),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "params_digest": checkpoint.digest(state.params["policy"]),
-        "eval": {"before": evaluation_of(rows[0], config), "after": evaluation_of(rows[-1], config)},
+        "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
     }
     metrics.write_summary(run_dir, summary)
     report.write_report(run_dir)
     print(f"done: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
 
 
-def evaluation_of(row: dict[str, Any], config: ExperimentConfig) -> dict[str, Any]:
+def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
     """The evaluation in a metrics row as summary.json has it, with the greedy one inside; empty if there is none."""
 
     def one(prefix: str) -> dict[str, Any]:
         if f"{prefix}accuracy" not in row:
             return {}
         names = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
-        return {name: row[prefix + metric] for name, metric in names.items()} | {"n": config.evaluation.rows}
+        return {name: row[prefix + metric] for name, metric in names.items()} | {"n": int(row[f"{prefix}n"])}
 
     greedy = one("eval/greedy_")
     return one("eval/") | ({"greedy": greedy} if greedy else {})

@@ -77,6 +77,7 @@ class Problem:
             policy_step=jnp.zeros(rows, jnp.int32),
             birth_key=jnp.zeros((rows, 2), jnp.uint32),
             truncated=jnp.zeros(rows, bool),
+            scored=jnp.ones(rows, bool),
         )
         batch, _ = algorithm.make_batch(Experience(rollout, self.layout), params, ())
         of_group = log_probs.sum(-1).reshape(-1, self.group_size).sum(-1)

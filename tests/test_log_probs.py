@@ -104,7 +104,7 @@ def test_gradient_equals_that_of_plain_log_softmax_at_every_chunk_size():
     for chunk_tokens in (12, 10_000):
 
         def chunked(params: tiny.Params, chunk_tokens: int = chunk_tokens) -> jax.Array:
-            return jnp.sum(packed * token_log_probs(POLICY, params, rows, 0.7, chunk_tokens).log_probs)
+            return jnp.sum(packed * token_log_probs(POLICY, params, rows, 0.7, chunk_tokens=chunk_tokens).log_probs)
 
         actual = jax.jit(jax.grad(chunked))(PARAMS)["policy"]
         for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -123,7 +123,7 @@ def test_memory_of_loss_and_gradient_does_not_grow_with_vocabulary_times_sequenc
         }
 
         def loss(params: tiny.Params, rows: Rows) -> jax.Array:
-            values = token_log_probs(role, params, rows, 0.7, chunk_tokens)
+            values = token_log_probs(role, params, rows, 0.7, entropy_gradient=True, chunk_tokens=chunk_tokens)
             return jnp.sum(values.log_probs + values.entropy)
 
         compiled = jax.jit(jax.value_and_grad(loss)).lower(params, Rows(*[ids] * 6)).compile()

@@ -71,8 +71,8 @@ class Arithmetic:
     min_terms: int = 2
     max_terms: int = 4
     max_value: int = 9
-    """Terms are 1 .. max_value, none twice in an expression: each has one place in it, so that "the next term" after one
-    that was just used can be found by what it is."""
+    """Terms are 1 .. max_value, none twice in an expression: so each has one place in it, and the term after one that
+    was just used can be found by what it is."""
     operators: str = "+-"
     """Any of "+", "-" and "*"."""
     length_shares: tuple[float, ...] = ()

@@ -6,7 +6,8 @@ of a loss and its gradient is that of one chunk of logits, whatever the sequence
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,37 +26,78 @@ class TokenLogProbs(NamedTuple):
 
 
 def token_log_probs(
-    role: Role, params: Params, rows: Rows, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
+    role: Role,
+    params: Params,
+    rows: Rows,
+    temperature: float = 1.0,
+    *,
+    entropy_gradient: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenLogProbs:
     """Log-probabilities and entropies of packed rows under softmax(logits / temperature).
 
-    The one function for policy, old policy and reference, and the one place where tokens and predictions are shifted
-    against each other: the hidden state at `rows.previous` predicts the token.
+    The one function for policy, old policy and reference. Whoever needs the trunk's hidden states for something else
+    too (a value head) computes them once and calls `of_hidden`.
     """
-    hidden = role.hidden(params, rows)
-    hidden = jnp.take_along_axis(hidden, rows.previous[..., None], axis=1)
-    slots = rows.tokens.shape[1]
-    chunk = max(1, min(slots, chunk_tokens // rows.tokens.shape[0]))
+    return of_hidden(
+        role,
+        params,
+        role.hidden(params, rows),
+        rows,
+        temperature,
+        entropy_gradient=entropy_gradient,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def of_hidden(
+    role: Role,
+    params: Params,
+    hidden: Array,
+    rows: Rows,
+    temperature: float = 1.0,
+    *,
+    entropy_gradient: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> TokenLogProbs:
+    """The same from hidden states [R, S, D]. The entropy is a constant to gradients unless `entropy_gradient`."""
+
+    def one_chunk(h: Array, tokens: Array) -> tuple[Array, Array]:
+        log_probs, entropy = of_logits(role.logits(params, h) / temperature, tokens)
+        return log_probs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+
+    log_probs, entropy = over_chunks(one_chunk, predicting(hidden, rows), rows.tokens, chunk_tokens=chunk_tokens)
+    predicted = (rows.positions > 0) & (rows.segment_ids > 0)
+    return TokenLogProbs(jnp.where(predicted, log_probs, 0.0), jnp.where(predicted, entropy, 0.0))
+
+
+def predicting(states: Array, rows: Rows) -> Array:
+    """[R, S, D] aligned to tokens -> [R, S, D] where each token has the state of the token that it follows.
+
+    The one place where tokens and predictions are shifted against each other.
+    """
+    return jnp.take_along_axis(states, rows.previous[..., None], axis=1)
+
+
+def over_chunks(function: Callable[..., Any], *arrays: Array, chunk_tokens: int = CHUNK_TOKENS) -> Any:
+    """`function` of arrays [R, S, ...] a few slots at a time -> its outputs, a pytree of [R, S, ...].
+
+    Rematerialised: what it makes in between (logits of one model or of several) exists for one chunk only, forwards
+    and backwards. Rows stay whole, so that their sharding does too.
+    """
+    row_count, slots = arrays[0].shape[:2]
+    chunk = max(1, min(slots, chunk_tokens // row_count))
     padding = -slots % chunk
 
-    def chunked(x: Array) -> Array:
-        """[R, S, ...] -> [chunks, R, chunk, ...]. Rows stay whole, so that their sharding does too."""
+    def cut(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(row_count, -1, chunk, *x.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def one_chunk(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        h, tokens = inputs
-        return of_logits(role.logits(params, h) / temperature, tokens)
+    def rejoin(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(row_count, -1, *x.shape[3:])[:, :slots]
 
-    log_probs, entropy = jax.lax.map(one_chunk, (chunked(hidden), chunked(rows.tokens)))
-    predicted = (rows.positions > 0) & (rows.segment_ids > 0)
-
-    def rejoined(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 1).reshape(rows.tokens.shape[0], -1)[:, :slots]
-        return jnp.where(predicted, x, 0.0)
-
-    return TokenLogProbs(rejoined(log_probs), rejoined(entropy))
+    chunks = tuple(cut(x) for x in arrays)
+    return jax.tree.map(rejoin, jax.lax.map(jax.checkpoint(lambda chunk: function(*chunk)), chunks))
 
 
 def of_logits(logits: Array, tokens: Array) -> tuple[Array, Array]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from tpu_rl import masked
 from tpu_rl.log_probs import k3
-from tpu_rl.types import Array
+from tpu_rl.types import Array, First, Max, Metrics, Min, Sum
 
 
 def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
@@ -40,3 +41,26 @@ def kl_loss(log_probs: Array, old_log_probs: Array, reference_log_probs: Array) 
     are visited is taken as given: the KL of whole sequences needs k1 in the reward.
     """
     return importance_ratio(log_probs, old_log_probs) * k3(log_probs, reference_log_probs)
+
+
+def policy_metrics(
+    mask: Array, log_probs: Array, old_log_probs: Array, advantages: Array, clip_low: float, clip_high: float
+) -> Metrics:
+    """What every method with an importance ratio reports of the tokens in `mask`; all [R, S]."""
+    count = mask.sum().astype(jnp.float32)
+
+    def average(values: Array) -> Sum:
+        return Sum(masked.total(values.astype(jnp.float32), mask), count)
+
+    ratio = importance_ratio(log_probs, old_log_probs)
+    low, high = clip_shares(ratio, advantages, clip_low, clip_high)
+    gap = jnp.abs(log_probs - old_log_probs)
+    return {
+        "policy/ratio_min": Min(jnp.where(mask, ratio, jnp.inf).min()),
+        "policy/ratio_max": Max(jnp.where(mask, ratio, 0.0).max()),
+        "policy/clip_low": average(low),
+        "policy/clip_high": average(high),
+        "policy/kl_old": average(k3(log_probs, old_log_probs)),
+        "policy/log_prob_gap_mean": First(average(gap)),
+        "policy/log_prob_gap_max": First(Max(jnp.where(mask, gap, 0.0).max())),
+    }

@@ -7,7 +7,7 @@ Alphabet of shapes
 
 Time. Every array is aligned to *tokens*: `log_probs[n, t]` is the log-probability of `tokens[n, t]` given what came
 before it; where nothing came before, it is zero. The shift between a token and the hidden state that predicts it
-happens in one function only, `log_probs.token_log_probs`, through `Rows.previous`.
+happens in one function only, `log_probs.predicting`, through `Rows.previous`.
 
 The data's way.  `rollouts` turn prompts into a `Rollout`, one completion a row, [N, T].  `packing.lay_out` decides on
 the host which completion goes where in the packed rows of which micro-batch of which optimizer step: a `Layout`.
@@ -94,6 +94,14 @@ class Roles(NamedTuple):
     reference: Role | None = None
 
 
+class RoleSpec(NamedTuple):
+    """How the params of a role come to be."""
+
+    trainable: bool
+    copy_of: str | None = None
+    """The role whose first params it starts as, in buffers of its own; None: the loaded model's."""
+
+
 class Sampling(NamedTuple):
     """What an algorithm must know of how completions are sampled."""
 
@@ -111,8 +119,8 @@ class Rollout:
     """Completions sampled from a policy, with what they earned. One completion a row, prompt first, padding last.
 
     `action_mask` is True where the policy chose the token, the end-of-sequence token included; prompt, tool output
-    and padding are False. Nothing after a row's last action matters to any loss, so a row ends there. What earned nothing
-    because nothing judged it is not `scored`: it counts in no baseline and is not learned from.
+    and padding are False. Nothing after a row's last action matters to any loss, so a row ends there. What nothing
+    judged is not `scored`: it counts in no baseline and is not learned from.
     """
 
     tokens: Array
@@ -290,8 +298,6 @@ class Purpose(IntEnum):
     INIT = 0
     ROLLOUT = 1
     EVALUATION = 2
-    DATA = 3
-    MINIBATCHES = 4
 
 
 @struct.dataclass

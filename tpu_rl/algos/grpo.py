@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -28,18 +28,15 @@ from flax import struct
 from tpu_rl import advantages, masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, k3, token_log_probs
-from tpu_rl.policy_gradients import clip_shares, clipped_surrogate, dual_clip, importance_ratio, kl_loss
+from tpu_rl.policy_gradients import clipped_surrogate, dual_clip, importance_ratio, kl_loss, policy_metrics
 from tpu_rl.types import (
     Algorithm,
     Array,
     Experience,
-    First,
-    Max,
     Metrics,
-    Min,
     Params,
-    Role,
     Roles,
+    RoleSpec,
     Rollout,
     Rows,
     Sampling,
@@ -95,10 +92,17 @@ class GrpoConfig:
                 fix="use e.g. 0.2 and 0.28",
             )
 
+    experience: ClassVar[type] = Rollout
+    smallest_group: ClassVar[int] = 2
+    """Completions of a prompt are compared with each other: the advantage of one alone is always 0."""
+
     @property
-    def needs_reference(self) -> bool:
+    def roles(self) -> dict[str, RoleSpec]:
         """Without a KL term no reference model is kept and no reference pass is made."""
-        return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
+        policy = {"policy": RoleSpec(trainable=True)}
+        if not self.kl_reward_coef and not self.kl_loss_coef:
+            return policy
+        return policy | {"reference": RoleSpec(trainable=False, copy_of="policy")}
 
 
 @struct.dataclass
@@ -117,8 +121,8 @@ class Batch:
 
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout; raises InputError where a KL coefficient lacks a reference."""
-    reference = roles.reference if config.needs_reference else None
-    if config.needs_reference and reference is None:
+    reference = roles.reference if "reference" in config.roles else None
+    if "reference" in config.roles and reference is None:
         raise InputError("a KL coefficient needs a reference model", where="grpo", fix="give roles.reference")
     weigh = WEIGHTS[config.weights]
     if config.weights == "constant_length":
@@ -128,8 +132,14 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
         rows = layout.rows(rollout.tokens)
-        reference_log_probs = None if reference is None else reference_pass(reference, params, rows)
-        returns = sequence_returns(rollout, None if reference_log_probs is None else layout.unpack(reference_log_probs))
+        returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+        returns += overlong_penalty(rollout)
+        reference_log_probs = None
+        if reference is not None:
+            frozen = partial(token_log_probs, reference, params, temperature=sampling.temperature)
+            reference_log_probs = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
+            kl = k1(rollout.log_probs, layout.unpack(reference_log_probs))
+            returns -= config.kl_reward_coef * masked.total(kl, rollout.action_mask, axis=-1)
         advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, rollout.scored)
         learned = rollout.action_mask & rollout.scored[:, None] & ~(rollout.truncated[:, None] & config.mask_truncated)
         weights = weigh(learned, layout.minibatch, layout.minibatches)
@@ -143,62 +153,35 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         )
         return batch, state
 
-    def reference_pass(reference: Role, params: Params, rows: Rows) -> Array:
-        """[M, K, R, S]: the reference's log-probs, one micro-batch at a time."""
-
-        def one(micro_batch: Rows) -> Array:
-            return token_log_probs(reference, params, micro_batch, sampling.temperature).log_probs
-
-        return packing.over_micro_batches(one, rows)
-
-    def sequence_returns(rollout: Rollout, reference_log_probs: Array | None) -> Array:
-        """[N]: the rewards of a completion's tokens, less the KL and the overlong penalty."""
-        rewards = rollout.rewards
-        if reference_log_probs is not None:
-            rewards = rewards - config.kl_reward_coef * k1(rollout.log_probs, reference_log_probs)
-        returns = masked.total(rewards, rollout.action_mask, axis=-1)
-        if config.overlong_buffer:
-            lengths = rollout.action_mask.sum(-1)
-            returns += advantages.soft_overlong_penalty(lengths, sampling.max_new_tokens, config.overlong_buffer)
-        return returns
+    def overlong_penalty(rollout: Rollout) -> Array | float:
+        if not config.overlong_buffer:
+            return 0.0
+        lengths = rollout.action_mask.sum(-1)
+        return advantages.soft_overlong_penalty(lengths, sampling.max_new_tokens, config.overlong_buffer)
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        log_probs, entropy = token_log_probs(roles.policy, params, batch.rows, sampling.temperature)
+        mask, weights = batch.action_mask, batch.weights["policy"]
+        log_probs, entropy = token_log_probs(
+            roles.policy, params, batch.rows, sampling.temperature, entropy_gradient=config.entropy_coef > 0
+        )
         # No gradient passes elsewhere, not even zero times an infinite ratio: it would be NaN.
-        log_probs = jnp.where(batch.action_mask, log_probs, 0.0)
+        log_probs = jnp.where(mask, log_probs, 0.0)
         ratio = importance_ratio(log_probs, batch.old_log_probs)
         losses = clipped_surrogate(ratio, batch.advantages, config.clip_low, config.clip_high)
         if config.dual_clip is not None:
             losses = dual_clip(losses, batch.advantages, config.dual_clip)
-        if config.kl_loss_coef and batch.reference_log_probs is not None:
-            losses += config.kl_loss_coef * kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs)
-        if config.entropy_coef:
-            losses -= config.entropy_coef * entropy
-        weights = batch.weights["policy"]
-        value = masked.total(weights * losses, weights > 0)
-        return value, loss_metrics(batch, value, log_probs, entropy, ratio)
-
-    def loss_metrics(batch: Batch, value: Array, log_probs: Array, entropy: Array, ratio: Array) -> Metrics:
-        mask, count = batch.action_mask, batch.action_mask.sum().astype(jnp.float32)
-
-        def average(values: Array) -> Sum:
-            return Sum(masked.total(values.astype(jnp.float32), mask), count)
-
-        low, high = clip_shares(ratio, batch.advantages, config.clip_low, config.clip_high)
-        gap = jnp.where(mask, jnp.abs(log_probs - batch.old_log_probs), 0.0)
-        metrics: Metrics = {
-            "policy/loss": Sum(value, batch.weights["policy"].sum()),
-            "policy/entropy": average(entropy),
-            "policy/ratio_min": Min(jnp.where(mask, ratio, 1.0).min()),
-            "policy/ratio_max": Max(jnp.where(mask, ratio, 1.0).max()),
-            "policy/clip_low": average(low),
-            "policy/clip_high": average(high),
-            "policy/kl_old": average(k3(log_probs, batch.old_log_probs)),
-            "policy/log_prob_gap_mean": First(average(gap)),
-            "policy/log_prob_gap_max": First(Max(gap.max())),
-        }
+        losses -= config.entropy_coef * entropy
+        metrics: Metrics = {}
         if batch.reference_log_probs is not None:
-            metrics["policy/kl_reference"] = average(k3(log_probs, batch.reference_log_probs))
-        return metrics
+            losses += config.kl_loss_coef * kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs)
+            kl = masked.total(k3(log_probs, batch.reference_log_probs), mask)
+            metrics["policy/kl_reference"] = Sum(kl, mask.sum().astype(jnp.float32))
+        value = masked.total(weights * losses, weights > 0)
+        metrics |= policy_metrics(
+            mask, log_probs, batch.old_log_probs, batch.advantages, config.clip_low, config.clip_high
+        )
+        metrics["policy/loss"] = Sum(value, weights.sum())
+        metrics["policy/entropy"] = Sum(masked.total(entropy, mask), mask.sum().astype(jnp.float32))
+        return value, metrics
 
     return Algorithm(make_batch, loss)

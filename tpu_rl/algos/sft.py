@@ -8,22 +8,37 @@ Prompts are not learned. The base of every other method here, and its simplest e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import struct
 
 from tpu_rl import masked
 from tpu_rl.log_probs import token_log_probs
-from tpu_rl.types import Algorithm, Array, Demonstrations, Experience, Metrics, Params, Roles, Rows, Sampling, Sum
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Demonstrations,
+    Experience,
+    Metrics,
+    Params,
+    Roles,
+    RoleSpec,
+    Rows,
+    Sampling,
+    Sum,
+)
 
 
 @dataclass(frozen=True)
 class SftConfig:
     """Nothing to choose: completion-only loss, every token counts the same."""
 
+    experience: ClassVar[type] = Demonstrations
+    smallest_group: ClassVar[int] = 1
+
     @property
-    def needs_reference(self) -> bool:
-        return False
+    def roles(self) -> dict[str, RoleSpec]:
+        return {"policy": RoleSpec(trainable=True)}
 
 
 @struct.dataclass
@@ -34,8 +49,8 @@ class Batch:
 
 
 def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from Demonstrations."""
-    del config
+    """Learns from Demonstrations, at temperature 1 whatever completions are sampled at."""
+    del config, sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         del params
@@ -45,7 +60,7 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         return Batch(layout.rows(demonstrations.tokens), {"policy": layout.pack(weights)}), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        log_probs, entropy = token_log_probs(roles.policy, params, batch.rows, sampling.temperature)
+        log_probs, entropy = token_log_probs(roles.policy, params, batch.rows)
         weights = batch.weights["policy"]
         value = -masked.total(weights * log_probs, weights > 0)
         metrics: Metrics = {
