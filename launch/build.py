@@ -237,12 +237,13 @@ def lay_out(config: ExperimentConfig, experience: Rollout | Demonstrations, mesh
 def evaluator(config: ExperimentConfig, lang: Language, mesh: Mesh) -> Evaluate:
     """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
     rows = evaluation_rows(config) if config.evaluation.rows else []
-    reward = next(iter(reward_functions(config).values()), None)
-    if not rows or reward is None:
+    judge = config.evaluation.reward or next(iter(config.reward), None)
+    if not rows or judge is None:
         print("note: nothing is evaluated: there are no held-out rows, or no reward that judges them", file=sys.stderr)
         return lambda params, greedy: {}
     if isinstance(config.data, FileData):
         rows = that_fit(config, lang, rows)
+    reward = resolve_reward(judge)
     policy = policy_of(lang)
     # The same problems are answered with the same luck, whatever the step: differences are the model's.
     key = sampler.run_key(config.seed, Purpose.EVALUATION, 0)

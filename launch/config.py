@@ -98,6 +98,8 @@ class EvaluationConfig:
     """Held-out problems; 0 evaluates never."""
     every: int = 10
     """Steps between evaluations, besides the ones before and after."""
+    reward: str | None = None
+    """What says that an answer is right (above 0.5); the first --reward if it is not given."""
     greedy: bool = True
     """Also evaluate the most likely completion, before and after."""
 
@@ -116,7 +118,7 @@ class ExperimentConfig:
     data: ArithmeticData | FileData
     model: ModelConfig = ModelConfig()
     reward: tuple[str, ...] = ()
-    """Names of built-in rewards, or FILE.py:function. Several are added up; the first one is what evaluation counts."""
+    """Names of built-in rewards, or FILE.py:function. Several are added up."""
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
