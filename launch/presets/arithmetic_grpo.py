@@ -1,4 +1,4 @@
-"""The default run: GRPO teaches the shipped model to calculate expressions of 4 and 5 terms. Minutes on two CPU cores.
+"""The default run: GRPO teaches the shipped model to calculate expressions of 5 terms. Minutes on two CPU cores.
 
 The model calculates rightly when it writes the calculation out, and mostly does not: its training answers were bare
 two times out of three. The reward is 1 for the right answer, whatever stands before it.
@@ -16,7 +16,7 @@ from tpu_rl.algos import GrpoConfig
 from tpu_rl.environments import Arithmetic
 from tpu_rl.optimizers import OptimizerConfig
 
-LONG = Arithmetic(min_terms=4, max_terms=5, operators="+-*")
+LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
 
 CONFIG = ExperimentConfig(
     algorithm=GrpoConfig(),

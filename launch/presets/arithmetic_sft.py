@@ -19,8 +19,8 @@ from tpu_rl.optimizers import OptimizerConfig
 CONFIG = ExperimentConfig(
     algorithm=SftConfig(),
     data=ArithmeticData(
-        train=Arithmetic(min_terms=2, max_terms=5, operators="+-*", length_shares=(3, 2, 2, 2)),
-        evaluation=Arithmetic(min_terms=4, max_terms=5, operators="+-*"),
+        train=Arithmetic(min_terms=2, max_terms=5, operators="+-*", length_shares=(3, 2, 2, 3)),
+        evaluation=Arithmetic(min_terms=5, max_terms=5, operators="+-*"),
         written_share=0.33,
     ),
     model=ModelConfig(path="builtin:arithmetic", random_init=True),
@@ -30,7 +30,7 @@ CONFIG = ExperimentConfig(
     ),
     batch=BatchConfig(prompts=128, completions=1, row_length=128, micro_batch_rows=16),
     sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
-    evaluation=EvaluationConfig(rows=300, every=200),
-    steps=1600,
-    checkpoint_every=200,
+    evaluation=EvaluationConfig(rows=300, every=400),
+    steps=2400,
+    checkpoint_every=400,
 )
