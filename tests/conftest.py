@@ -1,6 +1,17 @@
-"""Settings of every test: silent broadcasting is an error, float32 means float32."""
+"""Settings of every test: silent broadcasting is an error, float32 means float32, a program is compiled once."""
+
+import atexit
+import shutil
+import tempfile
 
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# Runs of the whole program compile the same steps again and again: within one session they need not.
+_cache = tempfile.mkdtemp(prefix="tpu_rl_xla_")
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", _cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
