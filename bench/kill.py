@@ -2,8 +2,8 @@
 
     python bench/kill.py --to runs/kill [--kills 10] [--seed 0]
 
-A small version of the default run is first left in peace and timed; then, for each kill, a fresh run folder's process is
-killed at a moment drawn uniformly from that time, and the command is repeated until it ends.
+A small version of the default run is first left in peace and timed; then, for each kill, the process of a fresh run
+folder is killed at a moment drawn uniformly from that time, and the command is given again.
 """
 
 from __future__ import annotations
