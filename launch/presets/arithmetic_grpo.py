@@ -23,10 +23,10 @@ CONFIG = ExperimentConfig(
     data=ArithmeticData(train=LONG, evaluation=LONG),
     model=ModelConfig(path="builtin:arithmetic"),
     reward=("arithmetic",),
-    optimizer=OptimizerConfig(learning_rate=3e-5, warmup_steps=5),
+    optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
     batch=BatchConfig(prompts=32, completions=8, row_length=256, micro_batch_rows=8),
     sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=10),
-    steps=60,
+    steps=80,
     checkpoint_every=20,
 )
