@@ -177,6 +177,7 @@ def rollout_source(config: ExperimentConfig, lang: Language, stream: data.RowStr
     functions = reward_functions(config)
     how = sampler_config(config, lang.tokenizer, config.batch.completions)
     size = config.batch.prompts * config.batch.completions
+    longest = config.sampling.max_prompt_tokens
 
     def draw(step: int, state: TrainState) -> Drawn:
         key = sampler.run_key(config.seed, Purpose.ROLLOUT, step)
@@ -189,7 +190,7 @@ def rollout_source(config: ExperimentConfig, lang: Language, stream: data.RowStr
 
         def roll(rows: list[dict[str, Any]], round_: int) -> rollouts.Scored:
             row_ids = round_ * size + np.arange(size)
-            return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, how.prompt_length)
+            return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest)
 
         scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
         return Drawn(

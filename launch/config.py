@@ -224,7 +224,8 @@ def to_dict(config: Any) -> Any:
 
 def from_dict(kind: Any, values: Any) -> Any:
     """The inverse of `to_dict` for a field annotated `kind`."""
-    classes = [k for k in (typing.get_args(kind) or (kind,)) if dataclasses.is_dataclass(k)]
+    kinds = typing.get_args(kind) or (kind,)
+    classes = [k for k in kinds if isinstance(k, type) and dataclasses.is_dataclass(k)]
     if not classes or not isinstance(values, dict):
         return tuple(values) if isinstance(values, list) else values
     chosen = next((c for c in classes if c.__name__ == values.get("kind")), None)
