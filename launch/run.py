@@ -28,6 +28,9 @@ from tpu_rl import checkpoint, data, metrics, models, report, training
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.types import TrainState
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: what shells use."""
+
 
 def main(argv: list[str]) -> int:
     try:
@@ -44,14 +47,20 @@ def main(argv: list[str]) -> int:
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
 def open_run_dir(config: ExperimentConfig) -> Path:
-    """The run folder, made or found; a folder of another configuration is refused."""
+    """The run folder, made or found; one where a run of another configuration has begun is refused.
+
+    A run begins with its first metrics: who mends a flag after an error may use the same folder.
+    """
     run_dir = Path(config.run_dir)
     saved = run_dir / "config.yaml"
-    if saved.exists():
+    if saved.exists() and (run_dir / "metrics.jsonl").exists():
         changes = configuration.differences(configuration.load(saved), config)
         if changes:
             raise InputError(

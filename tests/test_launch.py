@@ -116,8 +116,25 @@ def test_an_unknown_flag_names_the_nearest(tmp_path, capsys):
 def test_a_folder_of_another_configuration_is_refused(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir)]))
+    (run_dir / "metrics.jsonl").touch()
     assert run.main([*TINY, "--run-dir", str(run_dir), "--seed", "1"]) == 2
     assert "seed: 0 -> 1" in capsys.readouterr().err
+
+
+def test_a_flag_may_be_mended_in_the_same_folder_before_the_run_has_begun(tmp_path):
+    run_dir = tmp_path / "run"
+    for seed in ("0", "1"):
+        run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir), "--seed", seed]))
+    assert config.load(run_dir / "config.yaml").seed == 1
+
+
+def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", interrupted)
+    assert run.main([*TINY, "--run-dir", str(tmp_path)]) == run.INTERRUPTED
+    assert "same command" in capsys.readouterr().err
 
 
 def test_dry_run(capsys):
