@@ -12,7 +12,7 @@ import pkgutil
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 import yaml
@@ -113,6 +113,28 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Something a run does before its `algorithm`: value pretraining, a round of Q#."""
+
+    algorithm: AlgorithmConfig
+    until: int
+    """The last step of the run that it takes."""
+    forget: tuple[str, ...] = ()
+    """Roles that return to their first params when it ends."""
+
+
+class Stage(NamedTuple):
+    """A phase with its place in the run."""
+
+    index: int
+    algorithm: AlgorithmConfig
+    first: int
+    """The first step of the run that it takes."""
+    last: int
+    forget: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ExperimentConfig:
     algorithm: AlgorithmConfig
     data: ArithmeticData | FileData
@@ -124,6 +146,8 @@ class ExperimentConfig:
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    phases: tuple[Phase, ...] = ()
+    """What the run does first; `algorithm` takes the steps after them."""
     steps: int = 100
     seed: int = 0
     run_dir: str = ""
@@ -133,7 +157,24 @@ class ExperimentConfig:
     dry_run: bool = False
     """Print what would run, and stop."""
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The phases, then `algorithm`, with the steps that each takes."""
+        phases = (*self.phases, Phase(self.algorithm, self.steps))
+        starts = (0, *(phase.until for phase in self.phases))
+        return tuple(
+            Stage(index, phase.algorithm, start + 1, phase.until, phase.forget)
+            for index, (phase, start) in enumerate(zip(phases, starts, strict=True))
+        )
+
     def __post_init__(self):
+        ends = [0, *(phase.until for phase in self.phases), self.steps]
+        if self.steps > 0 and sorted(set(ends)) != ends:
+            raise InputError(
+                f"phases end with steps {', '.join(map(str, ends[1:]))}",
+                where="--phases, --steps",
+                fix="let each end after the one before it",
+            )
         batch, grouped = self.batch, "completions of one prompt are compared with each other"
         if batch.completions < self.algorithm.smallest_group:
             raise InputError(
@@ -216,8 +257,10 @@ def preset(name: str) -> ExperimentConfig:
 
 def to_dict(config: Any) -> Any:
     """Nested dataclasses -> plain values; where a field admits several classes, `kind` says which it is."""
+    if isinstance(config, tuple):
+        return [to_dict(value) for value in config]
     if not dataclasses.is_dataclass(config):
-        return list(config) if isinstance(config, tuple) else config
+        return config
     values = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     return {"kind": type(config).__name__} | values
 
@@ -226,8 +269,10 @@ def from_dict(kind: Any, values: Any) -> Any:
     """The inverse of `to_dict` for a field annotated `kind`."""
     kinds = typing.get_args(kind) or (kind,)
     classes = [k for k in kinds if isinstance(k, type) and dataclasses.is_dataclass(k)]
+    if isinstance(values, list):
+        return tuple(from_dict(kinds[0], value) for value in values)
     if not classes or not isinstance(values, dict):
-        return tuple(values) if isinstance(values, list) else values
+        return values
     chosen = next((c for c in classes if c.__name__ == values.get("kind")), None)
     hints = typing.get_type_hints(chosen) if chosen else {}
     unknown = sorted(set(values) - set(hints) - {"kind"})

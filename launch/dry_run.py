@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from launch import build
+from launch import roles
 from launch.config import ExperimentConfig, to_dict
 from tpu_rl import models
 
@@ -19,15 +19,22 @@ def print_plan(config: ExperimentConfig) -> None:
     console = Console(highlight=False)
     console.print(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip(), markup=False)
     console.print(batch_table(config))
-    model = models.from_config(build.model_path(config), dtype=config.model.dtype)
-    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-    count = sum(math.prod(leaf.shape) for leaf in shapes)
-    size = count * (2 if config.model.param_dtype == "bfloat16" else 4)
-    copies = len(config.algorithm.roles)
-    console.print(
-        f"parameters: {count:,} ({size * copies / 2**20:,.1f} MiB of weights in {copies} "
-        f"{'copies' if copies > 1 else 'copy'}, {8 * count / 2**20:,.1f} MiB of optimizer moments)"
-    )
+    console.print(model_table(config))
+
+
+def model_table(config: ExperimentConfig) -> Table:
+    """The run's models, their parameters, and the bytes of weights and optimizer moments."""
+    base = models.from_config(roles.model_path(config.model.path), dtype=config.model.dtype)
+    table = Table("model", "parameters", "weights, MiB", "optimizer moments, MiB", box=None)
+    for name, spec in roles.specs(config).items():
+        shapes = jax.eval_shape(roles.role_model(config, base, spec).init, jax.random.key(0))
+        leaves = jax.tree.leaves(shapes if spec.trunk_of is None else shapes["score"])
+        count = sum(math.prod(leaf.shape) for leaf in leaves)
+        size = count * (2 if config.model.param_dtype == "bfloat16" else 4)
+        trains = any(stage.algorithm.roles[name].trainable for stage in config.stages if name in stage.algorithm.roles)
+        moments = f"{8 * count / 2**20:,.1f}" if trains else "frozen"
+        table.add_row(name, f"{count:,}", f"{size / 2**20:,.1f}", moments)
+    return table
 
 
 def batch_table(config: ExperimentConfig) -> Table:

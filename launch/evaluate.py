@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import build
+from launch import build, roles, sources
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         check(flags)
         config = settings(flags)
         problems = held_out(config, flags)
-        reward = build.resolve_reward(reward_name(config, flags))
+        reward = sources.resolve_reward(reward_name(config, flags))
         language, params = load_language(config, flags)
         report(flags, answer(config, language, params, problems, reward, flags))
     except TpuRlError as error:
@@ -91,23 +91,23 @@ def settings(flags: Flags) -> ExperimentConfig:
     return configuration.preset(flags.preset or (FILE_PRESET if flags.data.path else DEFAULT_PRESET))
 
 
-def load_language(config: ExperimentConfig, flags: Flags) -> tuple[build.Language, Params]:
+def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Language, Params]:
     """The model to judge: a run's at its newest checkpoint; any other in float32, whatever its training would use."""
     if (Path(flags.model) / "config.yaml").is_file():
-        _, language, params, step = load_run(Path(flags.model))
+        setup, params, step = load_run(Path(flags.model))
         print(f"{flags.model}, step {step}")
-        return language, params
-    return build.language(replace(config, model=ModelConfig(path=flags.model)), build.make_mesh(MeshConfig()))
+        return setup.language, params["policy"]
+    return roles.language(replace(config, model=ModelConfig(path=flags.model)), build.make_mesh(MeshConfig()))
 
 
 def held_out(config: ExperimentConfig, flags: Flags) -> list[dict[str, Any]]:
     """The problems."""
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
-        return build.read_rows(config, files, flags.data.path)[: flags.rows]
+        return sources.read_rows(config, files, flags.data.path)[: flags.rows]
     if flags.rows is not None:
         config = replace(config, evaluation=replace(config.evaluation, rows=flags.rows))
-    rows = build.evaluation_rows(config)
+    rows = sources.evaluation_rows(config)
     if not rows:
         raise InputError("there are no held-out problems", where="--rows, --data.path", fix="give --data.path")
     return rows
@@ -122,7 +122,7 @@ def reward_name(config: ExperimentConfig, flags: Flags) -> str:
 
 def answer(
     config: ExperimentConfig,
-    language: build.Language,
+    language: roles.Language,
     params: Params,
     problems: list[dict[str, Any]],
     reward: rewards.Reward,

@@ -1,4 +1,4 @@
-"""Write the policy of a run's newest checkpoint as a Hugging Face directory, which transformers loads.
+"""Write a model of a run's newest checkpoint as a Hugging Face directory, which transformers loads.
 
     python launch/export.py RUN_DIR --to DIR
 
@@ -14,9 +14,10 @@ from pathlib import Path
 import jax
 import tyro
 
-from launch import build
+from launch import build, roles
 from launch import config as configuration
-from launch.config import ExperimentConfig, MeshConfig
+from launch.config import MeshConfig
+from launch.sources import Setup
 from tpu_rl import checkpoint, models
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.types import Params
@@ -28,13 +29,18 @@ class Flags:
     """A run folder: it holds config.yaml and checkpoints/."""
     to: str
     """The directory to write: new, empty, or a model directory, which is then replaced."""
+    role: str | None = None
+    """Which of the run's models, such as value or reward; else the one that the run was for."""
 
 
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog="launch/export.py", description=__doc__)
     try:
-        _, language, params, step = load_run(Path(flags.run_dir))
-        models.save(flags.to, language.model, params, language.tokenizer)
+        setup, params, step = load_run(Path(flags.run_dir))
+        name = flags.role or roles.product(setup.config.algorithm)
+        if name not in params:
+            raise InputError(f"the run has no model {name!r}", where="--role", fix=f"it has {', '.join(params)}")
+        models.save(flags.to, setup.models[name], params[name], setup.language.tokenizer)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -42,8 +48,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, Params, int]:
-    """A run's configuration, its policy at the newest checkpoint, over all devices here, and that checkpoint's step.
+def load_run(run_dir: Path) -> tuple[Setup, Params, int]:
+    """A run's setup, its whole params tree at the newest checkpoint, over all devices here, and that step.
 
     Raises InputError where there is no run or no checkpoint, DamagedDataError where the checkpoint is not as saved.
     """
@@ -54,17 +60,19 @@ def load_run(run_dir: Path) -> tuple[ExperimentConfig, build.Language, Params, i
     config = configuration.load(run_dir / "config.yaml")
     mesh = build.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        language, loaded = build.language(config, mesh)
-        state, _ = build.learner(config, build.build_algorithm(config, language.model), loaded)
-    wanted = checkpoint.abstract(state)
-    del state, loaded
+        setup, params = build.make_setup(config, run_dir, mesh)
     checkpoints = checkpoint.read_checkpoints(str(run_dir / "checkpoints"))  # the run may still be going on
     newest = checkpoints.latest()
     if newest is None:
         raise InputError("the run has no whole checkpoint yet", where=str(run_dir), fix="let it reach its first one")
+    with jax.set_mesh(mesh):
+        stage = next(stage for stage in config.stages if newest <= stage.last)
+        state, _ = build.learner(setup, stage, build.build_algorithm(setup, stage), params)
+    wanted = checkpoint.abstract(state)
+    del state, params
     state, _ = checkpoints.restore(newest, wanted)
     checkpoints.close()
-    return config, language, state.params["policy"], newest
+    return setup, state.params, newest
 
 
 if __name__ == "__main__":

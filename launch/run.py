@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from launch import build
+from launch import build, roles, sources
 from launch import config as configuration
-from launch.config import ExperimentConfig
+from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
-from tpu_rl import checkpoint, data, metrics, models, report, training
+from tpu_rl import checkpoint, metrics, models, report, training
 from tpu_rl.errors import InputError, TpuRlError
-from tpu_rl.types import TrainState
+from tpu_rl.types import Params, TrainState
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: what shells use."""
@@ -84,23 +84,19 @@ class Parts(NamedTuple):
     """What a step needs besides the state."""
 
     mesh: Mesh
-    stream: data.RowStream
-    language: build.Language
     make_batch: Callable[..., tuple[Any, Any]]
     update: training.UpdateStep
-    draw: build.Source
+    source: sources.Source
     evaluate: build.Evaluate
 
 
-def compose(config: ExperimentConfig, mesh: Mesh) -> tuple[Parts, TrainState]:
-    """The parts of a run, and its state before the first step."""
-    language, loaded = build.language(config, mesh)
-    stream = build.make_stream(config, language)
-    algorithm = build.build_algorithm(config, language.model)
-    state, update = build.learner(config, algorithm, loaded)
-    draw = build.make_source(config, language, stream, mesh)
-    evaluate = build.evaluator(config, language, mesh)
-    return Parts(mesh, stream, language, jax.jit(algorithm.make_batch), update, draw, evaluate), state
+def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, TrainState]:
+    """The parts of a stage, and its state before its first step; the state takes the params over."""
+    algorithm = build.build_algorithm(setup, stage)
+    source = sources.make_source(setup, stage, params)
+    evaluate = build.evaluator(setup, stage)
+    state, update = build.learner(setup, stage, algorithm, params)
+    return Parts(setup.mesh, jax.jit(algorithm.make_batch), update, source, evaluate), state
 
 
 def run(config: ExperimentConfig, run_dir: Path) -> None:
@@ -108,28 +104,36 @@ def run(config: ExperimentConfig, run_dir: Path) -> None:
     began = time.perf_counter()
     mesh = build.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        parts, state = compose(config, mesh)
+        setup, params = build.make_setup(config, run_dir, mesh)
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
-        state, done, seconds = restore(checkpoints, state, parts.stream)
+        newest = checkpoints.latest()
+        done = -1 if newest is None else newest
         if done > config.steps:
             fix = f"use --steps {done} or more"
             raise InputError(f"the run has taken {done} steps already", where="--steps", fix=fix)
-        began -= seconds
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
-            if done < 0:
-                sink.write(0, parts.evaluate(state.params, True))
-            for step in range(max(done, 0) + 1, config.steps + 1):
-                last = step == config.steps
-                state, row, records = learn(config, parts, state, step)
-                if last or step % config.evaluation.every == 0:
-                    row |= parts.evaluate(state.params, last)
-                sink.write(step, row, records)
-                if last or step % config.checkpoint_every == 0:
-                    extra = {"step": step, "data": parts.stream.get_state(), "seconds": time.perf_counter() - began}
-                    checkpoints.save(step, state, extra)
+            for stage in config.stages:
+                if done > stage.last:
+                    continue
+                parts, state = compose(setup, stage, params)
+                if stage.first <= done:
+                    state, seconds = restore(checkpoints, done, state, parts.source)
+                    began -= seconds
+                if done < 0:
+                    sink.write(0, parts.evaluate(state.params, True))
+                for step in range(max(done + 1, stage.first), stage.last + 1):
+                    state, row, records = learn(config, parts, state, step)
+                    ends, last = step == stage.last, step == config.steps
+                    if last or step % config.evaluation.every == 0:
+                        row |= parts.evaluate(state.params, last)
+                    sink.write(step, row, records)
+                    if ends or step % config.checkpoint_every == 0:
+                        seconds = time.perf_counter() - began
+                        checkpoints.save(step, state, {"data": parts.source.get_state(), "seconds": seconds})
+                params, done = build.forget(setup, stage, state.params), max(done, stage.last)
         checkpoints.close()
-        models.save(str(run_dir / "model"), parts.language.model, state.params["policy"], parts.language.tokenizer)
-        finish(run_dir, config, state, time.perf_counter() - began)
+        save_models(setup, params)
+        finish(run_dir, config, params, time.perf_counter() - began)
 
 
 def learn(
@@ -137,10 +141,10 @@ def learn(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One step of the run -> (state, metrics row, samples)."""
     began = time.perf_counter()
-    drawn = parts.draw(step, state)
+    drawn = parts.source.draw(step, state)
     for warning in drawn.warnings:
         print(f"warning: step {step}: {warning}", file=sys.stderr)
-    experience = build.lay_out(config, drawn.data, parts.mesh)
+    experience = sources.lay_out(config, drawn.data, parts.mesh)
     update_began = time.perf_counter()
     batch, algorithm_state = parts.make_batch(experience, state.params, state.algorithm_state)
     state = replace(state, algorithm_state=algorithm_state)
@@ -159,25 +163,34 @@ def learn(
     return state, row, drawn.records
 
 
-def restore(checkpoints: checkpoint.Checkpoints, state: Any, stream: data.RowStream) -> tuple[Any, int, float]:
-    """(state, steps done, seconds spent) of the newest checkpoint; (state, -1, 0) for a new run."""
-    newest = checkpoints.latest()
-    if newest is None:
-        return state, -1, 0.0
-    state, extra = checkpoints.restore(newest, checkpoint.abstract(state))
-    stream.set_state(extra["data"])
-    print(f"resumed at step {newest} (digest ok)")
-    return state, newest, extra["seconds"]
+def restore(
+    checkpoints: checkpoint.Checkpoints, step: int, state: TrainState, source: sources.Source
+) -> tuple[TrainState, float]:
+    """(state, seconds spent) at a checkpoint; the source goes to its place too."""
+    state, extra = checkpoints.restore(step, checkpoint.abstract(state))
+    source.set_state(extra["data"])
+    print(f"resumed at step {step} (digest ok)")
+    return state, extra["seconds"]
 
 
-def finish(run_dir: Path, config: ExperimentConfig, state: Any, seconds: float) -> None:
+def save_models(setup: sources.Setup, params: Params) -> None:
+    """Every model that was trained, as a directory to use: the product of the run in model/, others by their role."""
+    algorithm = setup.config.algorithm
+    product = roles.product(algorithm)
+    for name, spec in algorithm.roles.items():
+        if spec.trainable and spec.trunk_of is None:
+            path = setup.run_dir / ("model" if name == product else name)
+            models.save(str(path), setup.models[name], params[name], setup.language.tokenizer)
+
+
+def finish(run_dir: Path, config: ExperimentConfig, params: Params, seconds: float) -> None:
     """summary.json and report.html."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = {
         "steps": config.steps,
         "seconds": round(seconds, 1),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "params_digest": checkpoint.digest(state.params["policy"]),
+        "params_digest": checkpoint.digest(params[roles.product(config.algorithm)]),
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
     }
     metrics.write_summary(run_dir, summary)

@@ -63,7 +63,7 @@ def probed_roles() -> Roles:
     """The policy's hidden states plus params["probe"] [R, S, D], whose gradient shows which predictions learn."""
     policy = tiny.role(MODEL, "policy")
     probed = Role(lambda params, rows: policy.hidden(params, rows) + params["probe"], policy.logits)
-    return Roles(policy=probed, reference=tiny.role(MODEL, "reference"))
+    return {"policy": probed, "reference": tiny.role(MODEL, "reference")}
 
 
 def probed_params() -> Params:
@@ -287,7 +287,7 @@ def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     params, tokens = probed_params(), off_policy().tokens
     every = tiny.plain_distributions(MODEL, params["policy"], tokens, tiny.SAMPLING.temperature)
     entropy = jnp.pad(-jnp.sum(jnp.exp(every) * every, -1), ((0, 0), (1, 0)))
-    log_probs = [tiny.plain_log_probs(MODEL, params[role], tokens, tiny.SAMPLING.temperature) for role in Roles._fields]
+    log_probs = [tiny.plain_log_probs(MODEL, params[role], tokens, tiny.SAMPLING.temperature) for role in tiny.ROLES]
     return np.asarray(log_probs[0]), np.asarray(entropy), np.asarray(log_probs[1])
 
 

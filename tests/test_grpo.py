@@ -16,7 +16,7 @@ from tests import tiny
 from tpu_rl import packing
 from tpu_rl.algos import GrpoConfig, grpo
 from tpu_rl.errors import InputError
-from tpu_rl.types import Array, Experience, Params, Roles, Rollout, Sampling
+from tpu_rl.types import Array, Experience, Params, Rollout, Sampling
 
 END, A, B = range(3)
 TREE = [(END,), *itertools.product((A, B), (END, A, B))]
@@ -125,14 +125,6 @@ def test_training_ends_at_the_reference_tilted_by_the_reward(completions, coeffi
 
 
 # --- what a user may get wrong -------------------------------------------------------------------------------------
-
-
-def test_a_kl_coefficient_needs_a_reference():
-    roles = Roles(policy=tiny.role(MODEL, "policy"))
-    for config in (GrpoConfig(kl_reward_coef=0.1), GrpoConfig(kl_loss_coef=0.1)):
-        with pytest.raises(InputError, match="needs a reference"):
-            grpo(config, roles, SAMPLING)
-    grpo(GrpoConfig(), roles, SAMPLING)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
 def test_dry_run(capsys):
     assert run.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "parameters: 445,824" in printed
+    assert "445,824" in printed
     assert "256" in printed
 
 

@@ -26,6 +26,8 @@ GROUPS: Groups = ((3, (4, 1, 6, 0)), (5, (2, 3, 5)), (1, (6, 6, 2, 3)), (2, (3, 
 ROWS = {"row_length": 24, "micro_batch_rows": 2}
 """How `experience` packs GROUPS: two micro-batches of two rows."""
 
+ROLES = ("policy", "reference")
+
 QUICKLY = {"xla_backend_optimization_level": 0}
 """jax.jit's compiler_options for programs that take longer to compile than to run."""
 
@@ -128,12 +130,12 @@ def role(model: Model, name: str) -> Role:
 
 
 def roles(model: Model) -> Roles:
-    return Roles(policy=role(model, "policy"), reference=role(model, "reference"))
+    return {name: role(model, name) for name in ROLES}
 
 
 def init_params(model: Model, seed: int = 0) -> Params:
     """Random params of every role."""
-    return {name: model.init(jax.random.key(10 * seed + i)) for i, name in enumerate(Roles._fields)}
+    return {name: model.init(jax.random.key(10 * seed + i)) for i, name in enumerate(ROLES)}
 
 
 def train_policy(path: str) -> bool:

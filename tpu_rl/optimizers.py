@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import optax
@@ -63,6 +64,21 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def decayed(params: optax.Params) -> optax.Params:
     """Which leaves weight decay applies to: matrices, by name, since stacked norms are two-dimensional too."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(UNDECAYED), params)
+
+
+def by_role(config: OptimizerConfig, schedule: optax.Schedule, scales: Mapping[str, float]) -> Any:
+    """One optimizer for each trainable role (role -> its learning rate over the schedule's), so that no role's
+    gradients are scaled down because of another's."""
+
+    def label(params: Any) -> Any:
+        return {role: jax.tree.map(lambda _, role=role: role, leaves) for role, leaves in params.items()}
+
+    def scaled(scale: float) -> optax.Schedule:
+        return lambda step: scale * schedule(step)
+
+    if list(scales.values()) == [1.0]:
+        return build(config, schedule)
+    return optax.partition({role: build(config, scaled(scale)) for role, scale in scales.items()}, label)
 
 
 def build(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:

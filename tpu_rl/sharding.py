@@ -26,6 +26,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "head_dim": (),
     "layers": (),
+    "outputs": (),
 }
 """Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`)."""
 

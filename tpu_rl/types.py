@@ -17,7 +17,7 @@ the host which completion goes where in the packed rows of which micro-batch of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -84,22 +84,29 @@ class Role(NamedTuple):
     hidden: Callable[[Params, Rows], Array]
     """(the whole params tree, rows) -> [R, S, D]."""
     logits: Callable[[Params, Array], Array]
-    """(the whole params tree, hidden [..., D]) -> [..., V] float32."""
+    """(the whole params tree, hidden [..., D]) -> [..., V] float32; of a head, its outputs [..., K]."""
 
 
-class Roles(NamedTuple):
-    """The models an algorithm may call. One that it needs and lacks is an error when the algorithm is built."""
-
-    policy: Role
-    reference: Role | None = None
+Roles = Mapping[str, Role]
+"""The models an algorithm may call, by name: those that its config's `roles` asks for."""
 
 
 class RoleSpec(NamedTuple):
-    """How the params of a role come to be."""
+    """How the params of a role come to be. Unless told otherwise it starts as the model of --model.path."""
 
     trainable: bool
-    copy_of: str | None = None
-    """The role whose first params it starts as, in buffers of its own; None: the loaded model's."""
+    path: str | None = None
+    """Another model to start as: a directory, hub id or the model folder of a run."""
+    random: bool = False
+    """Only the architecture is taken over; weights are random."""
+    layers: int | None = None
+    """Only the first so many layers are taken over."""
+    outputs: int | None = None
+    """A head of so many numbers in place of the vocabulary (a value, a reward, a distribution)."""
+    trunk_of: str | None = None
+    """A head only, on the hidden states of that role: whoever calls it computes those once."""
+    learning_rate_scale: float = 1.0
+    """Times the run's learning rate. Each trainable role has its gradients clipped on its own."""
 
 
 class Sampling(NamedTuple):
@@ -155,6 +162,42 @@ class Demonstrations:
     """[N, T] bool."""
     group_id: Array
     """[N] int32; all different: no two demonstrations share a prompt row."""
+
+
+@struct.dataclass
+class Pairs:
+    """Completions that were compared, or judged one by one.
+
+    Two rows of one group are a pair, one of them `preferred`; a group of one row is a completion judged good or bad.
+    `action_mask` is True on the completion with its end.
+    """
+
+    tokens: Array
+    """[N, T] int32."""
+    action_mask: Array
+    """[N, T] bool."""
+    group_id: Array
+    """[N] int32."""
+    preferred: Array
+    """[N] bool."""
+    margin: Array
+    """[N] float32: how much better the preferred one of the pair is, as the data say; 0 where they do not."""
+    reference_log_probs: Array
+    """[N, T] float32, at temperature 1 under the reference; computed once, when the data were read or sampled."""
+
+
+@struct.dataclass
+class QExamples:
+    """Texts with labels at some of their tokens: the return that followed (Q#), whether a step is right (process)."""
+
+    tokens: Array
+    """[N, T] int32."""
+    action_mask: Array
+    """[N, T] bool: True on the tokens that are labelled."""
+    group_id: Array
+    """[N] int32; rows of one group continue the same prompt."""
+    returns: Array
+    """[N, T] float32: the sum of rewards from that token on."""
 
 
 # --- packed rows -------------------------------------------------------------------------------------------------
@@ -219,7 +262,7 @@ class Experience(NamedTuple):
     """What an algorithm learns from at one step of the run."""
 
     data: Any
-    """Rollout or Demonstrations."""
+    """Rollout, Demonstrations, Pairs or QExamples."""
     layout: Layout
 
 
@@ -298,6 +341,7 @@ class Purpose(IntEnum):
     INIT = 0
     ROLLOUT = 1
     EVALUATION = 2
+    DATA = 3
 
 
 @struct.dataclass
@@ -305,7 +349,7 @@ class TrainState:
     """All that an optimizer step reads and writes. Donated to the step, saved whole in checkpoints."""
 
     step: Array
-    """[] int32: optimizer steps taken."""
+    """[] int32: optimizer steps taken in this phase of the run."""
     params: Params
     """Every role, trainable and frozen."""
     opt_state: Any

@@ -60,7 +60,7 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         return Batch(layout.rows(demonstrations.tokens), {"policy": layout.pack(weights)}), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        log_probs, entropy = token_log_probs(roles.policy, params, batch.rows)
+        log_probs, entropy = token_log_probs(roles["policy"], params, batch.rows)
         weights = batch.weights["policy"]
         value = -masked.total(weights * log_probs, weights > 0)
         metrics: Metrics = {

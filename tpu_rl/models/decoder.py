@@ -25,6 +25,7 @@ from tpu_rl.types import Array, Model, Params
 WEIGHTS: dict[str, tuple[str, ...]] = {
     "embedding": ("vocab", "embed"),
     "unembedding": ("vocab", "embed"),
+    "score": ("outputs", "embed"),
     "final_norm": ("embed",),
     "attention_norm": ("embed",),
     "attention_post_norm": ("embed",),
@@ -117,6 +118,8 @@ class DecoderConfig:
     """What is computed in. Norms, softmax, rotary angles and logits are float32 whatever it is."""
     param_dtype: str = "float32"
     """What weights are kept in."""
+    outputs: int | None = None
+    """A head of so many numbers in place of the vocabulary: what `logits` gives, and then there is no unembedding."""
     source: str = "{}"
     """The Hugging Face configuration this came from, as JSON: what `models.save` writes back."""
 
@@ -140,6 +143,7 @@ class DecoderConfig:
             "kv_heads": self.attention.kv_heads,
             "head_dim": self.attention.head_dim,
             "mlp": self.mlp.width,
+            "outputs": self.outputs or 0,
         }
         return tuple(sizes[axis] for axis in WEIGHTS[name])
 
@@ -160,6 +164,8 @@ def _spread(config: DecoderConfig, name: str) -> float:
         return 0.02
     if name.endswith(("_norm", "_bias")):
         return 0.0
+    if name == "score":
+        return 0.1 * config.width**-0.5  # hidden states have norm width ** 0.5: first outputs are about 0.1
     shape = config.shape(name)
     inputs = shape[0] * shape[1] if name == "output" else shape[0]
     return (inputs * (2 * len(config.kinds) if name in ("output", "down") else 1)) ** -0.5
@@ -294,8 +300,10 @@ class Decoder(Weights):
         body that needs no guard against common subexpressions, as forward and backward are two loops.
         """
         config = self.config
-        if not config.vocab.tied:
-            self.weight("unembedding")  # declared here, read by `unembed`
+        if config.outputs:
+            self.weight("score")  # declared here, read by `unembed`
+        elif not config.vocab.tied:
+            self.weight("unembedding")
         x = jnp.take(self.weight("embedding"), tokens, axis=0)
         x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), RESIDUAL)
         training = cache is None
@@ -317,7 +325,9 @@ class Decoder(Weights):
 
 
 def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
-    """hidden [..., D] -> logits [..., V] float32; ids that are no tokens get `layers.MASKED`."""
+    """hidden [..., D] -> logits [..., V] float32; no tokens get `layers.MASKED`. Of a head: its outputs [..., K]."""
+    if config.outputs:
+        return score(params, hidden.astype(config.dtype))
     vocab = config.vocab
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
@@ -327,6 +337,12 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
         valid = jnp.broadcast_to(jnp.arange(vocab.size) < vocab.valid, logits.shape)
         logits = jnp.where(valid, logits, layers.MASKED)
     return logits
+
+
+def score(params: Params, hidden: Array) -> Array:
+    """hidden [..., D] -> the head's outputs [..., K] float32; params hold `score` [K, D]."""
+    matrix = params["score"].astype(hidden.dtype)
+    return jnp.einsum("...d,kd->...k", hidden, matrix, preferred_element_type=jnp.float32)
 
 
 def context(config: DecoderConfig, queries: Slots, keys: Slots) -> Context:

@@ -37,6 +37,7 @@ TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "unembedding": "lm_head.weight",
     "final_norm": "model.norm.weight",
+    "score": "score.weight",
 }
 
 GEMMA_NORMS = {
@@ -47,6 +48,9 @@ GEMMA_NORMS = {
 
 ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
 """Hugging Face's name -> ours."""
+
+HEAD = "ForSequenceClassification"
+"""How Hugging Face's architectures with a head of `num_labels` numbers in place of the vocabulary end."""
 
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Fields where null means "none"; elsewhere it means the default."""
@@ -309,8 +313,17 @@ def read_config(
         sliding_rope=sliding_rope,
         dtype=dtype,
         param_dtype=param_dtype,
+        outputs=_outputs(source),
         source=json.dumps(source, sort_keys=True),
     )
+
+
+def _outputs(source: Mapping[str, Any]) -> int | None:
+    """Of a head; None for a language model."""
+    architectures = source.get("architectures") or [""]
+    if not architectures[0].endswith(HEAD):
+        return None
+    return source["num_labels"] if "num_labels" in source else len(source.get("id2label", (0, 1)))
 
 
 def weight_name(family: Family, name: str, layer: int | None) -> str:

@@ -323,4 +323,7 @@ def _write_config(path: Path, config: DecoderConfig) -> None:
     source.pop("dtype", None)  # the newer name of torch_dtype, which all versions read
     family = families.FAMILIES[source["model_type"]]
     source |= {"architectures": [family.architecture], "torch_dtype": config.param_dtype}
+    if config.outputs:
+        architecture = family.architecture.replace("ForCausalLM", families.HEAD)
+        source |= {"architectures": [architecture], "num_labels": config.outputs}
     path.write_text(json.dumps(source, indent=2, sort_keys=True) + "\n")
