@@ -6,7 +6,7 @@ update step once for the proofs of its bits.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import pytest
 from tests import tiny
 from tpu_rl import training
 from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
-from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, Rollout, TrainState
+from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, RoleSpec, Rollout, TrainState
 
 MODEL = tiny.attention_model()
 
@@ -36,6 +36,12 @@ class Case(NamedTuple):
     factory: Callable[[Any, Roles, Any], Algorithm]
     config: Any
     data: Callable[[], Any]
+    groups: tiny.Groups = tiny.GROUPS
+    """Of the data."""
+    learned: Literal["weights", "actions"] = "weights"
+    """Which tokens have a gradient: those with a weight, or (sequence-level losses) all that are actions."""
+    reads: Literal["previous", "own"] = "previous"
+    """Whose hidden state a learned token's gradient reaches: that of the token before it, or its own."""
 
 
 CASES = {
@@ -59,15 +65,26 @@ def float64() -> Iterator[None]:
         yield
 
 
-def probed_roles() -> Roles:
-    """The policy's hidden states plus params["probe"] [R, S, D], whose gradient shows which predictions learn."""
-    policy = tiny.role(MODEL, "policy")
-    probed = Role(lambda params, rows: policy.hidden(params, rows) + params["probe"], policy.logits)
-    return {"policy": probed, "reference": tiny.role(MODEL, "reference")}
+def probed_roles(specs: dict[str, RoleSpec]) -> Roles:
+    """The hidden states of the first role that trains, and of heads on its trunk, plus params["probe"] [R, S, D],
+    whose gradient shows which states learn."""
+    roles = dict(tiny.cast(specs)[0])
+    probed = product(specs)
+    trunk = roles[probed].hidden
+    for name, spec in specs.items():
+        if name == probed or spec.trunk_of == probed:
+            roles[name] = Role(lambda params, rows: trunk(params, rows) + params["probe"], roles[name].logits)
+    return roles
 
 
-def probed_params() -> Params:
-    return tiny.init_params(MODEL) | {"probe": jnp.zeros((tiny.ROWS["micro_batch_rows"], tiny.ROWS["row_length"], 8))}
+def product(specs: dict[str, RoleSpec]) -> str:
+    """The first role that trains."""
+    return next(name for name, spec in specs.items() if spec.trainable)
+
+
+def probed_params(name: str) -> Params:
+    probe = jnp.zeros((tiny.ROWS["micro_batch_rows"], tiny.ROWS["row_length"], 8))
+    return tiny.cast(CASES[name].config.roles)[1] | {"probe": probe}
 
 
 class Compiled(NamedTuple):
@@ -79,14 +96,14 @@ class Compiled(NamedTuple):
 @functools.cache
 def compiled(name: str) -> Compiled:
     case = CASES[name]
-    algorithm = case.factory(case.config, probed_roles(), tiny.SAMPLING)
+    algorithm = case.factory(case.config, probed_roles(case.config.roles), tiny.SAMPLING)
     return Compiled(algorithm, jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True), compiler_options=tiny.QUICKLY))
 
 
 def batch_of(name: str, data: Any, **cut: int) -> Any:
     """The [K, R, S] batch of the case's only optimizer step."""
     algorithm = compiled(name).algorithm
-    params = probed_params()
+    params = probed_params(name)
     return training.minibatch(
         algorithm.make_batch(tiny.experience(data, **cut), params, algorithm.init_state(params))[0], 0
     )
@@ -102,7 +119,7 @@ class Step(NamedTuple):
 
 def step_of(name: str, batch: Any, params: Params | None = None) -> Step:
     """One optimizer step's loss, metrics and gradients, a micro-batch at a time."""
-    params = probed_params() if params is None else params
+    params = probed_params(name) if params is None else params
     micro_batches = [training.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
     results = jax.device_get([compiled(name).loss(params, micro_batch) for micro_batch in micro_batches])
     metrics = jax.tree.map(lambda *x: np.stack(x), *[metrics for (_, metrics), _ in results])
@@ -110,7 +127,7 @@ def step_of(name: str, batch: Any, params: Params | None = None) -> Step:
     return Step(
         sum(float(loss) for (loss, _), _ in results),
         {key: float(value) for key, value in training.reduce_metrics(training.add_up(metrics)).items()},
-        jax.tree.map(lambda *x: sum(x), *[{role: g[role] for role in ("policy", "reference")} for g in gradients]),
+        jax.tree.map(lambda *x: sum(x), *[{role: g[role] for role in CASES[name].config.roles} for g in gradients]),
         np.stack([np.abs(g["probe"]).max(-1) for g in gradients]),
     )
 
@@ -137,16 +154,21 @@ def test_only_predictions_of_learned_tokens_have_a_gradient(float64, name):
     data = CASES[name].data()
     batch, step = original(name)
     _, layout = tiny.experience(data)
+    actions = np.asarray(layout.pack(data.action_mask))[0]
     learned = np.any([np.asarray(weights) > 0 for weights in batch.weights.values()], axis=0)
-    assert np.all(learned <= np.asarray(layout.pack(data.action_mask))[0])
-    predicts = np.zeros_like(learned)
-    for k, r, s in np.argwhere(learned):
-        predicts[k, r, layout.previous[0, k, r, s]] = True
-    assert not step.probes[~predicts].any()
-    assert np.mean(step.probes[predicts] > 0) > 0.3
-    # Other roles are read without gradient.
-    assert not any(leaf.any() for leaf in jax.tree.leaves(step.gradients["reference"]))
-    assert all(leaf.any() for leaf in jax.tree.leaves(step.gradients["policy"]))
+    assert np.all(learned <= actions)
+    if CASES[name].learned == "actions":
+        learned = actions
+    read = learned
+    if CASES[name].reads == "previous":
+        read = np.zeros_like(learned)
+        for k, r, s in np.argwhere(learned):
+            read[k, r, layout.previous[0, k, r, s]] = True
+    assert not step.probes[~read].any()
+    assert np.mean(step.probes[read] > 0) > 0.3
+    # Roles that do not train are read without gradient.
+    for role, spec in CASES[name].config.roles.items():
+        assert all(leaf.any() == spec.trainable for leaf in jax.tree.leaves(step.gradients[role])), role
 
 
 @every_case
@@ -175,7 +197,7 @@ def test_padding_changes_nothing(float64, name):
 @every_case
 def test_the_order_of_groups_changes_nothing(float64, name):
     data = CASES[name].data()
-    starts = np.cumsum([0] + [len(completions) for _, completions in tiny.GROUPS])
+    starts = np.cumsum([0] + [len(completions) for _, completions in CASES[name].groups])
     order = np.concatenate([np.arange(starts[g], starts[g + 1]) for g in (3, 1, 4, 0, 2)])
     permuted = jax.tree.map(lambda x: x[order], data)
     assert_close(step_of(name, batch_of(name, permuted)), original(name)[1])
@@ -184,15 +206,16 @@ def test_the_order_of_groups_changes_nothing(float64, name):
 @every_case
 def test_the_gradient_is_that_of_the_loss(float64, name):
     """Central differences along random directions; the batch is constant: no gradient flows through make_batch."""
-    batch, params = original(name)[0], probed_params()
-    gradients = original(name)[1].gradients["policy"]
+    batch, params = original(name)[0], probed_params(name)
+    trained = {role for role, spec in CASES[name].config.roles.items() if spec.trainable}
+    gradients = {role: original(name)[1].gradients[role] for role in trained}
+    start = {role: params[role] for role in trained}
     random = np.random.default_rng(0)
     for _ in range(3):
-        direction = jax.tree.map(lambda x: random.normal(size=x.shape), params["policy"])
+        direction = jax.tree.map(lambda x: random.normal(size=x.shape), start)
 
         def moved(by: float, direction: Params = direction) -> float:
-            policy = jax.tree.map(lambda x, d: x + by * d, params["policy"], direction)
-            return step_of(name, batch, params | {"policy": policy}).loss
+            return step_of(name, batch, params | jax.tree.map(lambda x, d: x + by * d, start, direction)).loss
 
         slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
         products = jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)
@@ -208,17 +231,21 @@ OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 @functools.cache
 def update_step(name: str) -> tuple[Algorithm, training.UpdateStep]:
     case = CASES[name]
-    algorithm = case.factory(case.config, tiny.roles(MODEL), tiny.SAMPLING)
-    return algorithm, training.make_update_step(algorithm, OPTIMIZER, lambda step: 0.1, tiny.train_policy)
+    algorithm = case.factory(case.config, tiny.cast(case.config.roles)[0], tiny.SAMPLING)
+    return algorithm, training.make_update_step(algorithm, OPTIMIZER, lambda step: 0.1, trainable(name))
+
+
+def trainable(name: str) -> training.Trainable:
+    roles = CASES[name].config.roles
+    return lambda path: roles[path.partition("/")[0]].trainable
 
 
 @every_case
 def test_resuming_is_no_interruption_and_frozen_roles_keep_their_bits(name):
     algorithm, update = update_step(name)
-    params = tiny.init_params(MODEL)
+    params = tiny.cast(CASES[name].config.roles)[1]
     batch, _ = algorithm.make_batch(tiny.experience(CASES[name].data()), params, algorithm.init_state(params))
     batch = training.minibatch(batch, 0)
-    frozen = jax.tree.map(np.asarray, tiny.init_params(MODEL)["reference"])
 
     def on_disk(state: TrainState) -> TrainState:
         return jax.tree.map(np.array, state)
@@ -229,13 +256,16 @@ def test_resuming_is_no_interruption_and_frozen_roles_keep_their_bits(name):
             state, _ = update(state, batch)
         return on_disk(state)
 
-    start = on_disk(training.init_train_state(params, algorithm, OPTIMIZER, tiny.train_policy))
+    start = on_disk(training.init_train_state(params, algorithm, OPTIMIZER, trainable(name)))
     straight = after(4, start)
     resumed = after(2, after(2, start))
     jax.tree.map(np.testing.assert_array_equal, resumed, straight)
-    jax.tree.map(np.testing.assert_array_equal, straight.params["reference"], frozen)
-    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), straight.params["policy"], start.params["policy"])
-    assert min(jax.tree.leaves(moved)) > 1e-3
+    for role, spec in CASES[name].config.roles.items():
+        moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), straight.params[role], start.params[role])
+        if spec.trainable:
+            assert min(jax.tree.leaves(moved)) > 1e-4, role
+        else:
+            assert max(jax.tree.leaves(moved)) == 0, role
     assert update._cache_size() == 1
 
 
@@ -284,7 +314,7 @@ def plain_weights(config: GrpoConfig, data: Rollout) -> np.ndarray:
 @functools.cache
 def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """([N, T] log-probs, [N, T] entropies of the policy, [N, T] log-probs of the reference). Only within float64."""
-    params, tokens = probed_params(), off_policy().tokens
+    params, tokens = tiny.init_params(MODEL), off_policy().tokens
     every = tiny.plain_distributions(MODEL, params["policy"], tokens, tiny.SAMPLING.temperature)
     entropy = jnp.pad(-jnp.sum(jnp.exp(every) * every, -1), ((0, 0), (1, 0)))
     log_probs = [tiny.plain_log_probs(MODEL, params[role], tokens, tiny.SAMPLING.temperature) for role in tiny.ROLES]
@@ -322,7 +352,7 @@ def plain_policy_gradient() -> Callable[[Params, jax.Array, jax.Array], Params]:
 
 @pytest.mark.parametrize("name", REINFORCE)
 def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
-    params, config = probed_params(), CASES[name].config
+    params, config = tiny.init_params(MODEL), CASES[name].config
     data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)
     step = step_of(name, batch_of(name, data))
     assert abs(step.metrics["policy/ratio_min"] - 1) < 1e-6

@@ -4,7 +4,8 @@ tpu_rl.models, so that the mathematics is proved without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl import packing
-from tpu_rl.types import Array, Demonstrations, Experience, Model, Params, Policy, Role, Roles, Rollout, Sampling
+from tpu_rl.types import (
+    Array,
+    Demonstrations,
+    Experience,
+    Model,
+    Pairs,
+    Params,
+    Policy,
+    QExamples,
+    Role,
+    Roles,
+    RoleSpec,
+    Rollout,
+    Sampling,
+)
 
 VOCABULARY = 11
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=6)
@@ -66,8 +81,13 @@ def recomputing(
     return Policy(init_cache, extend)
 
 
-def attention_model(vocabulary: int = VOCABULARY, width: int = 8, positions: int = 64) -> Model:
-    """One layer of attention with the visibility rule of `types.Model`, in the dtype of its params."""
+def attention_model(
+    vocabulary: int = VOCABULARY, width: int = 8, positions: int = 64, outputs: int | None = None
+) -> Model:
+    """One layer of attention with the visibility rule of `types.Model`, in the dtype of its params.
+
+    `outputs`: a head of so many numbers in place of the vocabulary.
+    """
 
     def init(key: Array) -> Params:
         random = _numpy_random(key)
@@ -80,7 +100,7 @@ def attention_model(vocabulary: int = VOCABULARY, width: int = 8, positions: int
             "position": 3.0 * matrix(positions, width),
             "norm": {"scale": 1.0 + 0.1 * matrix(width)},
             "attention": {name: matrix(width, width) for name in ("query", "key", "value")},
-            "unembedding": 2.0 * matrix(width, vocabulary),
+            "unembedding": 2.0 * matrix(width, outputs or vocabulary),
         }
 
     def hidden(params: Params, tokens: Array, positions: Array, segment_ids: Array, branch_ids: Array) -> Array:
@@ -131,6 +151,20 @@ def role(model: Model, name: str) -> Role:
 
 def roles(model: Model) -> Roles:
     return {name: role(model, name) for name in ROLES}
+
+
+def cast(specs: Mapping[str, RoleSpec]) -> tuple[Roles, Params]:
+    """The roles that an algorithm's config asks for, on tiny models, with random params: no two begin alike."""
+    roles, params = {}, {}
+    for name, spec in specs.items():
+        model = attention_model(outputs=spec.outputs)
+        roles[name] = role(model, name)
+        seed = ROLES.index(name) if name in ROLES else zlib.crc32(name.encode()) % 2**31
+        params[name] = model.init(jax.random.key(seed))
+        if spec.trunk_of is not None:
+            roles[name] = Role(roles[spec.trunk_of].hidden, roles[name].logits)
+            params[name] = {"unembedding": params[name]["unembedding"]}
+    return roles, params
 
 
 def init_params(model: Model, seed: int = 0) -> Params:
@@ -213,7 +247,34 @@ def demonstrations(seed: int = 0, groups: Groups = GROUPS, columns: int | None =
     return Demonstrations(jnp.asarray(tokens), jnp.asarray(action_mask), jnp.arange(len(group_id), dtype=jnp.int32))
 
 
-def experience(data: Rollout | Demonstrations, shared_prompts: bool = True, **cut: int) -> Experience:
+PAIRS: Groups = ((3, (4, 1)), (5, (2, 3)), (1, (6, 6)), (2, (3, 4)), (2, (1, 2)))
+"""Groups of two, for `pairs`. They fill rows as GROUPS do, so that one program serves both."""
+
+
+def pairs(seed: int = 0, groups: Groups = PAIRS, columns: int | None = None) -> Pairs:
+    """Random pairs; now the first, now the second of them is preferred, by a random margin."""
+    random = np.random.default_rng(seed)
+    tokens, action_mask, group_id = texts(random, groups, columns)
+    first = np.concatenate([[True], group_id[1:] != group_id[:-1]])
+    return Pairs(
+        tokens=jnp.asarray(tokens),
+        action_mask=jnp.asarray(action_mask),
+        group_id=jnp.asarray(group_id),
+        preferred=jnp.asarray(first == (group_id % 3 > 0)),
+        margin=jnp.asarray(random.random(len(groups))[group_id]),
+        reference_log_probs=jnp.asarray(np.where(action_mask, -1.0 - random.random(tokens.shape), 0.0)),
+    )
+
+
+def q_examples(seed: int = 0, groups: Groups = GROUPS, columns: int | None = None) -> QExamples:
+    """Random texts whose tokens earn 0 or 1, a whole row the same."""
+    random = np.random.default_rng(seed)
+    tokens, action_mask, group_id = texts(random, groups, columns)
+    returns = np.where(action_mask, random.integers(0, 2, (len(tokens), 1)), 0).astype(float)
+    return QExamples(*map(jnp.asarray, (tokens, action_mask, group_id, returns)))
+
+
+def experience(data: Any, shared_prompts: bool = True, **cut: int) -> Experience:
     """The data laid out as ROWS says, or as `cut` does; without shared prompts every completion has its own."""
     group_id = np.asarray(data.group_id) if shared_prompts else np.arange(len(data.group_id))
     return Experience(data, packing.lay_out(np.asarray(data.action_mask), group_id, **(ROWS | cut)))
