@@ -88,8 +88,8 @@ def evaluator(setup: Setup, stage: Stage) -> Evaluate:
         rows = sources.that_fit(config, lang, rows)
     reward = sources.resolve_reward(judge)
     policy = acting_policy(setup)
-    # The same problems are answered with the same luck, whatever the step: differences are the model's.
-    key = sampler.run_key(config.seed, Purpose.EVALUATION, 0)
+    # The same problems are answered with the same luck, whatever the step or seed: differences are the model's.
+    key = sampler.run_key(0, Purpose.EVALUATION, 0)
     # Accuracy is the model's own: nothing of its distribution is cut off.
     plain = replace(sources.sampler_config(config, lang.tokenizer, 1), top_k=None, top_p=None, min_p=None)
 

@@ -44,8 +44,9 @@ class ArithmeticData:
 
     train: Arithmetic = Arithmetic()
     evaluation: Arithmetic = Arithmetic()
-    written_share: float = 0.33
-    """Demonstrations only: how many answers write the calculation out; the rest are bare answers."""
+    written_share: tuple[float, ...] = (0.33,)
+    """Demonstrations only: how many answers write the calculation out, the rest being bare answers; one share, or one
+    for each number of terms."""
 
 
 @dataclass(frozen=True)

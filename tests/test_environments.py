@@ -122,7 +122,7 @@ def test_lengths_and_kinds_come_in_their_shares():
     for row in rows:
         is_long = len(row["prompt"]) == 8
         assert ("=" in row["completion"]) == is_long
-    mixed = [ArithmeticDemonstrations(Arithmetic(), 0, 0.3)[i]["completion"] for i in range(2000)]
+    mixed = [ArithmeticDemonstrations(Arithmetic(), 0, (0.3,))[i]["completion"] for i in range(2000)]
     assert sum("=" in text for text in mixed) / len(mixed) == pytest.approx(0.3, abs=0.04)
 
 
@@ -144,7 +144,7 @@ def test_impossible_configurations_are_refused(change):
         dataclasses.replace(Arithmetic(), **change)
 
 
-@pytest.mark.parametrize("share", [1.5, -0.1, (0.5,), (0.5, 0.5, 2.0)])
+@pytest.mark.parametrize("share", [(1.5,), (-0.1,), (0.5, 0.5), (0.5, 0.5, 2.0)])
 def test_impossible_shares_are_refused(share):
     with pytest.raises(InputError):
         ArithmeticDemonstrations(written_share=share)

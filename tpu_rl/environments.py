@@ -130,8 +130,8 @@ class ArithmeticDemonstrations:
 
     config: Arithmetic = Arithmetic()
     seed: int = 0
-    written_share: float | tuple[float, ...] = 0.35
-    """Probability of a written-out solution; a tuple gives one for each number of terms."""
+    written_share: tuple[float, ...] = (0.35,)
+    """Probability of a written-out solution; one for all, or one for each number of terms."""
 
     def __post_init__(self):
         shares = self._written_shares
@@ -154,9 +154,8 @@ class ArithmeticDemonstrations:
 
     @property
     def _written_shares(self) -> tuple[float, ...]:
-        if isinstance(self.written_share, tuple):
-            return self.written_share
-        return (self.written_share,) * (self.config.max_terms - self.config.min_terms + 1)
+        lengths = self.config.max_terms - self.config.min_terms + 1
+        return self.written_share * lengths if len(self.written_share) == 1 else self.written_share
 
 
 def split_of(expression: str) -> Literal["train", "eval"]:

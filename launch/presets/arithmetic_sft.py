@@ -21,7 +21,7 @@ CONFIG = ExperimentConfig(
     data=ArithmeticData(
         train=Arithmetic(min_terms=2, max_terms=5, operators="+-*", length_shares=(3, 2, 2, 3)),
         evaluation=Arithmetic(min_terms=5, max_terms=5, operators="+-*"),
-        written_share=0.33,
+        written_share=(0.33,),
     ),
     model=ModelConfig(path="builtin:arithmetic", random_init=True),
     reward=("arithmetic",),
