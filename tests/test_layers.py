@@ -12,12 +12,15 @@ PACKAGE = Path(tpu_rl.__file__).parent
 
 # What each module of tpu_rl, by its first name, may import of tpu_rl. A module that is not here is placed by adding it.
 MATHEMATICS = {"types", "masked", "log_probs", "advantages", "policy_gradients", "preferences", "packing", "errors"}
+MATHEMATICS |= {"divergences", "teachers"}
 STATE = {"types", "sharding", "errors"}
 ALLOWED = {
     "errors": set(),
     "types": set(),
     "masked": {"types"},
     "log_probs": {"types", "masked"},
+    "divergences": {"types"},
+    "teachers": {"types", "divergences"},
     "advantages": {"types", "masked"},
     "policy_gradients": {"types", "masked", "log_probs"},
     "preferences": {"types", "masked", "log_probs"},
@@ -31,7 +34,7 @@ ALLOWED = {
     "models": STATE | {"models"},
     "algos": MATHEMATICS,
     "tokenizers": {"types", "errors"},
-    "environments": {"types", "errors"},
+    "environments": {"types", "errors", "environments"},
     "rewards": {"environments", "types", "errors"},
     "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "errors"},
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
