@@ -19,7 +19,7 @@ import yaml
 
 from launch import presets
 from tpu_rl.algos import AlgorithmConfig
-from tpu_rl.environments import Arithmetic
+from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
 from tpu_rl.optimizers import OptimizerConfig
 
@@ -47,6 +47,17 @@ class ArithmeticData:
     written_share: tuple[float, ...] = (0.33,)
     """Demonstrations only: how many answers write the calculation out, the rest being bare answers; one share, or one
     for each number of terms."""
+
+
+@dataclass(frozen=True)
+class StarGraphData:
+    """Paths in star graphs (see `environments`); pretraining, post-training and evaluation have graphs of their own."""
+
+    graph: StarGraph = StarGraph()
+    rows: int = 200_000
+    """Training graphs."""
+    split: Literal["train", "post"] = "post"
+    """Which graphs are trained on: those of pretraining, or others."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,7 @@ class Stage(NamedTuple):
 @dataclass(frozen=True)
 class ExperimentConfig:
     algorithm: AlgorithmConfig
-    data: ArithmeticData | FileData
+    data: ArithmeticData | StarGraphData | FileData
     model: ModelConfig = ModelConfig()
     reward: tuple[str, ...] = ()
     """Names of built-in rewards, or FILE.py:function. Several are added up."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage
+from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
 from tpu_rl import data, environments, models, packing, rewards, rollouts, sampler, sharding
 from tpu_rl.errors import InputError
@@ -183,6 +183,8 @@ def train_rows(config: ExperimentConfig, experience: type) -> data.Source:
             return environments.ArithmeticDemonstrations(task.train, config.seed, task.written_share)
         case ArithmeticData() as task:
             return environments.ArithmeticSource(task.train, "train", seed=config.seed)
+        case StarGraphData() as task:
+            return environments.StarGraphSource(task.graph, task.split, task.rows, config.seed)
         case FileData() as files:
             return file_rows(config, files)[0]
 
@@ -193,6 +195,9 @@ def evaluation_rows(config: ExperimentConfig) -> list[dict[str, Any]]:
     match config.data:
         case ArithmeticData() as task:
             source = environments.ArithmeticSource(task.evaluation, "eval", seed=0)
+            return [source[i] for i in range(count)]
+        case StarGraphData() as task:
+            source = environments.StarGraphSource(task.graph, "eval", count)
             return [source[i] for i in range(count)]
         case FileData() as files:
             return file_rows(config, files)[1][:count]

@@ -2,11 +2,20 @@
 
 import collections
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from tpu_rl import environments
-from tpu_rl.environments import Arithmetic, ArithmeticDemonstrations, ArithmeticSource
+import tpu_rl
+from tpu_rl import environments, tokenizers
+from tpu_rl.environments import (
+    Arithmetic,
+    ArithmeticDemonstrations,
+    ArithmeticSource,
+    StarGraph,
+    StarGraphSource,
+    parse_path,
+)
 from tpu_rl.errors import InputError
 
 WIDE = Arithmetic(min_terms=2, max_terms=6, max_value=20, operators="+-*")
@@ -159,3 +168,51 @@ def test_single_turn_asks_once_and_leaves_the_reward_to_others():
     state, prompt = environments.single_turn.reset({"prompt": "3+4=", "answer": "7"})
     assert prompt == "3+4="
     assert environments.single_turn.step(state, "#7") == (state, [], None, True)
+
+
+# --- star graphs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [StarGraph(2, 5, 50), StarGraph(5, 3, 11), StarGraph(3, 2, 40)])
+def test_a_star_graph_has_one_path_to_its_goal(graph):
+    goals = collections.Counter()
+    for row in (StarGraphSource(graph, "train", 200)[i] for i in range(200)):
+        listed, _, question = row["prompt"].partition("/")
+        edges = [tuple(map(int, edge.split(","))) for edge in listed.split("|")]
+        centre, goal = map(int, question.removesuffix("=").split(","))
+        assert len(edges) == graph.degree * (graph.length - 1)
+        assert len({node for edge in edges for node in edge}) == len(edges) + 1
+        assert collections.Counter(a for a, _ in edges)[centre] == graph.degree
+        # Backwards from the goal there is one way, and it is the answer.
+        came_from, path = {b: a for a, b in edges}, [goal]
+        while path[0] != centre:
+            path.insert(0, came_from[path[0]])
+        assert parse_path(row["answer"]) == tuple(path)
+        assert row["completion"] == row["answer"]
+        goals[edges.index((path[-2], goal)) if graph.length > 2 else edges.index((centre, goal))] += 1
+    assert len(goals) > 0.5 * len(edges)  # the goal's edge stands anywhere in the list
+
+
+def test_star_graphs_differ_by_split_seed_and_row():
+    sources = [StarGraphSource(split="train"), StarGraphSource(split="post"), StarGraphSource(split="eval"),
+               StarGraphSource(seed=1)]  # fmt: skip
+    prompts = [source[i]["prompt"] for source in sources for i in range(50)]
+    assert len(set(prompts)) == len(prompts)
+    assert StarGraphSource()[3] == StarGraphSource()[3]
+    with pytest.raises(IndexError):
+        StarGraphSource(rows=10)[10]
+
+
+@pytest.mark.parametrize("change", [{"degree": 1}, {"length": 1}, {"nodes": 8}])
+def test_impossible_star_graphs_are_refused(change):
+    with pytest.raises(InputError):
+        dataclasses.replace(StarGraph(), **change)
+
+
+def test_the_star_graph_tokenizer_has_a_token_for_each_node():
+    tokenizer = tokenizers.load(Path(tpu_rl.__file__).parent / "pretrained" / "star_graph")
+    row = StarGraphSource()[0]
+    assert len(tokenizer.encode_prompt(row["prompt"])) == 3 * 8 + 3
+    ids = tokenizer.encode(row["completion"])
+    assert len(ids) == 5
+    assert parse_path(tokenizer.decode(ids)) == parse_path(row["answer"])

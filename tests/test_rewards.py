@@ -245,7 +245,7 @@ def test_gsm8k():
 
 
 def test_built_in_names():
-    assert set(rewards.BUILTIN) == {"arithmetic", "arithmetic_well_formed", "gsm8k", "math"}
+    assert set(rewards.BUILTIN) == {"arithmetic", "arithmetic_well_formed", "gsm8k", "math", "star_graph"}
 
 
 # --- math-verify -------------------------------------------------------------------------------------------------

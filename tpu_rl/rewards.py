@@ -141,6 +141,13 @@ def arithmetic_well_formed(prompts: Sequence[Any], completions: Sequence[Any], *
     return [float(environments.parse(text_of(completion)) is not None) for completion in completions]
 
 
+def star_graph(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any) -> list[float]:
+    """1 for the whole path from the centre to the goal and nothing else, else 0."""
+    del prompts
+    found = [environments.parse_path(text_of(completion)) for completion in completions]
+    return [float(path == environments.parse_path(right)) for path, right in zip(found, answer, strict=True)]
+
+
 def gsm8k(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any) -> list[float]:
     """1 where the completion's final number equals the ground truth's, else 0, also where it has none.
 
@@ -182,6 +189,7 @@ BUILTIN: dict[str, Reward] = {
     "arithmetic_well_formed": arithmetic_well_formed,
     "gsm8k": gsm8k,
     "math": math_equivalent,
+    "star_graph": star_graph,
 }
 """Reward functions by the names that presets and `--reward` use."""
 

@@ -1,6 +1,6 @@
-"""What a policy acts in: the Environment protocol, single-turn questions, and the arithmetic task.
+"""The arithmetic task: expressions to calculate, without end.
 
-Arithmetic. A prompt is an expression with an equals sign, "3+8-4+6=". Its written-out solution does one operation at a
+A prompt is an expression with an equals sign, "3+8-4+6=". Its written-out solution does one operation at a
 time and ends with the answer after a hash: "3+8=11;11-4=7;7+6=13;#13"; the bare solution is "#13". Products come before
 sums, both from left to right, so what is written is right mathematics. Training and evaluation never share an
 expression: which split one belongs to is decided by the SHA-256 of its text (one in eight is kept for evaluation), and
@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from tpu_rl.errors import InputError
-
-Prompt = str | list[dict[str, Any]]
-"""Plain text, or the messages of a conversation."""
 
 ALPHABET = "0123456789+-*=;#"
 """Every character of the arithmetic task's prompts and solutions."""
@@ -30,38 +26,6 @@ EVALUATION_SHARE = 8
 
 SOURCE_LENGTH = 2**31 - 1
 """Rows of an arithmetic source: practically endless, and few enough for grain's 32-bit shuffle."""
-
-
-# --- environments ------------------------------------------------------------------------------------------------
-
-
-class Environment(Protocol):
-    """A conversation partner on the host. States are immutable values of the environment's own; no JAX in here."""
-
-    def reset(self, example: Mapping[str, Any]) -> tuple[Any, Prompt]:
-        """One data row -> (state, what the policy is to continue)."""
-        ...
-
-    def step(self, state: Any, text: str) -> tuple[Any, list[dict[str, Any]], float | None, bool]:
-        """What the policy wrote -> (state, messages in answer, reward or None, done)."""
-        ...
-
-
-class SingleTurn:
-    """A question and one answer, judged by reward functions: `step` itself gives no reward."""
-
-    def reset(self, example: Mapping[str, Any]) -> tuple[None, Prompt]:
-        return None, example["prompt"]
-
-    def step(self, state: None, text: str) -> tuple[None, list[dict[str, Any]], float | None, bool]:
-        del text
-        return state, [], None, True
-
-
-single_turn: Environment = SingleTurn()
-
-
-# --- arithmetic --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

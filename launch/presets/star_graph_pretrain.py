@@ -1,0 +1,31 @@
+"""A small model from scratch that learns paths in star graphs by imitation, and with them the shortcut: it guesses the
+first step and follows edges. The star_graph presets post-train what this leaves."""
+
+from launch.config import (
+    BatchConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+    StarGraphData,
+)
+from tpu_rl.algos import SftConfig
+from tpu_rl.environments import StarGraph
+from tpu_rl.optimizers import OptimizerConfig
+
+GRAPH = StarGraph(degree=2, length=5, nodes=50)
+
+CONFIG = ExperimentConfig(
+    algorithm=SftConfig(),
+    data=StarGraphData(graph=GRAPH, split="train"),
+    model=ModelConfig(path="builtin:star_graph", random_init=True),
+    reward=("star_graph",),
+    optimizer=OptimizerConfig(
+        learning_rate=1e-3, schedule="cosine", warmup_steps=100, final_share=0.05, weight_decay=0.1, beta2=0.98
+    ),
+    batch=BatchConfig(prompts=256, completions=1, row_length=132, micro_batch_rows=32),
+    sampling=SamplingConfig(max_prompt_tokens=28, max_new_tokens=8, max_rows=512),
+    evaluation=EvaluationConfig(rows=500, every=250),
+    steps=2000,
+    checkpoint_every=500,
+)
