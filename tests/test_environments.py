@@ -1,7 +1,7 @@
 """The arithmetic task: right answers, disjoint splits, rows that depend on nothing but their place; single turns."""
 
-import collections
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -125,7 +125,7 @@ def test_a_source_ends_somewhere():
 def test_lengths_and_kinds_come_in_their_shares():
     config = Arithmetic(min_terms=2, max_terms=4, length_shares=(1, 0, 3))
     rows = [ArithmeticDemonstrations(config, 0, (0.0, 0.5, 1.0))[i] for i in range(2000)]
-    terms = collections.Counter(1 + row["prompt"].count("+") + row["prompt"].count("-") for row in rows)
+    terms = Counter(1 + row["prompt"].count("+") + row["prompt"].count("-") for row in rows)
     assert set(terms) == {2, 4}
     assert terms[4] / len(rows) == pytest.approx(0.75, abs=0.04)
     for row in rows:
@@ -175,14 +175,14 @@ def test_single_turn_asks_once_and_leaves_the_reward_to_others():
 
 @pytest.mark.parametrize("graph", [StarGraph(2, 5, 50), StarGraph(5, 3, 11), StarGraph(3, 2, 40)])
 def test_a_star_graph_has_one_path_to_its_goal(graph):
-    goals = collections.Counter()
+    goals = Counter()
     for row in (StarGraphSource(graph, "train", 200)[i] for i in range(200)):
         listed, _, question = row["prompt"].partition("/")
         edges = [tuple(map(int, edge.split(","))) for edge in listed.split("|")]
         centre, goal = map(int, question.removesuffix("=").split(","))
         assert len(edges) == graph.degree * (graph.length - 1)
         assert len({node for edge in edges for node in edge}) == len(edges) + 1
-        assert collections.Counter(a for a, _ in edges)[centre] == graph.degree
+        assert Counter(a for a, _ in edges)[centre] == graph.degree
         # Backwards from the goal there is one way, and it is the answer.
         came_from, path = {b: a for a, b in edges}, [goal]
         while path[0] != centre:
