@@ -93,7 +93,7 @@ def test_splits_share_no_expression_and_evaluation_is_an_eighth():
         f"{a}{x}{b}{y}{c}" for a in range(1, 10) for b in range(1, 10) for c in range(1, 10) for x in "+-" for y in "+-"
     ]
     share = sum(environments.split_of(expression) == "eval" for expression in every) / len(every)
-    assert share == pytest.approx(1 / environments.EVALUATION_SHARE, abs=0.02)
+    assert share == pytest.approx(1 / environments.arithmetic.EVALUATION_SHARE, abs=0.02)
 
 
 def test_rows_depend_on_seed_split_and_place_only():
