@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 import re
 import shutil
 import signal
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tpu_rl.errors import InputError, MachineError
+
+# transformers would say at every start that PyTorch is missing and what it could do with it.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 Message = dict[str, Any]
 """One turn of a conversation: {"role": "user", "content": "..."} and whatever else the chat template reads."""
