@@ -1,6 +1,6 @@
 """What the scripts beside this one share: runs of several arms and seeds -> a table in Markdown.
 
-An arm is a list of flags of launch/run.py. A run that is finished is not run again, so a script that was stopped goes on.
+An arm is a list of flags of launch/run.py. A finished run is not run again, so a script that was stopped goes on.
 """
 
 from __future__ import annotations
