@@ -16,7 +16,13 @@ import pytest
 
 from tests import tiny
 from tpu_rl import training
-from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
+from tpu_rl.algos import GrpoConfig, PpoConfig, SftConfig, ValuePretrainingConfig, grpo, ppo, sft, value_pretraining
+from tpu_rl.algos.distill import DistillConfig, distill
+from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
+from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
+from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
+from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
+from tpu_rl.critics import Critic
 from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, RoleSpec, Rollout, TrainState
 
 MODEL = tiny.attention_model()
@@ -38,8 +44,9 @@ class Case(NamedTuple):
     data: Callable[[], Any]
     groups: tiny.Groups = tiny.GROUPS
     """Of the data."""
-    learned: Literal["weights", "actions"] = "weights"
-    """Which tokens have a gradient: those with a weight, or (sequence-level losses) all that are actions."""
+    learned: Literal["weights", "actions", "ends", "ends and starts"] = "weights"
+    """Which tokens have a gradient: those with a weight, or (sequence-level losses) all that are actions, or those that
+    the batch names as its ends, or with them the slots that it names as their starts."""
     reads: Literal["previous", "own"] = "previous"
     """Whose hidden state a learned token's gradient reaches: that of the token before it, or its own."""
 
@@ -52,7 +59,47 @@ CASES = {
     "dapo": Case(grpo, GrpoConfig(clip_high=0.28, overlong_buffer=3, mask_truncated=True), off_policy),
     "batch_scaled": Case(grpo, GrpoConfig(advantages="batch", dual_clip=1.1), off_policy),
     "kl_and_entropy": Case(grpo, GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01), off_policy),
-}
+    "gkd": Case(distill, DistillConfig("t", beta=0.3), tiny.completions),
+    "gkd_top_k": Case(distill, DistillConfig("t", beta=0.0, top_k=3, weights="token_mean"), tiny.completions),
+    "extrapolated": Case(distill, DistillConfig("t", target="extrapolated", alpha=2.0), tiny.completions),
+    "align_distil": Case(
+        distill,
+        DistillConfig("t", "r", "contrastive", alpha=1.5, adaptive=True, tvd_half=False, beta0=0.1),
+        tiny.completions,
+    ),
+    "mini_llm": Case(mini_llm, MiniLlmConfig("t"), off_policy),
+    "mini_llm_by_sampling": Case(mini_llm, MiniLlmConfig("t", 0.9, False, single_step=False), off_policy),
+    "ppo": Case(ppo, PpoConfig(), off_policy),
+    "ppo_shared_trunk": Case(
+        ppo, PpoConfig(Critic(trunk="shared", clip=0.05, gamma=0.9), entropy_coef=0.01, whiten=False), off_policy
+    ),
+    "ppo_kl_control": Case(
+        ppo, PpoConfig(kl_reward_coef=0.1, kl_loss_coef=0.1, kl_target=0.5, kl_horizon=2.0), off_policy
+    ),
+    "vc_ppo": Case(ppo, PpoConfig(Critic(lam=1.0, clip=None)), off_policy),
+    "vapo": Case(ppo, PpoConfig(Critic(lam=1.0), lam_alpha=0.5, clip_high=0.28, positive_coef=0.1), off_policy),
+    "value_pretraining": Case(value_pretraining, ValuePretrainingConfig(), off_policy),
+    "bradley_terry": Case(reward_model, RewardModelConfig(), tiny.pairs, tiny.PAIRS, "ends", "own"),
+    "reward_ensemble": Case(
+        reward_model,
+        RewardModelConfig(heads=2, trunks=2, penalty=0.5, bootstrap=True, centring_coef=0.1),
+        tiny.pairs, tiny.PAIRS, "ends", "own",
+    ),
+    "robust_reward": Case(
+        reward_model, RewardModelConfig(robust_radius=0.3, centring_coef=0.01), tiny.pairs, tiny.PAIRS, "ends", "own"
+    ),
+    "sentence_reward": Case(
+        sentence_reward, SentenceRewardConfig((3, 7), centring_coef=0.01),
+        tiny.pairs, tiny.PAIRS, "ends and starts", "own",
+    ),
+    "sentence_sum": Case(
+        sentence_reward, SentenceRewardConfig((3, 7), "sum"), tiny.pairs, tiny.PAIRS, "ends and starts", "own"
+    ),
+    "process_reward": Case(process_reward, ProcessRewardConfig(), tiny.q_examples, reads="own"),
+    "process_by_completion": Case(
+        process_reward, ProcessRewardConfig(weights="sequence_mean"), tiny.q_examples, reads="own"
+    ),
+}  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -159,7 +206,13 @@ def test_only_predictions_of_learned_tokens_have_a_gradient(float64, name):
     assert np.all(learned <= actions)
     if CASES[name].learned == "actions":
         learned = actions
+    if CASES[name].learned.startswith("ends"):
+        learned = np.asarray(batch.ends)
     read = learned
+    if CASES[name].learned == "ends and starts":
+        read = learned.copy()
+        for k, r, s in np.argwhere(learned):
+            read[k, r, batch.starts[k, r, s]] = True
     if CASES[name].reads == "previous":
         read = np.zeros_like(learned)
         for k, r, s in np.argwhere(learned):

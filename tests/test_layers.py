@@ -13,6 +13,9 @@ PACKAGE = Path(tpu_rl.__file__).parent
 # What each module of tpu_rl, by its first name, may import of tpu_rl. A module that is not here is placed by adding it.
 MATHEMATICS = {"types", "masked", "log_probs", "advantages", "policy_gradients", "preferences", "packing", "errors"}
 MATHEMATICS |= {"divergences", "teachers"}
+MATHEMATICS |= {"scores"}
+MATHEMATICS |= {"guidance"}
+MATHEMATICS |= {"critics"}
 STATE = {"types", "sharding", "errors"}
 ALLOWED = {
     "errors": set(),
@@ -20,10 +23,13 @@ ALLOWED = {
     "masked": {"types"},
     "log_probs": {"types", "masked"},
     "divergences": {"types"},
-    "teachers": {"types", "divergences"},
+    "teachers": {"types", "divergences", "log_probs"},
     "advantages": {"types", "masked"},
     "policy_gradients": {"types", "masked", "log_probs"},
     "preferences": {"types", "masked", "log_probs"},
+    "scores": {"types", "masked"},
+    "guidance": {"types", "errors"},
+    "critics": {"types", "masked", "log_probs", "errors"},
     "sharding": {"types", "errors"},
     "packing": STATE,
     "training": STATE,

@@ -9,13 +9,14 @@ loss has that shape too. Smallest loss: chosen far above rejected.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tpu_rl import masked
-from tpu_rl.types import Array
+from tpu_rl.types import Array, Metrics, Sum
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 
@@ -66,8 +67,42 @@ def completion_weights(action_mask: Array, minibatch: Array, minibatches: int) -
     return masked.token_mean(_first_action(action_mask), minibatch, minibatches)
 
 
+def bootstrap_counts(tokens: Array, action_mask: Array, group_id: Array, members: int) -> Array:
+    """[N, members] float32: how often a pair stands in each member's resample of the pairs, alike for its two rows.
+
+    Poisson(1), the online bootstrap, drawn from a number made of the pair's own tokens [N, T]: a pair counts the same
+    in every epoch and after a resume.
+    """
+    seen = jnp.flip(jax.lax.cummax(jnp.flip(action_mask.astype(jnp.int32), 1), axis=1), 1) > 0
+    columns = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.uint32)[None]
+    mixed = (tokens.astype(jnp.uint32) + jnp.uint32(1)) * (columns * jnp.uint32(2654435761) ^ (columns << 7))
+    own = jnp.where(seen, mixed, jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
+    same_pair = group_id[:, None] == group_id[None]
+    of_pair = jnp.where(same_pair, own[None], jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
+
+    def draw(number: Array) -> Array:
+        return jax.random.poisson(jax.random.fold_in(jax.random.key(0), number), 1.0, (members,))
+
+    return jax.vmap(draw)(of_pair).astype(jnp.float32)
+
+
 def _first_action(action_mask: Array) -> Array:
     return action_mask & (jnp.cumsum(action_mask, axis=-1) == 1)
+
+
+def metrics(chosen: Array, rejected: Array, counted: Array) -> Metrics:
+    """How pairs stand, from their rewards, where `counted`; a tie is half right. All [R, S]."""
+    pairs = counted.sum().astype(jnp.float32)
+    right = (chosen > rejected) + 0.5 * (chosen == rejected)
+    return {
+        f"preference/{name}": Sum(masked.total(values, counted), pairs)
+        for name, values in (
+            ("accuracy", right),
+            ("margin", chosen - rejected),
+            ("chosen", chosen),
+            ("rejected", rejected),
+        )
+    }
 
 
 # --- a pair compared ---------------------------------------------------------------------------------------------
@@ -191,6 +226,40 @@ def bradley_terry(chosen: Array, rejected: Array, margin: Array | float = 0.0, c
     equation 2).
     """
     return -jax.nn.log_sigmoid(chosen - rejected - margin) + centring * jnp.square(chosen + rejected)
+
+
+class PairLoss(NamedTuple):
+    """A loss of a pair, and which s it is about."""
+
+    function: Callable[..., Array]
+    """(chosen, rejected, beta=, and the options) -> losses."""
+    options: tuple[str, ...] = ()
+    averaged: bool = False
+    """s is divided by the completion's length."""
+    reference: bool = True
+    difference: bool = False
+    """It depends on chosen - rejected of sums alone, so that `divergence_score` may take the place of s."""
+
+
+PairLossName = Literal[
+    "sigmoid", "sigmoid_norm", "robust", "exo", "hinge", "discopop", "ipo", "apo_zero", "apo_down", "nca", "sppo",
+    "simpo", "orpo",
+]  # fmt: skip
+PAIR_LOSSES: dict[PairLossName, PairLoss] = {
+    "sigmoid": PairLoss(sigmoid, ("label_smoothing",), difference=True),
+    "sigmoid_norm": PairLoss(sigmoid, ("label_smoothing",), averaged=True),
+    "robust": PairLoss(robust, ("label_smoothing",), difference=True),
+    "exo": PairLoss(exo, ("label_smoothing",), difference=True),
+    "hinge": PairLoss(hinge, difference=True),
+    "discopop": PairLoss(discopop, difference=True),
+    "ipo": PairLoss(ipo, averaged=True),
+    "apo_zero": PairLoss(apo_zero),
+    "apo_down": PairLoss(apo_down),
+    "nca": PairLoss(nca),
+    "sppo": PairLoss(sppo),
+    "simpo": PairLoss(simpo, ("margin",), averaged=True, reference=False),
+    "orpo": PairLoss(orpo, averaged=True, reference=False),
+}
 
 
 # --- one completion judged ---------------------------------------------------------------------------------------

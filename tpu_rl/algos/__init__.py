@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
+from tpu_rl.algos.distill import DistillConfig, distill
 from tpu_rl.algos.grpo import GrpoConfig, grpo
+from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
+from tpu_rl.algos.ppo import PpoConfig, ppo
+from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
+from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
+from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
+from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
 
-ALGORITHMS = {GrpoConfig: grpo, SftConfig: sft}
-AlgorithmConfig = GrpoConfig | SftConfig
+ALGORITHMS = {
+    DistillConfig: distill,
+    MiniLlmConfig: mini_llm,
+    GrpoConfig: grpo,
+    ProcessRewardConfig: process_reward,
+    RewardModelConfig: reward_model,
+    SentenceRewardConfig: sentence_reward,
+    SftConfig: sft,
+    PpoConfig: ppo,
+    ValuePretrainingConfig: value_pretraining,
+}
+AlgorithmConfig = (
+    DistillConfig
+    | MiniLlmConfig
+    | GrpoConfig
+    | ProcessRewardConfig
+    | RewardModelConfig
+    | SentenceRewardConfig
+    | SftConfig
+    | PpoConfig
+    | ValuePretrainingConfig
+)  # fmt: skip
 
-__all__ = ["ALGORITHMS", "AlgorithmConfig", "GrpoConfig", "SftConfig", "grpo", "sft"]
+__all__ = [
+    "ALGORITHMS",
+    "AlgorithmConfig",
+    "DistillConfig",
+    "MiniLlmConfig",
+    "distill",
+    "mini_llm",
+    "GrpoConfig",
+    "PpoConfig",
+    "ValuePretrainingConfig",
+    "ppo",
+    "value_pretraining",
+    "ProcessRewardConfig",
+    "RewardModelConfig",
+    "SentenceRewardConfig",
+    "SftConfig",
+    "grpo",
+    "process_reward",
+    "reward_model",
+    "sentence_reward",
+    "sft",
+]
