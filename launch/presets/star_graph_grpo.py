@@ -1,0 +1,23 @@
+"""GRPO on star graphs, from the model that star_graph_pretrain left: can a policy method leave the shortcut?
+
+Sampled REINFORCE with the batch's mean as baseline is `--algorithm.advantages batch_centred`.
+"""
+
+from dataclasses import replace
+
+from launch.config import BatchConfig, EvaluationConfig, ModelConfig
+from launch.presets import star_graph_pretrain
+from tpu_rl.algos import GrpoConfig
+from tpu_rl.optimizers import OptimizerConfig
+
+CONFIG = replace(
+    star_graph_pretrain.CONFIG,
+    algorithm=GrpoConfig(),
+    data=replace(star_graph_pretrain.CONFIG.data, split="post"),
+    model=ModelConfig(path="runs/star_graph_pretrain/model"),
+    optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=5),
+    batch=BatchConfig(prompts=64, completions=8, row_length=128, micro_batch_rows=16),
+    evaluation=EvaluationConfig(rows=500, every=20),
+    steps=200,
+    checkpoint_every=50,
+)
