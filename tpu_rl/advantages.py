@@ -1,7 +1,10 @@
-"""How much better a completion did than expected.
+"""How much better a completion, or one token of it, did than expected.
 
 Group baselines: completions of one prompt are compared with each other. All take returns [N] float32, group_id [N]
 and scored [N] bool (rows without a reward count in no mean) and give [N] float32, zero for rows not scored.
+
+Tokens against a critic: rewards, values and mask [N, T] -> [N, T]. Tokens that the policy did not choose (tool output)
+are passed over as if they were not there: neither discount nor trace is spent on them.
 """
 
 from __future__ import annotations
@@ -70,3 +73,50 @@ def zero_variance_groups(returns: Array, group_id: Array, scored: Array) -> Arra
 def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
     """0 up to limit - buffer tokens, then falling linearly to -1 at `limit` (DAPO, arXiv 2503.14476, eq. 13). [N]."""
     return jnp.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------
+
+
+def gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: float | Array) -> Array:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16); zero outside the mask.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1}
+
+    over the tokens in `mask` alone; `lam` is a number or [N]. values[n, t] is V of the state *before* token t. A row
+    ends with its last token, also where it ran into its limit: what it earned is all that it will earn, and nothing is
+    bootstrapped (as in TRL, verl and OpenRLHF; the limit is part of the task that the reward judges).
+    """
+    lam = jnp.broadcast_to(jnp.asarray(lam, values.dtype), values.shape[:1])
+
+    def back(carry: tuple[Array, Array], token: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        next_value, next_advantage = carry
+        reward, value, chosen = token
+        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        kept = jnp.where(chosen, value, next_value), jnp.where(chosen, advantage, next_advantage)
+        return kept, jnp.where(chosen, advantage, 0.0)
+
+    end = jnp.zeros_like(values[:, 0])
+    rewards = jnp.where(mask, rewards, 0.0).astype(values.dtype)
+    return jax.lax.scan(back, (end, end), (rewards.T, values.T, mask.T), reverse=True)[1].T
+
+
+def returns_to_go(rewards: Array, mask: Array, gamma: float = 1.0) -> Array:
+    """G_t = r_t + gamma G_{t+1}: what a token and those after it earned; `gae` without a critic."""
+    return gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0)
+
+
+def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
+    """1 - 1 / (alpha l), so that the weights lam^t of a trace add up to alpha l (VAPO, arXiv 2504.05118, section 4.2).
+
+    lengths [N] in tokens. Below 1 / alpha tokens the formula is negative and the paper silent: 0 is used.
+    """
+    return jnp.clip(1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1)), 0.0, 1.0)
+
+
+def optimal_value(returns: Array, beta: float) -> Array:
+    """beta log mean exp(return / beta) over the last axis, [..., n] -> [...].
+
+    V*(x) of the KL-regularised problem, estimated from n completions of the reference (A*-PO, arXiv 2505.20686, eq. 4).
+    """
+    return beta * (jax.nn.logsumexp(returns / beta, axis=-1) - jnp.log(returns.shape[-1]))

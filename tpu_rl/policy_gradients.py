@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from tpu_rl import masked
-from tpu_rl.log_probs import k3
+from tpu_rl.log_probs import k1, k3
 from tpu_rl.types import Array, First, Max, Metrics, Min, Sum
 
 
@@ -43,6 +43,28 @@ def kl_loss(log_probs: Array, old_log_probs: Array, reference_log_probs: Array) 
     return importance_ratio(log_probs, old_log_probs) * k3(log_probs, reference_log_probs)
 
 
+def adapted_kl_scale(scale: Array, kl: Array, target: float, horizon: float) -> Array:
+    """scale x (1 + clip(kl / target - 1, +-0.2) / horizon): an adaptive KL coefficient (arXiv 1909.08593, eq. 4).
+
+    `kl` and `target` are nats a completion; `horizon` is in optimizer steps: the paper's, in completions, over the
+    completions of one step.
+    """
+    return scale * (1.0 + jnp.clip(kl / target - 1.0, -0.2, 0.2) / horizon)
+
+
+def reference_metrics(log_probs: Array, reference_log_probs: Array, mask: Array, sequence_ids: Array) -> Metrics:
+    """How far the policy is from the reference; all [R, S]. Per token by k3, and per completion, in nats, by k1."""
+    completions = sequence_ids.max(-1).sum()
+    return {
+        "policy/kl_reference": Sum(
+            masked.total(k3(log_probs, reference_log_probs), mask), mask.sum().astype(jnp.float32)
+        ),
+        "policy/kl_completion": Sum(
+            masked.total(k1(log_probs, reference_log_probs), mask), completions.astype(jnp.float32)
+        ),
+    }
+
+
 def policy_metrics(
     mask: Array, log_probs: Array, old_log_probs: Array, advantages: Array, clip_low: float, clip_high: float
 ) -> Metrics:
@@ -63,4 +85,26 @@ def policy_metrics(
         "policy/kl_old": average(k3(log_probs, old_log_probs)),
         "policy/log_prob_gap_mean": First(average(gap)),
         "policy/log_prob_gap_max": First(Max(jnp.where(mask, gap, 0.0).max())),
+    }
+
+
+def proximal_loss(
+    log_probs: Array,
+    entropy: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    weights: Array,
+    mask: Array,
+    clip: tuple[float, float],
+    entropy_coef: float = 0.0,
+) -> tuple[Array, Metrics]:
+    """(sum w [-min(ratio A, clip(ratio) A) - entropy_coef H], metrics); all [R, S], `clip` is (low, high).
+
+    `log_probs` hold a number, and no gradient, outside `mask`: zero times an infinite ratio would be NaN.
+    """
+    losses = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, *clip)
+    value = masked.total(weights * (losses - entropy_coef * entropy), weights > 0)
+    return value, policy_metrics(mask, log_probs, old_log_probs, advantages, *clip) | {
+        "policy/loss": Sum(value, weights.sum()),
+        "policy/entropy": Sum(masked.total(entropy, mask), mask.sum().astype(jnp.float32)),
     }

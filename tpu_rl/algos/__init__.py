@@ -7,6 +7,7 @@ from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.ppo import PpoConfig, ppo
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
+from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
@@ -16,6 +17,7 @@ ALGORITHMS = {
     DistillConfig: distill,
     MiniLlmConfig: mini_llm,
     GrpoConfig: grpo,
+    QSharpConfig: q_sharp,
     ProcessRewardConfig: process_reward,
     RewardModelConfig: reward_model,
     SentenceRewardConfig: sentence_reward,
