@@ -18,12 +18,14 @@ from tests import tiny
 from tpu_rl import training
 from tpu_rl.algos import GrpoConfig, PpoConfig, SftConfig, ValuePretrainingConfig, grpo, ppo, sft, value_pretraining
 from tpu_rl.algos.distill import DistillConfig, distill
+from tpu_rl.algos.dpo import DpoConfig, dpo
+from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.critics import Critic
-from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, RoleSpec, Rollout, TrainState
+from tpu_rl.types import Algorithm, Demonstrations, Pairs, Params, Role, Roles, RoleSpec, Rollout, TrainState
 
 MODEL = tiny.attention_model()
 
@@ -36,6 +38,11 @@ def off_policy(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) ->
 
 def texts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Demonstrations:
     return tiny.demonstrations(groups=groups, columns=columns)
+
+
+def judged(groups: tiny.Groups = tiny.PAIRS, columns: int | None = 11) -> Pairs:
+    """With room for the longest completion after the longest prompt."""
+    return tiny.pairs(groups=groups, columns=columns)
 
 
 class Case(NamedTuple):
@@ -100,6 +107,33 @@ CASES = {
         process_reward, ProcessRewardConfig(weights="sequence_mean"), tiny.q_examples, reads="own"
     ),
 }  # fmt: skip
+CASES |= {
+    name: Case(dpo, config, tiny.pairs, tiny.PAIRS, "actions")
+    for name, config in {
+        "dpo": DpoConfig(),
+        "conservative_dpo": DpoConfig(label_smoothing=0.1),
+        "robust_dpo": DpoConfig(loss="robust", label_smoothing=0.1),
+        "reverse_rpo": DpoConfig(reverse=True, rpo_coef=0.5),
+        "online_dpo": DpoConfig(pairs="policy", loss="sigmoid_norm"),
+        "tr_dpo": DpoConfig(reference_mix=0.6),  # its reference does not move in the few steps of the battery
+        "ipo": DpoConfig(loss="ipo"),
+        "hinge": DpoConfig(loss="hinge", f_divergence="forward_kl"),
+        "simpo": DpoConfig(loss="simpo", beta=2.0),
+        "orpo": DpoConfig(loss="orpo"),
+        "exo": DpoConfig(loss="exo", label_smoothing=0.1, f_divergence="alpha"),
+        "discopop": DpoConfig(loss="discopop", f_divergence="js"),
+        "apo_zero": DpoConfig(loss="apo_zero"),
+        "apo_down": DpoConfig(loss="apo_down"),
+        "nca": DpoConfig(loss="nca"),
+        "sppo": DpoConfig(loss="sppo"),
+    }.items()
+}
+CASES |= {
+    "worst_case_dpo": Case(dpo, DpoConfig(robust_radius=0.1), tiny.pairs, tiny.PAIRS),
+    "kto": Case(kto, KtoConfig(good_weight=1.5), judged, tiny.PAIRS, "actions"),
+    "kto_apo_zero": Case(kto, KtoConfig(loss="apo_zero", bad_weight=1.5), judged, tiny.PAIRS, "actions"),
+    "bco": Case(kto, KtoConfig(loss="bco"), judged, tiny.PAIRS, "actions"),
+}
 every_case = pytest.mark.parametrize("name", CASES)
 
 

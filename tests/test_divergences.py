@@ -198,7 +198,7 @@ def test_the_authors_scale_is_half_the_formulas():
 def test_an_extrapolation_is_a_geometric_mixture_with_the_renyi_divergence_as_its_normaliser():
     p, q = random_logits(5, 7)
     for a in (0.0, 0.5, 1.0, 3.0):
-        z = teachers.extrapolation(p, q, teachers.constant_alpha(p, a))
+        z = teachers.extrapolation(p, q, jnp.full(5, a))
         unnormalised = softmax(p) ** a * softmax(q) ** (1 - a)
         partition = unnormalised.sum(-1)
         np.testing.assert_allclose(jax.nn.softmax(z), unnormalised / partition[:, None], rtol=1e-9)
@@ -206,5 +206,24 @@ def test_an_extrapolation_is_a_geometric_mixture_with_the_renyi_divergence_as_it
 
 
 def test_paddings_of_the_vocabulary_are_cut_to_the_shorter():
-    short, long = np.zeros((2, 5)), np.zeros((2, 8))
-    assert [z.shape for z in teachers.shared_vocabulary(short, long)] == [(2, 5), (2, 5)]
+    cut = teachers.shared_vocabulary({"policy": np.arange(5), "teacher": np.arange(8)})
+    np.testing.assert_array_equal(cut["teacher"], np.arange(5))
+    np.testing.assert_array_equal(cut["policy"], np.arange(5))
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_teachers_by_name(half):
+    """One state at a time."""
+    z = {name: random_logits(4, 7, seed=i)[0] for i, name in enumerate(("teacher", "reference", "teacher_reverse"))}
+    for state in range(4):
+        one = {name: logits[state] for name, logits in z.items()}
+        distance = np.abs(softmax(one["teacher"]) - softmax(one["teacher_reverse"])).sum() * (0.5 if half else 1)
+        alpha = 2.0 * distance + 1e-3
+        expected = one["teacher"] + alpha * (one["teacher"] - one["teacher_reverse"])
+        found = teachers.compose("contrastive", 2.0, adaptive=True, tvd_half=half)(z)
+        np.testing.assert_allclose(found.alpha[state], alpha, rtol=1e-12)
+        np.testing.assert_allclose(found.logits[state], expected, rtol=1e-12)
+        line = teachers.compose("extrapolated", 2.0)(z)
+        np.testing.assert_allclose(line.logits[state], 2 * one["teacher"] - one["reference"], rtol=1e-12)
+        assert line.alpha[state] == 2.0
+    np.testing.assert_array_equal(teachers.compose("teacher", 2.0)(z).logits, z["teacher"])

@@ -42,6 +42,7 @@ ALLOWED = {
     "tokenizers": {"types", "errors"},
     "environments": {"types", "errors", "environments"},
     "rewards": {"environments", "types", "errors"},
+    "reward_models": {"models", "scores", "masked", "data", "tokenizers", "types", "errors"},
     "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "errors"},
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"errors"},

@@ -15,6 +15,7 @@ import numpy as np
 from tpu_rl import packing
 from tpu_rl.types import (
     Array,
+    Completions,
     Demonstrations,
     Experience,
     Model,
@@ -157,7 +158,8 @@ def cast(specs: Mapping[str, RoleSpec]) -> tuple[Roles, Params]:
     """The roles that an algorithm's config asks for, on tiny models, with random params: no two begin alike."""
     roles, params = {}, {}
     for name, spec in specs.items():
-        model = attention_model(outputs=spec.outputs)
+        per_token = spec.outputs_per_token and spec.outputs_per_token * VOCABULARY
+        model = attention_model(outputs=spec.outputs or per_token)
         roles[name] = role(model, name)
         seed = ROLES.index(name) if name in ROLES else zlib.crc32(name.encode()) % 2**31
         params[name] = model.init(jax.random.key(seed))
@@ -264,6 +266,12 @@ def pairs(seed: int = 0, groups: Groups = PAIRS, columns: int | None = None) -> 
         margin=jnp.asarray(random.random(len(groups))[group_id]),
         reference_log_probs=jnp.asarray(np.where(action_mask, -1.0 - random.random(tokens.shape), 0.0)),
     )
+
+
+def completions(seed: int = 0, groups: Groups = GROUPS, columns: int | None = None) -> Completions:
+    """Random completions, every second group of them the policy's own."""
+    tokens, action_mask, group_id = texts(np.random.default_rng(seed), groups, columns)
+    return Completions(*map(jnp.asarray, (tokens, action_mask, group_id, group_id % 2 == 0)))
 
 
 def q_examples(seed: int = 0, groups: Groups = GROUPS, columns: int | None = None) -> QExamples:

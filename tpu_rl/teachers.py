@@ -1,9 +1,9 @@
-"""Token-level teachers made of the logits of several models: functions of logits [..., V], within one chunk.
+"""Token-level teachers made of the logits of several models, and how far a policy is from them.
 
-A teacher's policy is softmax(z*), with z* a line through two models' logits (AlignDistil, arXiv 2503.02832):
+A teacher's policy is softmax(z*), with z* on a line through two models' logits (AlignDistil, arXiv 2503.02832):
 
-    extrapolation   z* = z_reference + alpha (z_teacher - z_reference)      eq. 11; alpha = beta0 / beta
-    contrast        z* = z_teacher   + alpha (z_teacher - z_reverse)        eq. 14, 17
+    extrapolated   z* = z_reference + alpha (z_teacher - z_reference)      eq. 11; alpha = beta0 / beta
+    contrastive    z* = z_teacher   + alpha (z_teacher - z_reverse)        eq. 14, 17
 
 With a teacher from DPO (coefficient beta0), the first is, state by state, the policy that maximises DPO's own token
 reward beta0 ln(teacher / reference) less beta times the KL to the reference. It is not the optimum over sequences: a
@@ -11,18 +11,34 @@ token teacher cannot see where a token leads. For every policy, with a = beta0 /
 
     J(policy) = beta E[ sum_t ln Z_t - KL(policy || z*_t) ],    ln Z_t = (a - 1) Renyi_a(teacher || reference)
 
-and only for a = 1 (or single-token answers) does the ln Z of the visited states not depend on the policy.
+and only for a = 1 (or answers of one token) does the ln Z of the visited states not depend on the policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from tpu_rl import divergences
-from tpu_rl.types import Array
+from tpu_rl.log_probs import CHUNK_TOKENS, of_logits, over_chunks, predicting
+from tpu_rl.types import Array, Params, Roles, Rows
 
 LEAST_ALPHA = 1e-3
 """The paper's epsilon: where two models agree, the teacher is very nearly the first of them."""
+
+
+class Target(NamedTuple):
+    logits: Array
+    """[..., V]: z*."""
+    alpha: Array
+    """[...]: how far z* lies on its line."""
+
+
+Teacher = Callable[[Mapping[str, Array]], Target]
+"""Logits [..., V] of roles, by name -> what the policy is drawn to."""
 
 
 def extrapolation(teacher: Array, reference: Array, alpha: Array) -> Array:
@@ -46,12 +62,73 @@ def adaptive_alpha(teacher: Array, other: Array, scale: float, half: bool = True
     return scale * divergences.total_variation(teacher, other, half) + LEAST_ALPHA
 
 
-def shared_vocabulary(*logits: Array) -> tuple[Array, ...]:
+COMPOSITIONS = {
+    "teacher": ("teacher", lambda teacher, other, alpha: teacher),
+    "extrapolated": ("reference", extrapolation),
+    "contrastive": ("teacher_reverse", contrast),
+}
+"""Name -> (the role beside "teacher" that it needs, function of both roles' logits and alpha)."""
+
+
+def compose(name: str, alpha: float, adaptive: bool = False, tvd_half: bool = True) -> Teacher:
+    """One of COMPOSITIONS, alpha the same for every state or `adaptive`, with that scale."""
+    other_role, combine = COMPOSITIONS[name]
+
+    def teacher(logits: Mapping[str, Array]) -> Target:
+        first, other = logits["teacher"], logits[other_role]
+        alphas = jnp.full(first.shape[:-1], alpha, first.dtype)
+        if adaptive:
+            alphas = adaptive_alpha(first, other, alpha, tvd_half)
+        return Target(combine(first, other, alphas), alphas)
+
+    return teacher
+
+
+def shared_vocabulary(logits: Mapping[str, Array]) -> dict[str, Array]:
     """All cut to the shortest vocabulary: of one tokenizer, models differ in padding only."""
-    size = min(z.shape[-1] for z in logits)
-    return tuple(z[..., :size] for z in logits)
+    size = min(z.shape[-1] for z in logits.values())
+    return {name: z[..., :size] for name, z in logits.items()}
 
 
-def constant_alpha(like: Array, alpha: float) -> Array:
-    """alpha for every state of logits [..., V]: [...]."""
-    return jnp.full(like.shape[:-1], alpha, like.dtype)
+class Compared(NamedTuple):
+    """Of the distribution that each token was, or could have been, drawn from; all [R, S], nats."""
+
+    divergence: Array
+    """Of policy and teacher, with its gradient to the policy alone."""
+    alpha: Array
+    log_probs: Array
+    """The policy's, of the tokens, with their gradient; they mean nothing where a token follows none."""
+    entropy: Array
+    """Of the policy."""
+
+
+def compare(
+    roles: Roles,
+    params: Params,
+    rows: Rows,
+    teacher: Teacher,
+    beta: float,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Compared:
+    """The generalised Jensen-Shannon divergence of role "policy" and a teacher made of the other `roles`.
+
+    All logits are divided by `temperature` first. With `top_k`, tokens other than the teacher's k likeliest are one.
+    """
+
+    def one_chunk(tokens: Array, *hidden: Array) -> Compared:
+        logits = {name: roles[name].logits(params, h) / temperature for name, h in zip(roles, hidden, strict=True)}
+        logits = shared_vocabulary(logits)
+        student, (target, alpha) = logits["policy"], jax.lax.stop_gradient(teacher(logits))
+        log_probs, entropy = of_logits(student, tokens)
+        if top_k is not None and top_k < target.shape[-1] - 1:
+            likeliest = divergences.top(target, top_k)
+            student, target = (divergences.coarsen(z, likeliest) for z in (student, target))
+        divergence = divergences.jensen_shannon(student, target, beta)
+        return Compared(divergence, alpha, log_probs, jax.lax.stop_gradient(entropy))
+
+    hidden = [predicting(role.hidden(params, rows), rows) for role in roles.values()]
+    # As many logits at once as everywhere else, now of several models.
+    return over_chunks(one_chunk, rows.tokens, *hidden, chunk_tokens=max(1, chunk_tokens // len(roles)))

@@ -103,6 +103,8 @@ class RoleSpec(NamedTuple):
     """Only the first so many layers are taken over."""
     outputs: int | None = None
     """A head of so many numbers in place of the vocabulary (a value, a reward, a distribution)."""
+    outputs_per_token: int | None = None
+    """A head of so many numbers for each token that may follow, [V x outputs_per_token] in the vocabulary's order."""
     trunk_of: str | None = None
     """A head only, on the hidden states of that role: whoever calls it computes those once."""
     learning_rate_scale: float = 1.0
@@ -162,6 +164,23 @@ class Demonstrations:
     """[N, T] bool."""
     group_id: Array
     """[N] int32; all different: no two demonstrations share a prompt row."""
+
+
+@struct.dataclass
+class Completions:
+    """Completions to be judged token by token, whoever wrote them: the policy itself, a teacher, people.
+
+    `action_mask` is True where a token was chosen, the end included; rows of one group continue the same prompt.
+    """
+
+    tokens: Array
+    """[N, T] int32."""
+    action_mask: Array
+    """[N, T] bool."""
+    group_id: Array
+    """[N] int32."""
+    on_policy: Array
+    """[N] bool: the policy itself sampled the row, at this step."""
 
 
 @struct.dataclass
@@ -262,7 +281,7 @@ class Experience(NamedTuple):
     """What an algorithm learns from at one step of the run."""
 
     data: Any
-    """Rollout, Demonstrations, Pairs or QExamples."""
+    """Rollout, Demonstrations, Completions, Pairs or QExamples."""
     layout: Layout
 
 

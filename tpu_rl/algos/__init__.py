@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tpu_rl.algos.distill import DistillConfig, distill
+from tpu_rl.algos.dpo import DpoConfig, dpo
 from tpu_rl.algos.grpo import GrpoConfig, grpo
+from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.ppo import PpoConfig, ppo
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
@@ -16,6 +18,8 @@ from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretrai
 ALGORITHMS = {
     DistillConfig: distill,
     MiniLlmConfig: mini_llm,
+    DpoConfig: dpo,
+    KtoConfig: kto,
     GrpoConfig: grpo,
     QSharpConfig: q_sharp,
     ProcessRewardConfig: process_reward,
@@ -28,6 +32,8 @@ ALGORITHMS = {
 AlgorithmConfig = (
     DistillConfig
     | MiniLlmConfig
+    | DpoConfig
+    | KtoConfig
     | GrpoConfig
     | ProcessRewardConfig
     | RewardModelConfig
@@ -41,6 +47,10 @@ __all__ = [
     "ALGORITHMS",
     "AlgorithmConfig",
     "DistillConfig",
+    "DpoConfig",
+    "KtoConfig",
+    "dpo",
+    "kto",
     "MiniLlmConfig",
     "distill",
     "mini_llm",
