@@ -129,7 +129,7 @@ CASES |= {
     }.items()
 }
 CASES |= {
-    "worst_case_dpo": Case(dpo, DpoConfig(robust_radius=0.1), tiny.pairs, tiny.PAIRS),
+    "worst_case_dpo": Case(dpo, DpoConfig(robust_radius=0.1), tiny.pairs, tiny.PAIRS, "actions"),
     "kto": Case(kto, KtoConfig(good_weight=1.5), judged, tiny.PAIRS, "actions"),
     "kto_apo_zero": Case(kto, KtoConfig(loss="apo_zero", bad_weight=1.5), judged, tiny.PAIRS, "actions"),
     "bco": Case(kto, KtoConfig(loss="bco"), judged, tiny.PAIRS, "actions"),

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.types import Layout
+from tpu_rl.types import Layout, Rows
 
 
 @dataclass
@@ -179,6 +180,20 @@ def _write(views: list[np.ndarray], slots: np.ndarray, *values: np.ndarray | int
     """Each of (source, positions, segments, branches, sequences) at `slots` of one packed row."""
     for view, value in zip(views, values, strict=False):
         view[slots] = value
+
+
+def one_a_row(tokens: jax.Array, action_mask: jax.Array, rows_at_once: int) -> Rows:
+    """[N, T] sequences -> Rows [1, K, R, T], each in a row of its own; rows that are missing to K x R are padding.
+
+    For sequences that are made within make_batch, where no layout can be. They end with their last action.
+    """
+    missing = -len(tokens) % rows_at_once
+    tokens, mask = (jnp.pad(x, ((0, missing), (0, 0))) for x in (tokens, action_mask))
+    column = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+    inside = jnp.flip(jnp.cumsum(jnp.flip(mask, 1), axis=1), 1) > 0
+    completion = (inside & (jnp.cumsum(mask, axis=1) > 0)).astype(jnp.int32)
+    rows = Rows(tokens, column, inside.astype(jnp.int32), completion, completion, jnp.maximum(column - 1, 0))
+    return jax.tree.map(lambda x: x.reshape(1, -1, rows_at_once, x.shape[1]), rows)
 
 
 def over_micro_batches(function: Callable[[Any], Any], batch: Any) -> Any:
