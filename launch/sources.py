@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
 from tpu_rl import data, environments, models, packing, rewards, rollouts, sampler, sharding
+from tpu_rl.algos import AlgorithmConfig, DistillConfig, SftConfig
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Demonstrations, Experience, Model, Pairs, Params, Purpose, Rollout, TrainState
+from tpu_rl.types import Completions, Demonstrations, Experience, Model, Pairs, Params, Purpose, Rollout, TrainState
 
 POLICY_PARAMS = operator.itemgetter("policy")
 """The policy's params in the whole tree; one function, so that what is compiled for it is compiled once."""
@@ -38,7 +39,7 @@ class Drawn(NamedTuple):
     """One batch of experience, with its part of the metrics row and of samples.jsonl."""
 
     data: Any
-    """Rollout, Demonstrations, Pairs or QExamples."""
+    """Rollout, Demonstrations, Completions, Pairs or QExamples."""
     metrics: dict[str, float]
     records: list[dict[str, Any]]
     warnings: list[str]
@@ -79,29 +80,44 @@ def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
     return SOURCES[stage.algorithm.experience](setup, stage, params)
 
 
-def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
-    """Completions of the stream's prompts by the current policy, scored."""
-    del params
-    config, lang, mesh = setup.config, setup.language, setup.mesh
-    stream = make_stream(config, stage, lang)
-    policy = models.policy(setup.models["policy"], POLICY_PARAMS)
+RollOut = Callable[[int, TrainState, list[data.Row], int], rollouts.Scored]
+"""(step of the run, state, rows, id of the first completion in it) -> completions of the rows' prompts, scored."""
+
+
+def roller(setup: Setup, role: str = "policy") -> RollOut:
+    """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings."""
+    config, lang = setup.config, setup.language
+    policy = models.policy(setup.models[role], POLICY_PARAMS if role == "policy" else operator.itemgetter(role))
     functions = reward_functions(config)
     how = sampler_config(config, lang.tokenizer, config.batch.completions)
-    size = config.batch.prompts * config.batch.completions
-    longest = config.sampling.max_prompt_tokens
 
-    def draw(step: int, state: TrainState) -> Drawn:
+    def roll_out(step: int, state: TrainState, rows: list[data.Row], first: int) -> rollouts.Scored:
         key = sampler.run_key(config.seed, Purpose.ROLLOUT, step)
         updates = int(state.step)
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
             return sampler.sample(
-                policy, state.params, prompts, key, how, row_ids=row_ids, policy_step=updates, mesh=mesh
+                policy, state.params, prompts, key, how, row_ids=row_ids, policy_step=updates, mesh=setup.mesh
             )
 
-        def roll(rows: list[dict[str, Any]], round_: int) -> rollouts.Scored:
-            row_ids = round_ * size + np.arange(size)
-            return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest)
+        row_ids = first + np.arange(len(rows) * config.batch.completions)
+        longest = config.sampling.max_prompt_tokens
+        return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest)
+
+    return roll_out
+
+
+def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
+    """Completions of the stream's prompts by the current policy, scored."""
+    del params
+    config = setup.config
+    stream = make_stream(config, stage, setup.language)
+    roll_out = roller(setup)
+    size = config.batch.prompts * config.batch.completions
+
+    def draw(step: int, state: TrainState) -> Drawn:
+        def roll(rows: list[data.Row], round_: int) -> rollouts.Scored:
+            return roll_out(step, state, rows, round_ * size)
 
         scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
         return Drawn(
@@ -125,9 +141,55 @@ def demonstration_source(setup: Setup, stage: Stage, params: Params) -> Source:
     return Source(draw, stream.get_state, stream.set_state)
 
 
+def completion_source(setup: Setup, stage: Stage, params: Params) -> Source:
+    """The stream's prompts, a share completed by the policy, the others by a teacher or as the data have them."""
+    del params
+    algorithm, config, lang = stage.algorithm, setup.config, setup.language
+    assert isinstance(algorithm, DistillConfig | SftConfig)
+    stream = make_stream(config, stage, lang)
+    own = round(algorithm.on_policy * config.batch.prompts)
+    by_policy, by_teacher = roller(setup, "policy"), roller(setup, "teacher")
+    length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+
+    def draw(step: int, state: TrainState) -> Drawn:
+        rows = next(stream)[1]
+        drawn, parts = Drawn(None, {}, [], []), []
+        if own:
+            scored = by_policy(step, state, rows[:own], 0)
+            parts.append((scored.rollout, True))
+            found = rollouts.metrics(scored)
+            drawn = Drawn(None, found, rollouts.records(scored, step), rollouts.warnings(scored))
+        if own < len(rows) and algorithm.off_policy == "teacher":
+            scored = by_teacher(step, state, rows[own:], own * config.batch.completions)
+            parts.append((scored.rollout, False))
+            drawn.metrics["distill/teacher_reward"] = rollouts.metrics(scored)["reward/mean"]
+            drawn.records.extend(record | {"by": "teacher"} for record in rollouts.records(scored, step))
+            drawn.warnings.extend(rollouts.warnings(scored))
+        elif own < len(rows):
+            parts.append((data.demonstrations(rows[own:], lang.tokenizer, length), False))
+        return drawn._replace(data=together(parts))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def together(parts: list[tuple[Rollout | Demonstrations, bool]]) -> Completions:
+    """Texts and whether they are the policy's own, as one batch; groups are numbered anew."""
+    length = max(texts.tokens.shape[1] for texts, _ in parts)
+    groups, columns = 0, []
+    for texts, on_policy in parts:
+        wider = ((0, 0), (0, length - texts.tokens.shape[1]))
+        group_id = groups + np.unique(np.asarray(texts.group_id), return_inverse=True)[1]
+        groups = int(group_id.max()) + 1
+        tokens, mask = np.pad(np.asarray(texts.tokens), wider), np.pad(np.asarray(texts.action_mask), wider)
+        columns.append((tokens, mask, group_id.astype(np.int32), np.full(len(tokens), on_policy)))
+    arrays: list[Any] = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
+    return Completions(*arrays)
+
+
 SOURCES: dict[type, Callable[[Setup, Stage, Params], Source]] = {
     Rollout: rollout_source,
     Demonstrations: demonstration_source,
+    Completions: completion_source,
 }
 
 
@@ -155,7 +217,7 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
 def make_stream(config: ExperimentConfig, stage: Stage, lang: Language) -> data.RowStream:
     """The training rows, batch by batch, for ever."""
     rows = train_rows(config, stage.algorithm.experience)
-    if isinstance(rows, list) and stage.algorithm.experience is Rollout:
+    if isinstance(rows, list) and stage.algorithm.experience in (Rollout, Completions) and "prompt" in rows[0]:
         rows = that_fit(config, lang, rows)
     return data.stream(rows, config.seed, config.batch.prompts)
 
@@ -179,7 +241,7 @@ def resolve_reward(name: str) -> rewards.Reward:
 
 def train_rows(config: ExperimentConfig, experience: type) -> data.Source:
     match config.data:
-        case ArithmeticData() as task if experience is Demonstrations:
+        case ArithmeticData() as task if experience in (Demonstrations, Completions):
             return environments.ArithmeticDemonstrations(task.train, config.seed, task.written_share)
         case ArithmeticData() as task:
             return environments.ArithmeticSource(task.train, "train", seed=config.seed)
@@ -218,12 +280,20 @@ def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data
     """A file's rows with the instruction appended to their prompts."""
     if files.format == "gsm8k":
         rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
-    elif config.algorithm.experience is Rollout:
+    elif not reads_completions(config.algorithm):
         rows = data.read(path, ("prompt",))
     else:
-        has_messages = "messages" in data.read(path, ())[0]
+        samples_too = isinstance(config.algorithm, DistillConfig) and config.algorithm.on_policy > 0
+        has_messages = "messages" in data.read(path, ())[0] and not samples_too
         rows = data.read(path, ("messages",) if has_messages else ("prompt", "completion"))
     return [row | {"prompt": instructed(row["prompt"], files.instruction)} if "prompt" in row else row for row in rows]
+
+
+def reads_completions(algorithm: AlgorithmConfig) -> bool:
+    """Whether it learns from the data's completions, not from prompts alone."""
+    if isinstance(algorithm, DistillConfig):
+        return algorithm.on_policy < 1 and algorithm.off_policy == "data"
+    return algorithm.experience not in (Rollout, Completions)
 
 
 def instructed(prompt: Any, instruction: str) -> Any:

@@ -2,7 +2,9 @@
 
     loss = - sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / tokens to be learned in the optimizer step
 
-Prompts are not learned. The base of every other method here, and its simplest example of the contract.
+Prompts are not learned. The base of every other method here, and its simplest example of the contract. With a teacher,
+whose completions then take the place of the data's, it is sequence-level distillation (arXiv 1606.07947, section 3.2;
+by sampling in place of its beam search).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from tpu_rl.log_probs import token_log_probs
 from tpu_rl.types import (
     Algorithm,
     Array,
+    Completions,
     Demonstrations,
     Experience,
     Metrics,
@@ -31,14 +34,23 @@ from tpu_rl.types import (
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Nothing to choose: completion-only loss, every token counts the same."""
+    """Completion-only loss, every token counts the same."""
 
-    experience: ClassVar[type] = Demonstrations
+    teacher: str | None = None
+    """Imitate what this model samples, not the data: a directory, a hub id or the model folder of a run."""
+
     smallest_group: ClassVar[int] = 1
+    on_policy: ClassVar[float] = 0.0
+    off_policy: ClassVar[str] = "teacher"
+
+    @property
+    def experience(self) -> type:
+        return Demonstrations if self.teacher is None else Completions
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        return {"policy": RoleSpec(trainable=True)}
+        policy = {"policy": RoleSpec(trainable=True)}
+        return policy if self.teacher is None else policy | {"teacher": RoleSpec(trainable=False, path=self.teacher)}
 
 
 @struct.dataclass
@@ -49,13 +61,13 @@ class Batch:
 
 
 def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from Demonstrations, at temperature 1 whatever completions are sampled at."""
+    """Learns from Demonstrations or a teacher's Completions, at temperature 1 whatever completions are sampled at."""
     del config, sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         del params
         demonstrations, layout = experience
-        assert isinstance(demonstrations, Demonstrations)
+        assert isinstance(demonstrations, Demonstrations | Completions)
         weights = masked.token_mean(demonstrations.action_mask, layout.minibatch, layout.minibatches)
         return Batch(layout.rows(demonstrations.tokens), {"policy": layout.pack(weights)}), state
 

@@ -86,7 +86,7 @@ class ArithmeticSource:
 
 @dataclass(frozen=True)
 class ArithmeticDemonstrations:
-    """Endless solved questions of the training split: row i is {"prompt", "completion"}, a function of (self, i).
+    """Endless solved questions of the training split: row i is {"prompt", "completion", "answer"}, by (self, i).
 
     A share of them is written out and the rest are bare answers, as people's texts are of both kinds. What a model then
     lacks is not the calculation but the habit of writing it down, which reinforcement learning can teach.
@@ -114,7 +114,7 @@ class ArithmeticDemonstrations:
         expression = _draw(self.config, "train", generator)
         share = self._written_shares[_count_terms(expression) - self.config.min_terms]
         solve = written if generator.random() < share else bare
-        return {"prompt": f"{expression}=", "completion": solve(expression)}
+        return {"prompt": f"{expression}=", "completion": solve(expression), "answer": str(evaluate(expression))}
 
     @property
     def _written_shares(self) -> tuple[float, ...]:

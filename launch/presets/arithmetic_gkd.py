@@ -1,0 +1,37 @@
+"""Generalised knowledge distillation (arXiv 2306.13649) of arithmetic: the shipped model learns from what GRPO made of
+it, token by token, on its own completions. Train the teacher first; other arms by flags:
+
+    python launch/run.py arithmetic_grpo
+    python launch/run.py arithmetic_gkd [--algorithm.teacher RUN/model]
+        --algorithm.on-policy 0                                   on the data's solutions, most of them bare answers
+        --algorithm.on-policy 0 --algorithm.off-policy teacher    on the teacher's own completions
+        --algorithm.on-policy 0.5                                 half of the prompts each
+        --algorithm.beta 0                                        forward KL
+"""
+
+from launch.config import (
+    ArithmeticData,
+    BatchConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+)
+from tpu_rl.algos import DistillConfig
+from tpu_rl.environments import Arithmetic
+from tpu_rl.optimizers import OptimizerConfig
+
+LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
+
+CONFIG = ExperimentConfig(
+    algorithm=DistillConfig(teacher="runs/arithmetic_grpo/model", beta=1.0),
+    data=ArithmeticData(train=LONG, evaluation=LONG),
+    model=ModelConfig(path="builtin:arithmetic"),
+    reward=("arithmetic",),
+    optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
+    batch=BatchConfig(prompts=64, completions=1, row_length=256, micro_batch_rows=8),
+    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
+    evaluation=EvaluationConfig(rows=500, every=10),
+    steps=60,
+    checkpoint_every=20,
+)
