@@ -46,22 +46,38 @@ def init_train_state(
     """The state before the first step.
 
     Optimizer moments are float32, as gradients are, whatever the parameters' dtype, and lie on the mesh as their
-    parameters do; its counters, and the step, are copied to every device of it.
+    parameters do; its counters, the step and what the algorithm remembers are copied to every device of it.
     """
     chosen, _ = partition(params, trainable)
 
     def init(chosen: Params) -> Any:
         return optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), chosen))
 
-    def place(moment: jax.ShapeDtypeStruct, param: Array) -> Sharding | None:
-        return param.sharding if moment.shape == param.shape else everywhere
-
     everywhere, shardings = replicated(chosen), None
+    algorithm_state = algorithm.init_state(params)
     if everywhere is not None:
-        shapes = jax.eval_shape(init, chosen)
-        shardings = optax.tree_map_params(optimizer, place, shapes, chosen, transform_non_params=lambda _: everywhere)
+        shardings = moment_shardings(jax.eval_shape(init, chosen), chosen, everywhere)
+        # Copies of parameters have their place already.
+        algorithm_state = jax.tree.map(
+            lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere), algorithm_state
+        )
     opt_state = jax.jit(init, out_shardings=shardings)(chosen)
-    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, algorithm.init_state(params))
+    return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, algorithm_state)
+
+
+def moment_shardings(opt_state: Any, params: Params, otherwise: Sharding) -> Any:
+    """The sharding of each leaf of an optimizer's state: its parameter's, whose path its own path ends with.
+
+    By path and not by `optax.tree_map_params`, which knows no optimizer that looks at its parameters' names.
+    """
+    placed = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+
+    def place(path: tuple, moment: Any) -> Sharding:
+        ends = (placed.get(path[start:]) for start in range(len(path)))
+        param = next((leaf for leaf in ends if leaf is not None), None)
+        return param.sharding if param is not None and param.shape == moment.shape else otherwise
+
+    return jax.tree_util.tree_map_with_path(place, opt_state)
 
 
 def replicated(params: Params) -> Sharding | None:
