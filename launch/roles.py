@@ -90,9 +90,15 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
         model = models.from_config(path, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
     if spec.layers is not None:
         model = models.first_layers(model, spec.layers)
-    if spec.outputs is not None:
-        model = models.with_head(model, spec.outputs)
-    return model
+    outputs = head_outputs(model, spec)
+    return model if outputs is None else models.with_head(model, outputs)
+
+
+def head_outputs(model: Model, spec: RoleSpec) -> int | None:
+    """How many numbers the role's head gives in place of the model's vocabulary; None where that stays."""
+    if spec.outputs_per_token is not None:
+        return spec.outputs_per_token * model.config.vocab.size
+    return spec.outputs
 
 
 def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
@@ -129,8 +135,9 @@ def _begin(config: ExperimentConfig, lang: Language, loaded: Params, mesh: Mesh,
         return random_params(role_model(config, lang.model, spec), key, mesh)
     if spec.layers is not None:
         params, model = models.first_layers_params(model, params, spec.layers), models.first_layers(model, spec.layers)
-    if spec.outputs is not None and model.config.outputs != spec.outputs:
-        params = models.head_params(model, params, spec.outputs, key)
+    outputs = head_outputs(model, spec)
+    if outputs is not None and model.config.outputs != outputs:
+        params = models.head_params(model, params, outputs, key)
     return params
 
 

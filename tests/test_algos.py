@@ -22,6 +22,7 @@ from tpu_rl.algos.dpo import DpoConfig, dpo
 from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
+from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.critics import Critic
@@ -101,6 +102,14 @@ CASES = {
     ),
     "sentence_sum": Case(
         sentence_reward, SentenceRewardConfig((3, 7), "sum"), tiny.pairs, tiny.PAIRS, "ends and starts", "own"
+    ),
+    "q_sharp": Case(q_sharp, QSharpConfig(), tiny.q_examples, reads="own"),
+    "q_sharp_by_token": Case(q_sharp, QSharpConfig(type="q", weights="token_mean"), tiny.q_examples),
+    "q_sharp_histogram": Case(
+        q_sharp, QSharpConfig(type="q", distribution="histogram", support=(0, 1, 3), labels="two_hot"), tiny.q_examples
+    ),
+    "q_sharp_single": Case(
+        q_sharp, QSharpConfig(distribution="squared_error", prefixes="single"), tiny.q_examples, reads="own"
     ),
     "process_reward": Case(process_reward, ProcessRewardConfig(), tiny.q_examples, reads="own"),
     "process_by_completion": Case(

@@ -35,6 +35,7 @@ AlgorithmConfig = (
     | DpoConfig
     | KtoConfig
     | GrpoConfig
+    | QSharpConfig
     | ProcessRewardConfig
     | RewardModelConfig
     | SentenceRewardConfig
@@ -60,6 +61,8 @@ __all__ = [
     "ppo",
     "value_pretraining",
     "ProcessRewardConfig",
+    "QSharpConfig",
+    "q_sharp",
     "RewardModelConfig",
     "SentenceRewardConfig",
     "SftConfig",
