@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from launch import roles, sources
+from launch import pairs, roles, sources
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
-from launch.sources import Setup
+from launch.sources import Setup, Source
 from tpu_rl import evaluation, models, optimizers, sampler, sharding, training
 from tpu_rl.algos import ALGORITHMS
-from tpu_rl.types import Algorithm, Params, Policy, Purpose, Sampling, TrainState
+from tpu_rl.types import Algorithm, Pairs, Params, Policy, Purpose, Sampling, TrainState
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
 """(the whole params tree, also greedily?) -> metrics of the held-out problems."""
@@ -50,6 +50,16 @@ def build_algorithm(setup: Setup, stage: Stage) -> Algorithm:
     return ALGORITHMS[type(stage.algorithm)](stage.algorithm, bound, sampling)
 
 
+def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
+    """Where the kind of experience comes from that the stage's algorithm learns from.
+
+    `params` is the whole tree when the stage begins. A run that is resumed inside the stage has others by then, so
+    whoever derives anything from them keeps it in the run folder.
+    """
+    kinds = sources.SOURCES | {Pairs: pairs.pair_source}
+    return kinds[stage.algorithm.experience](setup, stage, params)
+
+
 def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> tuple[TrainState, training.UpdateStep]:
     """The state before the stage's first step, which takes over the params, and the jitted step."""
     config = setup.config
@@ -75,9 +85,16 @@ def acting_policy(setup: Setup) -> Policy:
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
-def evaluator(setup: Setup, stage: Stage) -> Evaluate:
+def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> Evaluate:
+    """Ranks the held-out pairs where the stage learns from given ones, and else answers the held-out problems."""
+    if pairs.are_given(stage):
+        rank = pairs.evaluator(setup, stage, algorithm, params)
+        return lambda params, greedy: rank(params)
+    return answering(setup)
+
+
+def answering(setup: Setup) -> Evaluate:
     """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
-    del stage
     config, lang, mesh = setup.config, setup.language, setup.mesh
     rows = sources.evaluation_rows(config) if config.evaluation.rows else []
     judge = config.evaluation.reward or next(iter(config.reward), None)

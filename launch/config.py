@@ -65,11 +65,13 @@ class FileData:
     """JSONL or Parquet rows."""
 
     path: str | None = None
-    """Training rows: `prompt` (text or messages), `messages`, or `prompt` and `completion`, and any other columns."""
+    """Training rows: `prompt` (text or messages), `messages`, or `prompt` and `completion`, and any other columns; for
+    preferences `prompt, chosen, rejected`, or, judged one by one, `prompt, completion, label`."""
     evaluation_path: str | None = None
     """Held-out rows; without it the last rows of `path` are held out and never trained on."""
-    format: Literal["plain", "gsm8k"] = "plain"
-    """gsm8k: columns `question` and `answer`, as published."""
+    format: Literal["plain", "gsm8k", "gsm8k_solutions"] = "plain"
+    """gsm8k: columns `question` and `answer`, as published. gsm8k_solutions: example_model_solutions.jsonl, of which
+    right and wrong solutions of a problem make pairs; every fourth problem, the last of them, is held out."""
     instruction: str = ""
     """Appended to every prompt (to the last user message, if prompts are messages)."""
 

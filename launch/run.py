@@ -93,8 +93,8 @@ class Parts(NamedTuple):
 def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, TrainState]:
     """The parts of a stage, and its state before its first step; the state takes the params over."""
     algorithm = build.build_algorithm(setup, stage)
-    source = sources.make_source(setup, stage, params)
-    evaluate = build.evaluator(setup, stage)
+    source = build.make_source(setup, stage, params)
+    evaluate = build.evaluator(setup, stage, algorithm, params)
     state, update = build.learner(setup, stage, algorithm, params)
     return Parts(setup.mesh, jax.jit(algorithm.make_batch), update, source, evaluate), state
 

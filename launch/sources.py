@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from jax.sharding import Mesh
 
 from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
-from tpu_rl import data, environments, models, packing, rewards, rollouts, sampler, sharding
-from tpu_rl.algos import AlgorithmConfig, DistillConfig, SftConfig
+from tpu_rl import advantages, data, environments, models, packing, rewards, rollouts, sampler, sharding
+from tpu_rl.algos import AlgorithmConfig, AStarPoConfig, DistillConfig, DpoConfig, KtoConfig, ReinforceConfig, SftConfig
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Experience, Model, Pairs, Params, Purpose, Rollout, TrainState
@@ -71,28 +72,29 @@ def sampler_config(config: ExperimentConfig, tokenizer: Tokenizer, samples_per_p
     )
 
 
-def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
-    """Where the kind of experience comes from that the stage's algorithm learns from.
-
-    `params` is the whole tree when the stage begins. A run that is resumed inside the stage has others by then, so
-    whoever derives anything from them keeps it in the run folder.
-    """
-    return SOURCES[stage.algorithm.experience](setup, stage, params)
-
-
 RollOut = Callable[[int, TrainState, list[data.Row], int], rollouts.Scored]
 """(step of the run, state, rows, id of the first completion in it) -> completions of the rows' prompts, scored."""
 
 
-def roller(setup: Setup, role: str = "policy") -> RollOut:
-    """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings."""
+def roller(
+    setup: Setup,
+    role: str = "policy",
+    completions: int | None = None,
+    temperature: float | None = None,
+    purpose: Purpose = Purpose.ROLLOUT,
+) -> RollOut:
+    """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings but for
+    those given."""
     config, lang = setup.config, setup.language
     policy = models.policy(setup.models[role], POLICY_PARAMS if role == "policy" else operator.itemgetter(role))
     functions = reward_functions(config)
-    how = sampler_config(config, lang.tokenizer, config.batch.completions)
+    group = config.batch.completions if completions is None else completions
+    how = sampler_config(config, lang.tokenizer, group)
+    if temperature is not None:
+        how = replace(how, temperature=temperature)
 
     def roll_out(step: int, state: TrainState, rows: list[data.Row], first: int) -> rollouts.Scored:
-        key = sampler.run_key(config.seed, Purpose.ROLLOUT, step)
+        key = sampler.run_key(config.seed, purpose, step)
         updates = int(state.step)
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
@@ -100,7 +102,7 @@ def roller(setup: Setup, role: str = "policy") -> RollOut:
                 policy, state.params, prompts, key, how, row_ids=row_ids, policy_step=updates, mesh=setup.mesh
             )
 
-        row_ids = first + np.arange(len(rows) * config.batch.completions)
+        row_ids = first + np.arange(len(rows) * group)
         longest = config.sampling.max_prompt_tokens
         return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest)
 
@@ -112,12 +114,13 @@ def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
     del params
     config = setup.config
     stream = make_stream(config, stage, setup.language)
-    roll_out = roller(setup)
+    roll_out, worth = roller(setup), prompt_values(setup, stage)
     size = config.batch.prompts * config.batch.completions
 
     def draw(step: int, state: TrainState) -> Drawn:
         def roll(rows: list[data.Row], round_: int) -> rollouts.Scored:
-            return roll_out(step, state, rows, round_ * size)
+            scored = roll_out(step, state, rows, round_ * size)
+            return scored if worth is None else with_baseline(scored, worth(step, state, rows, round_))
 
         scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
         return Drawn(
@@ -125,6 +128,34 @@ def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
         )
 
     return Source(draw, stream.get_state, stream.set_state)
+
+
+def prompt_values(setup: Setup, stage: Stage) -> Callable[[int, TrainState, list[data.Row], int], np.ndarray] | None:
+    """What tells how much prompts are worth, (step, state, rows, round) -> one number a row, NaN where nothing judged
+    it; None where the stage's algorithm asks for none."""
+    match stage.algorithm:
+        case ReinforceConfig(baseline="greedy"):
+            role, count, temperature, beta = "policy", 1, 0.0, 1.0
+        case AStarPoConfig(reference_samples=count, value_beta=beta):
+            role, temperature = "reference", None
+        case _:
+            return None
+    roll_out = roller(setup, role, count, temperature, Purpose.BASELINE)
+
+    def worth(step: int, state: TrainState, rows: list[data.Row], round_: int) -> np.ndarray:
+        earned = roll_out(step, state, rows, round_ * len(rows) * count).rewards.reshape(-1, count)
+        # Of one completion it is the reward itself.
+        return np.asarray(advantages.optimal_value(earned, np.isfinite(earned), beta))
+
+    return worth
+
+
+def with_baseline(scored: rollouts.Scored, values: np.ndarray) -> rollouts.Scored:
+    """The completions with what their prompts are worth; those of a prompt without a value are not learned from."""
+    baseline = np.repeat(values, len(scored.rewards) // len(values)).astype(np.float32)
+    rollout, known = scored.rollout, np.isfinite(baseline)
+    baseline = np.where(known, baseline, np.float32(0.0))
+    return replace(scored, rollout=replace(rollout, baseline=baseline, scored=rollout.scored & known))
 
 
 def demonstration_source(setup: Setup, stage: Stage, params: Params) -> Source:
@@ -217,7 +248,7 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
 def make_stream(config: ExperimentConfig, stage: Stage, lang: Language) -> data.RowStream:
     """The training rows, batch by batch, for ever."""
     rows = train_rows(config, stage.algorithm.experience)
-    if isinstance(rows, list) and stage.algorithm.experience in (Rollout, Completions) and "prompt" in rows[0]:
+    if isinstance(rows, list) and stage.algorithm.experience in (Rollout, Completions, Pairs) and "prompt" in rows[0]:
         rows = that_fit(config, lang, rows)
     return data.stream(rows, config.seed, config.batch.prompts)
 
@@ -248,7 +279,7 @@ def train_rows(config: ExperimentConfig, experience: type) -> data.Source:
         case StarGraphData() as task:
             return environments.StarGraphSource(task.graph, task.split, task.rows, config.seed)
         case FileData() as files:
-            return file_rows(config, files)[0]
+            return file_rows(config, files, experience)[0]
 
 
 def evaluation_rows(config: ExperimentConfig) -> list[dict[str, Any]]:
@@ -265,10 +296,14 @@ def evaluation_rows(config: ExperimentConfig) -> list[dict[str, Any]]:
             return file_rows(config, files)[1][:count]
 
 
-def file_rows(config: ExperimentConfig, files: FileData) -> tuple[list[data.Row], list[data.Row]]:
+def file_rows(
+    config: ExperimentConfig, files: FileData, experience: type | None = None
+) -> tuple[list[data.Row], list[data.Row]]:
     """(training rows, held-out rows) of --data.path and --data.evaluation-path."""
     if files.path is None:
         raise InputError("no data given", where="--data.path", fix="give a JSONL or Parquet file")
+    if files.format == "gsm8k_solutions":
+        return solution_rows(config, files, experience or config.algorithm.experience)
     rows = read_rows(config, files, files.path)
     if files.evaluation_path is not None:
         return rows, read_rows(config, files, files.evaluation_path)
@@ -276,10 +311,37 @@ def file_rows(config: ExperimentConfig, files: FileData) -> tuple[list[data.Row]
     return rows[: len(rows) - held_out], rows[len(rows) - held_out :]
 
 
+def solution_rows(config: ExperimentConfig, files: FileData, experience: type) -> tuple[list[data.Row], list[data.Row]]:
+    """(training rows, held-out rows) from judged solutions, of different problems; one problem in four is held out.
+
+    Right against wrong solutions of a problem as pairs; for algorithms of judged completions each by itself; for
+    demonstrations those that are right.
+    """
+
+    def read(path: str) -> list[list[data.Row]]:
+        problems = data.read(path, ("question",))
+        return [data.gsm8k_solutions(row, number) for number, row in enumerate(problems)]
+
+    def rows_of(problems: list[list[data.Row]]) -> list[data.Row]:
+        if experience is Pairs and not learns_from_judged(config.algorithm):
+            problems = [data.right_against_wrong(solutions) for solutions in problems]
+        rows = [row for solutions in problems for row in solutions if experience is Pairs or row["label"]]
+        return [row | {"prompt": instructed(row["prompt"], files.instruction)} for row in rows]
+
+    problems = read(str(files.path))
+    if files.evaluation_path is not None:
+        return rows_of(problems), rows_of(read(files.evaluation_path))
+    last = len(problems) - (len(problems) // 4 if config.evaluation.rows else 0)
+    return rows_of(problems[:last]), rows_of(problems[last:])
+
+
 def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data.Row]:
     """A file's rows with the instruction appended to their prompts."""
     if files.format == "gsm8k":
         rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
+    elif config.algorithm.experience is Pairs and who_samples(config.algorithm) is None:
+        judged = learns_from_judged(config.algorithm)
+        rows = data.read(path, ("prompt", "completion", "label") if judged else ("prompt", "chosen", "rejected"))
     elif not reads_completions(config.algorithm):
         rows = data.read(path, ("prompt",))
     else:
@@ -289,11 +351,34 @@ def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data
     return [row | {"prompt": instructed(row["prompt"], files.instruction)} if "prompt" in row else row for row in rows]
 
 
+def who_samples(algorithm: AlgorithmConfig) -> str | None:
+    """The role whose completions an algorithm of pairs learns from; None where the data bring them."""
+    match algorithm:
+        case DpoConfig(pairs=role) | KtoConfig(pairs=role):
+            return None if role == "given" else role
+    return None
+
+
+def learns_from_judged(algorithm: AlgorithmConfig) -> bool:
+    """Whether it takes completions one by one, and not in pairs."""
+    return isinstance(algorithm, KtoConfig)
+
+
+def wants_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether it wants the data's completions with the reference's log-probs."""
+    match algorithm:
+        case DpoConfig():
+            return algorithm.compares_with_reference and not algorithm.fresh_reference
+        case KtoConfig():
+            return True
+    return False
+
+
 def reads_completions(algorithm: AlgorithmConfig) -> bool:
     """Whether it learns from the data's completions, not from prompts alone."""
     if isinstance(algorithm, DistillConfig):
         return algorithm.on_policy < 1 and algorithm.off_policy == "data"
-    return algorithm.experience not in (Rollout, Completions)
+    return algorithm.experience not in (Rollout, Completions) and who_samples(algorithm) is None
 
 
 def instructed(prompt: Any, instruction: str) -> Any:

@@ -77,6 +77,41 @@ def gsm8k(row: Mapping[str, Any]) -> Row:
     return {"prompt": row["question"], "answer": number.strip(), "solution": solution.strip()}
 
 
+def gsm8k_solutions(row: Mapping[str, Any], problem: int) -> list[Row]:
+    """A problem of GSM8K with solutions that models wrote -> {"prompt", "completion", "label", "problem"} for each.
+
+    Columns as published in example_model_solutions.jsonl: `question`, `ground_truth`, and for each model an object with
+    `solution` and `is_correct`. Calculator marks, <<16-3=13>>, are taken out: they repeat what stands beside them, and
+    no user's model writes them. Solutions that then read the same count once. Raises InputError for a row without any.
+    """
+    judged = {
+        re.sub(r"<<[^<>]*>>", "", value["solution"]).strip(): bool(value["is_correct"])
+        for value in row.values()
+        if isinstance(value, dict) and isinstance(value.get("solution"), str) and "is_correct" in value
+    }
+    if not judged:
+        raise InputError(
+            "a problem has no solutions",
+            where=f"question {str(row['question'])[:80]!r}",
+            fix='solutions are columns such as {"solution": "...", "is_correct": true}',
+        )
+    return [
+        {"prompt": row["question"], "completion": text, "label": right, "problem": problem}
+        for text, right in judged.items()
+    ]
+
+
+def right_against_wrong(judged: Sequence[Row]) -> list[Row]:
+    """Judged completions of one prompt -> {"prompt", "chosen", "rejected", ...}, every good one with every bad one."""
+    shared = [{k: v for k, v in row.items() if k not in ("completion", "label")} for row in judged]
+    return [
+        columns | {"chosen": good["completion"], "rejected": bad["completion"]}
+        for columns, good in zip(shared, judged, strict=True)
+        for bad in judged
+        if good["label"] and not bad["label"]
+    ]
+
+
 def _existing_file(file: Path) -> Path:
     if file.is_dir():
         inside = sorted(str(entry) for entry in file.iterdir() if entry.suffix in (".jsonl", ".parquet"))
@@ -219,6 +254,8 @@ def _check_value(where: str, column: str, value: Any) -> str:
     if column in TEXT_OR_MESSAGES | {"messages"} and isinstance(value, list):
         _check_messages(where, column, value)
         return "messages"
+    if column == "label" and value not in (True, False):
+        raise InputError(f"`label` is true or false, not {json.dumps(value, default=repr)[:60]}", where=where)
     if column in TEXT_OR_MESSAGES | TEXTS | {"messages"}:
         wanted = "a text" if column in TEXTS else "messages" if column == "messages" else "a text or messages"
         raise InputError(f"`{column}` is {wanted}, not {json.dumps(value, default=repr)[:60]}", where=where)
@@ -358,6 +395,32 @@ def demonstrations(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -
         "group_id": np.arange(len(rows), dtype=np.int32),
     }
     return types.Demonstrations(**arrays)
+
+
+def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Pairs:
+    """Rows `prompt, chosen, rejected`, or `prompt, completion, label`, as arrays [N, max_length] (numpy).
+
+    A row is a group, of two completions, the chosen one first, or of one that was judged. `margin`, where a row has
+    it, says how much better the chosen one is. Log-probs of the reference are zero: who has a reference fills them in.
+    What is longer than `max_length` loses its end.
+    """
+    texts, group_id, preferred, margin = [], [], [], []
+    for i, row in enumerate(rows):
+        sides = [("chosen", True), ("rejected", False)] if "chosen" in row else [("completion", bool(row["label"]))]
+        texts += [{"prompt": row["prompt"], "completion": row[side]} for side, _ in sides]
+        group_id += [i] * len(sides)
+        preferred += [good for _, good in sides]
+        margin += [float(row.get("margin") or 0.0)] * len(sides)
+    learned = demonstrations(texts, tokenizer, max_length)
+    arrays: dict[str, Any] = {
+        "tokens": learned.tokens,
+        "action_mask": learned.action_mask,
+        "group_id": np.array(group_id, np.int32),
+        "preferred": np.array(preferred),
+        "margin": np.array(margin, np.float32),
+        "reference_log_probs": np.zeros((len(texts), max_length), np.float32),
+    }
+    return types.Pairs(**arrays)
 
 
 def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

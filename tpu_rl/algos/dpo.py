@@ -75,9 +75,13 @@ class DpoConfig:
         return 1 if self.pairs == "given" else 2
 
     @property
+    def compares_with_reference(self) -> bool:
+        return preferences.PAIR_LOSSES[self.loss].reference
+
+    @property
     def fresh_reference(self) -> bool:
         """The reference's log-probs are computed for each batch: the data do not bring them."""
-        return preferences.PAIR_LOSSES[self.loss].reference and (self.pairs == "policy" or self.reference_mix > 0)
+        return self.compares_with_reference and (self.pairs == "policy" or self.reference_mix > 0)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -1,0 +1,293 @@
+"""Preference pairs and judged completions of a run: read from a file or sampled and told apart by the reward.
+
+The reference's log-probs are computed once, before the first step, and kept in the run folder, whatever the packing; a
+run that is resumed reads them. Sampled from the reference, completions bring them along.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from launch import sources
+from launch.config import ExperimentConfig, FileData, Stage
+from launch.sources import Drawn, Setup, Source
+from tpu_rl import checkpoint, data, evaluation, models, packing, rollouts, training
+from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.log_probs import token_log_probs
+from tpu_rl.types import Algorithm, Experience, Pairs, Params, TrainState
+
+Referenced = Callable[[list[data.Row]], Pairs]
+"""Rows -> pairs with the reference's log-probs."""
+
+
+def pair_source(setup: Setup, stage: Stage, params: Params) -> Source:
+    """Pairs as the data have them, or sampled, for an algorithm that learns from Pairs."""
+    role = sources.who_samples(stage.algorithm)
+    return given_pairs(setup, stage, params) if role is None else sampled_pairs(setup, stage, role)
+
+
+def are_given(stage: Stage) -> bool:
+    return stage.algorithm.experience is Pairs and sources.who_samples(stage.algorithm) is None
+
+
+# --- sampled -----------------------------------------------------------------------------------------------------
+
+
+def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
+    """Of each prompt's completions by a role's model a good one with a bad one, or each by itself, judged."""
+    config, judged = setup.config, sources.learns_from_judged(stage.algorithm)
+    if not config.reward:
+        raise InputError("no reward tells good completions from bad", where="--reward", fix="name one")
+    if role == "reference" and config.sampling.temperature != 1:
+        raise InputError(
+            f"the reference is sampled at temperature {config.sampling.temperature}",
+            where="--sampling.temperature",
+            why="its log-probs, which the loss compares with, are those at temperature 1",
+            fix="use 1.0",
+        )
+    stream = sources.make_stream(config, stage, setup.language)
+    roll_out = sources.roller(setup, role)
+    size = config.batch.prompts * config.batch.completions
+
+    def draw(step: int, state: TrainState) -> Drawn:
+        def roll(rows: list[data.Row], round_: int) -> rollouts.Scored:
+            return roll_out(step, state, rows, round_ * size)
+
+        scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
+        pairs, without = (rollouts.judge if judged else rollouts.pair_up)(scored)
+        groups = len(np.unique(pairs.group_id))
+        found = rollouts.metrics(scored) | {
+            "preference/pairs": groups - without,
+            "preference/no_pair": without / groups,
+        }
+        return Drawn(pairs, found, rollouts.records(scored, step), rollouts.warnings(scored))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+# --- given -------------------------------------------------------------------------------------------------------
+
+
+def given_pairs(setup: Setup, stage: Stage, params: Params) -> Source:
+    """The stream's pairs as they are."""
+    train, _ = rows_that_fit(setup)
+    pairs_of = referenced(setup, stage, params)
+    stream = data.stream(train, setup.config.seed, setup.config.batch.prompts)
+
+    def draw(step: int, state: TrainState) -> Drawn:
+        del step, state
+        return Drawn(pairs_of(next(stream)[1]), {}, [], [])
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def rows_that_fit(setup: Setup) -> tuple[list[data.Row], list[data.Row]]:
+    """(training rows, held-out rows), numbered through in the column `row`; how many are too long, is said.
+
+    What decides between two solutions often stands at their end, so none is cut.
+    """
+    config, tokenizer = setup.config, setup.language.tokenizer
+    if not isinstance(config.data, FileData):
+        fix = "give --data.path with columns prompt, chosen, rejected, or sample them: --algorithm.pairs reference"
+        raise InputError("these data hold no pairs", where="--algorithm.pairs", fix=fix)
+    train, held_out = sources.file_rows(config, config.data)
+    fit = [fits(config, tokenizer, row) for row in [*train, *held_out]]
+    if not any(fit[: len(train)]):
+        raise InputError("no pair is short enough", where="--sampling.max-new-tokens, --batch.row-length")
+    if not all(fit):
+        print(f"warning: {fit.count(False)} of {len(fit)} pairs dropped: they are too long", file=sys.stderr)
+    numbered = [row | {"row": i} for i, row in enumerate([*train, *held_out])]
+    kept = [(row, i < len(train)) for i, (row, ok) in enumerate(zip(numbered, fit, strict=True)) if ok]
+    return [row for row, first in kept if first], [row for row, first in kept if not first]
+
+
+def fits(config: ExperimentConfig, tokenizer: Any, row: data.Row) -> bool:
+    """Whether prompt and completions keep within their limits, and the pair within a packed row."""
+    how = config.sampling
+    mask = data.pairs([row], tokenizer, 1 + how.max_prompt_tokens + how.max_new_tokens).action_mask
+    prompt, lengths = int(mask[0].argmax()), mask.sum(-1)
+    within = bool(mask.any(-1).all()) and prompt <= how.max_prompt_tokens and lengths.max() <= how.max_new_tokens
+    return within and prompt + int(lengths.sum()) <= config.batch.row_length
+
+
+# --- the reference's log-probs -----------------------------------------------------------------------------------
+
+
+def referenced(setup: Setup, stage: Stage, params: Params) -> Referenced:
+    """Rows of `rows_that_fit` -> their pairs, with the log-probs of the reference if the algorithm wants the data's."""
+    length = setup.config.sampling.max_prompt_tokens + setup.config.sampling.max_new_tokens
+    plain = partial(data.pairs, tokenizer=setup.language.tokenizer, max_length=length)
+    if not sources.wants_reference(stage.algorithm):
+        return plain
+    train, held_out = rows_that_fit(setup)
+    numbers = {row["row"]: i for i, row in enumerate([*train, *held_out])}
+    cached = cached_log_probs(setup, stage, params, [*train, *held_out], plain)
+
+    def pairs_of(rows: list[data.Row]) -> Pairs:
+        pairs = plain(rows)
+        values = [value for row in rows for value in cached[numbers[row["row"]]]]
+        log_probs = np.zeros(pairs.action_mask.shape, np.float32)
+        log_probs[pairs.action_mask] = np.concatenate(values)
+        return replace(pairs, reference_log_probs=log_probs)
+
+    return pairs_of
+
+
+def cached_log_probs(
+    setup: Setup, stage: Stage, params: Params, rows: list[data.Row], plain: Referenced
+) -> list[list[np.ndarray]]:
+    """For each row, for each of its completions, the reference's log-probs of its tokens: read, or computed and kept.
+
+    The reference is the role of that name, or else the policy as the stage finds it. Of a run's first stage that is
+    known; a run that is resumed inside a later one finds other params, and trusts what is kept.
+    """
+    path = setup.run_dir / f"reference_log_probs_{stage.index}.npz"
+    role = "reference" if "reference" in stage.algorithm.roles else "policy"
+    identity = {"data": data.fingerprint(rows), "model": checkpoint.digest(params[role])}
+    found = read_log_probs(path) if path.exists() else None
+    if found is not None:
+        kept, values = found
+        if kept["data"] == identity["data"] and (stage.first > 1 or kept["model"] == identity["model"]):
+            return values
+        if (setup.run_dir / "metrics.jsonl").stat().st_size:
+            changed = "data" if kept["data"] != identity["data"] else "reference model"
+            fix = "restore it, or start a new run"
+            raise InputError(f"the {changed} changed since the run began", where=str(path), fix=fix)
+    values = compute_log_probs(setup, params, role, rows, plain)
+    write_log_probs(path, identity, values)
+    return values
+
+
+def compute_log_probs(
+    setup: Setup, params: Params, role: str, rows: list[data.Row], plain: Referenced
+) -> list[list[np.ndarray]]:
+    """A batch of rows at a time; the last one is filled up with rows that are there already."""
+    model = models.role(setup.models[role], operator.itemgetter(role))
+
+    @jax.jit
+    def log_probs(params: Params, experience: Experience) -> jax.Array:
+        tokens, layout = experience.data.tokens, experience.layout
+        packed = packing.over_micro_batches(
+            lambda micro_batch: token_log_probs(model, params, micro_batch).log_probs, layout.rows(tokens)
+        )
+        return layout.unpack(packed)
+
+    size = setup.config.batch.prompts
+    values: list[list[np.ndarray]] = []
+    for first in range(0, len(rows), size):
+        some = [rows[i % len(rows)] for i in range(first, first + size)]
+        pairs = plain(some)
+        found = np.asarray(log_probs(params, sources.lay_out(setup.config, pairs, setup.mesh)))
+        of_row = [[] for _ in some]
+        for group, mask, line in zip(pairs.group_id, pairs.action_mask, found, strict=True):
+            of_row[group].append(line[mask])
+        values += of_row
+    return values[: len(rows)]
+
+
+def write_log_probs(path: Path, identity: dict[str, str], values: list[list[np.ndarray]]) -> None:
+    """Wholly or not at all."""
+    completions = [value for of_row in values for value in of_row]
+    unfinished = path.with_suffix(".tmp.npz")
+    np.savez(
+        unfinished,
+        identity=np.array(json.dumps(identity)),
+        log_probs=np.concatenate(completions),
+        lengths=np.array([len(value) for value in completions]),
+        completions=np.array([len(of_row) for of_row in values]),
+    )
+    unfinished.replace(path)
+
+
+def read_log_probs(path: Path) -> tuple[dict[str, str], list[list[np.ndarray]]]:
+    """(identity, values) as written. Raises DamagedDataError where they cannot be read."""
+    try:
+        with np.load(path) as kept:
+            identity = json.loads(str(kept["identity"]))
+            completions = np.split(kept["log_probs"], np.cumsum(kept["lengths"])[:-1])
+            ends = np.cumsum(kept["completions"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        fix = "delete it: it is computed anew"
+        raise DamagedDataError(
+            "the reference's log-probs are damaged", where=str(path), why=str(error), fix=fix
+        ) from error
+    return identity, [completions[end - count : end] for end, count in zip(ends, np.diff(ends, prepend=0), strict=True)]
+
+
+# --- held-out pairs ----------------------------------------------------------------------------------------------
+
+
+def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> Callable[[Params], dict[str, float]]:
+    """How many held-out pairs the algorithm ranks rightly, beside what their lengths alone tell.
+
+    A problem counts once, whatever the number of its pairs (column `problem`). Each pair is an optimizer step of its
+    own, so that its metrics are those of one pair.
+    """
+    train, held_out = rows_that_fit(setup)
+    if not held_out or sources.learns_from_judged(stage.algorithm):
+        print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
+        return lambda params: {}
+    pairs = referenced(setup, stage, params)(held_out)
+    layout = packing.lay_out(
+        pairs.action_mask,
+        pairs.group_id,
+        row_length=setup.config.batch.row_length,
+        micro_batch_rows=1,
+        minibatches=len(held_out),
+        whole_groups=True,
+    )
+    problems = [row.get("problem", row["row"]) for row in held_out]
+
+    @jax.jit
+    def accuracies(params: Params, experience: Experience) -> jax.Array:
+        batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
+
+        def one(step: Any) -> jax.Array:
+            _, metrics = algorithm.loss(params, training.minibatch(step, 0))
+            return training.reduce_metrics({"it": metrics["preference/accuracy"]})["it"]
+
+        return jax.lax.map(one, batch)
+
+    lengths = by_problem(by_length(data.pairs(train, setup.language.tokenizer, pairs.tokens.shape[1]), pairs), problems)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        right = np.asarray(accuracies(params, Experience(pairs, layout)))
+        return named("eval/preference_", by_problem(right, problems)) | named("eval/length_only_", lengths)
+
+    return evaluate
+
+
+def by_length(train: Pairs, held_out: Pairs) -> np.ndarray:
+    """[pairs] which of the held-out ones the longer or else the shorter completion wins, as more often in training."""
+
+    def longer_wins(pairs: Pairs) -> np.ndarray:
+        chosen, rejected = np.asarray(pairs.action_mask).sum(-1).reshape(-1, 2).T
+        return (chosen > rejected) + 0.5 * (chosen == rejected)
+
+    found = longer_wins(held_out)
+    return found if longer_wins(train).mean() >= 0.5 else 1 - found
+
+
+def named(prefix: str, found: evaluation.Estimate) -> dict[str, float]:
+    return {
+        f"{prefix}accuracy": found.value,
+        f"{prefix}accuracy_low": found.low,
+        f"{prefix}accuracy_high": found.high,
+        f"{prefix}n": found.n,
+    }
+
+
+def by_problem(shares: np.ndarray, problems: list[int]) -> evaluation.Estimate:
+    """The mean over problems of each one's mean, with its interval."""
+    return evaluation.estimate([float(np.mean(shares[np.array(problems) == p])) for p in sorted(set(problems))])
