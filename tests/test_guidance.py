@@ -147,13 +147,18 @@ def tree_policy(method: str) -> Policy:
     return guide(reference, models.policy(state_model(11), select_q), offset(method, TENTHS), 5, "own")
 
 
+@functools.cache
+def jitted(policy: Policy):
+    return jax.jit(policy.extend)
+
+
 def next_probabilities(policy: Policy, params: dict, tokens: list[int]) -> np.ndarray:
     """[V] float64: of the token after `tokens`, read one by one."""
-    cache = policy.init_cache(params, 1, 8)
+    cache, extend = policy.init_cache(params, 1, 8), jitted(policy)
     logits = None
     for position, token in enumerate(tokens):
         one = jnp.array([[token]]), jnp.array([[position]]), jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-        logits, cache = policy.extend(params, cache, *one)
+        logits, cache = extend(params, cache, *one)
     assert logits is not None
     return np.asarray(jax.nn.softmax(logits[0, -1]), np.float64)
 
@@ -320,9 +325,13 @@ def guided(method: str, kind: str, support: Support | None, candidates: int | No
     return guide(reference, q, how, candidates, kind), reference, parts(outputs)
 
 
+whole = jax.jit(models.apply, static_argnums=0)
+
+
 def last_outputs(model: Model, params: dict, tokens: list[int]) -> np.ndarray:
-    """What the model gives at the last of `tokens`, by one forward over all of them."""
-    return np.asarray(models.apply(model, params, jnp.array([tokens]))[0, -1])
+    """What the model gives at the last of `tokens`, by one forward over all of them; what comes later is unseen."""
+    padded = jnp.array([[*tokens, *[0] * (LENGTH - len(tokens))]])
+    return np.asarray(whole(model, params, padded)[0, len(tokens) - 1])
 
 
 def plain_guided(kind: str, how, params: dict, kl_coef: float, candidates: int | None, tokens: list[int]) -> np.ndarray:
