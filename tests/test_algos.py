@@ -17,16 +17,18 @@ import pytest
 from tests import tiny
 from tpu_rl import training
 from tpu_rl.algos import GrpoConfig, PpoConfig, SftConfig, ValuePretrainingConfig, grpo, ppo, sft, value_pretraining
+from tpu_rl.algos.a_star_po import AStarPoConfig, a_star_po
 from tpu_rl.algos.distill import DistillConfig, distill
 from tpu_rl.algos.dpo import DpoConfig, dpo
 from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
+from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.critics import Critic
-from tpu_rl.types import Algorithm, Demonstrations, Pairs, Params, Role, Roles, RoleSpec, Rollout, TrainState
+from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, RoleSpec, Rollout, TrainState
 
 MODEL = tiny.attention_model()
 
@@ -41,9 +43,10 @@ def texts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Demo
     return tiny.demonstrations(groups=groups, columns=columns)
 
 
-def judged(groups: tiny.Groups = tiny.PAIRS, columns: int | None = 11) -> Pairs:
-    """With room for the longest completion after the longest prompt."""
-    return tiny.pairs(groups=groups, columns=columns)
+def with_baseline() -> Rollout:
+    """Completions whose prompts' worth is known."""
+    data = off_policy()
+    return data.replace(baseline=jnp.asarray(np.random.default_rng(1).normal(size=5)[np.asarray(data.group_id)]))
 
 
 class Case(NamedTuple):
@@ -86,6 +89,12 @@ CASES = {
     ),
     "vc_ppo": Case(ppo, PpoConfig(Critic(lam=1.0, clip=None)), off_policy),
     "vapo": Case(ppo, PpoConfig(Critic(lam=1.0), lam_alpha=0.5, clip_high=0.28, positive_coef=0.1), off_policy),
+    "reinforce_pp": Case(reinforce, ReinforceConfig(kl_reward_coef=0.1), off_policy),
+    "reinforce_pp_baseline": Case(reinforce, ReinforceConfig("group", kl_loss_coef=0.1, gamma=0.9), off_policy),
+    "remax": Case(
+        reinforce, ReinforceConfig("greedy", whiten=False, weights="constant_length", entropy_coef=0.01), with_baseline
+    ),
+    "a_star_po": Case(a_star_po, AStarPoConfig(beta=0.3), with_baseline),
     "value_pretraining": Case(value_pretraining, ValuePretrainingConfig(), off_policy),
     "bradley_terry": Case(reward_model, RewardModelConfig(), tiny.pairs, tiny.PAIRS, "ends", "own"),
     "reward_ensemble": Case(
@@ -139,9 +148,9 @@ CASES |= {
 }
 CASES |= {
     "worst_case_dpo": Case(dpo, DpoConfig(robust_radius=0.1), tiny.pairs, tiny.PAIRS, "actions"),
-    "kto": Case(kto, KtoConfig(good_weight=1.5), judged, tiny.PAIRS, "actions"),
-    "kto_apo_zero": Case(kto, KtoConfig(loss="apo_zero", bad_weight=1.5), judged, tiny.PAIRS, "actions"),
-    "bco": Case(kto, KtoConfig(loss="bco"), judged, tiny.PAIRS, "actions"),
+    "kto": Case(kto, KtoConfig(good_weight=1.5), tiny.pairs, tiny.PAIRS, "actions"),
+    "kto_apo_zero": Case(kto, KtoConfig(loss="apo_zero", bad_weight=1.5), tiny.pairs, tiny.PAIRS, "actions"),
+    "bco": Case(kto, KtoConfig(loss="bco"), tiny.pairs, tiny.PAIRS, "actions"),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -270,7 +279,11 @@ def test_only_predictions_of_learned_tokens_have_a_gradient(float64, name):
 @every_case
 def test_nothing_under_the_mask_is_read(float64, name):
     data = CASES[name].data()
-    per_token = {key: x for key, x in vars(data).items() if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)}
+    per_token = {
+        key: x
+        for key, x in vars(data).items()
+        if x is not None and x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
+    }
     spoiled = data.replace(**{key: jnp.where(data.action_mask, x, jnp.nan) for key, x in per_token.items()})
     # What stands after a row's last action is in no packed row.
     later = np.flip(np.logical_or.accumulate(np.flip(np.asarray(data.action_mask), 1), 1), 1) == 0

@@ -288,11 +288,11 @@ def _towards(score: Array, preferred: Array, baseline: Array | float, beta: floa
     return beta * (score - baseline) * jnp.where(preferred, 1.0, -1.0)
 
 
-def mismatched(tokens: Array, action_mask: Array, group_id: Array) -> tuple[Array, Array]:
-    """Each row's prompt with the completion of the next group's first row: ([N, T] tokens, [N, T] action mask).
+def mismatched(tokens: Array, action_mask: Array, group_id: Array, length: int) -> tuple[Array, Array]:
+    """Each row's prompt with the completion of the next group's first row: [N, length] tokens and action mask.
 
     Groups follow each other by their ids, the first after the last, so that the order of rows does not matter; rows
-    without actions stay so. What does not fit into T is cut off. For KTO's baseline.
+    without actions stay so. What exceeds `length` is cut off. For KTO's baseline.
     """
     exists = action_mask.any(-1)
     key = jnp.where(exists, group_id, jnp.iinfo(jnp.int32).max)
@@ -300,13 +300,13 @@ def mismatched(tokens: Array, action_mask: Array, group_id: Array) -> tuple[Arra
     next_group = jnp.searchsorted(key[order], key, side="right") % jnp.maximum(exists.sum(), 1)
     partner = order[next_group]
     start = jnp.argmax(action_mask, axis=-1)
-    column = jnp.arange(tokens.shape[1])[None, :]
-    after = column - start[:, None]
-    at = after + start[partner][:, None]
-    fits = (after >= 0) & (at < tokens.shape[1]) & exists[:, None]
-    at = jnp.clip(at, 0, tokens.shape[1] - 1)
-    mask = fits & jnp.take_along_axis(action_mask[partner], at, axis=1)
-    return jnp.where(after < 0, tokens, jnp.take_along_axis(tokens[partner], at, axis=1)), mask
+    after = jnp.arange(length)[None, :] - start[:, None]
+    # Where a token comes from: before the completion the row itself, from there on its partner.
+    row = jnp.where(after < 0, jnp.arange(len(tokens))[:, None], partner[:, None])
+    column = jnp.where(after < 0, after + start[:, None], after + start[partner][:, None])
+    inside = (column < tokens.shape[1]) & exists[:, None]
+    column = jnp.minimum(column, tokens.shape[1] - 1)
+    return jnp.where(inside, tokens[row, column], 0), inside & (after >= 0) & action_mask[row, column]
 
 
 # --- other divergences than KL -----------------------------------------------------------------------------------

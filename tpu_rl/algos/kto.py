@@ -85,7 +85,7 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rows = layout.rows(pairs.tokens)
         baseline = jnp.zeros(layout.minibatches)
         if config.loss == "kto":
-            shifts = mismatched_log_ratios(params, pairs, rows_at_once=layout.source.shape[2])
+            shifts = mismatched_log_ratios(params, pairs, *layout.source.shape[2:])
             baseline = jnp.maximum(_mean_of_steps(shifts, mask.any(-1), layout.minibatch, layout.minibatches), 0.0)
         elif config.loss == "bco":
             baseline = jnp.broadcast_to(state["mean"], layout.minibatches)
@@ -99,16 +99,16 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         )
         return batch, state
 
-    def mismatched_log_ratios(params: Params, pairs: Pairs, rows_at_once: int) -> Array:
+    def mismatched_log_ratios(params: Params, pairs: Pairs, rows_at_once: int, row_length: int) -> Array:
         """[N]: s of each row's prompt with the completion of the next group, a row a sequence."""
-        tokens, mask = preferences.mismatched(pairs.tokens, pairs.action_mask, pairs.group_id)
+        tokens, mask = preferences.mismatched(pairs.tokens, pairs.action_mask, pairs.group_id, row_length)
         rows = packing.one_a_row(tokens, mask, rows_at_once)
 
         def log_ratios(micro_batch: Rows) -> Array:
             policy, reference = (token_log_probs(roles[name], params, micro_batch) for name in ("policy", "reference"))
             return policy.log_probs - reference.log_probs
 
-        found = packing.over_micro_batches(log_ratios, rows).reshape(-1, mask.shape[1])
+        found = packing.over_micro_batches(log_ratios, rows).reshape(-1, row_length)
         return masked.total(found[: len(mask)], mask, axis=-1)
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
