@@ -114,9 +114,10 @@ def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
     return jnp.clip(1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1)), 0.0, 1.0)
 
 
-def optimal_value(returns: Array, beta: float) -> Array:
-    """beta log mean exp(return / beta) over the last axis, [..., n] -> [...].
+def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
+    """beta log mean exp(return / beta) over the last axis, [..., n] -> [...]; NaN where nothing is scored.
 
     V*(x) of the KL-regularised problem, estimated from n completions of the reference (A*-PO, arXiv 2505.20686, eq. 4).
     """
-    return beta * (jax.nn.logsumexp(returns / beta, axis=-1) - jnp.log(returns.shape[-1]))
+    exponents = jnp.where(scored, returns / beta, -jnp.inf)
+    return beta * (jax.nn.logsumexp(exponents, axis=-1) - jnp.log(scored.sum(-1)))

@@ -152,6 +152,9 @@ class Rollout:
     """[N] bool: it ran into its length limit."""
     scored: Array
     """[N] bool: its rewards are what it earned; False where no reward function scored it, or one failed on it."""
+    baseline: Array | None = None
+    """[N] float32: what the row's prompt is worth, told by completions that are not learned from; only for algorithms
+    that ask for it (ReMax: the greedy one's reward, A*-PO: the optimal value)."""
 
 
 @struct.dataclass
@@ -361,6 +364,7 @@ class Purpose(IntEnum):
     ROLLOUT = 1
     EVALUATION = 2
     DATA = 3
+    BASELINE = 4
 
 
 @struct.dataclass

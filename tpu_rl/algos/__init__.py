@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpu_rl.algos.a_star_po import AStarPoConfig, a_star_po
 from tpu_rl.algos.distill import DistillConfig, distill
 from tpu_rl.algos.dpo import DpoConfig, dpo
 from tpu_rl.algos.grpo import GrpoConfig, grpo
@@ -10,6 +11,7 @@ from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.ppo import PpoConfig, ppo
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
+from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
@@ -28,6 +30,8 @@ ALGORITHMS = {
     SftConfig: sft,
     PpoConfig: ppo,
     ValuePretrainingConfig: value_pretraining,
+    ReinforceConfig: reinforce,
+    AStarPoConfig: a_star_po,
 }
 AlgorithmConfig = (
     DistillConfig
@@ -42,6 +46,8 @@ AlgorithmConfig = (
     | SftConfig
     | PpoConfig
     | ValuePretrainingConfig
+    | ReinforceConfig
+    | AStarPoConfig
 )  # fmt: skip
 
 __all__ = [
@@ -55,7 +61,11 @@ __all__ = [
     "MiniLlmConfig",
     "distill",
     "mini_llm",
+    "AStarPoConfig",
     "GrpoConfig",
+    "ReinforceConfig",
+    "a_star_po",
+    "reinforce",
     "PpoConfig",
     "ValuePretrainingConfig",
     "ppo",
