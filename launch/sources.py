@@ -15,8 +15,30 @@ from jax.sharding import Mesh
 
 from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
-from tpu_rl import advantages, data, environments, models, packing, rewards, rollouts, sampler, sharding
-from tpu_rl.algos import AlgorithmConfig, AStarPoConfig, DistillConfig, DpoConfig, KtoConfig, ReinforceConfig, SftConfig
+from tpu_rl import (
+    advantages,
+    data,
+    environments,
+    models,
+    packing,
+    reward_models,
+    rewards,
+    rollouts,
+    sampler,
+    sharding,
+)
+from tpu_rl.algos import (
+    AlgorithmConfig,
+    AStarPoConfig,
+    DistillConfig,
+    DpoConfig,
+    KtoConfig,
+    ProcessRewardConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+    SentenceRewardConfig,
+    SftConfig,
+)
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Experience, Model, Pairs, Params, Purpose, Rollout, TrainState
@@ -267,7 +289,12 @@ def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
 
 
 def resolve_reward(name: str) -> rewards.Reward:
-    return rewards.BUILTIN[name] if name in rewards.BUILTIN else rewards.from_path(name)
+    """A built-in reward, a function of FILE.py:function, or a trained reward model: its directory or its run's."""
+    if name in rewards.BUILTIN:
+        return rewards.BUILTIN[name]
+    if Path(name).expanduser().is_dir():
+        return reward_models.load(name)
+    return rewards.from_path(name)
 
 
 def train_rows(config: ExperimentConfig, experience: type) -> data.Source:
@@ -342,6 +369,8 @@ def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data
     elif config.algorithm.experience is Pairs and who_samples(config.algorithm) is None:
         judged = learns_from_judged(config.algorithm)
         rows = data.read(path, ("prompt", "completion", "label") if judged else ("prompt", "chosen", "rejected"))
+    elif isinstance(config.algorithm, ProcessRewardConfig) and who_samples(config.algorithm) is None:
+        rows = data.read(path, ("prompt", "completions", "labels"))
     elif not reads_completions(config.algorithm):
         rows = data.read(path, ("prompt",))
     else:
@@ -355,6 +384,8 @@ def who_samples(algorithm: AlgorithmConfig) -> str | None:
     """The role whose completions an algorithm of pairs learns from; None where the data bring them."""
     match algorithm:
         case DpoConfig(pairs=role) | KtoConfig(pairs=role):
+            return None if role == "given" else role
+        case RewardModelConfig(pairs=role) | SentenceRewardConfig(pairs=role) | ProcessRewardConfig(steps=role):
             return None if role == "given" else role
     return None
 

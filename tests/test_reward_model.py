@@ -436,7 +436,15 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [{"heads": 0}, {"trunks": 0}, {"penalty": -1}, {"centring_coef": -0.1}, {"robust_radius": 1.0}]
+    "values",
+    [
+        {"heads": 0},
+        {"trunks": 0},
+        {"penalty": -1},
+        {"margin_coef": -1},
+        {"centring_coef": -0.1},
+        {"robust_radius": 1.0},
+    ],
 )
 def test_settings_out_of_range_are_refused(values):
     with pytest.raises(InputError):

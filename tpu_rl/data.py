@@ -423,6 +423,35 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
     return types.Pairs(**arrays)
 
 
+def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.QExamples:
+    """Rows `prompt, completions, labels` as arrays [N, max_length] (numpy), labelled at the last token of each step.
+
+    TRL's stepwise shape: a completion's steps in order, which put together are its text, and whether each is right.
+
+    The last step ends with the end-of-sequence token unless the row says `"ended": False`. Steps that do not fit are
+    left out.
+    """
+    tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
+    labelled, labels = np.zeros((len(rows), max_length), bool), np.zeros((len(rows), max_length), np.float32)
+    for i, row in enumerate(rows):
+        ids = tokenizer.encode_prompt(row["prompt"])
+        for number, (step, label) in enumerate(zip(row["completions"], row["labels"], strict=True), start=1):
+            ids = ids + tokenizer.encode(step)
+            if number == len(row["labels"]) and row.get("ended", True):
+                ids.append(tokenizer.eos_ids[0])
+            if len(ids) > max_length:
+                break
+            tokens[i, : len(ids)] = ids
+            labelled[i, len(ids) - 1], labels[i, len(ids) - 1] = True, float(label)
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": labelled,
+        "group_id": np.arange(len(rows), dtype=np.int32),
+        "returns": labels,
+    }
+    return types.QExamples(**arrays)
+
+
 def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids of the prompt and of the completion with its end."""
     if "messages" not in row and isinstance(row["completion"], str) and isinstance(row["prompt"], str):

@@ -26,6 +26,8 @@ WEIGHTS = {"token_mean": masked.token_mean, "sequence_mean": masked.sequence_mea
 
 @dataclass(frozen=True)
 class ProcessRewardConfig:
+    steps: Literal["given", "reference"] = "given"
+    """By the data file, or (arithmetic) written by the model as it begins and compared with the true calculation."""
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a step, for whoever scores completions with the model; the last token always does."""
     aggregate: scores.StepAggregate = "min"
@@ -38,7 +40,8 @@ class ProcessRewardConfig:
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        return {"reward": RoleSpec(trainable=True, outputs=1)}
+        trained = {"reward": RoleSpec(trainable=True, outputs=1)}
+        return trained if self.steps == "given" else trained | {"reference": RoleSpec(trainable=False)}
 
 
 @struct.dataclass

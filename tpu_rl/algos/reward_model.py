@@ -15,7 +15,7 @@ counts the same in every epoch and after a resume.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, R
 class RewardModelConfig:
     """Rewards are in nats: a margin of 1 wins with probability sigmoid(1)."""
 
+    pairs: Literal["given", "reference"] = "given"
+    """By the data file, or sampled from the model as it begins and told apart by --reward."""
     heads: int = 1
     """Members of the ensemble on one trunk."""
     trunks: int = 1
@@ -39,29 +41,36 @@ class RewardModelConfig:
     """Times the members' standard deviation is taken off their mean, in metrics and wherever the model is used."""
     bootstrap: bool = False
     """Each member learns from its own resample of the pairs."""
+    margin_coef: float = 1.0
+    """Times the margin that the data give a pair (sampled: the difference of --reward) is what it is to be won by."""
     centring_coef: float = 0.0
     """Of the squared sum of a pair's rewards; 0.01 holds them around zero."""
     robust_radius: float = 0.0
     """Total variation within which the worst weighting of an optimizer step's pairs is learned from."""
 
     def __post_init__(self):
-        if min(self.heads, self.trunks) < 1:
-            raise InputError("a reward model has no member", where="--algorithm.heads, --algorithm.trunks", fix="use 1")
-        if min(self.penalty, self.centring_coef) < 0 or not 0 <= self.robust_radius < 1:
+        coefficients = min(self.penalty, self.margin_coef, self.centring_coef)
+        if min(self.heads, self.trunks) < 1 or coefficients < 0 or not 0 <= self.robust_radius < 1:
             raise InputError(
-                f"penalty {self.penalty}, centring_coef {self.centring_coef} or robust_radius {self.robust_radius} is "
-                "out of range",
+                "a setting of the reward model is out of range",
                 where="--algorithm",
-                fix="use 0 or more, and a radius below 1",
+                fix="heads and trunks are 1 or more, the radius is below 1, and nothing is negative",
             )
 
     experience: ClassVar[type] = Pairs
-    smallest_group: ClassVar[int] = 1
+
+    @property
+    def smallest_group(self) -> int:
+        return 1 if self.pairs == "given" else 2
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return ("reward", *(f"reward_{i}" for i in range(1, self.trunks)))
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        names = ["reward", *(f"reward_{i}" for i in range(1, self.trunks))]
-        return {name: RoleSpec(trainable=True, outputs=self.heads) for name in names}
+        trained = {name: RoleSpec(trainable=True, outputs=self.heads) for name in self.members}
+        return trained if self.pairs == "given" else trained | {"reference": RoleSpec(trainable=False)}
 
 
 @struct.dataclass
@@ -72,7 +81,7 @@ class Batch:
     weights: dict[str, Array]
     """"member_k": what a pair counts for it, at the first token of the better completion."""
     pairs: Array
-    """1 / pairs of the optimizer step at the same token: what metrics are about."""
+    """1 / pairs of the optimizer step there: what metrics are about."""
     ends: Array
     """bool: where rewards are read."""
     preferred: Array
@@ -84,14 +93,10 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
     """Learns from Pairs; completions judged alone are no pairs and count nothing."""
     del sampling
 
-    def outputs(params: Params, rows: Rows) -> Array:
-        """[R, S, members]."""
-        members = [roles[name] for name in config.roles]
-        return jnp.concatenate([role.logits(params, role.hidden(params, rows)) for role in members], axis=-1)
-
     def losses(params: Params, batch: Batch) -> tuple[Array, Array, Array]:
         """(losses, rewards of the better, of the worse completion), each [R, S, members] at the pair's tokens."""
-        rewards = outputs(params, batch.rows)
+        members = map(roles.__getitem__, config.members)
+        rewards = jnp.concatenate([role.logits(params, role.hidden(params, batch.rows)) for role in members], axis=-1)
         compare = jax.vmap(of_pairs, in_axes=(-1, None, None, None), out_axes=-1)
         chosen, rejected = compare(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
         return bradley_terry(chosen, rejected, batch.margin[..., None], config.centring_coef), chosen, rejected
@@ -99,20 +104,19 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
         assert isinstance(pairs, Pairs)
-        shape = pairs.action_mask.shape
         equal = pair_weights(pairs.action_mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches)
         members = [f"member_{k}" for k in range(config.heads * config.trunks)]
-        weights = {name: equal for name in members}
+        counts = jnp.ones((len(pairs.tokens), len(members)))
         if config.bootstrap:
             counts = bootstrap_counts(pairs.tokens, pairs.action_mask, pairs.group_id, len(members))
-            weights = {name: equal * counts[:, k, None] for k, name in enumerate(members)}
+        weights = {name: layout.pack(equal * counts[:, k, None]) for k, name in enumerate(members)}
         batch = Batch(
             rows=layout.rows(pairs.tokens),
-            weights={name: layout.pack(weight) for name, weight in weights.items()},
+            weights=weights,
             pairs=layout.pack(equal),
             ends=layout.pack(scores.last_actions(pairs.action_mask), False),
-            preferred=layout.pack(jnp.broadcast_to(pairs.preferred[:, None], shape) & pairs.action_mask, False),
-            margin=layout.pack(jnp.where(pairs.action_mask, pairs.margin[:, None], 0.0)),
+            preferred=layout.pack(pairs.preferred[:, None] & pairs.action_mask, False),
+            margin=layout.pack(jnp.where(pairs.action_mask, config.margin_coef * pairs.margin[:, None], 0.0)),
         )
         if config.robust_radius:
             found = packing.over_micro_batches(lambda micro_batch: losses(params, micro_batch)[0], batch)
@@ -131,10 +135,9 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         def over_pairs(values: Array) -> Sum:
             return Sum(masked.total(batch.pairs * values, batch.pairs > 0), batch.pairs.sum())
 
-        right = (better > worse) + 0.5 * (better == worse)
         metrics: Metrics = {
             "preference/loss": Sum(value, weights.sum()),
-            "preference/accuracy": over_pairs(right),
+            "preference/accuracy": over_pairs((better > worse) + 0.5 * (better == worse)),
             "preference/margin": over_pairs(better - worse),
             "preference/chosen": over_pairs(better),
             "preference/rejected": over_pairs(worse),

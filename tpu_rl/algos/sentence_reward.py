@@ -13,7 +13,7 @@ sentences is parametrised is our reading (`scores.of_sentences`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -30,19 +30,27 @@ class SentenceRewardConfig:
     """Ids of the tokens that end a sentence; a completion's last token always does."""
     aggregate: scores.Aggregate = "attention"
     """How sentences make a completion: a learned weighted mean of their worths, or the sum."""
+    margin_coef: float = 1.0
+    """Times the margin that the data give a pair is what it is to be won by."""
     centring_coef: float = 0.0
     """Of the squared sum of a pair's scores."""
+    pairs: Literal["given", "reference"] = "given"
+    """By the data file, or sampled from the model as it begins and told apart by --reward."""
 
     def __post_init__(self):
-        if self.centring_coef < 0:
-            raise InputError("a coefficient is negative", where="--algorithm.centring-coef", fix="use 0 or more")
+        if min(self.margin_coef, self.centring_coef) < 0:
+            raise InputError("a coefficient is negative", where="--algorithm", fix="use 0 or more")
 
     experience: ClassVar[type] = Pairs
-    smallest_group: ClassVar[int] = 1
+
+    @property
+    def smallest_group(self) -> int:
+        return 1 if self.pairs == "given" else 2
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        return {"reward": RoleSpec(trainable=True, outputs=2)}
+        trained = {"reward": RoleSpec(trainable=True, outputs=2)}
+        return trained if self.pairs == "given" else trained | {"reference": RoleSpec(trainable=False)}
 
 
 @struct.dataclass
@@ -83,7 +91,7 @@ def sentence_reward(config: SentenceRewardConfig, roles: Roles, sampling: Sampli
             starts=layout.pack(row_slots),
             last=layout.pack(scores.last_actions(mask), False),
             preferred=layout.pack(pairs.preferred[:, None] & mask, False),
-            margin=layout.pack(jnp.where(mask, pairs.margin[:, None], 0.0)),
+            margin=layout.pack(jnp.where(mask, config.margin_coef * pairs.margin[:, None], 0.0)),
         )
         return batch, state
 

@@ -149,6 +149,21 @@ def parse(completion: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def labelled_steps(prompt: str, completion: str) -> list[tuple[str, bool]]:
+    """A completion's steps, each up to its semicolon and the answer last, and whether each is right.
+
+    Right is the step that the written solution has in that place, so what follows from an error is mostly wrong too.
+    "3+4*2=", "4*2=8;3+8=12;#12" -> ("4*2=8;", True), ("3+8=12;", False), ("#12", False). A bare answer is one step,
+    right if its number is. Together the steps are the completion.
+    """
+    expression = prompt.removesuffix("=")
+    steps = re.findall(r"[^;]*;|[^;]+$", completion)
+    if len(steps) == 1:
+        return [(steps[0], steps[0] == bare(expression))]
+    solution = re.findall(r"[^;]*;|[^;]+$", written(expression))
+    return [(step, i < len(solution) and step == solution[i]) for i, step in enumerate(steps)]
+
+
 def _steps(expression: str) -> list[str]:
     """The operations of an expression with their results, in the order in which they are done."""
     tokens = re.findall(r"[0-9]+|[-+*]", expression)
