@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from launch import pairs, roles, sources
+from launch import pairs, q_examples, reward_runs, roles, sources
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
-from tpu_rl import evaluation, models, optimizers, sampler, sharding, training
-from tpu_rl.algos import ALGORITHMS
-from tpu_rl.types import Algorithm, Pairs, Params, Policy, Purpose, Sampling, TrainState
+from tpu_rl import evaluation, guidance, models, optimizers, sampler, sharding, training
+from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, ProcessRewardConfig, QSharpConfig
+from tpu_rl.types import Algorithm, Pairs, Params, Policy, Purpose, QExamples, Sampling, TrainState
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
 """(the whole params tree, also greedily?) -> metrics of the held-out problems."""
@@ -35,7 +37,7 @@ def make_setup(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[Set
 
 
 def forget(setup: Setup, stage: Stage, params: Params) -> Params:
-    """The params after a stage has ended: roles that it lets go have their first params again."""
+    """The params that a stage begins with: roles that the one before it let go have their first params again."""
     if not stage.forget:
         return params
     language, loaded = roles.language(setup.config, setup.mesh)
@@ -56,7 +58,9 @@ def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
     `params` is the whole tree when the stage begins. A run that is resumed inside the stage has others by then, so
     whoever derives anything from them keeps it in the run folder.
     """
-    kinds = sources.SOURCES | {Pairs: pairs.pair_source}
+    if isinstance(stage.algorithm, ProcessRewardConfig):
+        return reward_runs.step_source(setup, stage, params)
+    kinds = sources.SOURCES | {Pairs: pairs.pair_source, QExamples: q_examples.q_example_source}
     return kinds[stage.algorithm.experience](setup, stage, params)
 
 
@@ -77,23 +81,42 @@ def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) ->
     return state, training.make_update_step(algorithm, optimizer, schedule, trainable, shardings)
 
 
-def acting_policy(setup: Setup) -> Policy:
-    """What samples and answers: the role "policy" of the whole params tree."""
-    return models.policy(setup.models["policy"], sources.POLICY_PARAMS)
+class Acting(NamedTuple):
+    """What answers."""
+
+    policy: Policy
+    params: Callable[[Params], Params]
+    """The whole params tree -> what the policy reads."""
+
+
+def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Acting:
+    """The role "policy", guided by the role "q" where the algorithm is Q#; without an algorithm, as it is alone."""
+    if isinstance(algorithm, QSharpConfig):
+        policy = q_examples.guided_policy(setup.models, algorithm)
+        return Acting(policy, partial(guidance.with_kl_coef, kl_coef=algorithm.kl_coef))
+    return Acting(models.policy(setup.models["policy"], sources.POLICY_PARAMS), lambda params: params)
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
 def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> Evaluate:
-    """Ranks the held-out pairs where the stage learns from given ones, and else answers the held-out problems."""
+    """Ranks the held-out pairs where the stage learns from given ones or trains a reward model, and else answers the
+    held-out problems."""
+    if reward_runs.reading(stage.algorithm) is not None:
+        return reward_runs.evaluator(setup, stage, params)
     if pairs.are_given(stage):
         rank = pairs.evaluator(setup, stage, algorithm, params)
         return lambda params, greedy: rank(params)
-    return answering(setup)
+    return answering(setup, acting_policy(setup, stage.algorithm))
 
 
-def answering(setup: Setup) -> Evaluate:
+def before(setup: Setup, stage: Stage, evaluate: Evaluate) -> Evaluate:
+    """What evaluates the run before its first step: of Q# the reference alone, which nothing has learned to guide."""
+    return answering(setup, acting_policy(setup)) if isinstance(stage.algorithm, QSharpConfig) else evaluate
+
+
+def answering(setup: Setup, acting: Acting) -> Evaluate:
     """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
     config, lang, mesh = setup.config, setup.language, setup.mesh
     rows = sources.evaluation_rows(config) if config.evaluation.rows else []
@@ -104,7 +127,6 @@ def answering(setup: Setup) -> Evaluate:
     if isinstance(config.data, FileData):
         rows = sources.that_fit(config, lang, rows)
     reward = sources.resolve_reward(judge)
-    policy = acting_policy(setup)
     # The same problems are answered with the same luck, whatever the step or seed: differences are the model's.
     key = sampler.run_key(0, Purpose.EVALUATION, 0)
     # Accuracy is the model's own: nothing of its distribution is cut off.
@@ -114,7 +136,9 @@ def answering(setup: Setup) -> Evaluate:
         found: dict[str, float] = {}
         for prefix, temperature in (("eval/", 1.0), ("eval/greedy_", 0.0))[: 1 + (greedy and config.evaluation.greedy)]:
             how = replace(plain, temperature=temperature)
-            result = evaluation.evaluate(policy, params, lang.tokenizer, rows, reward, how, key, mesh=mesh)
+            result = evaluation.evaluate(
+                acting.policy, acting.params(params), lang.tokenizer, rows, reward, how, key, mesh=mesh
+            )
             found |= {
                 f"{prefix}accuracy": result.accuracy,
                 f"{prefix}accuracy_low": result.low,

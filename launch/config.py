@@ -71,7 +71,7 @@ class FileData:
     """Held-out rows; without it the last rows of `path` are held out and never trained on."""
     format: Literal["plain", "gsm8k", "gsm8k_solutions"] = "plain"
     """gsm8k: columns `question` and `answer`, as published. gsm8k_solutions: example_model_solutions.jsonl, of which
-    right and wrong solutions of a problem make pairs; every fourth problem, the last of them, is held out."""
+    right and wrong solutions of a problem make pairs; the last quarter of the problems is held out."""
     instruction: str = ""
     """Appended to every prompt (to the last user message, if prompts are messages)."""
 
@@ -134,7 +134,7 @@ class Phase:
     until: int
     """The last step of the run that it takes."""
     forget: tuple[str, ...] = ()
-    """Roles that return to their first params when it ends."""
+    """Roles that return to their first params when it ends, once the next phase has made its source from them."""
 
 
 class Stage(NamedTuple):
@@ -146,6 +146,7 @@ class Stage(NamedTuple):
     """The first step of the run that it takes."""
     last: int
     forget: tuple[str, ...]
+    """Roles that begin it with their first params."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,10 @@ class ExperimentConfig:
     def stages(self) -> tuple[Stage, ...]:
         """The phases, then `algorithm`, with the steps that each takes."""
         phases = (*self.phases, Phase(self.algorithm, self.steps))
-        starts = (0, *(phase.until for phase in self.phases))
+        before = (Phase(self.algorithm, 0), *self.phases)
         return tuple(
-            Stage(index, phase.algorithm, start + 1, phase.until, phase.forget)
-            for index, (phase, start) in enumerate(zip(phases, starts, strict=True))
+            Stage(index, phase.algorithm, last.until + 1, phase.until, last.forget)
+            for index, (phase, last) in enumerate(zip(phases, before, strict=True))
         )
 
     def __post_init__(self):

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from launch import build, roles, sources
+from launch import build, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
-from tpu_rl import checkpoint, metrics, models, report, training
+from tpu_rl import checkpoint, metrics, models, report, reward_models, training
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
@@ -94,6 +94,7 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
     """The parts of a stage, and its state before its first step; the state takes the params over."""
     algorithm = build.build_algorithm(setup, stage)
     source = build.make_source(setup, stage, params)
+    params = build.forget(setup, stage, params)
     evaluate = build.evaluator(setup, stage, algorithm, params)
     state, update = build.learner(setup, stage, algorithm, params)
     return Parts(setup.mesh, jax.jit(algorithm.make_batch), update, source, evaluate), state
@@ -120,7 +121,7 @@ def run(config: ExperimentConfig, run_dir: Path) -> None:
                     state, seconds = restore(checkpoints, done, state, parts.source)
                     began -= seconds
                 if done < 0:
-                    sink.write(0, parts.evaluate(state.params, True))
+                    sink.write(0, build.before(setup, stage, parts.evaluate)(state.params, True))
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     state, row, records = learn(config, parts, state, step)
                     ends, last = step == stage.last, step == config.steps
@@ -130,7 +131,7 @@ def run(config: ExperimentConfig, run_dir: Path) -> None:
                     if ends or step % config.checkpoint_every == 0:
                         seconds = time.perf_counter() - began
                         checkpoints.save(step, state, {"data": parts.source.get_state(), "seconds": seconds})
-                params, done = build.forget(setup, stage, state.params), max(done, stage.last)
+                params, done = state.params, max(done, stage.last)
         checkpoints.close()
         save_models(setup, params)
         finish(run_dir, config, params, time.perf_counter() - began)
@@ -181,6 +182,9 @@ def save_models(setup: sources.Setup, params: Params) -> None:
         if spec.trainable and spec.trunk_of is None:
             path = setup.run_dir / ("model" if name == product else name)
             models.save(str(path), setup.models[name], params[name], setup.language.tokenizer)
+    reading = reward_runs.reading(algorithm)
+    if reading is not None:
+        reward_models.write_reading(setup.run_dir / "model", reading)
 
 
 def finish(run_dir: Path, config: ExperimentConfig, params: Params, seconds: float) -> None:

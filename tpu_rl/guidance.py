@@ -118,6 +118,13 @@ def histogram_offset(logits: Array, kl_coef: Array | float, support: Support) ->
     return jax.nn.logsumexp(tilted, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
 
+def soft_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
+    """Q#'s: one of the two above. outputs [..., K] -> [...]."""
+    if support is None:
+        return bernoulli_offset(outputs[..., 0], kl_coef)
+    return histogram_offset(outputs, kl_coef, support)
+
+
 def mean_offset(outputs: Array, kl_coef: Array | float, support: Support | None) -> Array:
     """CD's: the mean return above the lowest, over eta. outputs [..., K] -> [...]."""
     mean = jax.nn.sigmoid(outputs[..., 0]) if support is None else _mean_above_lowest(outputs, support)
@@ -156,13 +163,8 @@ def offset(method: Method, support: Support | None = None) -> Offset:
             of = functools.partial(mean_offset, support=support)
         case "fudge":
             of, unscored = functools.partial(log_offset, support=support), EXCLUDED
-        case "q_sharp" if support is None:
-
-            def of(outputs: Array, kl_coef: Array) -> Array:
-                return bernoulli_offset(outputs[..., 0], kl_coef)
-
         case "q_sharp":
-            of = functools.partial(histogram_offset, support=support)
+            of = functools.partial(soft_offset, support=support)
     return Offset(of, outputs, unscored)
 
 

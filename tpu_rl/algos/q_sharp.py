@@ -48,7 +48,7 @@ WEIGHTS = {"sequence_mean": masked.sequence_mean, "token_mean": masked.token_mea
 class QSharpConfig:
     """The policy is the frozen reference; q learns."""
 
-    type: Literal["v", "q"] = "v"
+    q_type: Literal["v", "q"] = "v"
     """v: reads a token to score it, so `candidates` are read at each step. q: scores all that may follow at once."""
     distribution: Literal["bernoulli", "histogram", "squared_error"] = "bernoulli"
     """Of returns. Bernoulli and squared error are for returns in [0, 1]."""
@@ -72,7 +72,7 @@ class QSharpConfig:
 
     def __post_init__(self):
         low, high, atoms = self.support
-        scored = self.candidates > 0 if self.candidates is not None else self.type == "q"
+        scored = self.candidates > 0 if self.candidates is not None else self.q_type == "q"
         if not (scored and self.kl_coef > 0 and low < high and atoms >= 2 and self.prompts > 0):
             fix = "kl_coef, prompts and candidates above 0 (Q-type: or all); support rising, 2 or more atoms"
             raise InputError(f"Q# cannot work with {self}", where="--algorithm", fix=fix)
@@ -90,7 +90,7 @@ class QSharpConfig:
     def roles(self) -> dict[str, RoleSpec]:
         q = RoleSpec(trainable=True, path=self.q_model, layers=self.layers)
         size = 1 if self.histogram is None else self.histogram.atoms
-        q = q._replace(outputs=size) if self.type == "v" else q._replace(outputs_per_token=size)
+        q = q._replace(outputs=size) if self.q_type == "v" else q._replace(outputs_per_token=size)
         return {"policy": RoleSpec(trainable=False), "q": q}
 
 
@@ -128,7 +128,7 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
             return jnp.take_along_axis(every, tokens[..., None, None], axis=2)[:, :, 0]
 
         hidden = q.hidden(params, rows)
-        if config.type == "v":
+        if config.q_type == "v":
             return q.logits(params, hidden)
         return over_chunks(chosen, predicting(hidden, rows), rows.tokens)
 
