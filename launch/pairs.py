@@ -115,10 +115,10 @@ def rows_that_fit(setup: Setup) -> tuple[list[data.Row], list[data.Row]]:
 def fits(config: ExperimentConfig, tokenizer: Any, row: data.Row) -> bool:
     """Whether prompt and completions keep within their limits, and the pair within a packed row."""
     how = config.sampling
-    mask = data.pairs([row], tokenizer, 1 + how.max_prompt_tokens + how.max_new_tokens).action_mask
+    mask = np.asarray(data.pairs([row], tokenizer, 1 + how.max_prompt_tokens + how.max_new_tokens).action_mask)
     prompt, lengths = int(mask[0].argmax()), mask.sum(-1)
-    within = bool(mask.any(-1).all()) and prompt <= how.max_prompt_tokens and lengths.max() <= how.max_new_tokens
-    return within and prompt + int(lengths.sum()) <= config.batch.row_length
+    within = mask.any(-1).all() and prompt <= how.max_prompt_tokens and lengths.max() <= how.max_new_tokens
+    return bool(within) and prompt + int(lengths.sum()) <= config.batch.row_length
 
 
 # --- the reference's log-probs -----------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def write_log_probs(path: Path, identity: dict[str, str], values: list[list[np.n
 def read_log_probs(path: Path) -> tuple[dict[str, str], list[list[np.ndarray]]]:
     """(identity, values) as written. Raises DamagedDataError where they cannot be read."""
     try:
-        with np.load(path) as kept:
+        with path.open("rb") as opened, np.load(opened) as kept:
             identity = json.loads(str(kept["identity"]))
             completions = np.split(kept["log_probs"], np.cumsum(kept["lengths"])[:-1])
             ends = np.cumsum(kept["completions"])
@@ -239,10 +239,12 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
         print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
         return lambda params: {}
     pairs = referenced(setup, stage, params)(held_out)
+    mask = np.asarray(pairs.action_mask)
+    longest = int((mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)).max())
     layout = packing.lay_out(
-        pairs.action_mask,
-        pairs.group_id,
-        row_length=setup.config.batch.row_length,
+        mask,
+        np.asarray(pairs.group_id),
+        row_length=longest,
         micro_batch_rows=1,
         minibatches=len(held_out),
         whole_groups=True,

@@ -358,7 +358,7 @@ def solution_rows(config: ExperimentConfig, files: FileData, experience: type) -
     problems = read(str(files.path))
     if files.evaluation_path is not None:
         return rows_of(problems), rows_of(read(files.evaluation_path))
-    last = len(problems) - (len(problems) // 4 if config.evaluation.rows else 0)
+    last = len(problems) - min(config.evaluation.rows, len(problems) // 4)
     return rows_of(problems[:last]), rows_of(problems[last:])
 
 

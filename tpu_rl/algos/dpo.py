@@ -10,7 +10,7 @@ worst-case weights of the pairs, or a reference that follows the policy. Log-pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -128,7 +128,7 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         if config.robust_radius:
             losses = packing.over_micro_batches(lambda micro_batch: compare(params, micro_batch)[0], batch)
             worst = partial(preferences.worst_case_weights, radius=config.robust_radius)
-            batch = batch.replace(weights={"preference": jax.vmap(worst)(losses, weights)})
+            batch = replace(batch, weights={"preference": jax.vmap(worst)(losses, weights)})
         return batch, state
 
     def compare(params: Params, batch: Batch) -> tuple[Array, preferences.Pair]:

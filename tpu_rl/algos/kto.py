@@ -85,7 +85,7 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rows = layout.rows(pairs.tokens)
         baseline = jnp.zeros(layout.minibatches)
         if config.loss == "kto":
-            shifts = mismatched_log_ratios(params, pairs, *layout.source.shape[2:])
+            shifts = mismatched_log_ratios(params, pairs, layout.source.shape[2], layout.source.shape[3])
             baseline = jnp.maximum(_mean_of_steps(shifts, mask.any(-1), layout.minibatch, layout.minibatches), 0.0)
         elif config.loss == "bco":
             baseline = jnp.broadcast_to(state["mean"], layout.minibatches)
