@@ -1,9 +1,11 @@
 """How well a model answers held-out problems: pass@1, greedy accuracy, pass@k and majority votes, with intervals.
 
     python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET | --data.path FILE] [--samples K]
+    python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1 ...] [--baseline cd]
 
 A run folder is judged at its newest checkpoint, on its own held-out problems unless told otherwise. A model is a
-directory, a hub id or builtin:arithmetic. Intervals are of 95 %, over problems.
+directory, a hub id or builtin:arithmetic. Intervals are of 95 %, over problems. With --guide the model is guided by a
+run of Q#, at each coefficient; the KL is over the whole vocabulary, before any truncation.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -19,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import build, roles, sources
+from launch import build, guide, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
@@ -57,6 +59,12 @@ class Flags:
     max_new_tokens: int | None = None
     """Most tokens of a completion; else the preset's or run's."""
     seed: int = 0
+    guide: str | None = None
+    """A run of Q#, whose q guides the model at every --kl-coef, and judges the model's own completions."""
+    kl_coef: tuple[float, ...] = ()
+    """eta, return a nat: small is strong guidance; else the run's."""
+    baseline: Literal["none", "cd", "fudge"] = "none"
+    """Also guided the other way by the same q: controlled decoding by its mean, or FUDGE."""
 
 
 def main(argv: list[str]) -> int:
@@ -64,9 +72,15 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         config = settings(flags)
+        if reward_runs.reading(config.algorithm) is not None:
+            report_reward_model(flags)
+            return 0
         problems = held_out(config, flags)
         reward = sources.resolve_reward(reward_name(config, flags))
         language, params = load_language(config, flags)
+        if flags.guide is not None:
+            report_guided(config, language, params, problems, reward, flags)
+            return 0
         report(flags, answer(config, language, params, problems, reward, flags))
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,6 +95,10 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+    if any(not kl_coef > 0 for kl_coef in flags.kl_coef):
+        raise InputError(
+            f"--kl-coef {flags.kl_coef}", where="--kl-coef", fix="use numbers above 0; inf is the model alone"
+        )
 
 
 def settings(flags: Flags) -> ExperimentConfig:
@@ -88,6 +106,8 @@ def settings(flags: Flags) -> ExperimentConfig:
     saved = Path(flags.model) / "config.yaml"
     if flags.preset is None and saved.is_file():
         return configuration.load(saved)
+    if flags.preset is None and flags.guide is not None and (Path(flags.guide) / "config.yaml").is_file():
+        return configuration.load(Path(flags.guide) / "config.yaml")
     return configuration.preset(flags.preset or (FILE_PRESET if flags.data.path else DEFAULT_PRESET))
 
 
@@ -149,6 +169,31 @@ def answer(
         }
 
 
+def report_guided(
+    config: ExperimentConfig,
+    language: roles.Language,
+    params: Params,
+    problems: list[dict[str, Any]],
+    reward: rewards.Reward,
+    flags: Flags,
+) -> None:
+    """The model alone, guided at each coefficient, and judged by q."""
+    assert flags.guide is not None
+    guided = guide.load(flags.guide, language, params)
+    how = sources.sampler_config(config, language.tokenizer, flags.samples)
+    how = replace(
+        how,
+        max_new_tokens=flags.max_new_tokens or how.max_new_tokens,
+        temperature=flags.temperature,
+        max_rows=max(how.max_rows, flags.samples),
+    )
+    mesh = build.make_mesh(MeshConfig())
+    task = guide.Task(language, problems, reward, how, sampler.run_key(flags.seed, Purpose.EVALUATION, 0), mesh)
+    with jax.set_mesh(mesh):
+        lines, judged = guide.sweep(guided, task, flags.kl_coef or (guided.algorithm.kl_coef,), flags.baseline)
+    guide.report(f"{flags.model} guided by {flags.guide}", lines, judged, flags.samples)
+
+
 def report(flags: Flags, found: dict[str, Evaluation]) -> None:
     """A table of all measures, and what else one should know."""
     table = Table("", "value", "95 % interval", "problems", title=escape(flags.model))
@@ -162,6 +207,20 @@ def report(flags: Flags, found: dict[str, Evaluation]) -> None:
         console.print(f"{name}: {100 * result.well_formed:.1f} % {formed}, {result.mean_length:.1f} tokens on average")
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+def report_reward_model(flags: Flags) -> None:
+    """The table of a run that trains a reward model: how it judges what was held out, beside simple rules."""
+    setup, params, step = load_run(Path(flags.model))
+    print(f"{flags.model}, step {step}")
+    stage = next(stage for stage in setup.config.stages if step <= stage.last)
+    with jax.set_mesh(setup.mesh):
+        lines = reward_runs.held_out_judge(setup, stage, params)(params, True)
+    table = Table("", "accuracy", "95 % interval", "problems", title=escape(flags.model))
+    for name, (value, low, high, n) in lines:
+        table.add_row(name.replace("_", " ") or "reward model", f"{100 * value:.1f} %",
+                      f"{100 * low:.1f} to {100 * high:.1f}", str(n))  # fmt: skip
+    Console().print(table)
 
 
 def measures(flags: Flags, found: dict[str, Evaluation]) -> list[tuple[str, Estimate]]:

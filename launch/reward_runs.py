@@ -269,6 +269,5 @@ def step_logits(apply: Any, params: Params, examples: QExamples, rows: int = 64)
     """[N, T] logits that a step which ends at the token is right."""
     tokens = np.asarray(examples.tokens)
     padded = np.pad(tokens, ((0, -len(tokens) % rows), (0, 0)))
-    return np.concatenate(
-        [np.asarray(apply(params, batch)[..., 0]) for batch in np.split(padded, len(padded) // rows)]
-    )[: len(tokens)]
+    found = [np.asarray(apply(params, batch)[..., 0]) for batch in np.split(padded, len(padded) // rows)]
+    return np.concatenate(found)[: len(tokens)]

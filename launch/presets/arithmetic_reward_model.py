@@ -1,0 +1,34 @@
+"""A reward model of the arithmetic task: of the shipped model's own answers, a right one is better than a wrong one.
+
+The frozen shipped model answers each problem eight times; a copy of it with a head, an ensemble of three on one trunk,
+learns which answer is right. Then it is a reward:
+
+    python launch/run.py arithmetic_ppo --reward runs/arithmetic_reward_model/model --evaluation.reward arithmetic
+"""
+
+from launch.config import (
+    ArithmeticData,
+    BatchConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+)
+from tpu_rl.algos import RewardModelConfig
+from tpu_rl.environments import Arithmetic
+from tpu_rl.optimizers import OptimizerConfig
+
+LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
+
+CONFIG = ExperimentConfig(
+    algorithm=RewardModelConfig(pairs="reference", heads=3, penalty=1.0, margin_coef=0.0, centring_coef=0.01),
+    data=ArithmeticData(train=LONG, evaluation=Arithmetic(min_terms=3, max_terms=5, operators="+-*")),
+    model=ModelConfig(path="builtin:arithmetic"),
+    reward=("arithmetic",),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, schedule="cosine", beta2=0.98),
+    batch=BatchConfig(prompts=64, completions=8, row_length=256, micro_batch_rows=8),
+    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
+    evaluation=EvaluationConfig(rows=500, every=50),
+    steps=200,
+    checkpoint_every=50,
+)
