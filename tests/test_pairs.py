@@ -14,8 +14,8 @@ from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.types import Rollout
 
 TINY = [
-    "gsm8k_dpo", "--data.format", "plain", "--data.instruction", "", "--model.path", "builtin:arithmetic",
-    "--model.dtype", "float32", "--batch.prompts", "4", "--batch.row-length", "64", "--batch.micro-batch-rows", "2",
+    "gsm8k_dpo", "--data.format", "plain", "--model.path", "builtin:arithmetic", "--model.random-init", "False",
+    "--batch.prompts", "4", "--batch.row-length", "64", "--batch.micro-batch-rows", "2",
     "--sampling.max-prompt-tokens", "8", "--sampling.max-new-tokens", "16", "--optimizer.learning-rate", "1e-4",
     "--evaluation.rows", "4", "--evaluation.every", "2", "--checkpoint-every", "1",
 ]  # fmt: skip
