@@ -133,10 +133,11 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
         metrics: Metrics = {
             "distill/loss": Sum(losses.sum(), weights.sum()),
             "distill/divergence": average(found.divergence, mask),
-            "distill/divergence_on_policy": average(found.divergence, mask & batch.on_policy),
-            "distill/divergence_off_policy": average(found.divergence, mask & ~batch.on_policy),
             "policy/entropy": average(found.entropy, mask),
         }
+        if 0 < config.on_policy < 1:
+            metrics["distill/divergence_on_policy"] = average(found.divergence, mask & batch.on_policy)
+            metrics["distill/divergence_off_policy"] = average(found.divergence, mask & ~batch.on_policy)
         if config.adaptive:
             distance = (found.alpha - teachers.LEAST_ALPHA) / config.alpha
             metrics["distill/alpha"] = average(found.alpha, mask)
