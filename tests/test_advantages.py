@@ -89,3 +89,85 @@ def test_soft_overlong_penalty_at_its_corners():
     np.testing.assert_allclose(
         advantages.soft_overlong_penalty(lengths, limit=16, buffer=4), [0, 0, -0.25, -0.5, -1, -1], rtol=1e-6
     )
+
+
+# --- tokens against a critic ---------------------------------------------------------------------------------------
+
+# Three chosen tokens with tool output between them; and a row whose every token is chosen.
+REWARDS = jnp.array([[NAN, 1.0, NAN, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+VALUES = jnp.array([[9.0, 0.5, 9.0, 1.0, 1.5], [0.1, 0.2, 0.3, 0.4, 0.5]])
+MASK = jnp.array([[False, True, False, True, True], [True] * 5])
+
+
+def plain_gae(rewards, values, mask, gamma: float, lam: float) -> np.ndarray:
+    """A_t = sum_k (gamma lam)^k delta_(t+k), token by token over those that were chosen (arXiv 1506.02438, eq. 16)."""
+    result = np.zeros(np.shape(rewards))
+    for row in range(len(result)):
+        chosen = np.flatnonzero(mask[row])
+        v = [float(values[row, t]) for t in chosen] + [0.0]
+        deltas = [float(rewards[row, t]) + gamma * v[i + 1] - v[i] for i, t in enumerate(chosen)]
+        for i, t in enumerate(chosen):
+            result[row, t] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[i:]))
+    return result
+
+
+def test_gae_by_hand():
+    """Row one, gamma 0.9 and lambda 0.5, backwards: 2 - 1.5; 1.35 - 1 + 0.45 x 0.5; 1 + 0.9 - 0.5 + 0.45 x that."""
+    last, middle = 0.5, 1.35 - 1 + 0.225
+    expected = [0, 1.4 + 0.45 * middle, 0, middle, last]
+    np.testing.assert_allclose(advantages.gae(REWARDS, VALUES, MASK, 0.9, 0.5)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_gae_is_the_sum_of_its_definition(gamma, lam):
+    random = np.random.default_rng(0)
+    mask = random.random((6, 9)) < 0.7
+    rewards, values = random.normal(size=(2, 6, 9))
+    found = advantages.gae(jnp.asarray(rewards), jnp.asarray(values), jnp.asarray(mask), gamma, lam)
+    np.testing.assert_allclose(found, plain_gae(rewards, values, mask, gamma, lam), rtol=0, atol=2e-6)
+
+
+def test_with_lambda_one_it_is_the_return_minus_the_value():
+    found = advantages.gae(REWARDS, VALUES, MASK, 1.0, 1.0)
+    np.testing.assert_allclose(found, [[0, 2.5, 0, 1.0, 0.5], [0.9, 0.8, 0.7, 0.6, 0.5]], rtol=1e-6)
+    returns = advantages.returns_to_go(REWARDS, MASK)
+    np.testing.assert_allclose(returns, [[0, 3, 0, 2, 2], [1] * 5], rtol=1e-6)
+    np.testing.assert_allclose(found, jnp.where(MASK, returns - VALUES, 0.0), rtol=1e-6)
+
+
+def test_discounted_returns_by_hand():
+    np.testing.assert_allclose(advantages.returns_to_go(REWARDS, MASK, 0.5)[0], [0, 1.5, 0, 1, 2])
+
+
+def test_each_row_may_have_its_own_lambda():
+    lam = jnp.array([0.3, 0.8])
+    found = advantages.gae(REWARDS, VALUES, MASK, 1.0, lam)
+    for row in range(2):
+        np.testing.assert_allclose(found[row], advantages.gae(REWARDS, VALUES, MASK, 1.0, float(lam[row]))[row])
+
+
+def test_tool_output_spends_no_discount():
+    """A completion with tokens of a tool in it has the advantages of the one without them."""
+    chosen = jnp.array([1, 3, 4])
+    short = advantages.gae(REWARDS[:1, chosen], VALUES[:1, chosen], MASK[:1, chosen], 0.9, 0.7)
+    np.testing.assert_allclose(advantages.gae(REWARDS, VALUES, MASK, 0.9, 0.7)[0, chosen], short[0], rtol=1e-6)
+
+
+def test_length_adaptive_lambda():
+    """VAPO's own numbers, alpha 0.05: 100 tokens 0.8, 2000 tokens 0.99; nothing below 20."""
+    found = advantages.length_adaptive_lambda(jnp.array([0, 1, 20, 100, 2000]), 0.05)
+    np.testing.assert_allclose(found, [0, 0, 0, 0.8, 0.99], rtol=1e-6)
+    # What it is for: the weights of a long trace add up to alpha l.
+    lam, length = float(found[4]), 2000
+    np.testing.assert_allclose(sum(lam**t for t in range(length)), 0.05 * length, rtol=1e-5)
+
+
+def test_optimal_value():
+    """By hand: 2 log((e^0.5 + 1 + 1) / 3); the mean for a large beta, the best for a small one."""
+    returns, scored = jnp.array([1.0, 0.0, 0.0, 5.0]), jnp.array([True, True, True, False])
+    by_hand = 2 * np.log((np.exp(0.5) + 2) / 3)
+    np.testing.assert_allclose(advantages.optimal_value(returns, scored, 2.0), by_hand, rtol=1e-6)
+    np.testing.assert_allclose(advantages.optimal_value(returns, scored, 1e3), 1 / 3, rtol=1e-3)
+    np.testing.assert_allclose(advantages.optimal_value(returns, scored, 1e-3), 1 - 1e-3 * np.log(3), rtol=1e-6)
+    assert np.isnan(advantages.optimal_value(returns, jnp.zeros(4, bool), 2.0))

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from tpu_rl import masked
-from tpu_rl.policy_gradients import clip_shares, clipped_surrogate, dual_clip, importance_ratio, kl_loss
+from tpu_rl.policy_gradients import (
+    adapted_kl_scale,
+    clip_shares,
+    clipped_surrogate,
+    dual_clip,
+    importance_ratio,
+    kl_loss,
+    proximal_loss,
+    reference_metrics,
+)
 
 RATIO = jnp.array([0.5, 0.8, 1.0, 1.25, 2.0, 0.5, 0.8, 1.0, 1.25, 2.0])
 ADVANTAGES = jnp.array([3.0] * 5 + [-3.0] * 5)
@@ -96,3 +105,38 @@ def test_dividing_by_length_lengthens_wrong_answers_and_a_constant_does_not():
     assert preference_for_long(masked.sequence_mean(mask, step, 1)) > 0.01
     assert abs(preference_for_long(masked.constant_length(mask, step, 1, 5))) < 1e-7
     assert abs(preference_for_long(masked.token_mean(mask, step, 1))) < 1e-7
+
+
+# --- what algorithms share -----------------------------------------------------------------------------------------
+
+
+def test_the_kl_scale_moves_by_at_most_a_fifth_in_a_horizon():
+    """scale (1 + clip(kl / target - 1, +-0.2) / horizon): on target it stays."""
+    scale = jnp.float32(2.0)
+    for kl, expected in ((6.0, 2.0), (6.6, 2 * (1 + 0.1 / 4)), (60.0, 2.1), (0.0, 1.9), (-3.0, 1.9)):
+        np.testing.assert_allclose(adapted_kl_scale(scale, jnp.float32(kl), 6.0, 4.0), expected, rtol=1e-6)
+
+
+def test_reference_metrics_by_hand():
+    """Two completions of two tokens and one; the fourth slot is padding."""
+    log_probs, reference = jnp.array([[-1.0, -2.0, -1.0, 7.0]]), jnp.array([[-1.5, -1.0, -3.0, 0.0]])
+    mask, sequences = jnp.array([[True, True, True, False]]), jnp.array([[1, 1, 2, 0]])
+    found = reference_metrics(log_probs, reference, mask, sequences)
+    k1 = 0.5 - 1.0 + 2.0
+    assert float(found["policy/kl_completion"].value) == pytest.approx(k1)
+    assert float(found["policy/kl_completion"].weight) == 2
+    k3 = sum(np.exp(d) - 1 - d for d in (-0.5, 1.0, -2.0))
+    assert float(found["policy/kl_reference"].value) == pytest.approx(k3)
+    assert float(found["policy/kl_reference"].weight) == 3
+
+
+def test_proximal_loss_by_hand():
+    """Two tokens that count 0.25 and 0.5, one that counts nothing: ratios 1.1 and 2, the second clipped at 1.3."""
+    old, advantages = jnp.log(jnp.array([[0.5, 0.2, 0.1]])), jnp.array([[2.0, 1.0, 9.0]])
+    log_probs, entropy = jnp.log(jnp.array([[0.55, 0.4, 0.9]])), jnp.array([[0.6, 0.7, 0.8]])
+    weights, mask = jnp.array([[0.25, 0.5, 0.0]]), jnp.ones((1, 3), bool)
+    value, metrics = proximal_loss(log_probs, entropy, old, advantages, weights, mask, (0.25, 0.3), 0.1)
+    assert float(value) == pytest.approx(0.25 * (-2.2 - 0.06) + 0.5 * (-1.3 - 0.07))
+    assert float(metrics["policy/loss"].weight) == 0.75
+    assert float(metrics["policy/entropy"].value) == pytest.approx(2.1)
+    assert float(metrics["policy/clip_high"].value) == 2
