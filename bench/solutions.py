@@ -29,9 +29,9 @@ def main() -> None:
             summary = run(run_dir, [preset, "--data.path", str(flags.path), "--seed", str(seed)])
             last = json.loads((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
             cells = [
-                percent(estimate(last, "eval/preference_")),
+                percent(estimate(last, "eval/")),
                 percent(estimate(last, "eval/length_only_")),
-                f"{last['eval/preference_n']:.0f}",
+                f"{last['eval/n']:.0f}",
                 f"{100 * last['preference/accuracy']:.1f}",
                 f"{last['preference/loss']:.3f}",
                 f"{summary['seconds']:.0f}",

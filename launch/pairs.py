@@ -265,7 +265,7 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
 
     def evaluate(params: Params) -> dict[str, float]:
         right = np.asarray(accuracies(params, Experience(pairs, layout)))
-        return named("eval/preference_", by_problem(right, problems)) | named("eval/length_only_", lengths)
+        return named("eval/", by_problem(right, problems)) | named("eval/length_only_", lengths)
 
     return evaluate
 

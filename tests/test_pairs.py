@@ -58,7 +58,7 @@ def test_two_steps_then_four_equal_four(file, tmp_path, capsys):
     assert first["preference/loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert first["preference/margin"] == pytest.approx(0, abs=1e-5)
     evaluated = metrics_of(whole)[0]
-    assert evaluated["eval/preference_n"] == 4
+    assert evaluated["eval/n"] == 4
     assert evaluated["eval/length_only_accuracy"] == 1
     assert metrics_of(whole)[4]["preference/loss"] < first["preference/loss"]
 
