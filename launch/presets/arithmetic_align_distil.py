@@ -2,13 +2,13 @@
 from its opposite, the further the more the two disagree. Train both first; other arms by flags:
 
     python launch/run.py arithmetic_dpo
-    python launch/run.py arithmetic_dpo --algorithm.reverse True --run-dir runs/arithmetic_dpo_reverse
+    python launch/run.py arithmetic_dpo --algorithm.reverse --run-dir runs/arithmetic_dpo_reverse
     python launch/run.py arithmetic_align_distil
-        --algorithm.adaptive False --algorithm.alpha 1            a constant alpha
-        --algorithm.target extrapolated --algorithm.adaptive False --algorithm.alpha 2      theorem 1: no reverse model
-        --algorithm.tvd-half False                                the authors' code: twice the alpha
-        --algorithm.beta0 None                                    every token weighs the same
-        --algorithm.on-policy 0                                   off policy
+        --algorithm.no-adaptive                                       a constant alpha, of 1
+        --algorithm.no-adaptive --algorithm.target extrapolated --algorithm.alpha 2      theorem 1: no reverse model
+        --algorithm.no-tvd-half                                       the authors' code: twice the alpha
+        --algorithm.beta0 None                                        every token weighs the same
+        --algorithm.on-policy 0                                       off policy
 """
 
 from launch.config import (

@@ -21,10 +21,11 @@ from tpu_rl.algos import DistillConfig
 from tpu_rl.environments import Arithmetic
 from tpu_rl.optimizers import OptimizerConfig
 
+TEACHER = "runs/arithmetic_grpo/model"
 LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
 
 CONFIG = ExperimentConfig(
-    algorithm=DistillConfig(teacher="runs/arithmetic_grpo/model", beta=1.0),
+    algorithm=DistillConfig(teacher=TEACHER, beta=1.0),
     data=ArithmeticData(train=LONG, evaluation=LONG),
     model=ModelConfig(path="builtin:arithmetic"),
     reward=("arithmetic",),
