@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,8 @@ class Problem:
     completions: list[str]
     correct: list[bool]
     answers: list[Hashable | None]
+    rows: list[int] = field(default_factory=list)
+    """Their rows of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Evaluation:
     errors: list[str]
     """What the reward function failed on; those completions are left out."""
     problems: list[Problem]
+    rollout: Rollout
+    """All completions, as sampled."""
 
 
 def evaluate(
@@ -107,6 +111,7 @@ def evaluate(
                     completions=[scored.completions[i] for i in judged],
                     correct=[bool(scored.rewards[i] > 0.5) for i in judged],
                     answers=[answers[i] for i in judged],
+                    rows=judged,
                 )
             )
     accuracy = estimate([float(np.mean(problem.correct)) for problem in problems])
@@ -120,6 +125,7 @@ def evaluate(
         reads_answers=read is not None,
         errors=scored.errors,
         problems=problems,
+        rollout=scored.rollout,
     )
 
 
@@ -131,6 +137,16 @@ def pass_at(problems: Sequence[Problem], k: int) -> Estimate:
 def majority_vote(problems: Sequence[Problem]) -> Estimate:
     """Share of problems whose most frequent answer is correct (maj@k with all k completions)."""
     return estimate([float(majority(problem.answers, problem.correct)) for problem in problems])
+
+
+def best_of(problems: Sequence[Problem], scores: Sequence[Sequence[float]]) -> Estimate:
+    """Share of problems whose completion of the highest score is correct (best of n); ties go to the first."""
+    return estimate([float(p.correct[int(np.argmax(s))]) for p, s in zip(problems, scores, strict=True)])
+
+
+def weighted_vote(problems: Sequence[Problem], scores: Sequence[Sequence[float]]) -> Estimate:
+    """Share of problems whose answer of the largest total score is correct: a majority vote with a say by score."""
+    return estimate([float(weighted(p.answers, p.correct, s)) for p, s in zip(problems, scores, strict=True)])
 
 
 # --- statistics --------------------------------------------------------------------------------------------------
@@ -176,3 +192,12 @@ def majority(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> boo
         return False
     winner = votes.most_common(1)[0][0]
     return correct[list(answers).index(winner)]
+
+
+def weighted(answers: Sequence[Hashable | None], correct: Sequence[bool], scores: Sequence[float]) -> bool:
+    """Whether the answer of the largest total score is correct; of equal ones the first counts, None never votes."""
+    votes: dict[Hashable, float] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0.0) + score
+    return bool(votes) and correct[list(answers).index(max(votes, key=lambda answer: votes[answer]))]

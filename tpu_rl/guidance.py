@@ -299,3 +299,27 @@ def token_kl(
     at = jnp.arange(total)[None] - begins[:, None]
     taken = jnp.take_along_axis(found.T, jnp.clip(at, 0, total - prompt_length - 1), axis=1)
     return jnp.where((at >= 0) & (at < (ends - begins)[:, None]), taken, 0.0)
+
+
+@functools.partial(jax.jit, static_argnames=("q", "support", "reads"))
+def last_return(
+    q: Policy,
+    support: Support | None,
+    reads: Literal["own", "previous"],
+    params: Params,
+    tokens: Array,
+    ends: Array,
+) -> Array:
+    """q's mean return [B] at each row's last token, ends - 1, of tokens [B, T]: q as a reward model.
+
+    At the end-of-sequence token nothing can follow, so it says how likely the text is right.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cache = q.init_cache(params, *tokens.shape)
+    outputs, _ = q.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), ends)
+    rows = jnp.arange(len(tokens))
+    if reads == "own":
+        return mean_return(outputs[rows, ends - 1], support)
+    size = 1 if support is None else support.atoms
+    every = outputs[rows, ends - 2].reshape(len(tokens), -1, size)
+    return mean_return(every[rows, tokens[rows, ends - 1]], support)
