@@ -319,3 +319,20 @@ def test_a_template_that_rewrites_the_end_does_not_matter():
 def test_a_conversation_without_an_answer_is_refused(letters):
     with pytest.raises(InputError, match="no answer by the assistant"):
         data.demonstrations([{"messages": [{"role": "user", "content": "a"}]}], letters, 8)
+
+
+def test_steps_are_labelled_at_their_last_tokens(letters):
+    rows = [
+        {"prompt": "ab", "completions": ["cd", "e"], "labels": [True, False]},
+        {"prompt": "a", "completions": ["b", "cdefg"], "labels": [True, True], "ended": False},
+        {"prompt": "a", "completions": ["b", "cdefgab"], "labels": [True, True]},
+    ]
+    examples = data.steps(rows, letters, 7)
+    at = [np.flatnonzero(row).tolist() for row in examples.action_mask]
+    # The last step ends with the end of sequence; what is cut off, with its own last token; what does not fit is out.
+    assert at == [[3, 5], [1, 6], [1]]
+    assert examples.tokens[0, 5] == letters.eos_ids[0]
+    assert examples.returns[0, [3, 5]].tolist() == [1, 0]
+    assert letters.decode(examples.tokens[1].tolist()) == "abcdefg"
+    assert examples.returns.sum() == 1 + 2 + 1
+    assert len(set(examples.group_id.tolist())) == 3

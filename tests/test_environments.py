@@ -216,3 +216,24 @@ def test_the_star_graph_tokenizer_has_a_token_for_each_node():
     ids = tokenizer.encode(row["completion"])
     assert len(ids) == 5
     assert parse_path(tokenizer.decode(ids)) == parse_path(row["answer"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "labels"),
+    [
+        ("4*2=8;3+8=11;#11", [True, True, True]),
+        ("4*2=8;3+8=12;#12", [True, False, False]),
+        # Right by itself, but not what comes next here.
+        ("3+4=7;7*2=14;#14", [False, False, False]),
+        ("4*2=8;3+8=11;11+1=12;#12", [True, True, False, False]),
+        ("#11", [True]),
+        ("#14", [False]),
+        # Cut off.
+        ("4*2=8;3+", [True, False]),
+        ("", []),
+    ],
+)
+def test_steps_are_right_where_the_written_solution_has_them(completion, labels):
+    steps = environments.labelled_steps("3+4*2=", completion)
+    assert [right for _, right in steps] == labels
+    assert "".join(text for text, _ in steps) == completion

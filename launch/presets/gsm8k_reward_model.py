@@ -4,7 +4,7 @@
 
 Right against wrong solutions of a problem; every fourth problem is held out. A model of half a million parameters that
 has read nothing else will not rank them well: its accuracy stands beside that of a rule that knows their lengths only.
-Your own checkpoint: --model.path DIR --model.random-init False.
+Your own checkpoint: --model.path DIR --model.no-random-init.
 """
 
 from launch.config import (
