@@ -1,5 +1,6 @@
 """Learning rates by hand, and what weight decay leaves alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,3 +85,31 @@ def test_a_learning_rate_must_be_a_positive_number(rate):
 def test_a_clip_norm_must_be_positive():
     with pytest.raises(InputError, match="clip norm"):
         OptimizerConfig(clip_norm=0.0)
+
+
+# --- several roles -------------------------------------------------------------------------------------------------
+
+
+def test_each_role_has_its_own_rate_and_its_own_norm():
+    """Linear Adam again: the value's huge gradient takes nothing from the policy's, and has a tenth of the rate."""
+    config = OptimizerConfig(learning_rate=1.0, epsilon=1e6, clip_norm=1.0)
+    schedule = optimizers.learning_rate(config, 1)
+    optimizer = optimizers.by_role(config, schedule, {"policy": 1.0, "value": 0.1})
+    params = {"policy": {"kernel": jnp.zeros(2)}, "value": {"score": jnp.zeros(2)}, "reference": {"kernel": None}}
+    gradients = {
+        "policy": {"kernel": jnp.array([0.3, 0.4])},
+        "value": {"score": jnp.array([30.0, 40.0])},
+        "reference": {"kernel": None},
+    }
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    np.testing.assert_allclose(-1e6 * updates["policy"]["kernel"], [0.3, 0.4], rtol=1e-4)
+    np.testing.assert_allclose(-1e6 * updates["value"]["score"], [0.06, 0.08], rtol=1e-4)
+    assert updates["reference"]["kernel"] is None
+
+
+def test_one_role_alone_is_the_plain_optimizer():
+    config = OptimizerConfig()
+    schedule = optimizers.learning_rate(config, 1)
+    params = {"policy": {"kernel": jnp.zeros(2)}}
+    one, plain = optimizers.by_role(config, schedule, {"policy": 1.0}), optimizers.build(config, schedule)
+    assert jax.tree.structure(one.init(params)) == jax.tree.structure(plain.init(params))

@@ -67,6 +67,12 @@ def objective(policy: Params, reference: Params, kl_coef: float) -> Array:
     return jnp.sum(jnp.exp(log_p) * (REWARDS - kl_coef * (log_p - log_r)))
 
 
+def exact_gradient(params: Params, kl_coef: float) -> Array:
+    """Of the objective, with respect to the policy's table."""
+    gradient = jax.jit(jax.grad(objective), static_argnums=2)
+    return gradient(params["policy"], params["reference"], kl_coef)["table"]
+
+
 def rollout(policy: Params, baseline: Array | None = None) -> Rollout:
     """Every completion once."""
     log_probs = token_log_probs(policy)
@@ -92,6 +98,12 @@ def expected_gradient(algorithm: Algorithm, params: Params, baseline: Array | No
     probability = LAYOUT.pack(jnp.where(MASK, jnp.exp(data.log_probs.sum(-1))[:, None], 0.0))
     batch = jax.tree.map(lambda x: x[0, 0], batch.replace(weights=dict.fromkeys(batch.weights, probability)))
     return jax.grad(lambda params: algorithm.loss(params, batch)[0])(params)
+
+
+def gradient_at(algorithm: Algorithm, params: Params, baseline: Array | None = None) -> Params:
+    """The same, compiled."""
+    gradient = jax.jit(lambda params: expected_gradient(algorithm, params, baseline), compiler_options=tiny.QUICKLY)
+    return gradient(params)
 
 
 def descended(gradient_of: Callable[[Params], Params], params: Params, trained: dict[str, float], steps: int) -> Params:
@@ -135,8 +147,8 @@ PLAIN = PpoConfig(Critic(lam=1.0, clip=None), lam=1.0, whiten=False)
 def test_with_lambda_one_the_expected_gradient_is_exact_whatever_the_critic_says(float64, kl_coef):
     params = first_params()
     algorithm = ppo(replace(PLAIN, kl_reward_coef=kl_coef), ROLES, SAMPLING)
-    gradient = expected_gradient(algorithm, params)["policy"]["table"]
-    exact = jax.grad(objective)(params["policy"], params["reference"], kl_coef)["table"]
+    gradient = gradient_at(algorithm, params)["policy"]["table"]
+    exact = exact_gradient(params, kl_coef)
     assert np.abs(exact).max() > 0.05
     np.testing.assert_allclose(gradient, -exact, rtol=0, atol=1e-8)
 
@@ -145,10 +157,10 @@ def test_with_lambda_one_the_expected_gradient_is_exact_whatever_the_critic_says
 def test_a_smaller_lambda_is_exact_only_with_a_true_critic(float64, lam):
     params = first_params()
     algorithm = ppo(replace(PLAIN, lam=lam), ROLES, SAMPLING)
-    exact = jax.grad(objective)(params["policy"], params["reference"], 0.0)["table"]
+    exact = exact_gradient(params, 0.0)
     true = params | {"value": table_of(state_values(params["policy"]))}
-    np.testing.assert_allclose(expected_gradient(algorithm, true)["policy"]["table"], -exact, rtol=0, atol=1e-8)
-    biased = expected_gradient(algorithm, params)["policy"]["table"]
+    np.testing.assert_allclose(gradient_at(algorithm, true)["policy"]["table"], -exact, rtol=0, atol=1e-8)
+    biased = gradient_at(algorithm, params)["policy"]["table"]
     assert np.abs(biased + exact).max() > 0.05
 
 
@@ -190,9 +202,12 @@ def test_the_first_update_is_on_policy_and_its_gradient_that_of_the_advantages()
     roles, params = tiny.cast(config.roles)
     data = tiny.sampled_near(tiny.rollout(), model, params["policy"], noise=0.0)
     algorithm = ppo(config, roles, tiny.SAMPLING)
-    batch, _ = algorithm.make_batch(tiny.experience(data), params, algorithm.init_state(params))
+    batch, _ = jax.jit(algorithm.make_batch, compiler_options=tiny.QUICKLY)(
+        tiny.experience(data), params, algorithm.init_state(params)
+    )
+    loss = jax.jit(algorithm.loss, compiler_options=tiny.QUICKLY)
     for k in range(2):
-        metrics = algorithm.loss(params, jax.tree.map(lambda x, k=k: x[0, k], batch))[1]
+        metrics = loss(params, jax.tree.map(lambda x, k=k: x[0, k], batch))[1]
         assert float(metrics["policy/ratio_min"].value) == pytest.approx(1, abs=5e-5)
         assert float(metrics["policy/ratio_max"].value) == pytest.approx(1, abs=5e-5)
         assert float(metrics["policy/kl_old"].value / metrics["policy/kl_old"].weight) < 1e-8
@@ -207,11 +222,12 @@ def test_the_kl_scale_is_remembered_and_weighs_the_next_batch():
     scale = algorithm.init_state(params)
     params, scale = algorithm.after_update(params, scale, {"policy/kl_completion": jnp.float32(9.0)})
     assert float(scale) == pytest.approx(1.05)
-    one, _ = algorithm.make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(1.0))
-    three, kept = algorithm.make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(3.0))
+    make_batch = jax.jit(algorithm.make_batch, compiler_options=tiny.QUICKLY)
+    one, _ = make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(1.0))
+    three, kept = make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(3.0))
     assert float(kept) == 3
     np.testing.assert_allclose(three.weights["kl"], 3 * one.weights["kl"], rtol=1e-6)
-    free, _ = algorithm.make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(0.0))
+    free, _ = make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(0.0))
     np.testing.assert_allclose(
         three.advantages - free.advantages, 3 * (one.advantages - free.advantages), rtol=1e-4, atol=1e-6
     )
@@ -284,14 +300,15 @@ def test_a_baseline_that_knows_only_the_prompt_leaves_the_expected_gradient_exac
     params = first_params()
     config = ReinforceConfig(baseline, whiten=False, kl_reward_coef=kl_coef)
     algorithm = reinforce(config, ROLES, SAMPLING)
-    gradient = expected_gradient(algorithm, params, jnp.full(COUNT, 0.8))["policy"]["table"]
-    exact = jax.grad(objective)(params["policy"], params["reference"], kl_coef)["table"]
+    gradient = gradient_at(algorithm, params, jnp.full(COUNT, 0.8))["policy"]["table"]
+    exact = exact_gradient(params, kl_coef)
     np.testing.assert_allclose(gradient, -exact, rtol=0, atol=1e-8)
 
 
 def batch_of(config: ReinforceConfig, data: Rollout) -> Any:
     roles, params = tiny.cast(config.roles)
-    return reinforce(config, roles, tiny.SAMPLING).make_batch(tiny.experience(data), params, ())[0]
+    algorithm = reinforce(config, roles, tiny.SAMPLING)
+    return jax.jit(algorithm.make_batch, compiler_options=tiny.QUICKLY)(tiny.experience(data), params, ())[0]
 
 
 def test_advantages_of_reinforce_by_hand():
@@ -347,13 +364,14 @@ def test_a_star_pos_loss_by_hand():
     data = tiny.rollout(groups=((2, (2,)),))
     data = data.replace(rewards=jnp.where(data.action_mask, 0.5, 0.0), baseline=jnp.array([-0.6]))
     algorithm = a_star_po(config, roles, tiny.SAMPLING)
-    batch, _ = algorithm.make_batch(tiny.experience(data), params, ())
+    batch, _ = jax.jit(algorithm.make_batch, compiler_options=tiny.QUICKLY)(tiny.experience(data), params, ())
     model = tiny.attention_model()
     policy, reference = (
         tiny.plain_log_probs(model, params[role], data.tokens, tiny.SAMPLING.temperature)[0, 2:].sum()
         for role in ("policy", "reference")
     )
-    found = algorithm.loss(params, jax.tree.map(lambda x: x[0, 0], batch))[0]
+    loss = jax.jit(algorithm.loss, compiler_options=tiny.QUICKLY)
+    found = loss(params, jax.tree.map(lambda x: x[0, 0], batch))[0]
     assert float(found) == pytest.approx(float((0.5 * (policy - reference) - 1.6) ** 2), rel=1e-5)
 
 
