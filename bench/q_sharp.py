@@ -1,0 +1,196 @@
+"""Q# on arithmetic: reference, CD and Q# over coefficients, and the ablations, over seeds -> tables and a picture.
+
+    python bench/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...] [--samples 8]
+    python bench/q_sharp.py --speed
+
+Each run is `launch/run.py arithmetic_q_sharp` with what the arm changes, then its q guides builtin:arithmetic on the
+held-out problems. A run that is finished is not run again. --speed compares guided with plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch import build, config, evaluate, guide, run, sources  # noqa: E402
+from launch.config import ExperimentConfig, MeshConfig, Phase  # noqa: E402
+from tpu_rl import guidance, models, sampler  # noqa: E402
+from tpu_rl.types import Purpose  # noqa: E402
+
+COEFFICIENTS = (1.0, 0.5, 0.2, 0.1, 0.05)
+ARMS = {
+    "all_v": {},
+    "single": {"prefixes": "single"},
+    "token_mean": {"weights": "token_mean"},
+    "q_type": {"q_type": "q", "candidates": None},
+    "squared_error": {"distribution": "squared_error"},
+    "histogram": {"distribution": "histogram"},
+    "whole_trunk": {"layers": None},
+}
+ROUNDS = {"one_round": 1, "three_rounds": 3}
+
+
+def configured(arm: str, seed: int, folder: Path) -> ExperimentConfig:
+    """The preset as the arm changes it. With more or fewer rounds each takes as many steps as in the preset."""
+    one = config.preset("arithmetic_q_sharp")
+    algorithm = replace(one.algorithm, **ARMS.get(arm, {}))
+    first, last = one.phases[0].until, one.steps - one.phases[-1].until
+    rounds = ROUNDS.get(arm, 1 + len(one.phases))
+    ends = [first + last * k for k in range(rounds)]
+    phases = tuple(Phase(algorithm, until=end, forget=("q",)) for end in ends[:-1])
+    run_dir = str(folder / f"{arm}_{seed}")
+    return replace(one, algorithm=algorithm, phases=phases, steps=ends[-1], seed=seed, run_dir=run_dir)
+
+
+def trained(one: ExperimentConfig) -> dict:
+    """summary.json of the run."""
+    start = Path(one.run_dir).with_suffix(".yaml")
+    start.parent.mkdir(parents=True, exist_ok=True)
+    config.save(one, start)
+    code = run.main([str(start), "--run-dir", one.run_dir])
+    if code:
+        raise SystemExit(code)
+    return json.loads((Path(one.run_dir) / "summary.json").read_text(encoding="utf-8"))
+
+
+def swept(one: ExperimentConfig, samples: int, baseline: str) -> dict:
+    """Lines of the sweep and of q as a judge; kept beside the run."""
+    file = Path(one.run_dir) / "sweep.json"
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    mesh = build.make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        flags = evaluate.Flags(model=one.model.path or "")
+        language, params = evaluate.load_language(one, flags)
+        guided = guide.load(one.run_dir, language, params)
+        how = replace(sources.sampler_config(one, language.tokenizer, samples), max_rows=512)
+        key = sampler.run_key(one.seed, Purpose.EVALUATION, 0)
+        rows, reward = sources.evaluation_rows(one), sources.resolve_reward(one.reward[0])
+        task = guide.Task(language, rows, reward, how, key, mesh)
+        lines, judged = guide.sweep(guided, task, COEFFICIENTS, baseline)  # pyright: ignore[reportArgumentType]
+    found = {
+        "lines": [
+            {"name": x.name, "kl_coef": x.kl_coef, "accuracy": x.accuracy, "majority": x.majority, "kl": x.kl,
+             "length": x.length} for x in lines
+        ],
+        "judge": judged,
+    }  # fmt: skip
+    file.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def at_kl(lines: list[dict], name: str, kl: float) -> float:
+    """Accuracy of a method at that KL, between its coefficients by straight lines; the reference is KL 0."""
+    points = sorted((x["kl"], x["accuracy"][0]) for x in lines if x["name"] in (name, "reference"))
+    return float(np.interp(kl, *zip(*points, strict=True)))
+
+
+def matched(lines: list[dict]) -> list[tuple[float, float, float]]:
+    """(KL, Q#'s accuracy, CD's) at the KL of each of CD's coefficients that Q# reaches too."""
+    most = max(x["kl"] for x in lines if x["name"] == "Q#")
+    levels = [x["kl"] for x in lines if x["name"] == "CD" and x["kl"] <= most]
+    return [(kl, at_kl(lines, "Q#", kl), at_kl(lines, "CD", kl)) for kl in levels]
+
+
+def percent(value: list | None) -> str:
+    return "" if value is None else f"{100 * value[0]:.1f} ({100 * value[1]:.1f} to {100 * value[2]:.1f})"
+
+
+def picture(found: dict[str, dict], path: Path) -> None:
+    """Accuracy against KL, a line a method and seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    colours = {"Q#": "tab:blue", "CD": "tab:orange"}
+    for seed, sweep in found.items():
+        for name, colour in colours.items():
+            points = sorted((x["kl"], *x["accuracy"][:3]) for x in sweep["lines"] if x["name"] in (name, "reference"))
+            kl, value, low, high = np.array(points).T
+            axes.plot(kl, 100 * value, "o-", color=colour, alpha=0.7, label=name if seed == next(iter(found)) else None)
+            axes.fill_between(kl, 100 * low, 100 * high, color=colour, alpha=0.08)
+    axes.set(xlabel="KL to the reference, nats a completion", ylabel="accuracy, %")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def speed(repeats: int = 5) -> None:
+    """Seconds to decode the same number of tokens: plain, and guided by a trunk of a quarter with 20 candidates."""
+    layers, width = 8, 256
+    source = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": 4 * width,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = models.from_config(source)
+    q = models.with_head(models.first_layers(model, layers // 4), 1)
+    params = {"policy": jax.jit(model.init)(jax.random.key(0)), "q": jax.jit(q.init)(jax.random.key(1))}
+    params = guidance.with_kl_coef(params, 0.1)
+    reference = models.policy(model, sources.POLICY_PARAMS)
+    ways = {"plain": reference}
+    q_policy = models.policy(q, guide.q_examples.Q_PARAMS)
+    ways["guided, 20 candidates"] = guidance.guide(reference, q_policy, guidance.offset("q_sharp"), 20, "own")
+    print("| rows | way | seconds, median | least to most | ratio |\n|---|---|---|---|---|")
+    for rows in (1, 8, 64):
+        how = sampler.SamplerConfig(max_new_tokens=128, samples_per_prompt=rows, max_rows=rows, prompt_length=32)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for repeat in range(repeats + 1):  # the first compiles; ways take turns, so that load falls on both
+            for name, policy in ways.items():
+                began = time.perf_counter()
+                sampler.sample(policy, params, [[1] * 32], sampler.run_key(0, Purpose.ROLLOUT, repeat), how)
+                times[name] += [time.perf_counter() - began] * (repeat > 0)
+        plain = float(np.median(times["plain"]))
+        for name, seconds in times.items():
+            middle = float(np.median(seconds))
+            print(
+                f"| {rows} | {name} | {middle:.3f} | {min(seconds):.3f} to {max(seconds):.3f} | {middle / plain:.2f} |"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, default=Path("runs/q_sharp"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *ROUNDS], default=[*ARMS, *ROUNDS])
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--speed", action="store_true")
+    flags = parser.parse_args()
+    if flags.speed:
+        speed()
+        return
+    first: dict[str, dict] = {}
+    for arm in flags.arms:
+        for seed in flags.seeds:
+            one = configured(arm, seed, flags.to)
+            summary, found = trained(one), swept(one, flags.samples, "cd")
+            if arm == "all_v":
+                first[str(seed)] = found
+            print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
+            print(
+                f"| way | kl_coef | pass@1, % | maj@{flags.samples}, % | KL, nats | tokens |\n|---|---|---|---|---|---|"
+            )
+            for x in found["lines"]:
+                kl_coef = "" if x["kl_coef"] is None else f"{x['kl_coef']:g}"
+                cells = [x["name"], kl_coef, percent(x["accuracy"]), percent(x["majority"])]
+                print(f"| {' | '.join(cells)} | {x['kl']:.3f} | {x['length']:.1f} |", flush=True)
+            for name, value in found["judge"]:
+                print(f"\n{name}: {percent(value)}")
+            pairs = ", ".join(f"{kl:.2f}: {100 * q:.1f} / {100 * cd:.1f}" for kl, q, cd in matched(found["lines"]))
+            print(f"\nat KL, Q# / CD: {pairs}", flush=True)
+    if first:
+        picture(first, flags.to / "pareto.png")
+
+
+if __name__ == "__main__":
+    main()
