@@ -1,7 +1,7 @@
 """The default run: GRPO teaches the shipped model to calculate expressions of 5 terms. Minutes on two CPU cores.
 
-The model calculates rightly when it writes the calculation out, and mostly does not: its training answers were bare
-two times out of three. The reward is 1 for the right answer, whatever stands before it.
+The model calculates best when it writes the calculation out, and mostly does not: three in four of its training answers
+to questions of this length were bare. The reward is 1 for the right answer, whatever stands before it.
 """
 
 from launch.config import (
@@ -27,6 +27,6 @@ CONFIG = ExperimentConfig(
     batch=BatchConfig(prompts=32, completions=8, row_length=256, micro_batch_rows=8),
     sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=10),
-    steps=80,
+    steps=100,
     checkpoint_every=20,
 )

@@ -1,7 +1,8 @@
 """How the shipped model was made: supervised fine-tuning from random weights on solved expressions of 2 to 5 terms.
 
-One answer in three is written out, the others are bare, as texts that people write are of both kinds. Sums alone would
-not do: a small network learns to add five numbers at a glance. Products among them it must do one after the other.
+Short calculations are mostly written out and long ones mostly are not, as texts that people write are of both kinds.
+Sums alone would not do: a small network learns to add five numbers at a glance. Products among them it must do one after
+the other. The longest are few: more of them, and the network answers them at a glance, too.
 """
 
 from launch.config import (
@@ -19,9 +20,9 @@ from tpu_rl.optimizers import OptimizerConfig
 CONFIG = ExperimentConfig(
     algorithm=SftConfig(),
     data=ArithmeticData(
-        train=Arithmetic(min_terms=2, max_terms=5, operators="+-*", length_shares=(3, 2, 2, 3)),
+        train=Arithmetic(min_terms=2, max_terms=5, operators="+-*", length_shares=(2, 3, 4, 1)),
         evaluation=Arithmetic(min_terms=5, max_terms=5, operators="+-*"),
-        written_share=(0.33,),
+        written_share=(0.7, 0.6, 0.5, 0.25),
     ),
     model=ModelConfig(path="builtin:arithmetic", random_init=True),
     reward=("arithmetic",),
@@ -30,7 +31,7 @@ CONFIG = ExperimentConfig(
     ),
     batch=BatchConfig(prompts=128, completions=1, row_length=128, micro_batch_rows=16),
     sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
-    evaluation=EvaluationConfig(rows=300, every=400),
-    steps=2400,
-    checkpoint_every=400,
+    evaluation=EvaluationConfig(rows=300, every=500),
+    steps=3000,
+    checkpoint_every=1000,
 )
