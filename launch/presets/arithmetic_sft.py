@@ -1,8 +1,8 @@
 """How the shipped model was made: supervised fine-tuning from random weights on solved expressions of 2 to 5 terms.
 
 Short calculations are mostly written out and long ones mostly are not, as texts that people write are of both kinds.
-Sums alone would not do: a small network learns to add five numbers at a glance. Products among them it must do one after
-the other. The longest are few: more of them, and the network answers them at a glance, too.
+Sums alone would not do: a small network learns to add five numbers at a glance. Products among them it must do one
+after the other. The longest are few: with more of them the network answers those at a glance, too.
 """
 
 from launch.config import (
