@@ -81,8 +81,8 @@ def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
 
 def given_pairs(setup: Setup, stage: Stage, params: Params) -> Source:
     """The stream's pairs as they are."""
-    train, _ = rows_that_fit(setup)
-    pairs_of = referenced(setup, stage, params)
+    train, held_out = rows_that_fit(setup)
+    pairs_of = referenced(setup, stage, params, [*train, *held_out])
     stream = data.stream(train, setup.config.seed, setup.config.batch.prompts)
 
     def draw(step: int, state: TrainState) -> Drawn:
@@ -124,15 +124,14 @@ def fits(config: ExperimentConfig, tokenizer: Any, row: data.Row) -> bool:
 # --- the reference's log-probs -----------------------------------------------------------------------------------
 
 
-def referenced(setup: Setup, stage: Stage, params: Params) -> Referenced:
-    """Rows of `rows_that_fit` -> their pairs, with the log-probs of the reference if the algorithm wants the data's."""
+def referenced(setup: Setup, stage: Stage, params: Params, every: list[data.Row]) -> Referenced:
+    """Some of `every` row -> their pairs, with the log-probs of the reference if the algorithm wants the data's."""
     length = setup.config.sampling.max_prompt_tokens + setup.config.sampling.max_new_tokens
     plain = partial(data.pairs, tokenizer=setup.language.tokenizer, max_length=length)
     if not sources.wants_reference(stage.algorithm):
         return plain
-    train, held_out = rows_that_fit(setup)
-    numbers = {row["row"]: i for i, row in enumerate([*train, *held_out])}
-    cached = cached_log_probs(setup, stage, params, [*train, *held_out], plain)
+    numbers = {row["row"]: i for i, row in enumerate(every)}
+    cached = cached_log_probs(setup, stage, params, every, plain)
 
     def pairs_of(rows: list[data.Row]) -> Pairs:
         pairs = plain(rows)
@@ -238,7 +237,7 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     if not held_out or sources.learns_from_judged(stage.algorithm):
         print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
         return lambda params: {}
-    pairs = referenced(setup, stage, params)(held_out)
+    pairs = referenced(setup, stage, params, [*train, *held_out])(held_out)
     mask = np.asarray(pairs.action_mask)
     longest = int((mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)).max())
     layout = packing.lay_out(

@@ -399,7 +399,7 @@ def wants_reference(algorithm: AlgorithmConfig) -> bool:
     """Whether it wants the data's completions with the reference's log-probs."""
     match algorithm:
         case DpoConfig():
-            return algorithm.compares_with_reference and not algorithm.fresh_reference
+            return algorithm.reference == "data"
         case KtoConfig():
             return True
     return False

@@ -32,17 +32,20 @@ class Pair(NamedTuple):
     rejected: Array
 
 
-def of_pairs(values: Array, action_mask: Array, preferred: Array, segment_ids: Array) -> Pair:
-    """Sums over the chosen and the rejected completion of each token's own pair: [R, S] -> two [R, S].
+def of_pairs(values: Array, action_mask: Array, preferred: Array, segment_ids: Array, averaged: bool = False) -> Pair:
+    """Sums, or means, over the chosen and the rejected completion of each token's own pair: [R, S] -> two [R, S].
 
     `preferred` [R, S] bool says of each token whether its completion is; a pair stands in one segment, whole
     (`packing.lay_out` with whole_groups). Zero in padding.
     """
 
-    def total(side: Array) -> Array:
+    def total(values: Array | float, side: Array) -> Array:
         return masked.sequence_total(jnp.where(action_mask & side, values, 0.0), segment_ids)
 
-    return Pair(total(preferred), total(~preferred))
+    def of(side: Array) -> Array:
+        return total(values, side) / jnp.maximum(total(1.0, side), 1.0) if averaged else total(values, side)
+
+    return Pair(of(preferred), of(~preferred))
 
 
 def pair_weights(action_mask: Array, preferred: Array, group_id: Array, minibatch: Array, minibatches: int) -> Array:
@@ -260,6 +263,19 @@ PAIR_LOSSES: dict[PairLossName, PairLoss] = {
     "simpo": PairLoss(simpo, ("margin",), averaged=True, reference=False),
     "orpo": PairLoss(orpo, averaged=True, reference=False),
 }
+
+
+def misfit(name: PairLossName, label_smoothing: float, divergence: Divergence, alpha: float) -> str:
+    """Why these settings do not go together; "" if they do."""
+    loss = PAIR_LOSSES[name]
+    reasons = {
+        f"label smoothing {label_smoothing} is not in [0, 0.5)": not 0 <= label_smoothing < 0.5,
+        f"{name} smooths no labels": label_smoothing > 0 and "label_smoothing" not in loss.options,
+        f"{name} needs labels that may be wrong, label smoothing above 0": name == "exo" and label_smoothing == 0,
+        f"{name} knows reverse KL only": divergence != "reverse_kl" and not loss.difference,
+        "alpha 1 is reverse_kl": divergence == "alpha" and alpha == 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 # --- one completion judged ---------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
     s = sum_t log policy(y_t | x, y_<t) - log reference(y_t | x, y_<t)          of a completion
     loss = mean over pairs of  - log sigmoid(beta (s_chosen - s_rejected))      DPO, arXiv 2305.18290
 
-The policy that minimises it is the optimum of E[r] - beta KL(policy || reference) for the reward that explains the
-preferences. Relatives take another function of the same two numbers (`preferences.PAIR_LOSSES`), another divergence,
-worst-case weights of the pairs, or a reference that follows the policy. Log-probs are at temperature 1.
+At its minimum is the optimum of E[r] - beta KL(policy || reference) for the reward that explains the preferences.
+Relatives take another function of the same two numbers (`preferences.PAIR_LOSSES`), another divergence, worst-case
+weights of the pairs, or a reference that follows the policy. Log-probs are at temperature 1.
 """
 
 from __future__ import annotations
@@ -49,45 +49,36 @@ class DpoConfig:
     """Optimizer steps between two such moves."""
 
     def __post_init__(self):
-        loss, smoothing = preferences.PAIR_LOSSES[self.loss], self.label_smoothing
-        wrong = {
+        misfit = preferences.misfit(self.loss, self.label_smoothing, self.f_divergence, self.f_alpha)
+        reasons = {
             f"beta {self.beta} is not above 0": self.beta <= 0,
-            f"label smoothing {smoothing} is not in [0, 0.5)": not 0 <= smoothing < 0.5,
-            f"{self.loss} smooths no labels": smoothing and "label_smoothing" not in loss.options,
-            "exo needs labels that may be wrong, label_smoothing above 0": self.loss == "exo" and not smoothing,
-            f"{self.loss} knows reverse KL only": self.f_divergence != "reverse_kl" and not loss.difference,
-            "f_alpha 1 is reverse_kl": self.f_divergence == "alpha" and self.f_alpha == 1,
             f"robust radius {self.robust_radius} is not in [0, 1]": not 0 <= self.robust_radius <= 1,
             f"rpo_coef {self.rpo_coef} is negative": self.rpo_coef < 0,
             f"reference mix {self.reference_mix} is not in [0, 1]": not 0 <= self.reference_mix <= 1,
             f"reference_every {self.reference_every} is below 1": self.reference_every < 1,
-            f"{self.loss} has no reference to move": self.reference_mix and not loss.reference,
+            f"{self.loss} has no reference to move": self.reference_mix > 0 and self.reference == "none",
+            misfit: bool(misfit),
         }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            raise InputError(what, where="--algorithm")
+        if any(reasons.values()):
+            raise InputError(next(reason for reason, holds in reasons.items() if holds), where="--algorithm")
 
     experience: ClassVar[type] = Pairs
-    judged: ClassVar[bool] = False
-    """Learns from pairs, not from completions judged one by one."""
 
     @property
     def smallest_group(self) -> int:
         return 1 if self.pairs == "given" else 2
 
     @property
-    def compares_with_reference(self) -> bool:
-        return preferences.PAIR_LOSSES[self.loss].reference
-
-    @property
-    def fresh_reference(self) -> bool:
-        """The reference's log-probs are computed for each batch: the data do not bring them."""
-        return self.compares_with_reference and (self.pairs == "policy" or self.reference_mix > 0)
+    def reference(self) -> Literal["none", "data", "role"]:
+        """Where the reference's log-probs come from: the data bring them, or a model computes them for each batch."""
+        source = "role" if self.pairs == "policy" or self.reference_mix else "data"
+        return source if preferences.PAIR_LOSSES[self.loss].reference else "none"
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
         """Pairs from a file bring the reference's log-probs along, and it is not kept."""
         policy, reference = {"policy": RoleSpec(trainable=True)}, {"reference": RoleSpec(trainable=False)}
-        return policy | reference if self.fresh_reference or self.pairs == "reference" else policy
+        return policy | reference if self.reference == "role" or self.pairs == "reference" else policy
 
 
 @struct.dataclass
@@ -96,11 +87,10 @@ class Batch:
 
     rows: Rows
     weights: dict[str, Array]
-    """"preference": what a pair counts, on the first action of its preferred completion."""
+    """"preference": what a pair counts, on one of its tokens; `is_pair` says where, even if the worst case took it."""
     action_mask: Array
     preferred: Array
     is_pair: Array
-    """Where a pair's weight stands, also if the worst case took all of it: what metrics are about."""
     reference_log_probs: Array
 
 
@@ -118,13 +108,12 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         weights = layout.pack(
             preferences.pair_weights(mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches)
         )
-        reference_log_probs = layout.pack(pairs.reference_log_probs)
-        if config.fresh_reference:
+        reference = layout.pack(pairs.reference_log_probs)
+        if config.reference == "role":
             frozen = partial(token_log_probs, roles["reference"], params)
-            reference_log_probs = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
-        preferred = jnp.broadcast_to((pairs.preferred ^ config.reverse)[:, None], mask.shape)
-        sides = layout.pack(mask), layout.pack(preferred), weights > 0
-        batch = Batch(rows, {"preference": weights}, *sides, reference_log_probs)
+            reference = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
+        preferred = layout.pack(jnp.broadcast_to((pairs.preferred ^ config.reverse)[:, None], mask.shape))
+        batch = Batch(rows, {"preference": weights}, layout.pack(mask), preferred, weights > 0, reference)
         if config.robust_radius:
             losses = packing.over_micro_batches(lambda micro_batch: compare(params, micro_batch)[0], batch)
             worst = partial(preferences.worst_case_weights, radius=config.robust_radius)
@@ -135,17 +124,13 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         """([R, S] losses, the implicit rewards of the pair), at every token of a pair."""
         log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs
 
-        def of_pairs(values: Array) -> preferences.Pair:
-            return preferences.of_pairs(values, batch.action_mask, batch.preferred, batch.rows.segment_ids)
+        def of_pairs(values: Array, averaged: bool) -> preferences.Pair:
+            return preferences.of_pairs(values, batch.action_mask, batch.preferred, batch.rows.segment_ids, averaged)
 
-        pair = of_pairs(log_probs - batch.reference_log_probs if kind.reference else log_probs)
-        lengths = of_pairs(jnp.ones_like(log_probs))
-        if kind.averaged:
-            pair = preferences.Pair(*(s / jnp.maximum(n, 1.0) for s, n in zip(pair, lengths, strict=True)))
-        scores = (preferences.divergence_score(s, config.f_divergence, config.f_alpha) for s in pair)
-        losses = loss_of(*scores)
-        losses -= config.rpo_coef * of_pairs(log_probs).chosen / jnp.maximum(lengths.chosen, 1.0)
-        return losses, preferences.Pair(config.beta * pair.chosen, config.beta * pair.rejected)
+        s = of_pairs(log_probs - batch.reference_log_probs if kind.reference else log_probs, kind.averaged)
+        losses = loss_of(*(preferences.divergence_score(x, config.f_divergence, config.f_alpha) for x in s))
+        losses -= config.rpo_coef * of_pairs(log_probs, averaged=True).chosen
+        return losses, preferences.Pair(config.beta * s.chosen, config.beta * s.rejected)
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         losses, rewards = compare(params, batch)
@@ -153,17 +138,11 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         value = masked.total(weights * losses, weights > 0)
         return value, {"preference/loss": Sum(value, weights.sum())} | preferences.metrics(*rewards, batch.is_pair)
 
-    def init_state(params: Params) -> Array:
-        del params
-        return jnp.zeros((), jnp.int32)
-
     def after_update(params: Params, state: Array, metrics: dict[str, Array]) -> tuple[Params, Array]:
         del metrics
-        due = (state + 1) % config.reference_every == 0
-        mix = jnp.where(due, config.reference_mix, 0.0)
+        mix = jnp.where((state + 1) % config.reference_every == 0, config.reference_mix, 0.0)
         moved = jax.tree.map(lambda old, new: (1 - mix) * old + mix * new, params["reference"], params["policy"])
         return params | {"reference": moved}, state + 1
 
-    return (
-        Algorithm(make_batch, loss, init_state, after_update) if config.reference_mix else Algorithm(make_batch, loss)
-    )
+    moving = (lambda params: jnp.zeros((), jnp.int32), after_update) if config.reference_mix else ()
+    return Algorithm(make_batch, loss, *moving)

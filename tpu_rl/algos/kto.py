@@ -47,8 +47,6 @@ class KtoConfig:
             raise InputError(what, where="--algorithm", fix="use e.g. 0.1, 1 and 1")
 
     experience: ClassVar[type] = Pairs
-    judged: ClassVar[bool] = True
-    """Learns from completions judged one by one."""
     smallest_group: ClassVar[int] = 1
 
     @property
@@ -89,15 +87,12 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             baseline = jnp.maximum(_mean_of_steps(shifts, mask.any(-1), layout.minibatch, layout.minibatches), 0.0)
         elif config.loss == "bco":
             baseline = jnp.broadcast_to(state["mean"], layout.minibatches)
-        batch = Batch(
-            rows=rows,
-            weights={"preference": layout.pack(weights)},
-            action_mask=layout.pack(mask),
-            preferred=layout.pack(jnp.broadcast_to(pairs.preferred[:, None], mask.shape)),
-            baseline=jnp.broadcast_to(baseline[:, None, None, None], rows.tokens.shape),
-            reference_log_probs=layout.pack(pairs.reference_log_probs),
-        )
-        return batch, state
+        preferred = layout.pack(jnp.broadcast_to(pairs.preferred[:, None], mask.shape))
+        baseline = jnp.broadcast_to(baseline[:, None, None, None], rows.tokens.shape)
+        reference = layout.pack(pairs.reference_log_probs)
+        return Batch(
+            rows, {"preference": layout.pack(weights)}, layout.pack(mask), preferred, baseline, reference
+        ), state
 
     def mismatched_log_ratios(params: Params, pairs: Pairs, rows_at_once: int, row_length: int) -> Array:
         """[N]: s of each row's prompt with the completion of the next group, a row a sequence."""
