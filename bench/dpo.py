@@ -1,16 +1,16 @@
 """DPO and its relatives on the default problems, from the model's own right and wrong answers.
 
-python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms dpo online reverse ipo rpo worst_case kto]
+python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms rpo dpo online reverse ipo worst_case kto]
 """
 
 from arms import main
 
 ARMS = {
-    "dpo": ["arithmetic_dpo"],
+    "rpo": ["arithmetic_dpo"],
+    "dpo": ["arithmetic_dpo", "--algorithm.rpo-coef", "0"],
     "online": ["arithmetic_dpo", "--algorithm.pairs", "policy"],
     "reverse": ["arithmetic_dpo", "--algorithm.reverse", "True"],
     "ipo": ["arithmetic_dpo", "--algorithm.loss", "ipo"],
-    "rpo": ["arithmetic_dpo", "--algorithm.rpo-coef", "0.2"],
     "worst_case": ["arithmetic_dpo", "--algorithm.robust-radius", "0.2"],
     "kto": ["arithmetic_kto"],
 }
