@@ -152,7 +152,7 @@ def score_rows(
         mask = np.zeros((batch_rows, width), bool)
         columns = min(width, tokens.shape[1])
         batch[: len(rows), :columns], mask[: len(rows), :columns] = tokens[rows, :columns], action_mask[rows, :columns]
-        found[rows] = np.asarray(score(params, batch, mask))[: len(rows)]
+        found[rows] = np.asarray(score(params, jnp.asarray(batch), jnp.asarray(mask)))[: len(rows)]
     return found
 
 

@@ -14,7 +14,7 @@ counts the same in every epoch and after a resume.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -121,9 +121,8 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         if config.robust_radius:
             found = packing.over_micro_batches(lambda micro_batch: losses(params, micro_batch)[0], batch)
             worst = jax.vmap(lambda loss, weight: worst_case_weights(loss, weight, config.robust_radius))
-            batch = batch.replace(
-                weights={name: worst(found[..., k], batch.weights[name]) for k, name in enumerate(members)}
-            )
+            weights = {name: worst(found[..., k], batch.weights[name]) for k, name in enumerate(members)}
+            batch = replace(batch, weights=weights)
         return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
