@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import sys
 import time
 from dataclasses import replace
@@ -126,8 +127,11 @@ def picture(found: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def speed(repeats: int = 5) -> None:
-    """Seconds to decode the same number of tokens: plain, and guided by a trunk of a quarter with 20 candidates."""
+def speed(batches: list[int], repeats: int = 3, new_tokens: int = 64) -> None:
+    """Time to decode the same number of tokens: plain, and guided by a trunk of a quarter with 20 candidates.
+
+    Seconds of the clock and of all cores: the latter hardly feel what else the machine does.
+    """
     layers, width = 8, 256
     source = {
         "model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": 4 * width,
@@ -140,22 +144,25 @@ def speed(repeats: int = 5) -> None:
     reference = models.policy(model, sources.POLICY_PARAMS)
     ways = {"plain": reference}
     q_policy = models.policy(q, guide.q_examples.Q_PARAMS)
-    ways["guided, 20 candidates"] = guidance.guide(reference, q_policy, guidance.offset("q_sharp"), 20, "own")
-    print("| rows | way | seconds, median | least to most | ratio |\n|---|---|---|---|---|")
-    for rows in (1, 8, 64):
-        how = sampler.SamplerConfig(max_new_tokens=128, samples_per_prompt=rows, max_rows=rows, prompt_length=32)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for repeat in range(repeats + 1):  # the first compiles; ways take turns, so that load falls on both
+    ways["V-type, 20 candidates"] = guidance.guide(reference, q_policy, guidance.offset("q_sharp"), 20, "own")
+    by_token = models.with_head(models.first_layers(model, layers // 4), model.config.vocab.size)
+    params["q_type"] = jax.jit(by_token.init)(jax.random.key(1))
+    q_type = models.policy(by_token, operator.itemgetter("q_type"))
+    ways["Q-type, all tokens"] = guidance.guide(reference, q_type, guidance.offset("q_sharp"), None, "previous")
+    print("| rows | way | seconds, median | ratio | core seconds, median | ratio |\n|---|---|---|---|---|---|")
+    for rows in batches:
+        how = sampler.SamplerConfig(max_new_tokens=new_tokens, samples_per_prompt=rows, max_rows=rows, prompt_length=32)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for repeat in range(repeats + 1):  # the first compiles; ways take turns, so that load falls on all
             for name, policy in ways.items():
-                began = time.perf_counter()
+                began = time.perf_counter(), time.process_time()
                 sampler.sample(policy, params, [[1] * 32], sampler.run_key(0, Purpose.ROLLOUT, repeat), how)
-                times[name] += [time.perf_counter() - began] * (repeat > 0)
-        plain = float(np.median(times["plain"]))
-        for name, seconds in times.items():
-            middle = float(np.median(seconds))
-            print(
-                f"| {rows} | {name} | {middle:.3f} | {min(seconds):.3f} to {max(seconds):.3f} | {middle / plain:.2f} |"
-            )
+                if repeat:
+                    times[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        middle = {name: np.median(np.array(measured), axis=0) for name, measured in times.items()}
+        for name, (clock, cores) in middle.items():
+            ratios = middle[name] / middle["plain"]
+            print(f"| {rows} | {name} | {clock:.3f} | {ratios[0]:.2f} | {cores:.3f} | {ratios[1]:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -165,9 +172,10 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *ROUNDS], default=[*ARMS, *ROUNDS])
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="rows decoded at once, for --speed")
     flags = parser.parse_args()
     if flags.speed:
-        speed()
+        speed(flags.rows)
         return
     first: dict[str, dict] = {}
     for arm in flags.arms:
