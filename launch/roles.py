@@ -128,6 +128,7 @@ def _begin(config: ExperimentConfig, lang: Language, loaded: Params, mesh: Mesh,
     key = sampler.run_key(config.seed, Purpose.INIT, 1 + zlib.crc32(name.encode()) % 2**31)
     model, params = lang.model, loaded
     if spec.path is not None:
+        require_same_tokens(lang.tokenizer, name, model_path(spec.path))
         model, params = load(config, model_path(spec.path), mesh)
     if spec.trunk_of is not None:
         return models.random_head(model, spec.outputs or 1, key)
@@ -139,6 +140,22 @@ def _begin(config: ExperimentConfig, lang: Language, loaded: Params, mesh: Mesh,
     if outputs is not None and model.config.outputs != outputs:
         params = models.head_params(model, params, outputs, key)
     return params
+
+
+def require_same_tokens(ours: Tokenizer, role: str, path: str) -> None:
+    """Raises InputError where a role's model came with a tokenizer that is not the run's: it would read other texts."""
+    if not any((models.find_directory(path) / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        return
+    theirs = load_tokenizer(path)
+    probe = "".join(map(chr, range(32, 127)))
+    same = theirs.control == ours.control and theirs.vocab_size == ours.vocab_size
+    if not same or theirs.encode(probe) != ours.encode(probe):
+        raise InputError(
+            f"the model of role {role!r} has another tokenizer than the run's",
+            where=path,
+            why=f"{theirs.vocab_size} tokens against {ours.vocab_size}: all models of a run read the same token ids",
+            fix="use a model of the same tokenizer",
+        )
 
 
 def bind(algorithm: AlgorithmConfig, role_models: Mapping[str, Model]) -> Roles:

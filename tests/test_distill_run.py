@@ -1,6 +1,7 @@
 """Distillation as a user runs it: whose completions a batch holds, teachers of another size, resume."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -75,6 +76,21 @@ def test_two_steps_then_four_equal_four(tmp_path, teachers, capsys):
         assert name in row
     records = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
     assert sum(record.get("by") == "teacher" for record in records) == len(records) / 2
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path, teachers, capsys):
+    """Here the same size: only what the ids mean is another."""
+    other = tmp_path / "other"
+    shutil.copytree(teachers["small"], other)
+    tokenizer = other / "tokenizer.json"
+    # 1 and 2 change places.
+    swapped = json.loads(tokenizer.read_text())
+    vocabulary = swapped["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    tokenizer.write_text(json.dumps(swapped))
+    command = ["arithmetic_gkd", *TINY, "--algorithm.teacher", str(other), "--run-dir", str(tmp_path / "run")]
+    assert run.main(command) == 2
+    assert "another tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.slow
