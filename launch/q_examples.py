@@ -6,7 +6,9 @@ length; the reference continues from there; the whole is scored. Prompts whose e
 What is kept goes to RUN_DIR/examples/round_K.npz, and the stage learns from all rounds so far.
 
 The answer is drawn anew from the cut on, in the first round too: where it is cut depends on its length, so its own end
-would not be a fair sample of what follows the prefix.
+would not be a fair sample of what follows the prefix. Dropping prompts (the paper's too) is not fair either: of those
+that are nearly always right, or nearly never, the examples that stay are the surprising ones, which draws q's law of
+returns towards the middle; `q/dropped_groups` counts them.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from tpu_rl.algos import (
     DpoConfig,
     KtoConfig,
     ProcessRewardConfig,
+    QSharpConfig,
     ReinforceConfig,
     RewardModelConfig,
     SentenceRewardConfig,
@@ -409,6 +410,8 @@ def reads_completions(algorithm: AlgorithmConfig) -> bool:
     """Whether it learns from the data's completions, not from prompts alone."""
     if isinstance(algorithm, DistillConfig):
         return algorithm.on_policy < 1 and algorithm.off_policy == "data"
+    if isinstance(algorithm, QSharpConfig):
+        return False
     return algorithm.experience not in (Rollout, Completions) and who_samples(algorithm) is None
 
 

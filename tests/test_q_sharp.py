@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config, evaluate, q_examples, run
+from launch import config, evaluate, q_examples, run, sources
 from launch.config import ExperimentConfig, Phase
 from tests import tiny
 from tpu_rl import environments, guidance, tokenizers, training
@@ -267,6 +267,15 @@ def test_nothing_to_learn_from_is_said(tmp_path, capsys):
     one = small(tmp_path / "run", reward=(f"{tmp_path / 'reward.py'}:same",))
     assert start(one) == 2
     assert "nothing to learn from in round 1" in capsys.readouterr().err
+
+
+def test_a_file_of_prompts_is_enough(tmp_path):
+    """The model's own completions are learned from: none are asked of the data."""
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(20)))
+    one = replace(config.preset("arithmetic_q_sharp"), data=config.FileData(path=str(file)))
+    rows = sources.train_rows(one, one.algorithm.experience)
+    assert rows[3] == {"prompt": "3+1=", "answer": "4"}
 
 
 def test_returns_beyond_what_the_distribution_knows_are_refused():
