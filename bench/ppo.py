@@ -4,8 +4,8 @@
 
 The long arms ask what becomes of answers so long that lambda decays before their beginning (arXiv 2503.01491). A
 written answer to 5 terms has 33 tokens, and the shipped model knows no longer ones, so lambda is lowered instead:
-0.8^33 = 0.95^144 = 0.0006. Plain PPO has it in advantages and in the critic's targets, VC-PPO in advantages alone; VAPO's
-lambda follows the length, so its long arm is `vapo` itself.
+0.8^33 = 0.95^144 = 0.0006. Plain PPO has it in advantages and in the critic's targets, VC-PPO in advantages alone;
+VAPO's lambda follows the length, so its long arm is `vapo` itself.
 
 Prints a line a run: accuracy on the held-out problems before and after; the variance of returns that the critic
 explains when the policy first moves and in the last ten steps; tokens of an answer in the last ten steps.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -168,7 +169,7 @@ def prompt_values(setup: Setup, stage: Stage) -> Callable[[int, TrainState, list
     def worth(step: int, state: TrainState, rows: list[data.Row], round_: int) -> np.ndarray:
         earned = roll_out(step, state, rows, round_ * len(rows) * count).rewards.reshape(-1, count)
         # Of one completion it is the reward itself.
-        return np.asarray(advantages.optimal_value(earned, np.isfinite(earned), beta))
+        return np.asarray(advantages.optimal_value(jnp.asarray(earned), jnp.isfinite(earned), beta))
 
     return worth
 
