@@ -6,7 +6,9 @@ Intervals are of 95 % and count problems, as several pairs or steps of one are n
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +21,7 @@ import numpy as np
 from launch import pairs, sources
 from launch.config import ArithmeticData, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import data, environments, evaluation, models, reward_models, rollouts
+from tpu_rl import data, environments, evaluation, models, reward_models, rewards, rollouts
 from tpu_rl.algos import AlgorithmConfig, ProcessRewardConfig, RewardModelConfig, SentenceRewardConfig
 from tpu_rl.errors import InputError
 from tpu_rl.reward_models import Reading
@@ -94,8 +96,8 @@ class HeldOutPairs:
     problems: list[int]
     slices: list[tuple[str, ...]]
     """The slices that a pair belongs to."""
-    length_only: np.ndarray
-    """[pairs] 1 where the rule that knows lengths only is right, 0.5 where it cannot tell."""
+    rules: dict[str, np.ndarray]
+    """Simple rules to compare with: [pairs] 1 where one is right, 0 where it is wrong, 0.5 where it cannot tell."""
 
 
 def pair_judge(setup: Setup, stage: Stage, params: Params) -> Judge:
@@ -106,14 +108,14 @@ def pair_judge(setup: Setup, stage: Stage, params: Params) -> Judge:
         return nothing_held_out
     score, members = scorer(setup, stage)
     mask = np.asarray(held_out.pairs.action_mask)
-    baseline = pairs.by_problem(held_out.length_only, held_out.problems)
+    rules = [Accuracy(name, pairs.by_problem(found, held_out.problems)) for name, found in held_out.rules.items()]
 
     def judge(params: Params, slices: bool) -> list[Accuracy]:
         own = [params[name] for name in members]
         found = reward_models.score_rows(score, own, np.asarray(held_out.pairs.tokens), mask)
         better, worse = found.reshape(-1, 2).T
         right = (better > worse) + 0.5 * (better == worse)
-        lines = [Accuracy("", pairs.by_problem(right, held_out.problems)), Accuracy("length_only", baseline)]
+        lines = [Accuracy("", pairs.by_problem(right, held_out.problems)), *rules]
         return lines + (by_slice(right, held_out.problems, held_out.slices) if slices else [])
 
     return judge
@@ -137,7 +139,34 @@ def given(setup: Setup, params: Params) -> HeldOutPairs | None:
     both = [data.pairs(part, setup.language.tokenizer, longest) for part in (train, rows)]
     named = [(str(row["slice"]),) if "slice" in row else () for row in rows]
     problems = [row.get("problem", row["row"]) for row in rows]
-    return HeldOutPairs(both[1], problems, with_lengths(named, both[1]), pairs.by_length(*both))
+    rules = {"length_only": pairs.by_length(*both), "majority": by_vote(rows, problems)}
+    return HeldOutPairs(both[1], problems, with_lengths(named, both[1]), rules)
+
+
+def by_vote(rows: Sequence[data.Row], problems: Sequence[int]) -> np.ndarray:
+    """[pairs] whether the better completion's last number is the one that more of its problem's completions end with.
+
+    Without any model: each different completion of the problem that stands in a pair has one vote.
+    """
+    votes: dict[int, Counter] = {}
+    for problem in set(problems):
+        sides = [row[side] for row, own in zip(rows, problems, strict=True) if own == problem for side in SIDES]
+        texts = {rewards.text_of(completion) for completion in sides}
+        votes[problem] = Counter(last_number(text) for text in texts)
+    found = []
+    for row, problem in zip(rows, problems, strict=True):
+        chosen, rejected = (votes[problem][last_number(rewards.text_of(row[side]))] for side in SIDES)
+        found.append(float(chosen > rejected) + 0.5 * (chosen == rejected))
+    return np.array(found)
+
+
+SIDES = ("chosen", "rejected")
+
+
+def last_number(text: str) -> Any:
+    """The last number of a text, which answers tend to end with; None where there is none."""
+    numbers = re.findall(r"-?[0-9][0-9,.]*", text)
+    return rewards.read_number(numbers[-1]) if numbers else None
 
 
 def sampled(setup: Setup, params: Params) -> HeldOutPairs | None:
@@ -153,7 +182,7 @@ def sampled(setup: Setup, params: Params) -> HeldOutPairs | None:
     problems = found.group_id[::2].tolist()
     named = [slice_of(setup, rows[problem]) for problem in problems]
     # The rule may look at the held-out pairs themselves: at best it is flattered.
-    return HeldOutPairs(found, problems, with_lengths(named, found), pairs.by_length(found, found))
+    return HeldOutPairs(found, problems, with_lengths(named, found), {"length_only": pairs.by_length(found, found)})
 
 
 def slice_of(setup: Setup, row: data.Row) -> tuple[str, ...]:

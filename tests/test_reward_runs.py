@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config, evaluate, run
+from launch import config, evaluate, reward_runs, run
 from launch.config import FileData
 from tests.test_launch import rows_of
 from tpu_rl import environments, models, reward_models, tokenizers
@@ -112,6 +112,18 @@ def test_an_ensemble_of_trunks_is_one_reward(folder):
     assert score == pytest.approx(np.mean(heads) - np.std(heads), abs=1e-5)
 
 
+def test_a_sentence_level_model_is_trained_and_used(folder):
+    constant = ("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0")
+    assert run.main(flags(folder, "arithmetic_sentence_reward", "sentences", "--steps", "1", *constant)) == 0
+    last = rows_of(folder / "sentences")[-1]
+    assert {"preference/sentences", "eval/accuracy", "eval/length_only_accuracy"} <= set(last)
+    reading = reward_models.read_reading(folder / "sentences" / "model")
+    assert reading == reward_models.Reading("sentences", (SEMICOLON,), "attention")
+    scores = reward_models.load(folder / "sentences")(["1+2="] * 2, ["1+2=3;#3", "#3"])
+    assert None not in scores
+    assert len(set(scores)) == 2
+
+
 def process_flags(folder, run_dir, *more):
     constant = ("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0")
     return flags(folder, "arithmetic_process_reward", run_dir, "--steps", "1", *constant, *more)
@@ -157,7 +169,20 @@ def test_labelled_solutions_are_ranked_beside_a_rule_of_lengths(tmp_path):
         --batch.micro-batch-rows 2 --optimizer.schedule constant --optimizer.warmup-steps 0"""
     assert run.main(flags.split()) == 0
     first, last = rows_of(tmp_path)
-    assert last["eval/n"] == last["eval/length_only_n"] == 4
+    assert last["eval/n"] == last["eval/length_only_n"] == last["eval/majority_n"] == 4
     assert first["eval/length_only_accuracy"] == last["eval/length_only_accuracy"]
     assert last["eval/longer_is_better_n"] + last["eval/shorter_is_better_n"] >= 4
     assert 0 < last["preference/loss"] < 2
+
+
+def test_a_vote_counts_the_different_completions_that_end_with_a_number():
+    """Problem 0: 18 twice, 20 once; problem 1: a tie; problem 2: nothing to read."""
+    rows = [
+        {"chosen": "9 x 2 = 18", "rejected": "A: 20."},
+        {"chosen": "so $18.00", "rejected": "A: 20."},
+        {"chosen": "1,000", "rejected": "7 then 5"},
+        {"chosen": "none", "rejected": "nothing"},
+    ]
+    assert reward_runs.by_vote(rows, [0, 0, 1, 2]).tolist() == [1, 1, 0.5, 0.5]
+    assert reward_runs.by_vote([{"chosen": "3", "rejected": "x = 4"}, {"chosen": "3", "rejected": "4"}], [0, 0])[0] == 0
+    assert reward_runs.last_number("1,000") == 1000

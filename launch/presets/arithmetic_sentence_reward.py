@@ -1,0 +1,15 @@
+"""A sentence-level reward model of the arithmetic task: comparisons of whole answers, worth read step by step.
+
+As arithmetic_reward_model, from the same pairs; a sentence ends at a semicolon.
+"""
+
+from dataclasses import replace
+
+from launch.presets.arithmetic_process_reward import SEMICOLON
+from launch.presets.arithmetic_reward_model import CONFIG as WHOLE
+from tpu_rl.algos import SentenceRewardConfig
+
+CONFIG = replace(
+    WHOLE,
+    algorithm=SentenceRewardConfig((SEMICOLON,), margin_coef=0.0, centring_coef=0.01, pairs="reference"),
+)
