@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 from tpu_rl import environments, rewards, tokenizers
-from tpu_rl.evaluation import Problem, estimate, evaluate, majority, majority_vote, pass_at, pass_at_k, wilson
+from tpu_rl.evaluation import (
+    Problem,
+    best_of,
+    estimate,
+    evaluate,
+    majority,
+    majority_vote,
+    pass_at,
+    pass_at_k,
+    weighted,
+    weighted_vote,
+    wilson,
+)
 from tpu_rl.sampler import SamplerConfig, run_key
 from tpu_rl.types import Policy, Purpose
 
@@ -57,6 +69,21 @@ def test_majority(answers, correct, won):
     assert majority(answers, correct) is won
 
 
+@pytest.mark.parametrize(
+    ("answers", "scores", "won"),
+    [
+        ([1, 2, 2], [0.9, 0.3, 0.3], True),
+        ([1, 2, 2], [0.5, 0.3, 0.3], False),
+        ([None, 2, 1], [9.0, 0.1, 0.2], True),
+        ([None, None], [1.0, 1.0], False),
+        ([1, 2], [0.5, 0.5], True),
+    ],
+)
+def test_a_vote_weighted_by_scores(answers, scores, won):
+    """The answer 1 is right."""
+    assert weighted(answers, [answer == 1 for answer in answers], scores) == won
+
+
 def test_shares_of_problems():
     problems = [
         Problem("a", ["1", "1", "2"], [True, True, False], [1, 1, 2]),
@@ -68,6 +95,10 @@ def test_shares_of_problems():
     assert pass_at(problems, 2).n == 2
     assert majority_vote(problems).value == pytest.approx(1 / 3)
     assert pass_at(problems, 1)[1:3] == wilson(1, 3)
+    scores = [[0.1, 0.2, 0.9], [0.8, 0.5, 0.4], [0.3]]
+    assert best_of(problems, scores).value == pytest.approx(1 / 3)  # a: 2, wrong; b: 3, right
+    assert weighted_vote(problems, scores).value == 0  # a: 0.3 against 0.9; b: 0.8 against 0.9
+    assert weighted_vote(problems, [[1.0] * len(s) for s in scores]) == majority_vote(problems)
     nothing = estimate([])
     assert math.isnan(nothing.value)
     assert nothing[1:] == (0.0, 1.0, 0)

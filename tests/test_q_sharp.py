@@ -206,9 +206,10 @@ def test_metrics_of_a_run(whole):
 def test_a_run_interrupted_at_and_after_the_border_of_rounds_ends_with_the_same_bits(whole, tmp_path, monkeypatch):
     """Before the second round is collected, and inside it; what it is rolled in with is what the first one learned."""
     apart = small(tmp_path / "apart")
-    collect = q_examples.collect
+    collect, heads = q_examples.collect, {}
 
     def interrupted(setup, stage, params, number):
+        heads[number] = np.array(params["q"]["score"])
         if number == 2:
             raise KeyboardInterrupt
         return collect(setup, stage, params, number)
@@ -217,6 +218,7 @@ def test_a_run_interrupted_at_and_after_the_border_of_rounds_ends_with_the_same_
         patch.setattr(q_examples, "collect", interrupted)
         assert start(apart) == run.INTERRUPTED
     assert not (Path(apart.run_dir) / "examples" / "round_2.npz").exists()
+    assert np.abs(heads[2] - heads[1]).max() > 1e-3  # forgotten only after the roll-in
     assert start(apart, "--steps", "3") == 0
     with monkeypatch.context() as patch:
         patch.setattr(q_examples, "collect", interrupted)  # inside the round nothing is collected again
