@@ -82,7 +82,17 @@ def test_damaged_log_probs_are_named(tmp_path):
 
 
 def test_pairs_are_sampled_and_their_log_probs_the_samplers(tmp_path):
-    flags = ["arithmetic_dpo", "--batch.prompts", "4", "--batch.completions", "4", "--evaluation.rows", "0"]
+    flags = [
+        "arithmetic_dpo",
+        "--algorithm.rpo-coef",
+        "0",
+        "--batch.prompts",
+        "4",
+        "--batch.completions",
+        "4",
+        "--evaluation.rows",
+        "0",
+    ]
     assert run.main([*flags, "--run-dir", str(tmp_path / "run"), "--steps", "1"]) == 0
     row = metrics_of(tmp_path / "run")[-1]
     assert row["preference/pairs"] > 0
@@ -96,7 +106,7 @@ def test_pairs_are_sampled_and_their_log_probs_the_samplers(tmp_path):
         (["--algorithm.pairs", "given"], "hold no pairs"),
         (["--sampling.temperature", "0.8"], "--sampling.temperature"),
         (["--batch.completions", "1"], "--batch.completions"),
-        (["--algorithm.loss", "exo"], "label_smoothing"),
+        (["--algorithm.loss", "exo"], "label smoothing"),
     ],
 )
 def test_bad_input_is_one_message(tmp_path, capsys, flags, message):
