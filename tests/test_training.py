@@ -344,3 +344,33 @@ def test_the_metrics_of_several_updates_as_one_row():
     broken = one_update(np.nan, weight=5, skipped=True)
     assert training.reduce_updates([broken, updates[0], broken, updates[1]]) == numbers | {"optim/skipped": 2.0}
     assert training.reduce_updates([broken]) == {"optim/skipped": 1.0}
+
+
+# --- several roles -------------------------------------------------------------------------------------------------
+
+
+def test_moments_of_every_role_lie_where_their_parameters_do():
+    """Two roles with leaves of the same name, shape and different places; counters are everywhere."""
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    everywhere, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("fsdp",)))
+
+    def leaf(sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((4, 2), np.float32, sharding=sharding)
+
+    params = {"policy": {"kernel": leaf(cut)}, "value": {"kernel": leaf(everywhere)}, "reference": {"kernel": None}}
+    optimizer = optimizers.by_role(optimizers.OptimizerConfig(), SCHEDULE, {"policy": 1.0, "value": 5.0})
+    opt_state = jax.eval_shape(optimizer.init, params)
+    found = training.moment_shardings(opt_state, params, otherwise=everywhere)
+    paths = jax.tree_util.tree_flatten_with_path(found)[0]
+    moments = {jax.tree_util.keystr(path): sharding for path, sharding in paths}
+    assert sum(sharding == cut for sharding in moments.values()) == 2
+    assert all(("'policy'" in path and "kernel" in path) == (sharding == cut) for path, sharding in moments.items())
+    assert len(moments) == 8  # of each role two moments, and two counters
+
+
+def test_what_an_algorithm_remembers_is_placed_as_the_step_is():
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(tiny.init_params(MODEL), NamedSharding(mesh, PartitionSpec()))
+    algorithm = CASES["grpo"][0]._replace(init_state=lambda params: jnp.ones((), jnp.float32))
+    state = training.init_train_state(params, algorithm, OPTIMIZER, tiny.train_policy)
+    assert state.algorithm_state.sharding == state.step.sharding == NamedSharding(mesh, PartitionSpec())
