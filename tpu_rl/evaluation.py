@@ -71,8 +71,8 @@ class Evaluation:
     errors: list[str]
     """What the reward function failed on; those completions are left out."""
     problems: list[Problem]
-    rollout: Rollout
-    """All completions, as sampled."""
+    rollout: Rollout = field(compare=False, repr=False)
+    """All completions, as sampled: arrays, which do not compare."""
 
 
 def evaluate(
