@@ -9,7 +9,7 @@ ARMS = {
     "rpo": ["arithmetic_dpo"],
     "dpo": ["arithmetic_dpo", "--algorithm.rpo-coef", "0"],
     "online": ["arithmetic_dpo", "--algorithm.pairs", "policy"],
-    "reverse": ["arithmetic_dpo", "--algorithm.reverse", "True"],
+    "reverse": ["arithmetic_dpo", "--algorithm.reverse"],
     "ipo": ["arithmetic_dpo", "--algorithm.loss", "ipo"],
     "worst_case": ["arithmetic_dpo", "--algorithm.robust-radius", "0.2"],
     "kto": ["arithmetic_kto"],

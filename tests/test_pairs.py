@@ -14,7 +14,7 @@ from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.types import Rollout
 
 TINY = [
-    "gsm8k_dpo", "--data.format", "plain", "--model.path", "builtin:arithmetic", "--model.random-init", "False",
+    "gsm8k_dpo", "--data.format", "plain", "--model.path", "builtin:arithmetic", "--model.no-random-init",
     "--batch.prompts", "4", "--batch.row-length", "64", "--batch.micro-batch-rows", "2",
     "--sampling.max-prompt-tokens", "8", "--sampling.max-new-tokens", "16", "--optimizer.learning-rate", "1e-4",
     "--evaluation.rows", "4", "--evaluation.every", "2", "--checkpoint-every", "1",
@@ -83,20 +83,13 @@ def test_damaged_log_probs_are_named(tmp_path):
 
 def test_pairs_are_sampled_and_their_log_probs_the_samplers(tmp_path):
     flags = [
-        "arithmetic_dpo",
-        "--algorithm.rpo-coef",
-        "0",
-        "--batch.prompts",
-        "4",
-        "--batch.completions",
-        "4",
-        "--evaluation.rows",
-        "0",
-    ]
+        "arithmetic_dpo", "--algorithm.rpo-coef", "0", "--batch.prompts", "8", "--batch.completions", "8",
+        "--evaluation.rows", "0",
+    ]  # fmt: skip
     assert run.main([*flags, "--run-dir", str(tmp_path / "run"), "--steps", "1"]) == 0
     row = metrics_of(tmp_path / "run")[-1]
     assert row["preference/pairs"] > 0
-    assert row["preference/pairs"] == 4 * (1 - row["preference/no_pair"])
+    assert row["preference/pairs"] == 8 * (1 - row["preference/no_pair"])
     assert row["preference/loss"] == pytest.approx(np.log(2), abs=1e-6)
 
 

@@ -3,7 +3,7 @@
 The frozen reference answers, so a pair's reference log-probs are the sampler's and cost no pass. What is learned is the
 same as in arithmetic_grpo: to write the calculation out. Right and wrong answers share most of their tokens, and plain
 DPO lowers both: tried on one seed, it wrote more out and slipped more often. Hence the right answer's likelihood in the
-loss (RPO); `--algorithm.rpo-coef 0` is DPO alone. `--algorithm.reverse True` prefers wrong answers, as a contrastive
+loss (RPO); `--algorithm.rpo-coef 0` is DPO alone. `--algorithm.reverse` prefers the wrong answers, as a contrastive
 teacher wants it; `--algorithm.pairs policy` samples from the policy itself (online DPO).
 """
 

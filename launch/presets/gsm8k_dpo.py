@@ -5,7 +5,7 @@
 The last quarter of the problems is held out; evaluations say how many of their pairs the implicit reward ranks rightly,
 each problem counting once, beside a ranking by length alone; a constant guess ranks half of them rightly. A model of
 half a million parameters that has read nothing else will not rank them well. Your own checkpoint: --model.path DIR
---model.random-init False --model.dtype bfloat16 --optimizer.learning-rate 1e-6. The problems are those of GSM8K's test
+--model.no-random-init --model.dtype bfloat16 --optimizer.learning-rate 1e-6. The problems are those of GSM8K's test
 set: judge what is trained here on other ones.
 """
 
