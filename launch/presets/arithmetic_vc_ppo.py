@@ -10,7 +10,7 @@ from tpu_rl.critics import Critic
 
 CRITIC = Critic(lam=1.0, learning_rate_scale=5.0)
 PRETRAINING = 20
-"""Steps, after which the explained variance of fresh completions is flat."""
+"""Steps. Whether they are enough is told by value/explained_variance, which should be flat at their end."""
 
 CONFIG = replace(
     arithmetic_ppo.CONFIG,
