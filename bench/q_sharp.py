@@ -37,6 +37,7 @@ ARMS = {
     "squared_error": {"distribution": "squared_error"},
     "histogram": {"distribution": "histogram"},
     "whole_trunk": {"layers": None},
+    "five_candidates": {"candidates": 5},
 }
 ROUNDS = {"one_round": 1, "three_rounds": 3}
 
