@@ -1,5 +1,6 @@
 """A small model from scratch that learns paths in star graphs by imitation, and with them the shortcut: it guesses the
-first step and follows edges. The star_graph presets post-train what this leaves."""
+first step and follows edges, so that one path in two is right and the loss stays at ln 2 a path. The star_graph presets
+post-train what this leaves."""
 
 from launch.config import (
     BatchConfig,
@@ -13,7 +14,7 @@ from tpu_rl.algos import SftConfig
 from tpu_rl.environments import StarGraph
 from tpu_rl.optimizers import OptimizerConfig
 
-GRAPH = StarGraph(degree=2, length=5, nodes=50)
+GRAPH = StarGraph(degree=2, length=4, nodes=20)
 
 CONFIG = ExperimentConfig(
     algorithm=SftConfig(),
@@ -23,9 +24,9 @@ CONFIG = ExperimentConfig(
     optimizer=OptimizerConfig(
         learning_rate=1e-3, schedule="cosine", warmup_steps=100, final_share=0.05, weight_decay=0.1, beta2=0.98
     ),
-    batch=BatchConfig(prompts=256, completions=1, row_length=132, micro_batch_rows=32),
-    sampling=SamplingConfig(max_prompt_tokens=28, max_new_tokens=8, max_rows=512),
+    batch=BatchConfig(prompts=256, completions=1, row_length=108, micro_batch_rows=32),
+    sampling=SamplingConfig(max_prompt_tokens=22, max_new_tokens=8, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=250),
-    steps=2000,
+    steps=3000,
     checkpoint_every=500,
 )
