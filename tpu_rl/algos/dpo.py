@@ -144,5 +144,6 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         moved = jax.tree.map(lambda old, new: (1 - mix) * old + mix * new, params["reference"], params["policy"])
         return params | {"reference": moved}, state + 1
 
-    moving = (lambda params: jnp.zeros((), jnp.int32), after_update) if config.reference_mix else ()
-    return Algorithm(make_batch, loss, *moving)
+    if not config.reference_mix:
+        return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, lambda params: jnp.zeros((), jnp.int32), after_update)
