@@ -13,7 +13,7 @@ ARMS = {
     ],
     # As many steps as take the default run's time, from the same model, on the data that it was made from.
     "more_sft": [
-        "arithmetic_sft", "--model.random-init", "False", "--optimizer.learning-rate", "3e-4", "--steps", "400",
+        "arithmetic_sft", "--model.no-random-init", "--optimizer.learning-rate", "3e-4", "--steps", "400",
         "--evaluation.rows", "500",
     ],
 }  # fmt: skip
