@@ -106,7 +106,9 @@ def negative_log_likelihood(
 def bernoulli_offset(logit: Array, kl_coef: Array | float) -> Array:
     """log(1 - p + p exp(1 / eta)) for p = sigmoid(logit), same shape: log1p_exp(1 / eta + l) - log1p_exp(l).
 
-    Finite for every logit, infinite ones too, however small eta; exactly 0 where eta is infinite.
+    Finite for every logit, infinite ones too, however small eta; exactly 0 where eta is infinite. Where 1 / eta is far
+    above -log p of all candidates it is 1 / eta + log p: the reference on condition of success, and a smaller eta
+    changes nothing more.
     """
     logit = jnp.minimum(logit, SURE)
     return jax.nn.softplus(logit + 1 / kl_coef) - jax.nn.softplus(logit)
