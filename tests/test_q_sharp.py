@@ -1,6 +1,7 @@
 """Q#: its loss by hand, what it converges to, its rounds of data, and the program as a user runs it."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +212,10 @@ def test_a_run_interrupted_at_and_after_the_border_of_rounds_ends_with_the_same_
     def interrupted(setup, stage, params, number):
         heads[number] = np.array(params["q"]["score"])
         if number == 2:
+            # The save of step 2 goes on in the background; within one process nothing else would wait for it.
+            saved, deadline = Path(apart.run_dir) / "checkpoints" / "2", time.monotonic() + 60
+            while not saved.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
             raise KeyboardInterrupt
         return collect(setup, stage, params, number)
 
