@@ -176,7 +176,8 @@ def sampled(setup: Setup, params: Params) -> HeldOutPairs | None:
         return None
     found, _ = rollouts.pair_up(completions_of(setup, params, rows))
     kept = np.asarray(found.action_mask).any(-1)
-    found = Pairs(**{name: np.asarray(x)[kept] for name, x in vars(found).items()})
+    arrays: dict[str, Any] = {name: np.asarray(x)[kept] for name, x in vars(found).items()}
+    found = Pairs(**arrays)
     if not len(found.tokens):
         return None
     problems = found.group_id[::2].tolist()

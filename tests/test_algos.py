@@ -115,7 +115,9 @@ CASES = {
     "q_sharp": Case(q_sharp, QSharpConfig(), tiny.q_examples, reads="own"),
     "q_sharp_by_token": Case(q_sharp, QSharpConfig(q_type="q", weights="token_mean"), tiny.q_examples),
     "q_sharp_histogram": Case(
-        q_sharp, QSharpConfig(q_type="q", distribution="histogram", support=(0, 1, 3), labels="two_hot"), tiny.q_examples
+        q_sharp,
+        QSharpConfig(q_type="q", distribution="histogram", support=(0, 1, 3), labels="two_hot"),
+        tiny.q_examples,
     ),
     "q_sharp_single": Case(
         q_sharp, QSharpConfig(distribution="squared_error", prefixes="single"), tiny.q_examples, reads="own"
