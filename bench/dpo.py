@@ -6,8 +6,8 @@ python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms rpo dpo online reverse
 from arms import main
 
 ARMS = {
-    "rpo": ["arithmetic_dpo"],
-    "dpo": ["arithmetic_dpo", "--algorithm.rpo-coef", "0"],
+    "dpo": ["arithmetic_dpo"],
+    "rpo": ["arithmetic_dpo", "--algorithm.rpo-coef", "1"],
     "online": ["arithmetic_dpo", "--algorithm.pairs", "policy"],
     "reverse": ["arithmetic_dpo", "--algorithm.reverse"],
     "ipo": ["arithmetic_dpo", "--algorithm.loss", "ipo"],
