@@ -1,8 +1,8 @@
 """DPO from the shipped model's own answers: of each problem's eight, a right one is preferred to a wrong one.
 
 The frozen reference answers, so a pair's reference log-probs are the sampler's and cost no pass. What is learned is the
-same as in arithmetic_grpo: to write the calculation out. Beta matters: at 0.1 answers are written out, too, but are less
-often right than before; at 0.3 they are more often right. `--algorithm.reverse` prefers the wrong answers, as a
+same as in arithmetic_grpo: to write the calculation out. Beta matters: at 0.1 answers are written out, too, but are
+less often right than before; at 0.3 they are more often right. `--algorithm.reverse` prefers the wrong answers, as a
 contrastive teacher wants it; `--algorithm.pairs policy` samples from the policy itself (online DPO).
 """
 
