@@ -1,10 +1,13 @@
 """Settings of every test: silent broadcasting is an error, float32 means float32, a program is compiled once."""
 
 import atexit
+import gc
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -15,3 +18,12 @@ atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", _cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_let_go() -> Iterator[None]:
+    """Each compiled program keeps memory maps, of which a process may have 65,530: all tests together make more, and
+    die with a segmentation fault."""
+    yield
+    jax.clear_caches()
+    gc.collect()
