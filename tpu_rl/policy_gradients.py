@@ -97,12 +97,17 @@ def proximal_loss(
     mask: Array,
     clip: tuple[float, float],
     entropy_coef: float = 0.0,
+    bound: float | None = None,
 ) -> tuple[Array, Metrics]:
     """(sum w [-min(ratio A, clip(ratio) A) - entropy_coef H], metrics); all [R, S], `clip` is (low, high).
+
+    `bound` caps a bad action's loss (`dual_clip`).
 
     `log_probs` hold a number, and no gradient, outside `mask`: zero times an infinite ratio would be NaN.
     """
     losses = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, *clip)
+    if bound is not None:
+        losses = dual_clip(losses, advantages, bound)
     value = masked.total(weights * (losses - entropy_coef * entropy), weights > 0)
     return value, policy_metrics(mask, log_probs, old_log_probs, advantages, *clip) | {
         "policy/loss": Sum(value, weights.sum()),

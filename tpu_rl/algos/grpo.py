@@ -27,21 +27,9 @@ from flax import struct
 
 from tpu_rl import advantages, masked, packing
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, k3, token_log_probs
-from tpu_rl.policy_gradients import clipped_surrogate, dual_clip, importance_ratio, kl_loss, policy_metrics
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    RoleSpec,
-    Rollout,
-    Rows,
-    Sampling,
-    Sum,
-)
+from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.policy_gradients import kl_loss, proximal_loss, reference_metrics
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, RoleSpec, Rollout, Rows, Sampling
 
 ADVANTAGES = {
     "group": advantages.group_scaled,
@@ -77,20 +65,15 @@ class GrpoConfig:
     """Completions that ran into the limit stay in their group's baseline but are not learned from."""
 
     def __post_init__(self):
-        if min(self.kl_reward_coef, self.kl_loss_coef, self.entropy_coef, self.overlong_buffer) < 0:
-            raise InputError(
-                "a coefficient or the overlong buffer is negative", where="--algorithm", fix="use 0 or more"
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise InputError(
-                f"dual clip {self.dual_clip} is not above 1", where="--algorithm.dual-clip", fix="use e.g. 3"
-            )
-        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
-            raise InputError(
-                f"clip range 1 - {self.clip_low} .. 1 + {self.clip_high} is not around 1",
-                where="--algorithm.clip-low, --algorithm.clip-high",
-                fix="use e.g. 0.2 and 0.28",
-            )
+        coefficients = (self.kl_reward_coef, self.kl_loss_coef, self.entropy_coef, self.overlong_buffer)
+        wrong = {
+            "a coefficient or the overlong buffer is negative": min(coefficients) < 0,
+            f"dual clip {self.dual_clip} is not above 1": self.dual_clip is not None and self.dual_clip <= 1,
+            f"clip_low {self.clip_low} is not between 0 and 1": not 0 < self.clip_low < 1,
+            f"clip_high {self.clip_high} is not above 0": self.clip_high <= 0,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise InputError(what, where="--algorithm", fix="see --help")
 
     experience: ClassVar[type] = Rollout
     smallest_group: ClassVar[int] = 2
@@ -99,10 +82,8 @@ class GrpoConfig:
     @property
     def roles(self) -> dict[str, RoleSpec]:
         """Without a KL term no reference model is kept and no reference pass is made."""
-        policy = {"policy": RoleSpec(trainable=True)}
-        if not self.kl_reward_coef and not self.kl_loss_coef:
-            return policy
-        return policy | {"reference": RoleSpec(trainable=False)}
+        policy, reference = {"policy": RoleSpec(trainable=True)}, {"reference": RoleSpec(trainable=False)}
+        return policy | reference if self.kl_reward_coef or self.kl_loss_coef else policy
 
 
 @struct.dataclass
@@ -121,17 +102,18 @@ class Batch:
 
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout."""
-    reference = roles["reference"] if "reference" in config.roles else None
-    weigh = WEIGHTS[config.weights]
-    if config.weights == "constant_length":
-        weigh = partial(masked.constant_length, length=sampling.max_new_tokens)
+    policy, reference = roles["policy"], roles["reference"] if "reference" in config.roles else None
+    length = {"length": sampling.max_new_tokens} if config.weights == "constant_length" else {}
+    weigh = partial(WEIGHTS[config.weights], **length)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
         rows = layout.rows(rollout.tokens)
         returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
-        returns += overlong_penalty(rollout)
+        if config.overlong_buffer:
+            lengths = rollout.action_mask.sum(-1)
+            returns += advantages.soft_overlong_penalty(lengths, sampling.max_new_tokens, config.overlong_buffer)
         reference_log_probs = None
         if reference is not None:
             frozen = partial(token_log_probs, reference, params, temperature=sampling.temperature)
@@ -151,35 +133,18 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         )
         return batch, state
 
-    def overlong_penalty(rollout: Rollout) -> Array | float:
-        if not config.overlong_buffer:
-            return 0.0
-        lengths = rollout.action_mask.sum(-1)
-        return advantages.soft_overlong_penalty(lengths, sampling.max_new_tokens, config.overlong_buffer)
-
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        mask, weights = batch.action_mask, batch.weights["policy"]
-        log_probs, entropy = token_log_probs(
-            roles["policy"], params, batch.rows, sampling.temperature, entropy_gradient=config.entropy_coef > 0
-        )
-        # No gradient passes elsewhere, not even zero times an infinite ratio: it would be NaN.
+        mask, weights, old = batch.action_mask, batch.weights["policy"], batch.old_log_probs
+        bonus = config.entropy_coef > 0
+        log_probs, entropy = token_log_probs(policy, params, batch.rows, sampling.temperature, entropy_gradient=bonus)
         log_probs = jnp.where(mask, log_probs, 0.0)
-        ratio = importance_ratio(log_probs, batch.old_log_probs)
-        losses = clipped_surrogate(ratio, batch.advantages, config.clip_low, config.clip_high)
-        if config.dual_clip is not None:
-            losses = dual_clip(losses, batch.advantages, config.dual_clip)
-        losses -= config.entropy_coef * entropy
-        metrics: Metrics = {}
+        clip = (config.clip_low, config.clip_high)
+        how = {"clip": clip, "entropy_coef": config.entropy_coef, "bound": config.dual_clip}
+        value, metrics = proximal_loss(log_probs, entropy, old, batch.advantages, weights, mask, **how)
         if batch.reference_log_probs is not None:
-            losses += config.kl_loss_coef * kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs)
-            kl = masked.total(k3(log_probs, batch.reference_log_probs), mask)
-            metrics["policy/kl_reference"] = Sum(kl, mask.sum().astype(jnp.float32))
-        value = masked.total(weights * losses, weights > 0)
-        metrics |= policy_metrics(
-            mask, log_probs, batch.old_log_probs, batch.advantages, config.clip_low, config.clip_high
-        )
-        metrics["policy/loss"] = Sum(value, weights.sum())
-        metrics["policy/entropy"] = Sum(masked.total(entropy, mask), mask.sum().astype(jnp.float32))
+            losses = kl_loss(log_probs, old, batch.reference_log_probs)
+            value += config.kl_loss_coef * masked.total(weights * losses, weights > 0)
+            metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids)
         return value, metrics
 
     return Algorithm(make_batch, loss)
