@@ -10,7 +10,7 @@ EXTRAS = {
     "math": ["math-verify[antlr4_13_2]>=0.9"],
     "parquet": ["pyarrow"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout", "ruff>=0.12", "pyright[nodejs]>=1.1.400", "pyarrow"],
+    "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "ruff>=0.12", "pyright[nodejs]>=1.1.400", "pyarrow"],
     # Parity with transformers' torch models; the quick tests skip those cases where torch is absent.
     "parity": ["torch==2.13.0"],
 }
