@@ -11,21 +11,13 @@ from its opposite, the further the more the two disagree. Train both first; othe
         --algorithm.on-policy 0                                       off policy
 """
 
-from launch.config import (
-    ArithmeticData,
-    BatchConfig,
-    EvaluationConfig,
-    ExperimentConfig,
-    ModelConfig,
-    SamplingConfig,
-)
+from dataclasses import replace
+
+from launch.presets import arithmetic_gkd
 from tpu_rl.algos import DistillConfig
-from tpu_rl.environments import Arithmetic
-from tpu_rl.optimizers import OptimizerConfig
 
-LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
-
-CONFIG = ExperimentConfig(
+CONFIG = replace(
+    arithmetic_gkd.CONFIG,
     algorithm=DistillConfig(
         teacher="runs/arithmetic_dpo/model",
         teacher_reverse="runs/arithmetic_dpo_reverse/model",
@@ -34,13 +26,4 @@ CONFIG = ExperimentConfig(
         adaptive=True,
         beta0=0.1,
     ),
-    data=ArithmeticData(train=LONG, evaluation=LONG),
-    model=ModelConfig(path="builtin:arithmetic"),
-    reward=("arithmetic",),
-    optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
-    batch=BatchConfig(prompts=64, completions=1, row_length=256, micro_batch_rows=8),
-    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
-    evaluation=EvaluationConfig(rows=500, every=10),
-    steps=60,
-    checkpoint_every=20,
 )

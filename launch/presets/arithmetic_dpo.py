@@ -6,29 +6,18 @@ less often right than before; at 0.3 they are more often right. `--algorithm.rev
 contrastive teacher wants it; `--algorithm.pairs policy` samples from the policy itself (online DPO).
 """
 
-from launch.config import (
-    ArithmeticData,
-    BatchConfig,
-    EvaluationConfig,
-    ExperimentConfig,
-    ModelConfig,
-    SamplingConfig,
-)
+from dataclasses import replace
+
+from launch.config import BatchConfig, EvaluationConfig
+from launch.presets import arithmetic_grpo
 from tpu_rl.algos import DpoConfig
-from tpu_rl.environments import Arithmetic
 from tpu_rl.optimizers import OptimizerConfig
 
-LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
-
-CONFIG = ExperimentConfig(
+CONFIG = replace(
+    arithmetic_grpo.CONFIG,
     algorithm=DpoConfig(pairs="reference", beta=0.3),
-    data=ArithmeticData(train=LONG, evaluation=LONG),
-    model=ModelConfig(path="builtin:arithmetic"),
-    reward=("arithmetic",),
     optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=5),
     batch=BatchConfig(prompts=64, completions=8, row_length=256, micro_batch_rows=8),
-    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=20),
     steps=80,
-    checkpoint_every=20,
 )

@@ -9,30 +9,19 @@ it, token by token, on its own completions. Train the teacher first; other arms 
         --algorithm.beta 0                                        forward KL
 """
 
-from launch.config import (
-    ArithmeticData,
-    BatchConfig,
-    EvaluationConfig,
-    ExperimentConfig,
-    ModelConfig,
-    SamplingConfig,
-)
+from dataclasses import replace
+
+from launch.config import BatchConfig
+from launch.presets import arithmetic_grpo
 from tpu_rl.algos import DistillConfig
-from tpu_rl.environments import Arithmetic
 from tpu_rl.optimizers import OptimizerConfig
 
 TEACHER = "runs/arithmetic_grpo/model"
-LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
 
-CONFIG = ExperimentConfig(
+CONFIG = replace(
+    arithmetic_grpo.CONFIG,
     algorithm=DistillConfig(teacher=TEACHER, beta=1.0),
-    data=ArithmeticData(train=LONG, evaluation=LONG),
-    model=ModelConfig(path="builtin:arithmetic"),
-    reward=("arithmetic",),
     optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
     batch=BatchConfig(prompts=64, completions=1, row_length=256, micro_batch_rows=8),
-    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
-    evaluation=EvaluationConfig(rows=500, every=10),
     steps=60,
-    checkpoint_every=20,
 )

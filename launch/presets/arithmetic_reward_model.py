@@ -6,28 +6,20 @@ learns which answer is right. Then it is a reward:
     python launch/run.py arithmetic_ppo --reward runs/arithmetic_reward_model/model --evaluation.reward arithmetic
 """
 
-from launch.config import (
-    ArithmeticData,
-    BatchConfig,
-    EvaluationConfig,
-    ExperimentConfig,
-    ModelConfig,
-    SamplingConfig,
-)
+from dataclasses import replace
+
+from launch.config import ArithmeticData, BatchConfig, EvaluationConfig
+from launch.presets import arithmetic_grpo
 from tpu_rl.algos import RewardModelConfig
 from tpu_rl.environments import Arithmetic
 from tpu_rl.optimizers import OptimizerConfig
 
-LONG = Arithmetic(min_terms=5, max_terms=5, operators="+-*")
-
-CONFIG = ExperimentConfig(
+CONFIG = replace(
+    arithmetic_grpo.CONFIG,
     algorithm=RewardModelConfig(pairs="reference", heads=3, penalty=1.0, margin_coef=0.0, centring_coef=0.01),
-    data=ArithmeticData(train=LONG, evaluation=Arithmetic(min_terms=3, max_terms=5, operators="+-*")),
-    model=ModelConfig(path="builtin:arithmetic"),
-    reward=("arithmetic",),
+    data=ArithmeticData(train=arithmetic_grpo.LONG, evaluation=Arithmetic(min_terms=3, max_terms=5, operators="+-*")),
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, schedule="cosine", beta2=0.98),
     batch=BatchConfig(prompts=64, completions=8, row_length=256, micro_batch_rows=8),
-    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=50),
     steps=200,
     checkpoint_every=50,
