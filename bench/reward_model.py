@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import arms
 
 
-def run(flags: list[str], run_dir: Path) -> list[dict]:
+def rows_of(flags: list[str], run_dir: Path) -> list[dict]:
     """The metrics rows of one run."""
-    command = [sys.executable, str(ROOT / "launch/run.py"), *flags, "--run-dir", str(run_dir)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    arms.run(run_dir, flags)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def percent(row: dict, name: str = "") -> str:
-    value, low, high = (100 * row[f"eval/{name}accuracy{end}"] for end in ("", "_low", "_high"))
-    return f"{value:.1f} ({low:.1f} to {high:.1f})"
+    names = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
+    return arms.percent({key: row[f"eval/{name}{metric}"] for key, metric in names.items()})
 
 
 def print_judgements(title: str, rows: list[dict]) -> None:
@@ -59,15 +56,15 @@ def main() -> None:
     judged, policies = [], []
     for seed in map(str, flags.seeds):
         reward_dir = flags.to / f"reward_{seed}"
-        judged.append((f"arithmetic, seed {seed}", run(["arithmetic_reward_model", "--seed", seed], reward_dir)))
+        judged.append((f"arithmetic, seed {seed}", rows_of(["arithmetic_reward_model", "--seed", seed], reward_dir)))
         on_model = [
             flags.policy, "--reward", str(reward_dir / "model"), "--evaluation.reward", "arithmetic", "--seed", seed,
             "--steps", str(flags.steps),
         ]  # fmt: skip
-        policies.append((f"{flags.policy}, seed {seed}", run(on_model, flags.to / f"policy_{seed}")))
+        policies.append((f"{flags.policy}, seed {seed}", rows_of(on_model, flags.to / f"policy_{seed}")))
         if flags.gsm8k:
             on_file = ["gsm8k_reward_model", "--data.path", flags.gsm8k, "--seed", seed]
-            judged.append((f"GSM8K, seed {seed}", run(on_file, flags.to / f"gsm8k_{seed}")))
+            judged.append((f"GSM8K, seed {seed}", rows_of(on_file, flags.to / f"gsm8k_{seed}")))
     print("| reward model | held-out pairs | problems | before | after |\n|---|---|---|---|---|")
     for title, rows in judged:
         print_judgements(title, rows)

@@ -83,28 +83,15 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rows = layout.rows(pairs.tokens)
         baseline = jnp.zeros(layout.minibatches)
         if config.loss == "kto":
-            shifts = mismatched_log_ratios(params, pairs, layout.source.shape[2], layout.source.shape[3])
+            shifts = _mismatched_log_ratios(roles, params, pairs, *layout.source.shape[2:])
             baseline = jnp.maximum(_mean_of_steps(shifts, mask.any(-1), layout.minibatch, layout.minibatches), 0.0)
         elif config.loss == "bco":
             baseline = jnp.broadcast_to(state["mean"], layout.minibatches)
         preferred = layout.pack(jnp.broadcast_to(pairs.preferred[:, None], mask.shape))
         baseline = jnp.broadcast_to(baseline[:, None, None, None], rows.tokens.shape)
         reference = layout.pack(pairs.reference_log_probs)
-        return Batch(
-            rows, {"preference": layout.pack(weights)}, layout.pack(mask), preferred, baseline, reference
-        ), state
-
-    def mismatched_log_ratios(params: Params, pairs: Pairs, rows_at_once: int, row_length: int) -> Array:
-        """[N]: s of each row's prompt with the completion of the next group, a row a sequence."""
-        tokens, mask = preferences.mismatched(pairs.tokens, pairs.action_mask, pairs.group_id, row_length)
-        rows = packing.one_a_row(tokens, mask, rows_at_once)
-
-        def log_ratios(micro_batch: Rows) -> Array:
-            policy, reference = (token_log_probs(roles[name], params, micro_batch) for name in ("policy", "reference"))
-            return policy.log_probs - reference.log_probs
-
-        found = packing.over_micro_batches(log_ratios, rows).reshape(-1, row_length)
-        return masked.total(found[: len(mask)], mask, axis=-1)
+        weights = {"preference": layout.pack(weights)}
+        return Batch(rows, weights, layout.pack(mask), preferred, baseline, reference), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs
@@ -139,6 +126,19 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         return params, {"mean": state["mean"] + (metrics["preference/score"] - state["mean"]) / steps, "steps": steps}
 
     return Algorithm(make_batch, loss, init_state, after_update)
+
+
+def _mismatched_log_ratios(roles: Roles, params: Params, pairs: Pairs, rows_at_once: int, row_length: int) -> Array:
+    """[N]: s of each row's prompt with the completion of the next group, a row a sequence."""
+    tokens, mask = preferences.mismatched(pairs.tokens, pairs.action_mask, pairs.group_id, row_length)
+    rows = packing.one_a_row(tokens, mask, rows_at_once)
+
+    def log_ratios(micro_batch: Rows) -> Array:
+        policy, reference = (token_log_probs(roles[name], params, micro_batch) for name in ("policy", "reference"))
+        return policy.log_probs - reference.log_probs
+
+    found = packing.over_micro_batches(log_ratios, rows).reshape(-1, row_length)
+    return masked.total(found[: len(mask)], mask, axis=-1)
 
 
 def _mean_of_steps(values: Array, exists: Array, minibatch: Array, minibatches: int) -> Array:
