@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from launch import config as configuration
-from launch import roles, sources
+from launch import dataset, roles, sources
 from tpu_rl import masked, models, packing, sampler, teachers
 from tpu_rl.tokenizers import load as load_tokenizer
 from tpu_rl.types import Array, Params, Purpose, Rows
@@ -57,7 +57,7 @@ def distance(directory: str, rows: int) -> tuple[float, float]:
     shipped = roles.model_path(SHIPPED)
     (model, policy), (_, reference) = models.load(directory), models.load(shipped)
     tokenizer = load_tokenizer(shipped)
-    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in sources.evaluation_rows(preset)]
+    prompts = [tokenizer.encode_prompt(row["prompt"]) for row in dataset.evaluation_rows(preset)]
     rollout = sampler.sample(
         models.policy(model), policy, prompts, sampler.run_key(0, Purpose.EVALUATION, 1),
         sources.sampler_config(preset, tokenizer, 1),

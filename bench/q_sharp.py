@@ -23,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch import build, config, evaluate, guide, run, sources  # noqa: E402
+from launch import build, config, dataset, evaluate, guide, run, sources  # noqa: E402
 from launch.config import ExperimentConfig, MeshConfig, Phase  # noqa: E402
 from tpu_rl import guidance, models, sampler  # noqa: E402
 from tpu_rl.types import Purpose  # noqa: E402
@@ -77,7 +77,7 @@ def swept(one: ExperimentConfig, samples: int, baseline: str) -> dict:
         guided = guide.load(one.run_dir, language, params)
         how = replace(sources.sampler_config(one, language.tokenizer, samples), max_rows=512)
         key = sampler.run_key(one.seed, Purpose.EVALUATION, 0)
-        rows, reward = sources.evaluation_rows(one), sources.resolve_reward(one.reward[0])
+        rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
         task = guide.Task(language, rows, reward, how, key, mesh)
         lines, judged = guide.sweep(guided, task, COEFFICIENTS, baseline)  # pyright: ignore[reportArgumentType]
     found = {

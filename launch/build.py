@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from launch import pairs, q_examples, reward_runs, roles, sources
+from launch import dataset, pairs, q_examples, reward_runs, roles, sources
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
 from tpu_rl import evaluation, guidance, models, optimizers, sampler, sharding, training
@@ -61,7 +61,7 @@ def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
     if isinstance(stage.algorithm, ProcessRewardConfig):
         return reward_runs.step_source(setup, stage, params)
     kinds = sources.SOURCES | {Pairs: pairs.pair_source, QExamples: q_examples.q_example_source}
-    return kinds[stage.algorithm.experience](setup, stage, params)
+    return kinds[stage.algorithm.needs.experience](setup, stage, params)
 
 
 def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> tuple[TrainState, training.UpdateStep]:
@@ -119,13 +119,13 @@ def before(setup: Setup, stage: Stage, evaluate: Evaluate) -> Evaluate:
 def answering(setup: Setup, acting: Acting) -> Evaluate:
     """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
     config, lang, mesh = setup.config, setup.language, setup.mesh
-    rows = sources.evaluation_rows(config) if config.evaluation.rows else []
+    rows = dataset.evaluation_rows(config) if config.evaluation.rows else []
     judge = config.evaluation.reward or next(iter(config.reward), None)
     if not rows or judge is None:
         print("note: nothing is evaluated: there are no held-out rows, or no reward that judges them", file=sys.stderr)
         return lambda params, greedy: {}
     if isinstance(config.data, FileData):
-        rows = sources.that_fit(config, lang, rows)
+        rows = dataset.that_fit(config, lang, rows)
     reward = sources.resolve_reward(judge)
     # The same problems are answered with the same luck, whatever the step or seed: differences are the model's.
     key = sampler.run_key(0, Purpose.EVALUATION, 0)

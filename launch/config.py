@@ -191,14 +191,14 @@ class ExperimentConfig:
                 fix="let each end after the one before it",
             )
         batch, grouped = self.batch, "completions of one prompt are compared with each other"
-        if batch.completions < self.algorithm.smallest_group:
+        if batch.completions < self.algorithm.needs.smallest_group:
             raise InputError(
                 f"a group of {batch.completions} completion teaches nothing: its advantage is always 0",
                 where="--batch.completions",
                 why=grouped,
                 fix="use at least 2; 8 is usual",
             )
-        if self.algorithm.smallest_group > 1 and self.sampling.temperature <= 0:
+        if self.algorithm.needs.smallest_group > 1 and self.sampling.temperature <= 0:
             raise InputError(
                 f"sampling temperature {self.sampling.temperature} makes all completions of a prompt equal",
                 where="--sampling.temperature",

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import build, guide, reward_runs, roles, sources
+from launch import build, dataset, guide, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
@@ -124,10 +124,10 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[dict[str, Any]]:
     """The problems."""
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
-        return sources.read_rows(config, files, flags.data.path)[: flags.rows]
+        return dataset.read_rows(files, flags.data.path, config.algorithm.needs)[: flags.rows]
     if flags.rows is not None:
         config = replace(config, evaluation=replace(config.evaluation, rows=flags.rows))
-    rows = sources.evaluation_rows(config)
+    rows = dataset.evaluation_rows(config)
     if not rows:
         raise InputError("there are no held-out problems", where="--rows, --data.path", fix="give --data.path")
     return rows

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import sources
+from launch import dataset, sources
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.sources import Drawn, Setup, Source
 from tpu_rl import checkpoint, data, evaluation, models, packing, rollouts, training
@@ -33,12 +33,12 @@ Referenced = Callable[[list[data.Row]], Pairs]
 
 def pair_source(setup: Setup, stage: Stage, params: Params) -> Source:
     """Pairs as the data have them, or sampled, for an algorithm that learns from Pairs."""
-    role = sources.who_samples(stage.algorithm)
+    role = stage.algorithm.needs.sampled_by
     return given_pairs(setup, stage, params) if role is None else sampled_pairs(setup, stage, role)
 
 
 def are_given(stage: Stage) -> bool:
-    return stage.algorithm.experience is Pairs and sources.who_samples(stage.algorithm) is None
+    return stage.algorithm.needs.experience is Pairs and stage.algorithm.needs.sampled_by is None
 
 
 # --- sampled -----------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def are_given(stage: Stage) -> bool:
 
 def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
     """Of each prompt's completions by a role's model a good one with a bad one, or each by itself, judged."""
-    config, judged = setup.config, sources.learns_from_judged(stage.algorithm)
+    config, judged = setup.config, stage.algorithm.needs.judged
     if not config.reward:
         raise InputError("no reward tells good completions from bad", where="--reward", fix="name one")
     if role == "reference" and config.sampling.temperature != 1:
@@ -56,7 +56,7 @@ def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
             why="its log-probs, which the loss compares with, are those at temperature 1",
             fix="use 1.0",
         )
-    stream = sources.make_stream(config, stage, setup.language)
+    stream = dataset.make_stream(config, stage, setup.language)
     roll_out = sources.roller(setup, role)
     size = config.batch.prompts * config.batch.completions
 
@@ -101,7 +101,7 @@ def rows_that_fit(setup: Setup) -> tuple[list[data.Row], list[data.Row]]:
     if not isinstance(config.data, FileData):
         fix = "give --data.path with columns prompt, chosen, rejected, or sample them: --algorithm.pairs reference"
         raise InputError("these data hold no pairs", where="--algorithm.pairs", fix=fix)
-    train, held_out = sources.file_rows(config, config.data)
+    train, held_out = dataset.file_rows(config, config.data, config.algorithm.needs)
     fit = [fits(config, tokenizer, row) for row in [*train, *held_out]]
     if not any(fit[: len(train)]):
         raise InputError("no pair is short enough", where="--sampling.max-new-tokens, --batch.row-length")
@@ -128,7 +128,7 @@ def referenced(setup: Setup, stage: Stage, params: Params, every: list[data.Row]
     """Some of `every` row -> their pairs, with the log-probs of the reference if the algorithm wants the data's."""
     length = setup.config.sampling.max_prompt_tokens + setup.config.sampling.max_new_tokens
     plain = partial(data.pairs, tokenizer=setup.language.tokenizer, max_length=length)
-    if not sources.wants_reference(stage.algorithm):
+    if not stage.algorithm.needs.reference_log_probs:
         return plain
     numbers = {row["row"]: i for i, row in enumerate(every)}
     cached = cached_log_probs(setup, stage, params, every, plain)
@@ -234,7 +234,7 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     own, so that its metrics are those of one pair.
     """
     train, held_out = rows_that_fit(setup)
-    if not held_out or sources.learns_from_judged(stage.algorithm):
+    if not held_out or stage.algorithm.needs.judged:
         print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
         return lambda params: {}
     pairs = referenced(setup, stage, params, [*train, *held_out])(held_out)

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch import sources
-from launch.config import ExperimentConfig, Stage
+from launch import dataset, sources
+from launch.config import Stage
 from launch.sources import POLICY_PARAMS, Drawn, Setup, Source
 from tpu_rl import data, guidance, models, rollouts, sampler
 from tpu_rl.algos import QSharpConfig
@@ -147,7 +147,7 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
     """Samples and scores the examples of a round. Raises InputError where no prompt's examples differ in return."""
     config, lang, algorithm = setup.config, setup.language, stage.algorithm
     assert isinstance(algorithm, QSharpConfig)
-    rows = prompts_of(config, setup, algorithm.prompts, number)
+    rows = prompts_of(setup, stage, algorithm.prompts, number)
     row_ids = np.arange(algorithm.prompts * config.batch.completions)
     cuts: list[np.ndarray] = []
 
@@ -176,12 +176,9 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
     return Round(*(np.asarray(x)[kept] for x in arrays), metrics=np.asarray(json.dumps(measured)))
 
 
-def prompts_of(config: ExperimentConfig, setup: Setup, size: int, number: int) -> list[data.Row]:
+def prompts_of(setup: Setup, stage: Stage, size: int, number: int) -> list[data.Row]:
     """The data rows of the round: each round has the next ones of the stream."""
-    rows = sources.train_rows(config, Rollout)
-    if isinstance(rows, list):
-        rows = sources.that_fit(config, setup.language, rows)
-    stream = data.stream(rows, config.seed, size)
+    stream = dataset.make_stream(setup.config, stage, setup.language, size)
     for _ in range(number - 1):
         next(stream)
     return next(stream)[1]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launch import pairs, sources
+from launch import dataset, pairs, sources
 from launch.config import ArithmeticData, FileData, Stage
 from launch.sources import Drawn, Setup, Source
 from tpu_rl import data, environments, evaluation, models, reward_models, rewards, rollouts
@@ -171,7 +171,7 @@ def last_number(text: str) -> Any:
 
 def sampled(setup: Setup, params: Params) -> HeldOutPairs | None:
     """A right against a wrong completion of each held-out problem that has both; slices are the numbers of terms."""
-    rows = sources.evaluation_rows(setup.config)
+    rows = dataset.evaluation_rows(setup.config)
     if not rows:
         return None
     found, _ = rollouts.pair_up(completions_of(setup, params, rows))
@@ -215,8 +215,8 @@ def step_source(setup: Setup, stage: Stage, params: Params) -> Source:
     del params
     config, longest = setup.config, longest_of(setup)
     require_steps(setup, stage)
-    stream = sources.make_stream(config, stage, setup.language)
-    if sources.who_samples(stage.algorithm) is None:
+    stream = dataset.make_stream(config, stage, setup.language)
+    if stage.algorithm.needs.sampled_by is None:
         return Source(
             lambda step, state: Drawn(data.steps(next(stream)[1], setup.language.tokenizer, longest), {}, [], []),
             stream.get_state,
@@ -241,7 +241,7 @@ def require_steps(setup: Setup, stage: Stage) -> None:
     """Raises InputError where neither the data nor their task says which steps are right."""
     task = setup.config.data
     brings_steps = isinstance(task, FileData) and task.format == "plain"
-    if not (brings_steps if sources.who_samples(stage.algorithm) is None else isinstance(task, ArithmeticData)):
+    if not (brings_steps if stage.algorithm.needs.sampled_by is None else isinstance(task, ArithmeticData)):
         raise InputError(
             "nothing says which steps are right",
             where="--algorithm.steps",
@@ -269,9 +269,9 @@ def labelled(scored: rollouts.Scored, rows: Sequence[data.Row]) -> list[data.Row
 def step_judge(setup: Setup, stage: Stage, params: Params) -> Judge:
     """How many held-out steps the model judges rightly; slices are the steps' places."""
     if isinstance(setup.config.data, FileData):
-        rows: list[data.Row] = sources.evaluation_rows(setup.config)
+        rows: list[data.Row] = dataset.evaluation_rows(setup.config)
     else:
-        problems = sources.evaluation_rows(setup.config)
+        problems = dataset.evaluation_rows(setup.config)
         rows = labelled(completions_of(setup, params, problems), problems) if problems else []
     if not rows:
         print("note: nothing is evaluated: there are no held-out steps", file=sys.stderr)

@@ -16,9 +16,10 @@ import tpu_rl
 from launch.config import AlgorithmConfig, ExperimentConfig
 from tpu_rl import models, sampler, sharding
 from tpu_rl.errors import InputError
+from tpu_rl.needs import RoleSpec
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers import load as load_tokenizer
-from tpu_rl.types import Array, Model, Params, Purpose, Roles, RoleSpec
+from tpu_rl.types import Array, Model, Params, Purpose, Roles
 
 BUILTIN = "builtin:"
 

@@ -1,9 +1,8 @@
-"""Where a run's experience comes from: data rows, and what is sampled from them. The other half of `build`."""
+"""Where a stage's experience comes from: completions of the data's prompts, or texts that the data bring."""
 
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
+from launch import dataset
+from launch.config import ExperimentConfig, Stage
 from launch.roles import Language
 from tpu_rl import (
     advantages,
     data,
-    environments,
     models,
     packing,
     reward_models,
@@ -29,19 +28,9 @@ from tpu_rl import (
     sharding,
 )
 from tpu_rl.algos import (
-    AlgorithmConfig,
     AStarPoConfig,
-    DistillConfig,
-    DpoConfig,
-    KtoConfig,
-    ProcessRewardConfig,
-    QSharpConfig,
     ReinforceConfig,
-    RewardModelConfig,
-    SentenceRewardConfig,
-    SftConfig,
 )
-from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Experience, Model, Pairs, Params, Purpose, Rollout, TrainState
 
@@ -137,7 +126,7 @@ def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
     """Completions of the stream's prompts by the current policy, scored."""
     del params
     config = setup.config
-    stream = make_stream(config, stage, setup.language)
+    stream = dataset.make_stream(config, stage, setup.language)
     roll_out, worth = roller(setup), prompt_values(setup, stage)
     size = config.batch.prompts * config.batch.completions
 
@@ -186,7 +175,7 @@ def demonstration_source(setup: Setup, stage: Stage, params: Params) -> Source:
     """The stream's demonstrations as they are."""
     del params
     config, lang = setup.config, setup.language
-    stream = make_stream(config, stage, lang)
+    stream = dataset.make_stream(config, stage, lang)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
 
     def draw(step: int, state: TrainState) -> Drawn:
@@ -199,11 +188,10 @@ def demonstration_source(setup: Setup, stage: Stage, params: Params) -> Source:
 def completion_source(setup: Setup, stage: Stage, params: Params) -> Source:
     """The stream's prompts, a share completed by the policy, the others by a teacher or as the data have them."""
     del params
-    algorithm, config, lang = stage.algorithm, setup.config, setup.language
-    assert isinstance(algorithm, DistillConfig | SftConfig)
-    stream = make_stream(config, stage, lang)
-    own = round(algorithm.on_policy * config.batch.prompts)
-    by_policy, by_teacher = roller(setup, "policy"), roller(setup, "teacher")
+    needs, config, lang = stage.algorithm.needs, setup.config, setup.language
+    stream = dataset.make_stream(config, stage, lang)
+    own = round(needs.on_policy * config.batch.prompts)
+    by_policy, by_other = roller(setup, "policy"), needs.sampled_by and roller(setup, needs.sampled_by)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
 
     def draw(step: int, state: TrainState) -> Drawn:
@@ -214,11 +202,11 @@ def completion_source(setup: Setup, stage: Stage, params: Params) -> Source:
             parts.append((scored.rollout, True))
             found = rollouts.metrics(scored)
             drawn = Drawn(None, found, rollouts.records(scored, step), rollouts.warnings(scored))
-        if own < len(rows) and algorithm.off_policy == "teacher":
-            scored = by_teacher(step, state, rows[own:], own * config.batch.completions)
+        if own < len(rows) and by_other:
+            scored = by_other(step, state, rows[own:], own * config.batch.completions)
             parts.append((scored.rollout, False))
             drawn.metrics["distill/teacher_reward"] = rollouts.metrics(scored)["reward/mean"]
-            drawn.records.extend(record | {"by": "teacher"} for record in rollouts.records(scored, step))
+            drawn.records.extend(record | {"by": needs.sampled_by} for record in rollouts.records(scored, step))
             drawn.warnings.extend(rollouts.warnings(scored))
         elif own < len(rows):
             parts.append((data.demonstrations(rows[own:], lang.tokenizer, length), False))
@@ -266,25 +254,6 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
     return jax.tree.map(place, Experience(experience, layout))
 
 
-# --- data --------------------------------------------------------------------------------------------------------
-
-
-def make_stream(config: ExperimentConfig, stage: Stage, lang: Language) -> data.RowStream:
-    """The training rows, batch by batch, for ever."""
-    rows = train_rows(config, stage.algorithm.experience)
-    if isinstance(rows, list) and stage.algorithm.experience in (Rollout, Completions, Pairs) and "prompt" in rows[0]:
-        rows = that_fit(config, lang, rows)
-    return data.stream(rows, config.seed, config.batch.prompts)
-
-
-def that_fit(config: ExperimentConfig, lang: Language, rows: list[data.Row]) -> list[data.Row]:
-    """The rows whose prompts are not too long; how many were, is said."""
-    kept, message = rollouts.check_prompts(rows, lang.tokenizer, config.sampling.max_prompt_tokens)
-    if message:
-        print(f"warning: {message}", file=sys.stderr)
-    return kept
-
-
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
     """Name -> function, in the order of --reward."""
     return {Path(name).name.replace(".py:", "."): resolve_reward(name) for name in config.reward}
@@ -297,128 +266,3 @@ def resolve_reward(name: str) -> rewards.Reward:
     if Path(name).expanduser().is_dir():
         return reward_models.load(name)
     return rewards.from_path(name)
-
-
-def train_rows(config: ExperimentConfig, experience: type) -> data.Source:
-    match config.data:
-        case ArithmeticData() as task if experience in (Demonstrations, Completions):
-            return environments.ArithmeticDemonstrations(task.train, config.seed, task.written_share)
-        case ArithmeticData() as task:
-            return environments.ArithmeticSource(task.train, "train", seed=config.seed)
-        case StarGraphData() as task:
-            return environments.StarGraphSource(task.graph, task.split, task.rows, config.seed)
-        case FileData() as files:
-            return file_rows(config, files, experience)[0]
-
-
-def evaluation_rows(config: ExperimentConfig) -> list[dict[str, Any]]:
-    """The fixed held-out problems: the same for every seed and every step."""
-    count = config.evaluation.rows
-    match config.data:
-        case ArithmeticData() as task:
-            source = environments.ArithmeticSource(task.evaluation, "eval", seed=0)
-            return [source[i] for i in range(count)]
-        case StarGraphData() as task:
-            source = environments.StarGraphSource(task.graph, "eval", count)
-            return [source[i] for i in range(count)]
-        case FileData() as files:
-            return file_rows(config, files)[1][:count]
-
-
-def file_rows(
-    config: ExperimentConfig, files: FileData, experience: type | None = None
-) -> tuple[list[data.Row], list[data.Row]]:
-    """(training rows, held-out rows) of --data.path and --data.evaluation-path."""
-    if files.path is None:
-        raise InputError("no data given", where="--data.path", fix="give a JSONL or Parquet file")
-    if files.format == "gsm8k_solutions":
-        return solution_rows(config, files, experience or config.algorithm.experience)
-    rows = read_rows(config, files, files.path)
-    if files.evaluation_path is not None:
-        return rows, read_rows(config, files, files.evaluation_path)
-    held_out = min(config.evaluation.rows, len(rows) // 10)
-    return rows[: len(rows) - held_out], rows[len(rows) - held_out :]
-
-
-def solution_rows(config: ExperimentConfig, files: FileData, experience: type) -> tuple[list[data.Row], list[data.Row]]:
-    """(training rows, held-out rows) from judged solutions, of different problems; one problem in four is held out.
-
-    Right against wrong solutions of a problem as pairs; for algorithms of judged completions each by itself; for
-    demonstrations those that are right.
-    """
-
-    def read(path: str) -> list[list[data.Row]]:
-        problems = data.read(path, ("question",))
-        return [data.gsm8k_solutions(row, number) for number, row in enumerate(problems)]
-
-    def rows_of(problems: list[list[data.Row]]) -> list[data.Row]:
-        if experience is Pairs and not learns_from_judged(config.algorithm):
-            problems = [data.right_against_wrong(solutions) for solutions in problems]
-        rows = [row for solutions in problems for row in solutions if experience is Pairs or row["label"]]
-        return [row | {"prompt": instructed(row["prompt"], files.instruction)} for row in rows]
-
-    problems = read(str(files.path))
-    if files.evaluation_path is not None:
-        return rows_of(problems), rows_of(read(files.evaluation_path))
-    last = len(problems) - min(config.evaluation.rows, len(problems) // 4)
-    return rows_of(problems[:last]), rows_of(problems[last:])
-
-
-def read_rows(config: ExperimentConfig, files: FileData, path: str) -> list[data.Row]:
-    """A file's rows with the instruction appended to their prompts."""
-    if files.format == "gsm8k":
-        rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
-    elif config.algorithm.experience is Pairs and who_samples(config.algorithm) is None:
-        judged = learns_from_judged(config.algorithm)
-        rows = data.read(path, ("prompt", "completion", "label") if judged else ("prompt", "chosen", "rejected"))
-    elif isinstance(config.algorithm, ProcessRewardConfig) and who_samples(config.algorithm) is None:
-        rows = data.read(path, ("prompt", "completions", "labels"))
-    elif not reads_completions(config.algorithm):
-        rows = data.read(path, ("prompt",))
-    else:
-        samples_too = isinstance(config.algorithm, DistillConfig) and config.algorithm.on_policy > 0
-        has_messages = "messages" in data.read(path, ())[0] and not samples_too
-        rows = data.read(path, ("messages",) if has_messages else ("prompt", "completion"))
-    return [row | {"prompt": instructed(row["prompt"], files.instruction)} if "prompt" in row else row for row in rows]
-
-
-def who_samples(algorithm: AlgorithmConfig) -> str | None:
-    """The role whose completions an algorithm of pairs learns from; None where the data bring them."""
-    match algorithm:
-        case DpoConfig(pairs=role) | KtoConfig(pairs=role):
-            return None if role == "given" else role
-        case RewardModelConfig(pairs=role) | SentenceRewardConfig(pairs=role) | ProcessRewardConfig(steps=role):
-            return None if role == "given" else role
-    return None
-
-
-def learns_from_judged(algorithm: AlgorithmConfig) -> bool:
-    """Whether it takes completions one by one, and not in pairs."""
-    return isinstance(algorithm, KtoConfig)
-
-
-def wants_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether it wants the data's completions with the reference's log-probs."""
-    match algorithm:
-        case DpoConfig():
-            return algorithm.reference == "data"
-        case KtoConfig():
-            return True
-    return False
-
-
-def reads_completions(algorithm: AlgorithmConfig) -> bool:
-    """Whether it learns from the data's completions, not from prompts alone."""
-    if isinstance(algorithm, DistillConfig):
-        return algorithm.on_policy < 1 and algorithm.off_policy == "data"
-    if isinstance(algorithm, QSharpConfig):
-        return False
-    return algorithm.experience not in (Rollout, Completions) and who_samples(algorithm) is None
-
-
-def instructed(prompt: Any, instruction: str) -> Any:
-    if not instruction:
-        return prompt
-    if isinstance(prompt, str):
-        return prompt + instruction
-    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + instruction}]

@@ -28,7 +28,8 @@ from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.critics import Critic
-from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, RoleSpec, Rollout, TrainState
+from tpu_rl.needs import RoleSpec
+from tpu_rl.types import Algorithm, Demonstrations, Params, Role, Roles, Rollout, TrainState
 
 MODEL = tiny.attention_model()
 

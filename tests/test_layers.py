@@ -11,15 +11,13 @@ import tpu_rl
 PACKAGE = Path(tpu_rl.__file__).parent
 
 # What each module of tpu_rl, by its first name, may import of tpu_rl. A module that is not here is placed by adding it.
-MATHEMATICS = {"types", "masked", "log_probs", "advantages", "policy_gradients", "preferences", "packing", "errors"}
-MATHEMATICS |= {"divergences", "teachers"}
-MATHEMATICS |= {"scores"}
-MATHEMATICS |= {"guidance"}
-MATHEMATICS |= {"critics"}
+MATHEMATICS = {"types", "needs", "masked", "log_probs", "divergences", "advantages", "policy_gradients", "critics"}
+MATHEMATICS |= {"preferences", "teachers", "scores", "guidance", "packing", "errors"}
 STATE = {"types", "sharding", "errors"}
 ALLOWED = {
     "errors": set(),
     "types": set(),
+    "needs": {"types"},
     "masked": {"types"},
     "log_probs": {"types", "masked"},
     "divergences": {"types"},
@@ -29,7 +27,7 @@ ALLOWED = {
     "preferences": {"types", "masked", "log_probs"},
     "scores": {"types", "masked"},
     "guidance": {"types", "errors"},
-    "critics": {"types", "masked", "log_probs", "errors"},
+    "critics": {"types", "needs", "masked", "log_probs", "errors"},
     "sharding": {"types", "errors"},
     "packing": STATE,
     "training": STATE,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config, evaluate, q_examples, run, sources
+from launch import config, dataset, evaluate, q_examples, run
 from launch.config import ExperimentConfig, Phase
 from tests import tiny
 from tpu_rl import environments, guidance, tokenizers, training
@@ -282,7 +282,7 @@ def test_a_file_of_prompts_is_enough(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(20)))
     one = replace(config.preset("arithmetic_q_sharp"), data=config.FileData(path=str(file)))
-    rows = sources.train_rows(one, one.algorithm.experience)
+    rows = dataset.train_rows(one, one.algorithm.needs)
     assert rows[3] == {"prompt": "3+1=", "answer": "4"}
 
 

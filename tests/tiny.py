@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl import packing
+from tpu_rl.needs import RoleSpec
 from tpu_rl.types import (
     Array,
     Completions,
@@ -25,7 +26,6 @@ from tpu_rl.types import (
     QExamples,
     Role,
     Roles,
-    RoleSpec,
     Rollout,
     Sampling,
 )

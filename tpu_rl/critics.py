@@ -15,7 +15,8 @@ from flax import struct
 from tpu_rl import masked
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import predicting
-from tpu_rl.types import Array, Layout, Metrics, Params, Role, RoleSpec, Rows, Sum
+from tpu_rl.needs import RoleSpec
+from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rows, Sum
 
 
 @dataclass(frozen=True)

@@ -91,26 +91,6 @@ Roles = Mapping[str, Role]
 """The models an algorithm may call, by name: those that its config's `roles` asks for."""
 
 
-class RoleSpec(NamedTuple):
-    """How the params of a role come to be. Unless told otherwise it starts as the model of --model.path."""
-
-    trainable: bool
-    path: str | None = None
-    """Another model to start as: a directory, hub id or the model folder of a run."""
-    random: bool = False
-    """Only the architecture is taken over; weights are random."""
-    layers: int | None = None
-    """Only the first so many layers are taken over."""
-    outputs: int | None = None
-    """A head of so many numbers in place of the vocabulary (a value, a reward, a distribution)."""
-    outputs_per_token: int | None = None
-    """A head of so many numbers for each token that may follow, [V x outputs_per_token] in the vocabulary's order."""
-    trunk_of: str | None = None
-    """A head only, on the hidden states of that role: whoever calls it computes those once."""
-    learning_rate_scale: float = 1.0
-    """Times the run's learning rate. Each trainable role has its gradients clipped on its own."""
-
-
 class Sampling(NamedTuple):
     """What an algorithm must know of how completions are sampled."""
 

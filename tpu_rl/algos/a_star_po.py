@@ -23,8 +23,9 @@ from flax import struct
 from tpu_rl import masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import token_log_probs
+from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.policy_gradients import policy_metrics, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, RoleSpec, Rollout, Rows, Sampling, Sum
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class AStarPoConfig:
         if min(self.beta, self.value_beta, self.reference_samples) <= 0:
             raise InputError("a setting of A*-PO is not positive", where="--algorithm", fix="see --help")
 
-    experience: ClassVar[type] = Rollout
-    smallest_group: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs(Rollout)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -21,26 +21,15 @@ every batch holds the share. Logits of teacher and policy alike are divided by t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import masked, teachers
 from tpu_rl.errors import InputError
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Completions,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    RoleSpec,
-    Rows,
-    Sampling,
-    Sum,
-)
+from tpu_rl.needs import Needs, RoleSpec
+from tpu_rl.types import Algorithm, Array, Completions, Experience, Metrics, Params, Roles, Rows, Sampling, Sum
 
 WEIGHTS = {"token_mean": masked.token_mean, "sequence_mean": masked.sequence_mean}
 DISAGREEMENT = {"low": (-1.0, 0.01), "middle": (0.01, 0.1), "high": (0.1, 3.0)}
@@ -74,9 +63,6 @@ class DistillConfig:
     off_policy: Literal["data", "teacher"] = "data"
     """Who completes the others: the data, or the teacher."""
 
-    experience: ClassVar[type] = Completions
-    smallest_group: ClassVar[int] = 1
-
     def __post_init__(self):
         if not (0 <= self.beta <= 1 and 0 <= self.on_policy <= 1):
             found = f"beta {self.beta} or on_policy {self.on_policy} is not from 0 to 1"
@@ -88,6 +74,13 @@ class DistillConfig:
             raise InputError("a contrast needs a second model", where="--algorithm.teacher-reverse", fix=fix)
         if min(self.alpha, 1.0 if self.beta0 is None else self.beta0) <= 0:
             raise InputError("alpha and beta0 are above 0", where="--algorithm.alpha, --algorithm.beta0")
+
+    @property
+    def needs(self) -> Needs:
+        if self.off_policy == "teacher" or self.on_policy == 1:
+            return Needs(Completions, sampled_by="teacher", on_policy=self.on_policy)
+        columns = ("prompt", "completion") if self.on_policy else ("messages",)
+        return Needs(Completions, columns, sampled_by=None, on_policy=self.on_policy)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from flax import struct
 from tpu_rl import masked, packing, preferences
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import token_log_probs
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, RoleSpec, Rows, Sampling, Sum
+from tpu_rl.needs import Needs, RoleSpec, pairs_from
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, Rows, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,9 @@ class DpoConfig:
         if any(reasons.values()):
             raise InputError(next(reason for reason, holds in reasons.items() if holds), where="--algorithm")
 
-    experience: ClassVar[type] = Pairs
-
     @property
-    def smallest_group(self) -> int:
-        return 1 if self.pairs == "given" else 2
+    def needs(self) -> Needs:
+        return pairs_from(self.pairs, reference_log_probs=self.reference == "data")
 
     @property
     def reference(self) -> Literal["none", "data", "role"]:

@@ -28,8 +28,9 @@ from flax import struct
 from tpu_rl import advantages, masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.policy_gradients import kl_loss, proximal_loss, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, RoleSpec, Rollout, Rows, Sampling
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
 
 ADVANTAGES = {
     "group": advantages.group_scaled,
@@ -75,8 +76,7 @@ class GrpoConfig:
         for what in (what for what, is_so in wrong.items() if is_so):
             raise InputError(what, where="--algorithm", fix="see --help")
 
-    experience: ClassVar[type] = Rollout
-    smallest_group: ClassVar[int] = 2
+    needs: ClassVar[Needs] = Needs(Rollout, smallest_group=2)
     """Completions of a prompt are compared with each other: the advantage of one alone is always 0."""
 
     @property

@@ -16,7 +16,7 @@ prompt of the group before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from flax import struct
 from tpu_rl import masked, packing, preferences
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import token_log_probs
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, RoleSpec, Rows, Sampling, Sum
+from tpu_rl.needs import Needs, RoleSpec, pairs_from
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, Rows, Sampling, Sum
 
 LOSSES = {"kto": preferences.kto, "apo_zero": preferences.kto, "bco": preferences.bco}
 
@@ -46,8 +47,9 @@ class KtoConfig:
             what = f"beta {self.beta} must be above 0, and weights {self.good_weight} and {self.bad_weight} not below"
             raise InputError(what, where="--algorithm", fix="use e.g. 0.1, 1 and 1")
 
-    experience: ClassVar[type] = Pairs
-    smallest_group: ClassVar[int] = 1
+    @property
+    def needs(self) -> Needs:
+        return pairs_from(self.pairs, judged=True, reference_log_probs=True)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -81,17 +83,14 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         weights = preferences.completion_weights(mask, layout.minibatch, layout.minibatches)
         weights *= jnp.where(pairs.preferred, config.good_weight, config.bad_weight)[:, None]
         rows = layout.rows(pairs.tokens)
-        baseline = jnp.zeros(layout.minibatches)
+        baseline = jnp.broadcast_to(state["mean"] if config.loss == "bco" else 0.0, layout.minibatches)
         if config.loss == "kto":
             shifts = _mismatched_log_ratios(roles, params, pairs, *layout.source.shape[2:])
             baseline = jnp.maximum(_mean_of_steps(shifts, mask.any(-1), layout.minibatch, layout.minibatches), 0.0)
-        elif config.loss == "bco":
-            baseline = jnp.broadcast_to(state["mean"], layout.minibatches)
-        preferred = layout.pack(jnp.broadcast_to(pairs.preferred[:, None], mask.shape))
+        preferred = jnp.broadcast_to(pairs.preferred[:, None], mask.shape)
         baseline = jnp.broadcast_to(baseline[:, None, None, None], rows.tokens.shape)
-        reference = layout.pack(pairs.reference_log_probs)
-        weights = {"preference": layout.pack(weights)}
-        return Batch(rows, weights, layout.pack(mask), preferred, baseline, reference), state
+        mask, preferred, reference = map(layout.pack, (mask, preferred, pairs.reference_log_probs))
+        return Batch(rows, {"preference": layout.pack(weights)}, mask, preferred, baseline, reference), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs

@@ -28,20 +28,9 @@ from flax import struct
 from tpu_rl import advantages, masked, packing, teachers
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.policy_gradients import clipped_surrogate, importance_ratio, policy_metrics
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    Roles,
-    RoleSpec,
-    Rollout,
-    Rows,
-    Sampling,
-    Sum,
-)
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -56,8 +45,7 @@ class MiniLlmConfig:
     """A token's own log-ratio is averaged over the vocabulary in place of sampled."""
     clip: float = 0.2
 
-    experience: ClassVar[type] = Rollout
-    smallest_group: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs(Rollout)
 
     def __post_init__(self):
         if not 0 <= self.discount <= 1 or not 0 < self.clip < 1:

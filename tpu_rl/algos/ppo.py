@@ -28,8 +28,9 @@ from tpu_rl import advantages, critics, masked, packing
 from tpu_rl.critics import Critic, Targets
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, of_hidden, token_log_probs
+from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.policy_gradients import adapted_kl_scale, kl_loss, proximal_loss, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, RoleSpec, Rollout, Rows, Sampling, Sum
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ class PpoConfig:
         if self.kl_target is not None and not self.kl_reward_coef + self.kl_loss_coef:
             raise InputError("a KL target without a KL coefficient", where="--algorithm.kl-target", fix="give one, too")
 
-    experience: ClassVar[type] = Rollout
-    smallest_group: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs(Rollout)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -12,14 +12,15 @@ Deviations: the two classes are one logit of a head instead of two tokens of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import masked, scores
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, QExamples, Roles, RoleSpec, Rows, Sampling, Sum
+from tpu_rl.needs import Needs, RoleSpec
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, QExamples, Roles, Rows, Sampling, Sum
 
 WEIGHTS = {"token_mean": masked.token_mean, "sequence_mean": masked.sequence_mean}
 
@@ -35,8 +36,11 @@ class ProcessRewardConfig:
     weights: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Every step counts the same, or every completion."""
 
-    experience: ClassVar[type] = QExamples
-    smallest_group: ClassVar[int] = 1
+    @property
+    def needs(self) -> Needs:
+        if self.steps == "given":
+            return Needs(QExamples, ("prompt", "completions", "labels"), sampled_by=None)
+        return Needs(QExamples, sampled_by=self.steps)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -26,19 +26,8 @@ from tpu_rl import guidance, masked
 from tpu_rl.errors import InputError
 from tpu_rl.guidance import Support
 from tpu_rl.log_probs import over_chunks, predicting
-from tpu_rl.types import (
-    Algorithm,
-    Array,
-    Experience,
-    Metrics,
-    Params,
-    QExamples,
-    Roles,
-    RoleSpec,
-    Rows,
-    Sampling,
-    Sum,
-)
+from tpu_rl.needs import Needs, RoleSpec
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, QExamples, Roles, Rows, Sampling, Sum
 
 LABELS = {"nearest": guidance.nearest_atom, "two_hot": guidance.two_hot}
 WEIGHTS = {"sequence_mean": masked.sequence_mean, "token_mean": masked.token_mean}
@@ -77,8 +66,7 @@ class QSharpConfig:
             fix = "kl_coef, prompts and candidates above 0 (Q-type: or all); support rising, 2 or more atoms"
             raise InputError(f"Q# cannot work with {self}", where="--algorithm", fix=fix)
 
-    experience: ClassVar[type] = QExamples
-    smallest_group: ClassVar[int] = 2
+    needs: ClassVar[Needs] = Needs(QExamples, smallest_group=2)
     """Prompts whose examples all earn the same are dropped."""
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -25,8 +25,9 @@ from flax import struct
 from tpu_rl import advantages, masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.policy_gradients import kl_loss, proximal_loss, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, RoleSpec, Rollout, Rows, Sampling
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,9 @@ class ReinforceConfig:
         if min(numbers) < 0 or 0 in (self.clip_low, self.clip_high, self.gamma) or max(self.clip_low, self.gamma) > 1:
             raise InputError("a setting of REINFORCE is out of range", where="--algorithm", fix="see --help")
 
-    experience: ClassVar[type] = Rollout
-
     @property
-    def smallest_group(self) -> int:
-        return 2 if self.baseline == "group" else 1
+    def needs(self) -> Needs:
+        return Needs(Rollout, smallest_group=2 if self.baseline == "group" else 1)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -15,7 +15,7 @@ counts the same in every epoch and after a resume.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,9 @@ from flax import struct
 
 from tpu_rl import masked, packing, scores
 from tpu_rl.errors import InputError
+from tpu_rl.needs import Needs, RoleSpec, pairs_from
 from tpu_rl.preferences import bootstrap_counts, bradley_terry, of_pairs, pair_weights, worst_case_weights
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, RoleSpec, Rows, Sampling, Sum
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, Rows, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,9 @@ class RewardModelConfig:
                 fix="heads and trunks are 1 or more, the radius is below 1, and nothing is negative",
             )
 
-    experience: ClassVar[type] = Pairs
-
     @property
-    def smallest_group(self) -> int:
-        return 1 if self.pairs == "given" else 2
+    def needs(self) -> Needs:
+        return pairs_from(self.pairs)
 
     @property
     def members(self) -> tuple[str, ...]:

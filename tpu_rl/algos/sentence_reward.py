@@ -13,15 +13,16 @@ sentences is parametrised is our reading (`scores.of_sentences`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl import masked, scores
 from tpu_rl.errors import InputError
+from tpu_rl.needs import Needs, RoleSpec, pairs_from
 from tpu_rl.preferences import bradley_terry, of_pairs, pair_weights
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, RoleSpec, Rows, Sampling, Sum
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, Rows, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,9 @@ class SentenceRewardConfig:
         if min(self.margin_coef, self.centring_coef) < 0:
             raise InputError("a coefficient is negative", where="--algorithm", fix="use 0 or more")
 
-    experience: ClassVar[type] = Pairs
-
     @property
-    def smallest_group(self) -> int:
-        return 1 if self.pairs == "given" else 2
+    def needs(self) -> Needs:
+        return pairs_from(self.pairs)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -10,12 +10,13 @@ by sampling in place of its beam search).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import struct
 
 from tpu_rl import masked
 from tpu_rl.log_probs import token_log_probs
+from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -25,7 +26,6 @@ from tpu_rl.types import (
     Metrics,
     Params,
     Roles,
-    RoleSpec,
     Rows,
     Sampling,
     Sum,
@@ -39,13 +39,10 @@ class SftConfig:
     teacher: str | None = None
     """Imitate what this model samples, not the data: a directory, a hub id or the model folder of a run."""
 
-    smallest_group: ClassVar[int] = 1
-    on_policy: ClassVar[float] = 0.0
-    off_policy: ClassVar[str] = "teacher"
-
     @property
-    def experience(self) -> type:
-        return Demonstrations if self.teacher is None else Completions
+    def needs(self) -> Needs:
+        demonstrations = Needs(Demonstrations, ("messages",), sampled_by=None)
+        return demonstrations if self.teacher is None else Needs(Completions, sampled_by="teacher")
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -20,7 +20,8 @@ from flax import struct
 from tpu_rl import advantages, critics, masked, packing
 from tpu_rl.critics import Critic, Targets
 from tpu_rl.errors import InputError
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, RoleSpec, Rollout, Rows, Sampling
+from tpu_rl.needs import Needs, RoleSpec
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class ValuePretrainingConfig:
                 fix="use own",
             )
 
-    experience: ClassVar[type] = Rollout
-    smallest_group: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs(Rollout)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -1,0 +1,11 @@
+"""DPO on star graphs: of the pretrained model's own paths a right one is preferred to a wrong one.
+
+With the right path's likelihood in the loss it is RPO: `--algorithm.rpo-coef 1`.
+"""
+
+from dataclasses import replace
+
+from launch.presets import star_graph_grpo
+from tpu_rl.algos import DpoConfig
+
+CONFIG = replace(star_graph_grpo.CONFIG, algorithm=DpoConfig(pairs="reference"))

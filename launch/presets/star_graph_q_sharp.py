@@ -1,0 +1,25 @@
+"""Q# on star graphs: a q that begins as the pretrained model learns from that model's own paths which of them end rightly.
+
+Afterwards it guides the model, and CD and FUDGE by the same q are for comparison:
+
+    python launch/evaluate.py runs/star_graph_pretrain/model --guide runs/star_graph_q_sharp --baseline cd --kl-coef 1 0.1
+
+Four candidates are enough: in a graph of degree 2 the model knows two next nodes at most.
+"""
+
+from dataclasses import replace
+
+from launch.config import BatchConfig, EvaluationConfig
+from launch.presets import star_graph_grpo
+from tpu_rl.algos import QSharpConfig
+from tpu_rl.optimizers import OptimizerConfig
+
+CONFIG = replace(
+    star_graph_grpo.CONFIG,
+    algorithm=QSharpConfig(candidates=4, prompts=4096),
+    optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=50, beta2=0.98),
+    batch=BatchConfig(prompts=32, completions=8, row_length=108, micro_batch_rows=32),
+    evaluation=EvaluationConfig(rows=500, every=250),
+    steps=1500,
+    checkpoint_every=250,
+)

@@ -1,0 +1,54 @@
+"""What an algorithm's configuration says of its needs: `needs`, the experience, and `roles`, the models by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tpu_rl.types import Pairs
+
+
+class RoleSpec(NamedTuple):
+    """How the params of a role come to be. Unless told otherwise it starts as the model of --model.path."""
+
+    trainable: bool
+    path: str | None = None
+    """Another model to start as: a directory, hub id or the model folder of a run."""
+    random: bool = False
+    """Only the architecture is taken over; weights are random."""
+    layers: int | None = None
+    """Only the first so many layers are taken over."""
+    outputs: int | None = None
+    """A head of so many numbers in place of the vocabulary (a value, a reward, a distribution)."""
+    outputs_per_token: int | None = None
+    """A head of so many numbers for each token that may follow, [V x outputs_per_token] in the vocabulary's order."""
+    trunk_of: str | None = None
+    """A head only, on the hidden states of that role: whoever calls it computes those once."""
+    learning_rate_scale: float = 1.0
+    """Times the run's learning rate. Each trainable role has its gradients clipped on its own."""
+
+
+class Needs(NamedTuple):
+    """What an algorithm learns from. By it the launcher chooses where a stage's experience comes from."""
+
+    experience: type
+    """Rollout, Demonstrations, Completions, Pairs or QExamples."""
+    columns: tuple[str, ...] = ("prompt",)
+    """Of a data row. ("messages",): a conversation, or else a prompt with its completion."""
+    sampled_by: str | None = "policy"
+    """The role that completes the prompts; None: the data bring completions."""
+    on_policy: float = 0.0
+    """Completions: the share of the prompts that the policy completes, `sampled_by` completing the others."""
+    smallest_group: int = 1
+    """Completions of a prompt, where they are compared with each other."""
+    judged: bool = False
+    """Pairs: completions judged one by one, in place of pairs."""
+    reference_log_probs: bool = False
+    """Pairs that the data bring: with the reference's log-probs, computed once."""
+
+
+def pairs_from(by: str, *, judged: bool = False, reference_log_probs: bool = False) -> Needs:
+    """Pairs, or completions judged one by one, that the data bring ("given") or that the role `by` samples."""
+    if by != "given":
+        return Needs(Pairs, sampled_by=by, judged=judged, smallest_group=1 if judged else 2)
+    columns = ("prompt", "completion", "label") if judged else ("prompt", "chosen", "rejected")
+    return Needs(Pairs, columns, None, judged=judged, reference_log_probs=reference_log_probs)
