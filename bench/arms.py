@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+METRICS = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
+
 Arms = Mapping[str, Sequence[str]]
 
 
@@ -27,6 +29,11 @@ def run(run_dir: Path, flags: Sequence[str]) -> dict:
 def percent(found: dict) -> str:
     """An accuracy with its interval, both in %."""
     return f"{100 * found['accuracy']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})" if found else "-"
+
+
+def estimate(row: dict, prefix: str = "eval/") -> dict:
+    """An accuracy with its interval, of a metrics row."""
+    return {name: row[prefix + metric] for name, metric in METRICS.items()}
 
 
 def table(folder: Path, arms: Arms, seeds: Sequence[int]) -> None:

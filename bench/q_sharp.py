@@ -14,6 +14,7 @@ import json
 import operator
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def trained(one: ExperimentConfig) -> dict:
     return json.loads((Path(one.run_dir) / "summary.json").read_text(encoding="utf-8"))
 
 
-def swept(one: ExperimentConfig, samples: int, baseline: str) -> dict:
+def swept(one: ExperimentConfig, samples: int, baselines: Sequence[guidance.Method]) -> dict:
     """Lines of the sweep and of q as a judge; kept beside the run."""
     file = Path(one.run_dir) / "sweep.json"
     if file.exists():
@@ -79,7 +80,7 @@ def swept(one: ExperimentConfig, samples: int, baseline: str) -> dict:
         key = sampler.run_key(one.seed, Purpose.EVALUATION, 0)
         rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
         task = guide.Task(language, rows, reward, how, key, mesh)
-        lines, judged = guide.sweep(guided, task, COEFFICIENTS, baseline)  # pyright: ignore[reportArgumentType]
+        lines, judged = guide.sweep(guided, task, COEFFICIENTS, baselines)
     found = {
         "lines": [
             {"name": x.name, "kl_coef": x.kl_coef, "accuracy": x.accuracy, "majority": x.majority, "kl": x.kl,
@@ -89,6 +90,17 @@ def swept(one: ExperimentConfig, samples: int, baseline: str) -> dict:
     }  # fmt: skip
     file.write_text(json.dumps(found), encoding="utf-8")
     return found
+
+
+def show(found: dict, samples: int) -> None:
+    """A sweep as a table, then what q is worth as a judge."""
+    print(f"| way | kl_coef | pass@1, % | maj@{samples}, % | KL, nats | tokens |\n|---|---|---|---|---|---|")
+    for x in found["lines"]:
+        kl_coef = "" if x["kl_coef"] is None else f"{x['kl_coef']:g}"
+        cells = [x["name"], kl_coef, percent(x["accuracy"]), percent(x["majority"])]
+        print(f"| {' | '.join(cells)} | {x['kl']:.3f} | {x['length']:.1f} |", flush=True)
+    for name, value in found["judge"]:
+        print(f"\n{name}: {percent(value)}")
 
 
 def at_kl(lines: list[dict], name: str, kl: float) -> float:
@@ -182,19 +194,11 @@ def main() -> None:
     for arm in flags.arms:
         for seed in flags.seeds:
             one = configured(arm, seed, flags.to)
-            summary, found = trained(one), swept(one, flags.samples, "cd")
+            summary, found = trained(one), swept(one, flags.samples, ["cd"])
             if arm == "all_v":
                 first[str(seed)] = found
             print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
-            print(
-                f"| way | kl_coef | pass@1, % | maj@{flags.samples}, % | KL, nats | tokens |\n|---|---|---|---|---|---|"
-            )
-            for x in found["lines"]:
-                kl_coef = "" if x["kl_coef"] is None else f"{x['kl_coef']:g}"
-                cells = [x["name"], kl_coef, percent(x["accuracy"]), percent(x["majority"])]
-                print(f"| {' | '.join(cells)} | {x['kl']:.3f} | {x['length']:.1f} |", flush=True)
-            for name, value in found["judge"]:
-                print(f"\n{name}: {percent(value)}")
+            show(found, flags.samples)
             pairs = ", ".join(f"{kl:.2f}: {100 * q:.1f} / {100 * cd:.1f}" for kl, q, cd in matched(found["lines"]))
             print(f"\nat KL, Q# / CD: {pairs}", flush=True)
     if first:

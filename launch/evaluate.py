@@ -63,8 +63,8 @@ class Flags:
     """A run of Q#, whose q guides the model at every --kl-coef, and judges the model's own completions."""
     kl_coef: tuple[float, ...] = ()
     """eta, return a nat: small is strong guidance; else the run's."""
-    baseline: Literal["none", "cd", "fudge"] = "none"
-    """Also guided the other way by the same q: controlled decoding by its mean, or FUDGE."""
+    baseline: tuple[Literal["cd", "fudge"], ...] = ()
+    """Also guided in other ways by the same q: controlled decoding by its mean, FUDGE."""
 
 
 def main(argv: list[str]) -> int:

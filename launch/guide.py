@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -88,15 +88,15 @@ class Task(NamedTuple):
 
 
 def sweep(
-    guided: Guided, task: Task, kl_coefs: Sequence[float], baseline: Literal["none", "cd", "fudge"]
+    guided: Guided, task: Task, kl_coefs: Sequence[float], baselines: Sequence[guidance.Method]
 ) -> tuple[list[Line], list[tuple[str, Estimate]]]:
-    """(the reference, then Q# and the baseline at each coefficient; what q is worth as a judge of the reference).
+    """(the reference, then Q# and the baselines at each coefficient; what q is worth as a judge of the reference).
 
     All draw with the same luck.
     """
     reference = answer(task, guided.reference, guided.params)
     lines = [line("reference", None, reference, 0.0)]
-    for method in ("q_sharp",) if baseline == "none" else ("q_sharp", baseline):
+    for method in ("q_sharp", *baselines):
         policy = q_examples.guided_policy(guided.models, guided.algorithm, method)
         for kl_coef in kl_coefs if method != "fudge" else (1.0,):
             params = guidance.with_kl_coef(guided.params, kl_coef)

@@ -1,8 +1,8 @@
-"""Q# on star graphs: a q that begins as the pretrained model learns from that model's own paths which of them end rightly.
+"""Q# on star graphs: a q that begins as the pretrained model learns which of that model's own paths end rightly.
 
-Afterwards it guides the model, and CD and FUDGE by the same q are for comparison:
+Afterwards it guides the model, with CD and FUDGE by the same q for comparison:
 
-    python launch/evaluate.py runs/star_graph_pretrain/model --guide runs/star_graph_q_sharp --baseline cd --kl-coef 1 0.1
+    python launch/evaluate.py runs/star_graph_pretrain/model --guide runs/star_graph_q_sharp --baseline cd fudge
 
 Four candidates are enough: in a graph of degree 2 the model knows two next nodes at most.
 """
