@@ -22,8 +22,7 @@ def rows_of(flags: list[str], run_dir: Path) -> list[dict]:
 
 
 def percent(row: dict, name: str = "") -> str:
-    names = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
-    return arms.percent({key: row[f"eval/{name}{metric}"] for key, metric in names.items()})
+    return arms.percent(arms.estimate(row, f"eval/{name}"))
 
 
 def print_judgements(title: str, rows: list[dict]) -> None:

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from arms import percent, run
+from arms import estimate, percent, run
 
 
 def main() -> None:
@@ -37,11 +37,6 @@ def main() -> None:
                 f"{summary['seconds']:.0f}",
             ]
             print(f"| {preset} | {seed} | {' | '.join(cells)} |", flush=True)
-
-
-def estimate(row: dict, prefix: str) -> dict:
-    names = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
-    return {name: row[prefix + metric] for name, metric in names.items()}
 
 
 if __name__ == "__main__":

@@ -37,12 +37,7 @@ def pretrained(folder: Path) -> Path:
         row = json.loads(line)
         if "eval/accuracy" in row:
             loss = f"{row['sft/loss']:.4f}" if "sft/loss" in row else ""
-            found = {
-                "accuracy": row["eval/accuracy"],
-                "low": row["eval/accuracy_low"],
-                "high": row["eval/accuracy_high"],
-            }
-            print(f"| {row['step']} | {loss} | {arms.percent(found)} |")
+            print(f"| {row['step']} | {loss} | {arms.percent(arms.estimate(row))} |")
     return run_dir / "model"
 
 
