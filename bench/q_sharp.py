@@ -1,10 +1,11 @@
-"""Q# on arithmetic: reference, CD and Q# over coefficients, and the ablations, over seeds -> tables and a picture.
+"""Q# on arithmetic: reference, CD and Q# over coefficients, and the ablations, over seeds -> tables.
 
     python bench/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...] [--samples 8]
     python bench/q_sharp.py --speed
 
 Each run is `launch/run.py arithmetic_q_sharp` with what the arm changes, then its q guides builtin:arithmetic on the
-held-out problems. A run that is finished is not run again. --speed compares guided with plain decoding.
+held-out problems; the picture is in the run's report. A run that is finished is not run again. --speed compares
+guided with plain decoding.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import operator
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +21,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from launch import build, config, dataset, evaluate, guide, run, sources  # noqa: E402
-from launch.config import ExperimentConfig, MeshConfig, Phase  # noqa: E402
-from tpu_rl import guidance, models, sampler  # noqa: E402
-from tpu_rl.types import Purpose  # noqa: E402
+from launch import build, config, dataset, evaluate, guide, run, sources
+from launch.config import ExperimentConfig, MeshConfig, Phase
+from tpu_rl import guidance, models, sampler
+from tpu_rl.report import GUIDED_FILE
+from tpu_rl.types import Purpose
 
 COEFFICIENTS = (1.0, 0.5, 0.2, 0.1, 0.05)
 ARMS = {
@@ -68,7 +66,7 @@ def trained(one: ExperimentConfig) -> dict:
 
 def swept(one: ExperimentConfig, samples: int, baselines: Sequence[guidance.Method]) -> dict:
     """Lines of the sweep and of q as a judge; kept beside the run."""
-    file = Path(one.run_dir) / "sweep.json"
+    file = Path(one.run_dir) / GUIDED_FILE
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     mesh = build.make_mesh(MeshConfig())
@@ -81,15 +79,8 @@ def swept(one: ExperimentConfig, samples: int, baselines: Sequence[guidance.Meth
         rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
         task = guide.Task(language, rows, reward, how, key, mesh)
         lines, judged = guide.sweep(guided, task, COEFFICIENTS, baselines)
-    found = {
-        "lines": [
-            {"name": x.name, "kl_coef": x.kl_coef, "accuracy": x.accuracy, "majority": x.majority, "kl": x.kl,
-             "length": x.length} for x in lines
-        ],
-        "judge": judged,
-    }  # fmt: skip
-    file.write_text(json.dumps(found), encoding="utf-8")
-    return found
+    guide.record(Path(one.run_dir), lines, judged)
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def show(found: dict, samples: int) -> None:
@@ -118,26 +109,6 @@ def matched(lines: list[dict]) -> list[tuple[float, float, float]]:
 
 def percent(value: list | None) -> str:
     return "" if value is None else f"{100 * value[0]:.1f} ({100 * value[1]:.1f} to {100 * value[2]:.1f})"
-
-
-def picture(found: dict[str, dict], path: Path) -> None:
-    """Accuracy against KL, a line a method and seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    colours = {"Q#": "tab:blue", "CD": "tab:orange"}
-    for seed, sweep in found.items():
-        for name, colour in colours.items():
-            points = sorted((x["kl"], *x["accuracy"][:3]) for x in sweep["lines"] if x["name"] in (name, "reference"))
-            kl, value, low, high = np.array(points).T
-            axes.plot(kl, 100 * value, "o-", color=colour, alpha=0.7, label=name if seed == next(iter(found)) else None)
-            axes.fill_between(kl, 100 * low, 100 * high, color=colour, alpha=0.08)
-    axes.set(xlabel="KL to the reference, nats a completion", ylabel="accuracy, %")
-    axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 def speed(batches: list[int], repeats: int = 3, new_tokens: int = 64) -> None:
@@ -190,19 +161,14 @@ def main() -> None:
     if flags.speed:
         speed(flags.rows)
         return
-    first: dict[str, dict] = {}
     for arm in flags.arms:
         for seed in flags.seeds:
             one = configured(arm, seed, flags.to)
             summary, found = trained(one), swept(one, flags.samples, ["cd"])
-            if arm == "all_v":
-                first[str(seed)] = found
             print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
             show(found, flags.samples)
             pairs = ", ".join(f"{kl:.2f}: {100 * q:.1f} / {100 * cd:.1f}" for kl, q, cd in matched(found["lines"]))
             print(f"\nat KL, Q# / CD: {pairs}", flush=True)
-    if first:
-        picture(first, flags.to / "pareto.png")
 
 
 if __name__ == "__main__":

@@ -191,6 +191,7 @@ def report_guided(
     task = guide.Task(language, problems, reward, how, sampler.run_key(flags.seed, Purpose.EVALUATION, 0), mesh)
     with jax.set_mesh(mesh):
         lines, judged = guide.sweep(guided, task, flags.kl_coef or (guided.algorithm.kl_coef,), flags.baseline)
+    guide.record(Path(flags.guide), lines, judged)
     guide.report(f"{flags.model} guided by {flags.guide}", lines, judged, flags.samples)
 
 

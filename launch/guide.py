@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tpu_rl import evaluation, guidance, models, rewards, sampler
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation import Estimate, Evaluation
+from tpu_rl.report import GUIDED_FILE, write_report
 from tpu_rl.types import Array, Model, Params, Policy, Rollout
 
 NAMES = {"q_sharp": "Q#", "cd": "CD", "fudge": "FUDGE"}
@@ -45,8 +47,7 @@ class Guided(NamedTuple):
         return models.policy(self.models["q"], q_examples.Q_PARAMS)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One way to answer, and how well it did."""
 
     name: str
@@ -165,6 +166,14 @@ def judge(guided: Guided, found: Evaluation, how: sampler.SamplerConfig) -> list
     if found.reads_answers:
         lines.append((f"maj@{size} weighted by q", evaluation.weighted_vote(found.problems, of_problems)))
     return lines
+
+
+def record(folder: Path, lines: Sequence[Line], judged: Sequence[tuple[str, Estimate]]) -> None:
+    """Writes guided.json into q's run folder, and its report anew."""
+    finite = [one._replace(kl_coef=None if one.kl_coef == math.inf else one.kl_coef) for one in lines]
+    found = {"lines": [one._asdict() for one in finite], "judge": judged}
+    (folder / GUIDED_FILE).write_text(json.dumps(found), encoding="utf-8")
+    write_report(folder)
 
 
 def report(title: str, lines: Sequence[Line], judged: Sequence[tuple[str, Estimate]], samples: int) -> None:

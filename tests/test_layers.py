@@ -45,7 +45,8 @@ ALLOWED = {
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"errors"},
     "charts": set(),
-    "report": {"charts", "metrics", "report_page", "errors"},
+    "report_charts": set(),
+    "report": {"report_charts", "charts", "metrics", "report_page", "errors"},
     "report_page": set(),
 }
 

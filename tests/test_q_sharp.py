@@ -255,6 +255,9 @@ def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
     assert "before any truncation" in " ".join(printed.split())
     assert "best of 3 by q" in printed
     assert "maj@3 weighted by q" in printed
+    guided = json.loads((Path(whole.run_dir) / "guided.json").read_text())
+    assert [line["name"] for line in guided["lines"]] == ["reference", "Q#", "Q#", "CD", "CD"]
+    assert "<h2>Guided</h2>" in (Path(whole.run_dir) / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

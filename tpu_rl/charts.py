@@ -118,6 +118,20 @@ def learning_curve(series: Series, *, title: str = "") -> Figure:
         return figure
 
 
+def trade_off(series: Sequence[Series]) -> Figure:
+    """Shares over what they cost, with points and bands: KL in nats on the x axis."""
+    with _style():
+        figure, axes = _new_figure(WIDE, labels=True)
+        for number, one in enumerate(series):
+            color = COLORS[number % len(COLORS)]
+            if one.low is not None and one.high is not None:
+                axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.12, linewidth=0)
+            axes.plot(one.x, one.y, color=color, marker="o", markersize=4.5, markeredgecolor="white")
+        _finish(axes, percent=True, log=False, over="KL, nats")
+        _label_ends(axes, [(one.label, float(one.y[-1]), COLORS[i % len(COLORS)]) for i, one in enumerate(series)])
+        return figure
+
+
 def stacked_areas(x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]]) -> Figure:
     """Parts [n] of a whole over steps, the first at the bottom."""
     with _style():
@@ -181,11 +195,11 @@ def _new_figure(size: tuple[float, float], labels: bool) -> tuple[Figure, Axes]:
     return figure, figure.add_axes(box)
 
 
-def _finish(axes: Axes, *, percent: bool, log: bool) -> None:
-    """Few, round ticks; the word "step" under the axis's end."""
+def _finish(axes: Axes, *, percent: bool, log: bool, over: str = "step") -> None:
+    """Few, round ticks; a word under the axis's end."""
     from matplotlib import ticker
 
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=over == "step"))
     axes.margins(x=0.02)
     if log:
         low, high = np.log10(axes.get_ylim())
@@ -195,7 +209,7 @@ def _finish(axes: Axes, *, percent: bool, log: bool) -> None:
     else:
         axes.yaxis.set_major_locator(ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(_percent_text if percent else _number_text(axes)))
-    axes.set_xlabel("step", color=MUTED, loc="right", labelpad=1)
+    axes.set_xlabel(over, color=MUTED, loc="right", labelpad=1)
 
 
 def _percent_text(value: float, position: int) -> str:

@@ -21,10 +21,14 @@ import yaml
 from tpu_rl import charts
 from tpu_rl.errors import InputError
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+from tpu_rl.report_charts import BEHAVIOUR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
 from tpu_rl.report_page import PAGE, STYLE
 
+GUIDED_FILE = "guided.json"
 SHOWN_PROMPTS = 6
 SHOWN_CHARACTERS = 900
+OTHER_CHARTS = 12
+"""Charts of metrics that the page does not know by name, at most."""
 
 
 class Run(NamedTuple):
@@ -37,6 +41,8 @@ class Run(NamedTuple):
     config: dict[str, Any]
     config_text: str
     summary: dict[str, Any]
+    guided: dict[str, Any]
+    """What `launch/evaluate.py --guide` found of a run of Q#."""
 
     def series(self, metric: str, label: str = "") -> charts.Series | None:
         """A metric over the steps that have it, or None."""
@@ -53,6 +59,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
     sections = (
         _headline(run),
         _learning(run),
+        _guided(run),
         _completions(run),
         _section("Optimization", [_draw(run, chart) for chart in OPTIMIZATION + _other_charts(run)]),
         _machine(run),
@@ -82,7 +89,7 @@ def _read(folder: Path) -> Run:
     rows = list(_json_lines(folder / METRICS_FILE))
     if not rows:
         raise InputError("There is nothing to report.", where=str(folder / METRICS_FILE), fix="Give a run's folder.")
-    config, summary = folder / "config.yaml", folder / SUMMARY_FILE
+    config = folder / "config.yaml"
     config_text = config.read_text(encoding="utf-8") if config.exists() else ""
     early, late = _early_and_late(folder / SAMPLES_FILE)
     return Run(
@@ -92,8 +99,13 @@ def _read(folder: Path) -> Run:
         late=late,
         config=yaml.safe_load(config_text) or {},
         config_text=config_text,
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
+        summary=_json(folder / SUMMARY_FILE),
+        guided=_json(folder / GUIDED_FILE),
     )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -230,58 +242,6 @@ def _lookup(config: dict[str, Any], *names: str) -> str:
 # --- charts ------------------------------------------------------------------------------------------------------
 
 
-class Chart(NamedTuple):
-    """A chart of the page, drawn if the run has one of its metrics (metric -> label)."""
-
-    title: str
-    note: str
-    metrics: dict[str, str]
-    percent: bool = False
-    log: bool = False
-
-
-LOSSES = ("sft/loss", "distill/loss", "q/loss", "optim/loss")
-"""The first that a run has is its headline picture where nothing was evaluated."""
-BEHAVIOUR = (
-    Chart(
-        "Completions that teach little",
-        "Shares: cut off at the length limit; in groups whose rewards are all equal.",
-        {"rollout/truncated": "cut off", "reward/zero_std_groups": "equal rewards"},
-        percent=True,
-    ),
-    Chart("Length", "Tokens of a completion.", {"rollout/length_mean": "mean", "rollout/length_max": "longest"}),
-    Chart("Entropy", "Of the next-token distribution, nats a token.", {"policy/entropy": ""}),
-    Chart("Distance from the reference", "KL divergence, nats a token.", {"policy/kl_reference": ""}),
-)
-OPTIMIZATION = (
-    Chart(
-        "Clipped tokens",
-        "Share whose probability ratio left the trust region downwards and upwards.",
-        {"policy/clip_low": "low", "policy/clip_high": "high"},
-        percent=True,
-    ),
-    Chart(
-        "Probability ratio",
-        "New to old policy, extremes over a step's tokens.",
-        {"policy/ratio_max": "largest", "policy/ratio_min": "smallest"},
-    ),
-    Chart("KL to the old policy", "Nats a token, over a step's updates.", {"policy/kl_old": ""}),
-    Chart(
-        "Sampler against trainer",
-        "Absolute gap of the log-probs that both give the same tokens.",
-        {"policy/log_prob_gap_max": "largest", "policy/log_prob_gap_mean": "mean"},
-        log=True,
-    ),
-    Chart("Gradient norm", "Over all trained weights, before clipping.", {"optim/grad_norm": ""}),
-    Chart("Learning rate", "", {"optim/learning_rate": ""}),
-)
-THROUGHPUT = Chart(
-    "Throughput",
-    "Tokens a second while sampling and while training.",
-    {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"},
-)
-
-
 def _draw(run: Run, chart: Chart) -> str:
     """The chart as HTML, or nothing if the run has none of its metrics."""
     found = [run.series(metric, label) for metric, label in chart.metrics.items()]
@@ -303,7 +263,8 @@ def _other_charts(run: Run) -> tuple[Chart, ...]:
     names = dict.fromkeys(name for row in run.rows for name in row)
     known = {metric for chart in BEHAVIOUR + OPTIMIZATION for metric in chart.metrics} | {_headline_metric(run)}
     prefixes = ("value/", "preference/", "q/", "distill/", "sft/", "router/")
-    return tuple(Chart(name, "", {name: ""}) for name in names if name.startswith(prefixes) and name not in known)
+    found = [Chart(name, "", {name: ""}) for name in names if name.startswith(prefixes) and name not in known]
+    return tuple(found[:OTHER_CHARTS])
 
 
 def _learning(run: Run) -> str:
@@ -327,6 +288,21 @@ def _learning(run: Run) -> str:
         groups = [(f"steps {_span(part)}", np.array([s["reward"] for s in part], float)) for part in parts]
         figures.append(_figure_html("Rewards, early and late", "Share of completions.", charts.histogram(groups)))
     return _section("Learning", figures + [_draw(run, chart) for chart in BEHAVIOUR])
+
+
+def _guided(run: Run) -> str:
+    """Accuracy against KL, a point a coefficient; the model alone is where they begin."""
+    lines = run.guided.get("lines", [])
+    start = [line for line in lines if line["name"] == "reference"]
+    curves = []
+    for name in dict.fromkeys(line["name"] for line in lines if line["kl_coef"] is not None):
+        points = sorted([*start, *(line for line in lines if line["name"] == name)], key=lambda line: line["kl"])
+        y, low, high = np.array([line["accuracy"][:3] for line in points], float).T
+        curves.append(charts.Series(name, np.array([line["kl"] for line in points], float), y, low, high))
+    if not curves:
+        return ""
+    note = "Share of right answers against KL to the model alone, nats a completion. Band: 95 % interval."
+    return _section("Guided", [_figure_html("", note, charts.trade_off(curves), wide=True)])
 
 
 def _span(samples: list[dict[str, Any]]) -> str:

@@ -16,10 +16,10 @@ from tpu_rl.optimizers import OptimizerConfig
 
 CONFIG = replace(
     star_graph_grpo.CONFIG,
-    algorithm=QSharpConfig(candidates=4, prompts=4096),
-    optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=50, beta2=0.98),
-    batch=BatchConfig(prompts=32, completions=8, row_length=108, micro_batch_rows=32),
+    algorithm=QSharpConfig(candidates=4, prompts=49_152),
+    optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=50, beta2=0.98, weight_decay=0.1),
+    batch=BatchConfig(prompts=128, completions=2, row_length=108, micro_batch_rows=32),
     evaluation=EvaluationConfig(rows=500, every=250),
-    steps=1500,
+    steps=2000,
     checkpoint_every=250,
 )
