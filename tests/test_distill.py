@@ -333,7 +333,15 @@ def test_minillm_descends_the_kl_of_whole_completions(single_step):
 
 @pytest.mark.parametrize(
     "values",
-    [{"beta": 1.1}, {"on_policy": -0.1}, {"top_k": 0}, {"target": "contrastive"}, {"alpha": 0.0}, {"beta0": 0.0}],
+    [
+        {"beta": 1.1},
+        {"on_policy": -0.1},
+        {"top_k": 0},
+        {"target": "contrastive"},
+        {"alpha": 0.0},
+        {"beta0": 0.0},
+        {"adaptive": True},
+    ],
 )
 def test_settings_out_of_range_are_refused(values):
     with pytest.raises(InputError):

@@ -27,6 +27,6 @@ CONFIG = ExperimentConfig(
     batch=BatchConfig(prompts=256, completions=1, row_length=108, micro_batch_rows=32),
     sampling=SamplingConfig(max_prompt_tokens=22, max_new_tokens=8, max_rows=512),
     evaluation=EvaluationConfig(rows=500, every=250),
-    steps=3000,
-    checkpoint_every=500,
+    steps=1800,
+    checkpoint_every=300,
 )

@@ -72,6 +72,9 @@ class DistillConfig:
         if self.target == "contrastive" and self.teacher_reverse is None:
             fix = "train it by reverse DPO and give its folder"
             raise InputError("a contrast needs a second model", where="--algorithm.teacher-reverse", fix=fix)
+        if self.target == "teacher" and (self.adaptive or self.beta0 is not None):
+            fix = "choose --algorithm.target extrapolated or contrastive"
+            raise InputError("adaptive and beta0 are for a target on a line", where="--algorithm.target", fix=fix)
         if min(self.alpha, 1.0 if self.beta0 is None else self.beta0) <= 0:
             raise InputError("alpha and beta0 are above 0", where="--algorithm.alpha, --algorithm.beta0")
 
