@@ -1,31 +1,24 @@
 """Rows from files, in an order that resumes exactly, and demonstrations as arrays.
 
 Rows are dicts in TRL's shapes: `prompt` (a text or messages) with any columns beside it; `prompt, completion`;
-`messages`. A file is read whole and checked line by line before a run begins: whatever is wrong with it is one
-InputError that names the line.
+`messages`. `row_files` reads and checks them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tpu_rl import types
-from tpu_rl.errors import DamagedDataError, InputError, MachineError
-
-Row = dict[str, Any]
-
-TEXT_OR_MESSAGES = frozenset({"prompt", "completion", "chosen", "rejected"})
-TEXTS = frozenset({"question"})
+from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.row_files import Row
+from tpu_rl.row_files import read as read
 
 
 class Source(Protocol):
@@ -36,34 +29,7 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
-
-
-def read(path: str | Path, columns: Sequence[str] = ("prompt",)) -> list[Row]:
-    """The rows of a JSONL or Parquet file, each with at least `columns`. Raises InputError for anything amiss."""
-    file = _existing_file(Path(path).expanduser())
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise InputError("cannot read the data file", where=str(file), why=error.strerror or str(error)) from error
-    numbered = _parquet_rows(file) if content[:4] == b"PAR1" else _json_lines(file, content)
-    rows = []
-    kinds: dict[str, tuple[str, str]] = {}
-    for where, row in numbered:
-        _check_columns(where, row, columns)
-        for column in columns:
-            kind = _check_value(where, column, row[column])
-            first_kind, first_where = kinds.setdefault(column, (kind, where))
-            if kind != first_kind:
-                raise InputError(
-                    f"`{column}` is {first_kind} in some rows and {kind} in others",
-                    where=f"{first_where} and {where}",
-                    fix="use one of them throughout",
-                )
-        rows.append(row)
-    if not rows:
-        raise InputError("the data file has 0 rows", where=str(file))
-    return rows
+# --- published formats -------------------------------------------------------------------------------------------
 
 
 def gsm8k(row: Mapping[str, Any]) -> Row:
@@ -110,168 +76,6 @@ def right_against_wrong(judged: Sequence[Row]) -> list[Row]:
         for bad in judged
         if good["label"] and not bad["label"]
     ]
-
-
-def _existing_file(file: Path) -> Path:
-    if file.is_dir():
-        inside = sorted(str(entry) for entry in file.iterdir() if entry.suffix in (".jsonl", ".parquet"))
-        fix = f"give one file: {', '.join(inside[:5])}" if inside else "give a JSONL or Parquet file"
-        raise InputError("the data path is a directory", where=str(file), fix=fix)
-    if not file.exists():
-        names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        nearest = difflib.get_close_matches(file.name, names, n=1)
-        fix = f"did you mean {file.parent / nearest[0]}?" if nearest else ""
-        raise InputError("no such data file", where=str(file), fix=fix)
-    return file
-
-
-def _json_lines(file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
-    """("file:line", row) of each line that is not blank."""
-    _refuse_other_formats(file, content)
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}, is not UTF-8",
-                where=where,
-                fix="convert the file to UTF-8 (iconv)",
-            ) from error
-        try:
-            row = json.loads(
-                text,
-                object_pairs_hook=_unique_keys,
-                parse_constant=_refuse_constant,
-                parse_float=_finite,
-            )
-            # Escapes such as \ud800 are JSON, but half of a character: no tokenizer takes it.
-            if re.search(r"\\u[dD][89a-fA-F]", text):
-                json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InputError("a text holds half of a surrogate pair", where=where, why=str(error)) from error
-        except (ValueError, RecursionError) as error:
-            is_cut = number == len(lines) and isinstance(error, json.JSONDecodeError)
-            raise InputError(
-                "the last line is cut off" if is_cut else "not a row in JSON", where=where, why=str(error)
-            ) from error
-        if not isinstance(row, dict):
-            raise InputError("a row is a JSON object, {...}", where=where, why=f"this is {type(row).__name__}")
-        yield where, row
-
-
-_MAGIC = {
-    b"\x1f\x8b": ("gzip", "gunzip it"),
-    b"PK\x03\x04": ("a zip archive", "unzip it"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
-    b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
-    b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
-    b"version https://git-lfs": ("a Git LFS pointer, not the data", "git lfs pull"),
-    b"[": ("one JSON array", "write one object a line: jq -c '.[]'"),
-    b"<": ("HTML or XML, perhaps the error page of a download", "download it again"),
-}
-
-
-def _refuse_other_formats(file: Path, content: bytes) -> None:
-    start = content.removeprefix(b"\xef\xbb\xbf")
-    for magic, (name, fix) in _MAGIC.items():
-        if content.startswith(magic) or start.lstrip().startswith(magic):
-            raise InputError(f"the data file is {name}", where=str(file), fix=fix)
-    first = start.lstrip().partition(b"\n")[0].strip()
-    if first == b"{":
-        raise InputError(
-            "the data file holds JSON spread over lines", where=str(file), fix="one object a line: jq -c ."
-        )
-    if first and not first.startswith(b"{"):
-        looks = "looks like CSV" if b"," in first or b"\t" in first else "is not JSON"
-        raise InputError(
-            f"the data file {looks}",
-            where=f"{file}:1",
-            why=repr(first[:80].decode("utf-8", "replace")),
-            fix="write one JSON object a line",
-        )
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
-    return row
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is beyond the largest float")
-    return number
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    """("file, row number", row) of each row."""
-    try:
-        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [parquet])
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MachineError("reading Parquet needs pyarrow", fix='pip install "tpu_rl[parquet]"') from error
-    try:
-        rows = parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError("a damaged Parquet file", where=str(file), why=str(error).splitlines()[0]) from error
-    for number, row in enumerate(rows, 1):
-        where = f"{file}, row {number}"
-        infinite = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        if infinite:
-            raise InputError(f"`{infinite[0]}` is {row[infinite[0]]}", where=where)
-        yield where, row
-
-
-def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
-    for column in columns:
-        if column not in row:
-            nearest = difflib.get_close_matches(column, row, n=1)
-            raise InputError(
-                f"a row lacks the column `{column}`",
-                where=where,
-                why=f"its columns are {', '.join(row) or 'none'}",
-                fix=f"did you mean `{nearest[0]}`?" if nearest else "",
-            )
-
-
-def _check_value(where: str, column: str, value: Any) -> str:
-    """What kind of value it is. Raises InputError where the column wants another."""
-    if column in TEXT_OR_MESSAGES | TEXTS and isinstance(value, str):
-        if not value and column in ("prompt", "question"):
-            raise InputError(f"`{column}` is empty", where=where)
-        return "a text"
-    if column in TEXT_OR_MESSAGES | {"messages"} and isinstance(value, list):
-        _check_messages(where, column, value)
-        return "messages"
-    if column == "label" and value not in (True, False):
-        raise InputError(f"`label` is true or false, not {json.dumps(value, default=repr)[:60]}", where=where)
-    if column in TEXT_OR_MESSAGES | TEXTS | {"messages"}:
-        wanted = "a text" if column in TEXTS else "messages" if column == "messages" else "a text or messages"
-        raise InputError(f"`{column}` is {wanted}, not {json.dumps(value, default=repr)[:60]}", where=where)
-    return "a value"
-
-
-def _check_messages(where: str, column: str, messages: list[Any]) -> None:
-    if not messages:
-        raise InputError(f"`{column}` holds no message", where=where)
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise InputError(
-                f"message {number} of `{column}` is not an object with `role` and `content`",
-                where=where,
-                why=json.dumps(message, default=repr)[:120],
-            )
 
 
 # --- order -------------------------------------------------------------------------------------------------------
