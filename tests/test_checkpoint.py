@@ -1,6 +1,7 @@
 """Checkpoints come back bit for bit, also on another mesh and after kill -9; damage and mismatch are named."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from orbax.checkpoint._src.checkpointers import async_checkpointer
 
-from tpu_rl import checkpoint
+from tpu_rl import checkpoint, manifests
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 from tpu_rl.types import TrainState
 
@@ -154,7 +156,7 @@ def test_a_truncated_file_is_named_with_a_remedy(tmp_path):
     save_one(tmp_path, state)
     path = largest_file(tmp_path / "3" / "arrays")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DamagedDataError, match=r"(?s)Checkpoint 3 is damaged: it cannot be read.*fix: Delete .*/3"):
+    with pytest.raises(DamagedDataError, match=r"(?s)Checkpoint 3 is damaged: it cannot be read.*fix: Run"):
         restore_one(tmp_path, checkpoint.abstract(state))
 
 
@@ -180,6 +182,115 @@ def test_a_full_disk_is_said_at_the_latest_when_waiting(tmp_path, monkeypatch, e
         with pytest.raises(MachineError, match="disk is full"):
             checkpoints.wait()
     checkpoints.close()
+
+
+class DiskFull:
+    """Commits fail, in orbax's background thread, the next `times` times."""
+
+    def __init__(self, monkeypatch, times):
+        self.commit, self.times = async_checkpointer._on_commit_callback, times
+        monkeypatch.setattr(async_checkpointer, "_on_commit_callback", self)
+
+    def __call__(self, *args, **kwargs):
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError(28, "No space left on device")
+        self.commit(*args, **kwargs)
+
+
+def numbered(step: int) -> dict:
+    return {"x": jnp.full((3,), step, jnp.int32)}
+
+
+def test_a_save_that_failed_in_the_background_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+    checkpoints.save(1, numbered(1), {}, wait=True)
+    DiskFull(monkeypatch, times=1)
+    checkpoints.save(2, numbered(2), {})
+    checkpoints.save(3, numbered(3), {})
+    assert "checkpoint 2 is lost" in capsys.readouterr().err
+    assert checkpoints.latest() == 3
+    checkpoints.close()
+    assert set(os.listdir(tmp_path)) == {"1", "3"}
+
+
+def test_a_write_is_tried_twice(tmp_path, monkeypatch, capsys):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+    checkpoints.save(1, numbered(1), {}, wait=True)
+    DiskFull(monkeypatch, times=1)
+    checkpoints.save(2, numbered(2), {}, wait=True)
+    assert "trying once more" in capsys.readouterr().err
+    DiskFull(monkeypatch, times=2)
+    with pytest.raises(MachineError, match="Checkpoint 3 was not saved: the disk is full"):
+        checkpoints.save(3, numbered(3), {}, wait=True)
+    checkpoints.close()
+    assert restore_one(tmp_path, checkpoint.abstract(numbered(2)), step=2)[0]["x"].tolist() == [2, 2, 2]
+
+
+def test_a_disk_without_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=11)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(MachineError, match="checkpoint 3 needs 0.00 GB and the disk has 0.00 GB"):
+        save_one(tmp_path, numbered(3))  # 12 bytes
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, value):
+    state = make_state()
+    state.params["policy"]["scale"] = state.params["policy"]["scale"].at[2].set(value)
+    with pytest.raises(InputError, match=r"(?s)not finite any more at step 3.*params\.policy\.scale"):
+        save_one(tmp_path, state)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "words"), [(2, "newer"), (0, "older")])
+def test_another_format_is_refused(tmp_path, monkeypatch, number, words):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", number)
+        save_one(tmp_path, numbered(3))
+    with pytest.raises(InputError, match=rf"format {number}; this program reads format 1[^§]*{words} tpu_rl"):
+        restore_one(tmp_path, checkpoint.abstract(numbered(3)))
+
+
+def test_a_step_that_lacks_its_manifest_gets_it_once_restored(tmp_path):
+    save_one(tmp_path, numbered(3))
+    manifest = tmp_path / "3" / manifests.MANIFEST
+    manifest.unlink()
+    restore_one(tmp_path, checkpoint.abstract(numbered(3)))
+    assert manifests.compare(tmp_path / "3") == manifests.Differences([], [], [])
+
+
+def test_damaged_steps_are_set_aside_until_none_is_left(tmp_path):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+    for step in (1, 2):
+        checkpoints.save(step, numbered(step), {})
+    assert checkpoints.latest() == 2
+    assert checkpoints.set_aside(2) == str(tmp_path / "damaged" / "2")
+    assert checkpoints.latest() == 1
+    checkpoints.save(2, numbered(2), {}, wait=True)
+    assert checkpoints.set_aside(2) == str(tmp_path / "damaged" / "2.1")
+    checkpoints.set_aside(1)
+    for opened in (checkpoints, checkpoint.open_checkpoints(str(tmp_path)), checkpoint.read_checkpoints(str(tmp_path))):
+        with pytest.raises(DamagedDataError, match=r"(?s)No checkpoint of this run is whole.*1, 2, 2\.1"):
+            opened.latest()
+    assert set(os.listdir(tmp_path / "damaged")) == {"1", "2", "2.1"}
+
+
+def test_what_cannot_be_read_though_nothing_changed_is_no_damage(tmp_path, monkeypatch):
+    """Too little memory must not have one good step after the other set aside."""
+    save_one(tmp_path, numbered(3))
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+
+    def fail(*args, **kwargs):
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(checkpoints._manager, "restore", fail)
+    with pytest.raises(MachineError, match=r"(?s)Checkpoint 3 is whole, but cannot be read here.*out of memory"):
+        checkpoints.restore(3, checkpoint.abstract(numbered(3)))
+    (tmp_path / "3" / "record" / "metadata").write_text("{}")
+    with pytest.raises(DamagedDataError, match="cannot be read"):
+        checkpoints.restore(3, checkpoint.abstract(numbered(3)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_])

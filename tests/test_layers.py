@@ -15,7 +15,9 @@ MATHEMATICS = {"types", "needs", "masked", "log_probs", "divergences", "advantag
 MATHEMATICS |= {"preferences", "teachers", "scores", "guidance", "packing", "errors"}
 STATE = {"types", "sharding", "errors"}
 ALLOWED = {
-    "errors": set(),
+    "redaction": set(),
+    "errors": {"redaction"},
+    "model_files": {"errors"},
     "types": set(),
     "needs": {"types"},
     "masked": {"types"},
@@ -39,9 +41,9 @@ ALLOWED = {
     "data": STATE | {"row_files"},
     "row_files": {"errors"},
     "sampler": STATE,
-    "models": STATE | {"models"},
+    "models": STATE | {"models", "model_files"},
     "algos": MATHEMATICS,
-    "tokenizers": {"types", "errors"},
+    "tokenizers": {"types", "model_files", "errors"},
     "environments": {"types", "errors", "environments"},
     "reward_process": {"errors"},
     "reward_workers": {"reward_process", "errors"},

@@ -4,7 +4,11 @@ A step holds the arrays of a pytree (parameters, optimizer state, algorithm stat
 position, counters, fingerprint of the configuration). Orbax commits both or neither, also under kill -9. What Orbax
 lacks is added here: it restores flipped bits silently, so each array's digest is saved beside it and compared after
 reading; and it deletes old steps file by file, so a kill in between leaves a step that looks whole: old steps are
-renamed away first and deleted afterwards.
+renamed away first and deleted afterwards. As soon as a step is committed, a manifest of its files (see `manifests`) is
+written into it; a step that a kill left without one gets it once it has been restored.
+
+A step that proves damaged is set aside: renamed into the folder `damaged`, never deleted, never used again. So whoever
+resumes takes `latest`, restores it, and on DamagedDataError sets it aside and asks again.
 
 Arrays are saved as a flat dict from path ("params.policy.embedding") to array, so that what is saved does not depend
 on container types, and holes (None) and optax's named tuples come back exactly as the abstract tree has them.
@@ -16,19 +20,26 @@ import errno
 import hashlib
 import json
 import logging
-import math
+import shutil
+import sys
+import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from tpu_rl import digests, manifests, processes
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 
 Tree = Any
 """Any pytree of jax.Array; `restore` takes one of jax.ShapeDtypeStruct."""
 
+FORMAT = 1
+"""Of what a step holds. A record without a number is of format 1; whatever its format, `sha256` is of all the rest."""
+
+SET_ASIDE = "damaged"
 _TRASH = "deleted"
+_TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 def abstract(state: Tree) -> Tree:
@@ -41,7 +52,7 @@ def digest(tree: Tree) -> str:
 
     It tells accidents apart, not forgeries: each array enters with 64 bits of a position-mixed sum.
     """
-    return _sha256(_describe(_flatten(tree)))
+    return _sha256(digests.describe(_flatten(tree)))
 
 
 def open_checkpoints(directory: str, keep: int = 2) -> Checkpoints:
@@ -71,6 +82,8 @@ class Checkpoints:
         if not self._writes and not self._directory.exists():
             raise InputError("There are no checkpoints.", where=str(self._directory), fix="Give the folder of a run.")
         self._purge()
+        self._saving = -1
+        self._manifest: threading.Thread | None = None
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
             cleanup_tmp_directories=self._writes,
@@ -83,14 +96,17 @@ class Checkpoints:
             item_handlers={"arrays": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()},
         )
 
-    def save(self, step: int, state: Tree, extra: dict[str, Any]) -> None:
-        """Save a step. `state` may be donated right after; the step counts only once `wait` has returned.
+    def save(self, step: int, state: Tree, extra: dict[str, Any], wait: bool = False) -> None:
+        """Save a step. `state` may be donated right after; the step counts only once it is committed, in the background
+        unless told to `wait`.
 
-        Raises MachineError if the disk is full (also for an earlier save that failed in the background).
+        A write that fails is tried once more. One that fails in the background, where there is nothing left to write
+        again, is said when the next step is saved, which then waits. Raises MachineError if the disk is full or the
+        second try fails, and InputError if a parameter is not finite.
         """
         if not self._writes:
             raise ValueError("these checkpoints are open for reading")
-        self.wait()
+        wait |= self._settle()
         if step in self._manager.all_steps():
             raise ValueError(f"step {step} is saved already")
         arrays = _flatten(state)
@@ -99,42 +115,144 @@ class Checkpoints:
             raise ValueError(
                 f"give {weak} a dtype: weak types are not saved, and a resumed run would promote otherwise"
             )
-        record = {"leaves": _describe(arrays), "extra": extra}
+        self._refuse_non_finite(step, arrays)
+        self._ask_for_space(step, arrays)
+        record = {"format": FORMAT, "leaves": digests.describe(arrays), "extra": extra}
         record["sha256"] = _sha256(record)
-        args = self._ocp.args
         try:
-            # force: orbax otherwise skips, without a word, a step that is not newer than all others.
-            self._manager.save(
-                step,
-                args=args.Composite(arrays=args.StandardSave(_storable(arrays)), record=args.JsonSave(record)),
-                force=True,
-            )
+            self._write(step, arrays, record, wait)
         except (OSError, ValueError) as error:
-            raise self._explain_write(error) from error
+            self._forget_unfinished(f"checkpoint {step} was not written; trying once more", error)
+            try:
+                self._write(step, arrays, record, wait=True)
+            except (OSError, ValueError) as again:
+                raise self._explain_write(step, again) from again
+
+    def _write(self, step: int, arrays: dict[str, Any], record: dict[str, Any], wait: bool) -> None:
+        args = self._ocp.args
+        self._saving = step
+        # force: orbax otherwise skips, without a word, a step that is not newer than all others.
+        self._manager.save(
+            step,
+            args=args.Composite(arrays=args.StandardSave(_storable(arrays)), record=args.JsonSave(record)),
+            force=True,
+        )
+        self._write_manifest_once_committed(step)
+        if wait:
+            self._manager.wait_until_finished()
+
+    def _write_manifest_once_committed(self, step: int) -> None:
+        """In the background, on process 0."""
+
+        def write() -> None:
+            try:
+                self._manager.wait_until_finished()
+            except (OSError, ValueError):
+                return  # `wait` raises it too
+            try:
+                manifests.write(self._directory / str(step))
+            except OSError as error:
+                print(f"warning: checkpoint {step} is whole, but has no manifest: {error}", file=sys.stderr)
+
+        if self._writes and jax.process_index() == 0:
+            self._manifest = threading.Thread(target=write, name="manifest")
+            self._manifest.start()
+
+    def _settle(self) -> bool:
+        """Wait for the save before; whether it failed. Nothing can be written again by then: the run has gone on."""
+        try:
+            self.wait()
+        except MachineError as error:
+            self._forget_unfinished(f"checkpoint {self._saving} is lost, the run goes on", error)
+            return True
+        return False
+
+    def _forget_unfinished(self, what: str, error: Exception) -> None:
+        """Say what failed and clear it away, also from orbax's list of steps, where a failed save may stand."""
+        if jax.process_index() == 0:
+            print(f"warning: {what}: {str(error).partition(chr(10))[0][:200]}", file=sys.stderr)
+            for path in self._directory.iterdir():
+                if _TEMPORARY in path.name:
+                    path.rmtree()
+        self._manager.reload()
+
+    def _refuse_non_finite(self, step: int, arrays: dict[str, jax.Array]) -> None:
+        params = {path: array for path, array in arrays.items() if path.startswith("params.")}
+        bad = [path for path, finite in jax.device_get(digests.all_finite(params)).items() if not finite]
+        if bad:
+            raise InputError(
+                f"the parameters are not finite any more at step {step}: it is not saved",
+                where=", ".join(bad[:3]) + (f" and {len(bad) - 3} more arrays" if len(bad) > 3 else ""),
+                why="the training diverged",
+                fix="lower --optimizer.learning-rate in a new --run-dir; the checkpoints of earlier steps are whole",
+            )
+
+    def _ask_for_space(self, step: int, arrays: dict[str, jax.Array]) -> None:
+        """Raise MachineError unless the arrays fit on the disk as they are (they are stored compressed)."""
+        if str(self._directory).startswith("gs://"):
+            return
+        need, have = sum(array.nbytes for array in arrays.values()), shutil.disk_usage(self._directory).free
+        if processes.any_of(need > have):
+            raise MachineError(
+                f"checkpoint {step} needs {need / 1e9:.2f} GB and the disk has {have / 1e9:.2f} GB free",
+                where=str(self._directory),
+                fix="free some space and run the same command again: it goes on from the checkpoint before",
+            )
 
     def wait(self) -> None:
-        """Return when every save so far is durable and old steps are gone from the disk."""
+        """Return when every save so far is durable and old steps are gone from the disk, or raise MachineError."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            raise self._explain_write(error) from error
+            raise self._explain_write(self._saving, error) from error
+        if self._manifest is not None:
+            self._manifest.join()
         self._purge()
 
     def latest(self) -> int | None:
-        """The newest step that is whole, or None."""
+        """The newest step that is committed and not set aside, or None where none was ever saved.
+
+        Raises DamagedDataError if all that were saved are set aside.
+        """
         self.wait()
-        return self._manager.latest_step()
+        newest = self._manager.latest_step()
+        aside = self._directory / SET_ASIDE
+        if newest is None and aside.exists() and any(aside.iterdir()):
+            raise DamagedDataError(
+                "No checkpoint of this run is whole.",
+                where=str(self._directory),
+                why=f"damaged and set aside: {', '.join(sorted(path.name for path in aside.iterdir()))}",
+                fix=f"Put a good copy of one back, or begin anew in another --run-dir (or without {aside}).",
+            )
+        return newest
+
+    def set_aside(self, step: int) -> str:
+        """Rename a damaged step into the folder of damaged ones, so that `latest` is the one before; its new place."""
+        place = self._directory / SET_ASIDE / str(step)
+        for again in range(1, 1000):
+            if not place.exists():
+                break
+            place = self._directory / SET_ASIDE / f"{step}.{again}"
+        processes.any_of(False)  # all have read what is there before it changes
+        if jax.process_index() == 0:
+            place.parent.mkdir(exist_ok=True)
+            (self._directory / str(step)).rename(place)
+        processes.any_of(False)
+        self._manager.reload()
+        return str(place)
 
     def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, dict[str, Any]]:
         """Read a step back as (state, extra), each array with the dtype and sharding of `abstract_state` (`abstract`).
 
-        A leaf without a sharding goes to the first local device. Raises InputError if the step's arrays are not those
-        of `abstract_state`, and DamagedDataError if they are not what was saved.
+        A leaf without a sharding goes to the first local device. Raises InputError if the step is of another format or
+        its arrays are not those of `abstract_state`, DamagedDataError if they are not what was saved, and MachineError
+        if its files are and yet cannot be read.
         """
         expected = _flatten(abstract_state)
         record = self._read(step, record=self._ocp.args.JsonRestore())["record"]
         if record.pop("sha256", None) != _sha256(record):
             raise self._damaged(step, "its record is not the one that was saved")
+        self._compare_format(step, record.get("format", 1))
         self._compare_structure(step, record["leaves"], expected)
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = {
@@ -147,10 +265,12 @@ class Checkpoints:
             if not leaf.size
         }
         arrays |= self._read(step, arrays=self._ocp.args.StandardRestore(_storable(target)))["arrays"]
-        found = _describe(arrays)
+        found = digests.describe(arrays)
         for path, leaf in record["leaves"].items():
             if found[path] != leaf:
                 raise self._damaged(step, f"array {path} is not the one that was saved", why="Its digest differs.")
+        if not (self._directory / str(step) / manifests.MANIFEST).exists():
+            self._write_manifest_once_committed(step)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in expected])
         return state, record["extra"]
 
@@ -166,17 +286,38 @@ class Checkpoints:
                 where=str(self._directory),
                 fix=f"Choose one of {sorted(self._manager.all_steps())}.",
             )
+        found, problem = None, None
         try:
-            return self._manager.restore(step, args=self._ocp.args.Composite(**items))
+            found = self._manager.restore(step, args=self._ocp.args.Composite(**items))
         except Exception as error:  # tensorstore's errors arrive as bare Exception, with neither step nor remedy
-            raise self._damaged(step, "it cannot be read", why=str(error).partition("\n")[0][:200]) from error
+            problem = error
+        if not processes.any_of(problem is not None):
+            return found
+        why = str(problem or "another process cannot read it").partition("\n")[0][:200]
+        # A lack of memory or of rights is no damage: nothing may be set aside for it.
+        as_written = manifests.compare(self._directory / str(step)) == manifests.Differences([], [], [])
+        if processes.any_of(not as_written):
+            raise self._damaged(step, "it cannot be read", why) from problem
+        raise MachineError(
+            f"Checkpoint {step} is whole, but cannot be read here.", where=str(self._directory / str(step)), why=why
+        ) from problem
+
+    def _compare_format(self, step: int, number: int) -> None:
+        if number != FORMAT:
+            newer = number > FORMAT
+            raise InputError(
+                f"Checkpoint {step} has format {number}; this program reads format {FORMAT}.",
+                where=str(self._directory / str(step)),
+                why=f"a{' newer' if newer else 'n older'} tpu_rl wrote it",
+                fix=f"Go on with the {'newer' if newer else 'older'} tpu_rl, or begin in another --run-dir.",
+            )
 
     def _compare_structure(self, step: int, saved: dict[str, Any], expected: dict[str, Any]) -> None:
         """Raise InputError unless the saved arrays have the expected paths, shapes and dtypes."""
         differences = [f"{path} is missing in the checkpoint" for path in expected if path not in saved]
         differences += [f"{path} is only in the checkpoint" for path in saved if path not in expected]
         for path in saved.keys() & expected.keys():
-            was, now = saved[path], _shape_and_dtype(expected[path])
+            was, now = saved[path], digests.shape_and_dtype(expected[path])
             if {**was, **now} != was:
                 differences.append(
                     f"{path} is {was['dtype']}{was['shape']} in the checkpoint, not {now['dtype']}{now['shape']}"
@@ -197,18 +338,18 @@ class Checkpoints:
             f"Checkpoint {step} is damaged: {what}.",
             where=str(where),
             why=why,
-            fix=f"Delete {where}; the same command then resumes from the step before it. Check the disk.",
+            fix="Run the run's own command: it sets this step aside and goes on from the one before. Check the disk.",
         )
 
-    def _explain_write(self, error: OSError | ValueError) -> Exception:
+    def _explain_write(self, step: int, error: OSError | ValueError) -> MachineError:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error):
-            return MachineError(
-                "The disk is full: the checkpoint was not saved. Earlier ones are whole.",
-                where=str(self._directory),
-                fix="Free some space and run the same command again.",
-            )
-        return error
+        full |= "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
+        return MachineError(
+            f"Checkpoint {step} was not saved{': the disk is full' if full else ''}. Earlier ones are whole.",
+            where=str(self._directory),
+            why=str(error).partition("\n")[0][:200],
+            fix=f"{'Free some space' if full else 'See to the disk'} and run the same command again.",
+        )
 
     def _purge(self) -> None:
         """Delete what orbax renamed away; process 0 does the writing in this directory."""
@@ -217,7 +358,7 @@ class Checkpoints:
             trash.rmtree()
 
 
-# --- digests -----------------------------------------------------------------------------------------------------
+# --- trees -----------------------------------------------------------------------------------------------------------
 
 
 def _flatten(tree: Tree) -> dict[str, Any]:
@@ -232,50 +373,6 @@ def _flatten(tree: Tree) -> dict[str, Any]:
 def _storable(arrays: dict[str, Any]) -> dict[str, Any]:
     """Without arrays of size zero, which orbax refuses."""
     return {path: array for path, array in arrays.items() if array.size}
-
-
-def _shape_and_dtype(leaf: Any) -> dict[str, Any]:
-    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-
-
-def _describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
-    """Path -> dtype, shape and digest (16 hex digits) of each array."""
-    seeds = np.array([0x243F6A88, 0x85A308D3], np.uint32)
-    sums = {path: [_position_mixed_sum(array, seed) for seed in seeds] for path, array in arrays.items()}
-    return {
-        path: {**_shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
-        for path, halves in jax.device_get(sums).items()
-    }
-
-
-@jax.jit
-def _position_mixed_sum(array: jax.Array, seed: np.uint32) -> jax.Array:
-    """The sum modulo 2**32, [] uint32, over hashes of every element's bits and its position.
-
-    Integer sums do not depend on the order of adding, hence not on sharding; each flipped bit, swapped or shifted
-    element changes this one but for a chance of 2**-32. One sum a program: two would keep the hashes in memory.
-    """
-    bits = _bits(array)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for axis in range(bits.ndim):
-        stride = math.prod(bits.shape[axis + 1 :]) % 2**32
-        position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(stride)
-    return jnp.sum(_avalanche((bits ^ (position * np.uint32(0x9E3779B1))) + seed), dtype=jnp.uint32)
-
-
-def _bits(array: jax.Array) -> jax.Array:
-    """The bit patterns of any real or boolean array as uint32; 64-bit elements give a new last axis of two."""
-    if array.dtype == jnp.bool_:
-        return array.astype(jnp.uint32)
-    width = min(array.dtype.itemsize * 8, 32)
-    return jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
-
-
-def _avalanche(x: jax.Array) -> jax.Array:
-    """Each input bit flips each output bit with probability about one half: the finaliser of MurmurHash3 (Appleby)."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def _sha256(value: Any) -> str:

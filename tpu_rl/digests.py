@@ -1,0 +1,60 @@
+"""Digests of arrays on their devices: they do not depend on sharding, and see every flipped, swapped or shifted bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def shape_and_dtype(leaf: Any) -> dict[str, Any]:
+    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+
+
+def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
+    """Path -> dtype, shape and digest (16 hex digits) of each array."""
+    seeds = np.array([0x243F6A88, 0x85A308D3], np.uint32)
+    sums = {path: [_position_mixed_sum(array, seed) for seed in seeds] for path, array in arrays.items()}
+    return {
+        path: {**shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
+        for path, halves in jax.device_get(sums).items()
+    }
+
+
+@jax.jit
+def all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Path -> [] bool: neither NaN nor infinite anywhere."""
+    return {path: jnp.all(jnp.isfinite(array)) for path, array in arrays.items()}
+
+
+@jax.jit
+def _position_mixed_sum(array: jax.Array, seed: np.uint32) -> jax.Array:
+    """The sum modulo 2**32, [] uint32, over hashes of every element's bits and its position.
+
+    Integer sums do not depend on the order of adding, hence not on sharding; each flipped bit, swapped or shifted
+    element changes this one but for a chance of 2**-32. One sum a program: two would keep the hashes in memory.
+    """
+    bits = _bits(array)
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        stride = math.prod(bits.shape[axis + 1 :]) % 2**32
+        position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(stride)
+    return jnp.sum(_avalanche((bits ^ (position * np.uint32(0x9E3779B1))) + seed), dtype=jnp.uint32)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """The bit patterns of any real or boolean array as uint32; 64-bit elements give a new last axis of two."""
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.uint32)
+    width = min(array.dtype.itemsize * 8, 32)
+    return jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
+
+
+def _avalanche(x: jax.Array) -> jax.Array:
+    """Each input bit flips each output bit with probability about one half: the finaliser of MurmurHash3 (Appleby)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
