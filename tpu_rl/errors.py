@@ -6,6 +6,8 @@ keeps its traceback.
 
 from __future__ import annotations
 
+from tpu_rl.redaction import redact
+
 
 class TpuRlError(Exception):
     """An error with a remedy. Use one of the subclasses: they carry the process's exit code."""
@@ -13,6 +15,8 @@ class TpuRlError(Exception):
     code = 1
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = ""):
+        # Errors are printed and kept: what others' libraries say in them may hold a token.
+        what, where, why, fix = (redact(text) for text in (what, where, why, fix))
         self.what, self.where, self.why, self.fix = what, where, why, fix
         lines = [what]
         lines += [f"  {name}: {text}" for name, text in (("where", where), ("why", why), ("fix", fix)) if text]

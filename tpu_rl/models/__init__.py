@@ -2,12 +2,13 @@
 
 from tpu_rl.models.decoder import DecoderConfig, decoder
 from tpu_rl.models.heads import first_layers, first_layers_params, head_params, head_role, random_head, with_head
-from tpu_rl.models.hf_weights import find_directory, from_config, load, save
+from tpu_rl.models.hf_weights import check, find_directory, from_config, load, save
 from tpu_rl.models.roles import apply, policy, role
 
 __all__ = [
     "DecoderConfig",
     "apply",
+    "check",
     "decoder",
     "find_directory",
     "first_layers",

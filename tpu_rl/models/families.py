@@ -191,6 +191,31 @@ def _refuse(hf: Mapping[str, Any]) -> None:
             )
 
 
+LARGEST = {
+    "num_hidden_layers": 1_000,
+    "num_attention_heads": 4_096,
+    "num_key_value_heads": 4_096,
+    "head_dim": 2**14,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "vocab_size": 2**24,
+}
+
+
+def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
+    """Raises InputError where a size is no number, or beyond any model's: to list 10^9 layers would take all memory."""
+    for field, largest in LARGEST.items():
+        value = hf[field]
+        if value is None and field not in REQUIRED:  # follows from the others
+            continue
+        if type(value) is not int or not 1 <= value <= largest:
+            raise InputError(
+                f"{field} = {str(value)[:40]}",
+                where=where or "config.json",
+                why=f"it is a whole number, 1 to {largest:,}",
+            )
+
+
 def _kinds(family: Family, hf: Mapping[str, Any]) -> tuple[str, ...]:
     """The kind of each layer. Raises InputError where it is none of ours or `layer_types` has not one a layer."""
     stated = hf.get("layer_types", []) if family.reads_layer_types else []
@@ -277,13 +302,10 @@ def _rope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def read_config(
-    source: Mapping[str, Any], dtype: str, param_dtype: str, valid_tokens: int | None = None, where: str = ""
-) -> DecoderConfig:
-    """A Hugging Face configuration, of the older or newer form, as ours.
+def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, where: str = "") -> DecoderConfig:
+    """A Hugging Face configuration, of the older or newer form, as ours. `where` is the file, for errors.
 
-    `valid_tokens` is how many ids the tokenizer knows; None takes the whole vocabulary. `where` is the file, for
-    errors. Raises InputError naming what is missing or not supported.
+    Raises InputError naming what is missing or not supported.
     """
     source = text_part(source, where)
     family = FAMILIES[source["model_type"]]
@@ -292,6 +314,7 @@ def read_config(
     missing = [field for field in REQUIRED if field not in hf]
     if missing:
         raise InputError("the model's configuration lacks " + ", ".join(missing), where=where)
+    _require_sizes(hf, where)
     _refuse(hf)
     kinds = _kinds(family, hf)
     rope, sliding_rope = _ropes(hf)
@@ -301,7 +324,7 @@ def read_config(
         kinds=kinds,
         vocab=VocabConfig(
             size=size,
-            valid=size if valid_tokens is None else min(valid_tokens, size),
+            valid=size,
             tied=hf["tie_word_embeddings"],
             embedding_scale=hf["hidden_size"] ** 0.5 if family.gemma else 1.0,
             softcap=hf["final_logit_softcapping"],

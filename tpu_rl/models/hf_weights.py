@@ -8,6 +8,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from tpu_rl import sharding
+from tpu_rl import model_files, sharding
 from tpu_rl.errors import InputError
 from tpu_rl.models import families, safetensors_files
 from tpu_rl.models.decoder import WEIGHTS, DecoderConfig, decoder, param_shapes
@@ -38,37 +39,66 @@ def from_config(
     """The model that a Hugging Face configuration describes: a dict, or a directory with config.json. No weights.
 
     `dtype` is what it computes in, `param_dtype` what its weights are kept in (None: the same).
-    Raises InputError where the architecture is not supported or the directory has no readable config.json.
+    Raises InputError where the architecture is not supported, the directory has no readable config.json, or its files
+    are not safe to read (`model_files`).
     """
-    source = config if isinstance(config, Mapping) else _read_json(Path(config) / "config.json")
-    valid = None if isinstance(config, Mapping) else _tokenizer_size(Path(config))
-    where = "" if isinstance(config, Mapping) else str(Path(config) / "config.json")
-    return decoder(families.read_config(source, dtype, param_dtype or dtype, valid, where))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return decoder(families.read_config(config, dtype, param_dtype or dtype))
+    directory = Path(config)
+    model_files.require_safe(directory)
+    path = directory / "config.json"
+    source = model_files.read_json(path)
+    _refuse_remote_code(source, path)
     try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise InputError(f"no {path.name} in the model directory", where=str(path.parent)) from error
-    except ValueError as error:
-        raise InputError(f"{path.name} is not JSON", where=str(path), why=str(error)) from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path.name} is not a JSON object", where=str(path))
-    return content
+        read = families.read_config(source, dtype, param_dtype or dtype, str(path))
+    # A stranger's file: any value may be of any type. What is wrong with values of the right type, it says itself.
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InputError("config.json does not describe a model", where=str(path), why=repr(error)[:200]) from error
+    valid = min(_known_tokens(directory, read.vocab.size), read.vocab.size)
+    return decoder(replace(read, vocab=replace(read.vocab, valid=valid)))
 
 
-def _tokenizer_size(directory: Path) -> int | None:
-    """How many ids tokenizer.json knows, added tokens included; None without that file or a vocabulary in it."""
+def _refuse_remote_code(source: Mapping[str, Any], path: Path) -> None:
+    """Raises InputError where the author's own code would compute something else than the `model_type` says."""
+    names = source.get("auto_map")
+    models = [str(name) for name in names if str(name).startswith("AutoModel")] if isinstance(names, Mapping) else []
+    if models:
+        raise InputError(
+            "the checkpoint brings its own code, which is never run",
+            where=str(path),
+            why=f"auto_map: {names[models[0]]}"[:200],
+            fix="use a checkpoint of a supported family; if this is one, remove auto_map from config.json",
+        )
+
+
+def _known_tokens(directory: Path, size: int) -> int:
+    """How many ids tokenizer.json knows, added tokens included; `size` without that file or a vocabulary in it.
+
+    Raises InputError where ordinary text has ids beyond `size`, the rows of the embedding: to read them would give
+    another token's row. Added tokens may lie beyond, as the image token of Gemma 3 does: text never becomes one.
+    """
     path = directory / "tokenizer.json"
     if not path.exists():
-        return None
-    tokenizer = _read_json(path)
-    vocab = tokenizer.get("model", {}).get("vocab")
-    if not vocab:
-        return None
-    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # unigram: a list of [text, score]
-    return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+        return size
+    tokenizer = model_files.read_json(path)
+    try:
+        vocab = tokenizer.get("model", {}).get("vocab")
+        if not vocab:
+            return size
+        added = {token["id"] for token in tokenizer.get("added_tokens", [])}
+        # Of a unigram model the vocabulary is a list of [text, score].
+        ids = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+        known, ordinary = 1 + max(ids | added), 1 + max(ids - added, default=0)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError("tokenizer.json has no vocabulary", where=str(path), why=repr(error)[:200]) from error
+    if ordinary > size:
+        raise InputError(
+            f"the tokenizer knows {ordinary:,} ids and the model's embedding {size:,}",
+            where=str(directory),
+            why="tokenizer.json and vocab_size in config.json do not belong together",
+            fix="use the tokenizer that the model was trained with",
+        )
+    return known
 
 
 def find_directory(path: str | Path) -> Path:
@@ -164,7 +194,7 @@ def load(
     """
     directory = find_directory(path)
     model = from_config(directory, dtype, param_dtype)
-    stored = _match(directory, weight_slots(model))
+    stored = check(directory, model)
     shapes = param_shapes(model.config)
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
     if mesh is not None:
@@ -183,11 +213,40 @@ def load(
             stack = _fill(stack, _place(tensor, model.config, keys[-1], _without_layers(place)), row)
         return stack
 
-    return model, jax.tree_util.tree_map_with_path(assemble, shapes, places)
+    params = jax.tree_util.tree_map_with_path(assemble, shapes, places)
+    _require_finite(directory, weight_slots(model), params)
+    return model, params
 
 
-def _match(directory: Path, slots: Mapping[str, Slot]) -> dict[str, safetensors_files.Stored]:
-    """The stored tensor of each slot. Raises InputError naming tensors missing, left over or of another shape."""
+@jax.jit
+def _all_finite(params: Params) -> Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def _require_finite(directory: Path, slots: Mapping[str, Slot], params: Params) -> None:
+    """Raises InputError naming the first tensors with NaN or infinity: a run would only say so after its first step."""
+    if _all_finite(params):
+        return
+
+    def is_finite(slot: Slot) -> bool:
+        leaf = _leaf(params, slot.path)
+        return bool(jnp.isfinite(leaf if slot.row is None else leaf[slot.row]).all())
+
+    names = [name for name, slot in slots.items() if not is_finite(slot)]
+    raise InputError(
+        f"{len(names)} of {len(slots)} tensors hold NaN or infinity",
+        where=str(directory),
+        why=", ".join(names[:5]),
+        fix="use a checkpoint from before its training diverged",
+    )
+
+
+def check(directory: Path, model: Model) -> dict[str, safetensors_files.Stored]:
+    """The stored tensor of each of the model's slots, from the headers alone.
+
+    Raises InputError naming tensors missing, left over or of another shape.
+    """
+    slots = weight_slots(model)
     stored = {}
     for name, tensor in safetensors_files.find_tensors(directory).items():
         plain = families.plain_name(name)

@@ -16,14 +16,17 @@ import ml_dtypes
 import numpy as np
 
 from tpu_rl.errors import InputError
+from tpu_rl.model_files import impostor
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-HEADER_LIMIT = 100_000_000
-"""Bytes; the format's own limit."""
+HEADER_LIMIT = 20_000_000
+"""Bytes. The format allows 100 MB, which parsed are gigabytes; the largest files of real models have 1 or 2 MB."""
+HEADER_VALUES = 1_000_000
+"""Values in a header, some six for each tensor."""
 
 
 class Stored(NamedTuple):
@@ -93,10 +96,10 @@ def _indexed(index: Path) -> list[str]:
     """The file names in an index. Raises InputError where one is missing or leads out of the directory."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError("not an index of safetensors files", where=str(index), why=repr(error)) from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise InputError("not an index of safetensors files", where=str(index), why=repr(error)[:200]) from error
     for name in names:
-        if Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name:
             raise InputError(f"the index leads out of the model directory: {name!r}", where=str(index))
         if not (index.parent / name).exists():
             raise InputError(f"{name} is missing", where=str(index.parent), why=f"{index.name} names it")
@@ -110,15 +113,27 @@ def read_header(path: Path) -> dict[str, Stored]:
         start = file.read(512)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or not 2 <= length <= min(HEADER_LIMIT, size - 8):
-            raise InputError(f"{path.name} is not a safetensors file", where=str(path.parent), **_impostor(start))
+            why = impostor(start) or {"why": "its header's length is impossible", "fix": "download it again"}
+            raise InputError(f"{path.name} is not a safetensors file", where=str(path.parent), **why)
         file.seek(8)
+        text = file.read(length)
+        if text.count(b",") > HEADER_VALUES:
+            raise InputError(
+                f"the header of {path.name} has more than {HEADER_VALUES:,} values",
+                where=str(path.parent),
+                why="no model has so many tensors in a file",
+                fix="do not use this checkpoint: it may have been made to do harm",
+            )
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(text)
             header.pop("__metadata__", None)
             tensors = {name: _stored(path, entry, 8 + length) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(
-                f"{path.name} has no readable header", where=str(path.parent), why=repr(error), fix="download it again"
+                f"{path.name} has no readable header",
+                where=str(path.parent),
+                why=repr(error)[:200],
+                fix="download it again",
             ) from error
     end = max((tensor.offset + tensor.size for tensor in tensors.values()), default=0)
     if end > size:
@@ -129,18 +144,12 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, entry: Mapping[str, Any], data: int) -> Stored:
-    """A header's entry, with the data beginning at byte `data` of the file."""
+    """A header's entry, with the data beginning at byte `data` of the file. Raises ValueError for impossible ones."""
     start, end = entry["data_offsets"]
-    return Stored(path, entry["dtype"], tuple(entry["shape"]), data + start, end - start)
-
-
-def _impostor(start: bytes) -> dict[str, str]:
-    """Why and fix for a file that begins with `start`."""
-    if start.startswith(b"version https://git-lfs"):
-        return {"why": "it is a Git LFS pointer, not the file itself", "fix": "run `git lfs pull` in the directory"}
-    if start.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return {"why": "it is a web page, perhaps of a login or an error", "fix": "download the file itself"}
-    return {"why": "its header's length is impossible", "fix": "download it again"}
+    shape = tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (start, end - start, *shape)):
+        raise ValueError(f"shape {shape}, data_offsets {start} to {end}"[:200])
+    return Stored(path, entry["dtype"], shape, data + start, end - start)
 
 
 def write_file(
