@@ -64,7 +64,12 @@ def trained(one: ExperimentConfig) -> dict:
     return json.loads((Path(one.run_dir) / "summary.json").read_text(encoding="utf-8"))
 
 
-def swept(one: ExperimentConfig, samples: int, baselines: Sequence[guidance.Method]) -> dict:
+def swept(
+    one: ExperimentConfig,
+    samples: int,
+    baselines: Sequence[guidance.Method],
+    coefficients: Sequence[float] = COEFFICIENTS,
+) -> dict:
     """Lines of the sweep and of q as a judge; kept beside the run."""
     file = Path(one.run_dir) / GUIDED_FILE
     if file.exists():
@@ -78,7 +83,7 @@ def swept(one: ExperimentConfig, samples: int, baselines: Sequence[guidance.Meth
         key = sampler.run_key(one.seed, Purpose.EVALUATION, 0)
         rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
         task = guide.Task(language, rows, reward, how, key, mesh)
-        lines, judged = guide.sweep(guided, task, COEFFICIENTS, baselines)
+        lines, judged = guide.sweep(guided, task, coefficients, baselines)
     guide.record(Path(one.run_dir), lines, judged)
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -155,6 +160,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *ROUNDS], default=[*ARMS, *ROUNDS])
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--coefficients", type=float, nargs="+", default=COEFFICIENTS)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="rows decoded at once, for --speed")
     flags = parser.parse_args()
@@ -164,7 +170,7 @@ def main() -> None:
     for arm in flags.arms:
         for seed in flags.seeds:
             one = configured(arm, seed, flags.to)
-            summary, found = trained(one), swept(one, flags.samples, ["cd"])
+            summary, found = trained(one), swept(one, flags.samples, ["cd"], flags.coefficients)
             print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
             show(found, flags.samples)
             pairs = ", ".join(f"{kl:.2f}: {100 * q:.1f} / {100 * cd:.1f}" for kl, q, cd in matched(found["lines"]))
