@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
 
 import jax
+
+from tpu_rl.errors import MachineError
+
+TPU_DEVICES = ("/dev/accel", "/dev/vfio/")
 
 
 def peak_memory_bytes() -> int:
@@ -34,3 +39,31 @@ def warn_of_unused_accelerators() -> None:
     advice = unused_accelerator()
     if advice:
         print(f"warning: {advice}", file=sys.stderr)
+
+
+def claim_devices(root: Path = Path("/")) -> None:
+    """Starts jax on its devices. Raises MachineError where it cannot, naming the process that holds a TPU."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        holders = processes_that_hold_a_tpu(root)
+        raise MachineError(
+            "jax cannot use this machine's devices",
+            where=f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if "JAX_PLATFORMS" in os.environ else "",
+            why=str(error).splitlines()[0][:300],
+            fix=f"end the process that holds the TPU: {', '.join(holders)}" if holders else "python launch/doctor.py",
+        ) from error
+
+
+def processes_that_hold_a_tpu(root: Path = Path("/")) -> list[str]:
+    """ "pid 123 (python)" for each process, of those that we may look at, with a TPU's device open."""
+    found = []
+    for process in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            targets = [os.readlink(entry) for entry in (process / "fd").iterdir()]
+            name = (process / "comm").read_text(encoding="utf-8").strip()
+        except OSError:  # it has ended, or is another user's
+            continue
+        if process.name != str(os.getpid()) and any(target.startswith(TPU_DEVICES) for target in targets):
+            found.append(f"pid {process.name} ({name})")
+    return found

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tpu_rl import model_files
 from tpu_rl.errors import InputError, MachineError
 
 # transformers would say at every start that PyTorch is missing and what it could do with it.
@@ -212,6 +213,8 @@ def load(path: str | Path) -> Tokenizer:
     Raises InputError where there is none, or where it has no end-of-sequence token.
     """
     where = _resolve(str(path))
+    if where.is_dir():
+        model_files.require_safe(where)
     model_file = where / "tokenizer.model" if where.is_dir() else where
     names = {"tokenizer.json", "tokenizer_config.json"}
     if where.is_file() or (model_file.is_file() and not any((where / name).is_file() for name in names)):
@@ -253,8 +256,11 @@ class _HuggingFace:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        import jinja2
-
+        try:
+            import jinja2
+        except ImportError as error:
+            fix = "pip install jinja2"
+            raise MachineError("chat templates need the package jinja2, which is not installed", fix=fix) from error
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -287,6 +293,9 @@ def _load_hugging_face(where: Path) -> Tokenizer:
             where=str(where),
             why="it holds neither tokenizer.json nor tokenizer_config.json nor tokenizer.model",
         )
+    if (where / "tokenizer_config.json").is_file():
+        settings = where / "tokenizer_config.json"
+        model_files.refuse_outside_files(model_files.read_json(settings), settings)
     try:
         if has_config:
             tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
@@ -295,7 +304,7 @@ def _load_hugging_face(where: Path) -> Tokenizer:
     # transformers and the Rust library below it raise bare Exception for damaged files.
     except Exception as error:
         raise InputError(
-            "cannot load the tokenizer", where=str(where), why=f"{type(error).__name__}: {error}"
+            "cannot load the tokenizer", where=str(where), why=f"{type(error).__name__}: {error}"[:500]
         ) from error
     return _from_hugging_face(tokenizer, _listed_eos(where, _vocab_size(tokenizer)), str(where))
 

@@ -61,8 +61,8 @@ def from_config(
 def _refuse_remote_code(source: Mapping[str, Any], path: Path) -> None:
     """Raises InputError where the author's own code would compute something else than the `model_type` says."""
     names = source.get("auto_map")
-    models = [str(name) for name in names if str(name).startswith("AutoModel")] if isinstance(names, Mapping) else []
-    if models:
+    models = [name for name in names if str(name).startswith("AutoModel")] if isinstance(names, Mapping) else []
+    if isinstance(names, Mapping) and models:
         raise InputError(
             "the checkpoint brings its own code, which is never run",
             where=str(path),

@@ -1,0 +1,129 @@
+"""What can be wrong with a run's input is said before an accelerator is claimed: flags, data, models, tokenizers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch import dataset, roles
+from launch.config import ExperimentConfig, FileData, to_dict
+from launch.machine import claim_devices, warn_of_unused_accelerators
+from tpu_rl import data, models, redaction, row_files, tokenizers
+from tpu_rl.errors import InputError
+from tpu_rl.types import Model, QExamples
+
+
+def prepare(config: ExperimentConfig) -> None:
+    """Checks the run's input, saying aloud what is doubtful, and then starts jax on the devices."""
+    for note in check(config):
+        print(f"warning: {note}", file=sys.stderr)
+    claim_devices()
+    warn_of_unused_accelerators()
+
+
+def check(config: ExperimentConfig) -> list[str]:
+    """What is doubtful, one line each. Raises InputError for what is wrong. No device is touched.
+
+    What is quick comes first: to load a tokenizer takes seconds, to download a model minutes.
+    """
+    refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
+    path = roles.model_path(config.model.path)
+    rows, notes = check_rows(config)
+    directory = models.find_directory(path)
+    model = check_models(config, directory)
+    return notes + check_tokenizer(directory, model, rows)
+
+
+def refuse_secrets(words: Sequence[str], where: str = "") -> None:
+    """Raises InputError where one of the words is a secret, or a flag that would hold one, without repeating it."""
+    for i, word in enumerate(words):
+        name = word.partition("=")[0]
+        is_flag = word.startswith("--")
+        if (is_flag and redaction.NAMES.search(name)) or redaction.redact(word) != word:
+            before = words[i - 1] if i and words[i - 1].startswith("--") else ""
+            raise InputError(
+                "a secret was given as a setting",
+                where=where or (name if is_flag else before or f"argument {i + 1}"),
+                why="settings are kept in config.yaml, in the shell's history and in lists of processes",
+                fix="set an environment variable such as HF_TOKEN or WANDB_API_KEY, and revoke this secret",
+            )
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def check_models(config: ExperimentConfig, directory: Path) -> Model:
+    """The model of --model.path. It and those of the roles are looked at by headers and configurations alone."""
+    model = models.from_config(directory)
+    check_context(config, directory, json.loads(model.config.source).get("max_position_embeddings"))
+    if not config.model.random_init:
+        models.check(directory, model)
+    for spec in roles.specs(config).values():
+        if spec.path is not None:
+            other = models.find_directory(roles.model_path(spec.path))
+            models.check(other, models.from_config(other))
+    return model
+
+
+def check_tokenizer(directory: Path, model: Model, rows: list[data.Row]) -> list[str]:
+    """What is doubtful. Raises InputError where the chat template is missing, broken or a bomb, and a row needs it."""
+    tokenizer = tokenizers.load(directory)
+    for row in rows:
+        if isinstance(row.get("prompt"), list):
+            tokenizer.encode_prompt(row["prompt"])
+        if isinstance(row.get("messages"), list):
+            tokenizer.render(row["messages"], add_generation_prompt=False)
+    beyond = [literal for literal, i in tokenizer.control.items() if i >= model.config.vocab.size]
+    return [f"control tokens beyond the embedding: {', '.join(beyond[:5])}"] if beyond else []
+
+
+def check_context(config: ExperimentConfig, directory: Path, context: Any) -> None:
+    """Raises InputError where a prompt with its completion may be longer than the model's context."""
+    how = config.sampling
+    if isinstance(context, int) and how.max_prompt_tokens + how.max_new_tokens > context:
+        raise InputError(
+            f"a prompt with its completion may have {how.max_prompt_tokens} + {how.max_new_tokens} tokens",
+            where="--sampling.max-prompt-tokens, --sampling.max-new-tokens",
+            why=f"the model's context is {context} (max_position_embeddings in {directory / 'config.json'})",
+            fix=f"lower one of them, so that together they are at most {context}",
+        )
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
+    """(the first row of each kind that the stages read of files, what is doubtful about all of them)."""
+    first: list[data.Row] = []
+    notes: list[str] = []
+    read: set[Any] = set()
+    if not isinstance(config.data, FileData):
+        return first, notes
+    for stage in config.stages:
+        needs = stage.algorithm.needs
+        kind = (needs.columns, needs.experience, needs.judged)
+        if kind in read:
+            continue
+        read.add(kind)
+        train, held_out = dataset.file_rows(config, config.data, needs)
+        if needs.experience is not QExamples:
+            require_a_batch(config, train)
+        notes += row_files.doubts(train, held_out)
+        first += train[:1]
+    return first, notes
+
+
+def require_a_batch(config: ExperimentConfig, rows: list[data.Row]) -> None:
+    """Raises InputError where a batch would hold a row twice."""
+    if len(rows) < config.batch.prompts:
+        raise InputError(
+            f"{len(rows)} training rows are fewer than a batch of {config.batch.prompts}",
+            where="--data.path, --batch.prompts",
+            why="a batch would hold rows twice",
+            fix=f"give more rows, or --batch.prompts {len(rows)} or less" if rows else "give more rows",
+        )
