@@ -22,6 +22,7 @@ from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
 from tpu_rl.optimizers import OptimizerConfig
+from tpu_rl.reward_workers import RewardLimits
 
 DEFAULT_PRESET = "arithmetic_grpo"
 
@@ -156,6 +157,7 @@ class ExperimentConfig:
     model: ModelConfig = ModelConfig()
     reward: tuple[str, ...] = ()
     """Names of built-in rewards, or FILE.py:function. Several are added up."""
+    reward_limits: RewardLimits = RewardLimits()
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -183,6 +185,9 @@ class ExperimentConfig:
         )
 
     def __post_init__(self):
+        if "://" in self.run_dir:
+            fix = "give a local folder, and copy it when the run is done"
+            raise InputError(f"the run folder {self.run_dir} is not a local path", where="--run-dir", fix=fix)
         ends = [0, *(phase.until for phase in self.phases), self.steps]
         if self.steps > 0 and sorted(set(ends)) != ends:
             raise InputError(
@@ -313,8 +318,9 @@ def load(path: Path) -> ExperimentConfig:
     return from_dict(ExperimentConfig, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb")
-"""What a run may be continued with: where it lies, what it writes when, and, at a constant rate, how long it is."""
+MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
+"""What a run may be continued with: where it lies, what it writes when, what its rewards may take, and, at a constant
+rate, how long it is."""
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
@@ -326,7 +332,11 @@ def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
         return {k: v for name, value in values.items() for k, v in flat(value, f"{prefix}.{name}".strip(".")).items()}
 
     before, after = flat(to_dict(old), ""), flat(to_dict(new), "")
+
+    def may_change(name: str) -> bool:
+        return name in MAY_CHANGE or name.partition(".")[0] in MAY_CHANGE
+
     # A schedule that falls until the last step is another one when that step moves.
     fixed = ("steps",) if new.optimizer.schedule != "constant" else ()
-    names = [name for name in before | after if name in fixed or name not in MAY_CHANGE]
+    names = [name for name in before | after if name in fixed or not may_change(name)]
     return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)]

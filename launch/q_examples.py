@@ -158,7 +158,8 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
         return rollout
 
     functions = sources.reward_functions(config)
-    scored = rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, config.sampling.max_prompt_tokens)
+    longest, limits = config.sampling.max_prompt_tokens, config.reward_limits
+    scored = rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest, limits.fault_share)
     kept = ~rollouts.zero_variance(scored) & np.isfinite(scored.rewards)
     if not kept.any():
         raise InputError(

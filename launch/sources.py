@@ -116,8 +116,8 @@ def roller(
             )
 
         row_ids = first + np.arange(len(rows) * group)
-        longest = config.sampling.max_prompt_tokens
-        return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest)
+        longest, limits = config.sampling.max_prompt_tokens, config.reward_limits
+        return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest, limits.fault_share)
 
     return roll_out
 
@@ -256,13 +256,14 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
     """Name -> function, in the order of --reward."""
-    return {Path(name).name.replace(".py:", "."): resolve_reward(name) for name in config.reward}
+    limits = config.reward_limits
+    return {Path(name).name.replace(".py:", "."): resolve_reward(name, limits) for name in config.reward}
 
 
-def resolve_reward(name: str) -> rewards.Reward:
+def resolve_reward(name: str, limits: rewards.RewardLimits = rewards.DEFAULT_LIMITS) -> rewards.Reward:
     """A built-in reward, a function of FILE.py:function, or a trained reward model: its directory or its run's."""
     if name in rewards.BUILTIN:
         return rewards.BUILTIN[name]
     if Path(name).expanduser().is_dir():
         return reward_models.load(name)
-    return rewards.from_path(name)
+    return rewards.from_path(name, limits)

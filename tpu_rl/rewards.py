@@ -7,19 +7,13 @@ None means "do not score this one by me", never zero.
 
 from __future__ import annotations
 
-import atexit
-import difflib
 import functools
 import importlib.util
 import inspect
-import json
 import queue
 import re
-import select
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,8 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl import environments
-from tpu_rl.errors import InputError, MachineError, TpuRlError
+from tpu_rl import environments, reward_process
+from tpu_rl.errors import InputError, MachineError
+from tpu_rl.reward_process import RewardFailure, as_number, did_you_mean, load_function, shorten
+from tpu_rl.reward_workers import IsolatedReward, RewardLimits, Worker
+
+DEFAULT_LIMITS = RewardLimits()
 
 Reward = Callable[..., Sequence[Any]]
 """fn(prompts, completions, **columns) -> a float or None for each completion; an exception in a completion's place is
@@ -43,6 +41,8 @@ class RewardFault:
     function: str
     row: int
     message: str
+    frames: str = ""
+    """The traceback through the user's code, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def score(
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
-    max_fault_share: float = 0.5,
+    max_fault_share: float = DEFAULT_LIMITS.fault_share,
 ) -> Scores:
     """The rewards of N completions by each function and in total.
 
@@ -87,15 +87,18 @@ def score(
         first = faults[0]
         raise InputError(
             f"reward functions fail on {len(faulty)} of {len(completions)} completions",
-            where=f"{first.function}, first on row {first.row}: {_shorten(completions[first.row])}",
-            why=first.message,
-            fix="repair the function; return None for what should not be scored",
+            where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
+            why=f"{first.message}\n{textwrap.indent(first.frames.rstrip(), '    ')}".rstrip(),
+            fix="repair the function; return None for what should not be scored; limits: --reward-limits",
         )
     return Scores(totals, parts, faults)
 
 
-def from_path(path: str) -> Reward:
-    """The function that "file.py:function" names. Raises InputError where there is none or its file fails to load."""
+def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
+    """The function that "file.py:function" names, in a process of its own unless `limits` say otherwise.
+
+    Raises InputError where there is none or its file fails to load.
+    """
     file_name, _, name = path.rpartition(":")
     file = Path(file_name).expanduser().absolute()
     if not file_name or not name.isidentifier():
@@ -104,25 +107,8 @@ def from_path(path: str) -> Reward:
         )
     if not file.is_file():
         nearby = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise InputError("no such reward file", where=file_name, fix=_did_you_mean(str(file), nearby))
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise InputError("a reward file is Python source and ends in .py", where=file_name)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    # It is the user's program: it may raise anything.
-    except Exception as error:
-        raise InputError("the reward file does not load", where=_user_line(error, file), why=_describe(error)) from None
-    members = vars(module)
-    if not callable(members.get(name)):
-        functions = [key for key, value in members.items() if inspect.isfunction(value)]
-        raise InputError(
-            f"no function {name!r} in the reward file",
-            where=f"{file_name} defines {', '.join(functions) or 'no function'}",
-            fix=_did_you_mean(name, functions),
-        )
-    return members[name]
+        raise InputError("no such reward file", where=file_name, fix=did_you_mean(str(file), nearby))
+    return IsolatedReward(path, limits) if limits.isolate else load_function(path)
 
 
 # --- built-in verifiers ------------------------------------------------------------------------------------------
@@ -157,31 +143,32 @@ def gsm8k(prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequenc
     del prompts
     truths = [final_number(str(text)) if "####" in str(text) else read_number(str(text)) for text in answer]
     if None in truths:
-        raise ValueError(f"the ground truth {_shorten(answer[truths.index(None)])} holds no number")
+        raise ValueError(f"the ground truth {shorten(answer[truths.index(None)])} holds no number")
     found = [final_number(text_of(completion)) for completion in completions]
     return [float(number == truth) for number, truth in zip(found, truths, strict=True)]
 
 
 def math_equivalent(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
-) -> list[float | Exception]:
+) -> list[Any | RewardFailure]:
     """1 where math-verify finds the completion's answer equal to the ground truth (LaTeX or plain), else 0.
 
     Runs in processes of its own that are killed when an answer keeps one busy past the deadline: a fault of that row.
     Raises MachineError where math-verify is not installed.
     """
     del prompts
-    verifiers = _verifiers()
+    threads, verifiers = _verifiers()
 
-    def verdict(truth: Any, completion: Any) -> float | Exception:
+    def verdict(truth: Any, completion: Any) -> Any:
         verifier = verifiers.get()
         try:
-            return verifier.ask(str(truth), text_of(completion))
+            arguments = {"completions": [text_of(completion)], "answer": [str(truth)]}
+            found = verifier.ask(arguments, 1, VERDICT_SECONDS)
         finally:
             verifiers.put(verifier)
+        return found if isinstance(found, RewardFailure) else found[0]
 
-    with ThreadPoolExecutor(VERIFIERS) as threads:
-        return list(threads.map(verdict, answer, completions))
+    return list(threads.map(verdict, answer, completions))
 
 
 BUILTIN: dict[str, Reward] = {
@@ -251,20 +238,20 @@ def _score_one(
 ) -> tuple[np.ndarray, list[RewardFault]]:
     """One function's values [N] float32, NaN where unscored, and its faults."""
     values = _call(function, prompts, completions, columns)
-    if isinstance(values, str):
+    if isinstance(values, RewardFailure):
         values = []
         for i in range(len(completions)):
             row = {key: [column[i]] for key, column in columns.items()}
             answer = _call(function, [prompts[i]], [completions[i]], row)
-            values.append(RuntimeError(answer) if isinstance(answer, str) else answer[0])
+            values.append(answer if isinstance(answer, RewardFailure) else answer[0])
     numbers = np.full(len(completions), np.nan, np.float32)
     faults = []
     for i, value in enumerate(values):
         if value is None:
             continue
-        number = _number(value)
+        number = as_number(value)
         if isinstance(number, str):
-            faults.append(RewardFault(name, i, number))
+            faults.append(RewardFault(name, i, number, value.frames if isinstance(value, RewardFailure) else ""))
         else:
             numbers[i] = number
     return numbers, faults
@@ -272,38 +259,13 @@ def _score_one(
 
 def _call(
     function: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
-) -> list[Any] | str:
+) -> list[Any] | RewardFailure:
     """The function's list, or what is wrong with it."""
     arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
     accepted = _parameters(function)
     if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
         arguments = {p.name: arguments[p.name] for p in accepted if p.name in arguments}
-    try:
-        values = function(**arguments)
-    except TpuRlError:
-        raise
-    # It is the user's program: it may raise anything, and the run must go on.
-    except (Exception, SystemExit) as error:
-        return f"{_describe(error)} ({_last_line(error)})"
-    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
-        return f"it returned {_shorten(values)} and not a list of numbers"
-    values = list(values)
-    if len(values) != len(completions):
-        return f"it returned {len(values)} values for {len(completions)} completions"
-    return values
-
-
-def _number(value: Any) -> float | str:
-    """The value as a finite float, or what is wrong with it."""
-    if isinstance(value, Exception):
-        return str(value)
-    if isinstance(value, (str, bytes)):
-        return f"it returned {_shorten(value)} and not a number"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return f"it returned {_shorten(value)} and not a number"
-    return number if abs(number) <= float(np.finfo(np.float32).max) else f"it returned {number}, beyond a float32"
+    return reward_process.call(function, arguments, len(completions))
 
 
 def _require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
@@ -316,7 +278,7 @@ def _require_columns(name: str, function: Reward, columns: Mapping[str, Sequence
             raise InputError(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
-                fix=_did_you_mean(parameter.name, list(columns)),
+                fix=did_you_mean(parameter.name, list(columns)),
             )
 
 
@@ -328,112 +290,26 @@ def _parameters(function: Reward) -> list[inspect.Parameter] | None:
         return None
 
 
-def _user_line(error: BaseException, file: Path) -> str:
-    """The last line of the user's file in the error's traceback; a syntax error knows its own."""
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f"{file}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"{file}:{lines[-1]}" if lines else str(file)
-
-
-def _last_line(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _did_you_mean(name: str, candidates: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, candidates, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""
-
-
 # --- math-verify in processes that can be killed -----------------------------------------------------------------
 
 VERIFIERS = 4
 VERDICT_SECONDS = 10.0
 
-# Reads [truth, answer] and writes true, false or a complaint, one JSON value a line. math-verify can hang inside big
-# integers, where neither its own time-out nor a Python signal handler gets a turn: a profiling timer without a handler
-# ends the process from outside Python, so that none outlives a parent that was killed.
-_VERIFIER_PROGRAM = """
-import json, os, signal, sys
-seconds = float(sys.argv[1])
-replies = os.fdopen(os.dup(1), "w")
-sys.stdout = sys.stderr
-from math_verify import parse, verify
-print("ready", file=replies, flush=True)
-for line in sys.stdin:
-    truth, answer = json.loads(line)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    gold = parse(truth) or parse(f"${truth}$")
-    reply = verify(gold, parse(answer)) if gold else f"the ground truth {truth!r} holds no answer"
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    print(json.dumps(reply), file=replies, flush=True)
-"""
-
-
-class _Verifier:
-    """One math-verify process, started when first asked and again after it had to be killed."""
-
-    def __init__(self):
-        self.process: subprocess.Popen[str] | None = None
-
-    def ask(self, truth: str, answer: str) -> float | Exception:
-        """1 or 0, or the exception that stands for no verdict."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = _start_verifier()
-        print(json.dumps([truth, answer]), file=self.process.stdin, flush=True)
-        reply = _read_line(self.process, 2 * VERDICT_SECONDS)
-        if not reply:
-            self.stop()
-            return TimeoutError(f"math-verify gave no verdict within {VERDICT_SECONDS:g} s")
-        verdict = json.loads(reply)
-        return ValueError(verdict) if isinstance(verdict, str) else float(verdict)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-
-def _start_verifier() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _VERIFIER_PROGRAM, str(VERDICT_SECONDS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    if _read_line(process, 120) != "ready\n":
-        process.kill()
-        raise MachineError("math-verify does not start", fix='reinstall it: pip install "tpu_rl[math]"')
-    return process
-
-
-def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
-    """One line, or "" where none came in time or the process ended."""
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], seconds)
-    return process.stdout.readline() if ready else ""
-
 
 @functools.cache
-def _verifiers() -> queue.SimpleQueue[_Verifier]:
-    """The idle verifiers, shared by the whole program and ended with it."""
+def _verifiers() -> tuple[ThreadPoolExecutor, queue.SimpleQueue[Worker]]:
+    """The idle verifiers and the threads that ask them, shared by the whole program and ended with it: math-verify can
+    hang inside big integers, where neither its own time-out nor a Python signal handler gets a turn."""
     if importlib.util.find_spec("math_verify") is None:
         raise MachineError("math-verify is not installed", fix='pip install "tpu_rl[math]"')
-    idle: queue.SimpleQueue[_Verifier] = queue.SimpleQueue()
-    for _ in range(VERIFIERS):
-        verifier = _Verifier()
-        atexit.register(verifier.stop)
-        idle.put(verifier)
-    return idle
+    # A worker lives no longer than the thread that starts it: these live as long as the program.
+    threads = ThreadPoolExecutor(VERIFIERS)
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    path = f"{Path(__file__).with_name('math_verdicts.py')}:equivalent"
+    try:
+        for worker in threads.map(lambda _: Worker(path), range(VERIFIERS)):
+            idle.put(worker)
+    except InputError as error:
+        fix = 'reinstall it: pip install "tpu_rl[math]"'
+        raise MachineError("math-verify does not start", why=error.why, fix=fix) from None
+    return threads, idle

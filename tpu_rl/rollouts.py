@@ -61,6 +61,7 @@ def roll_out(
     tokenizer: Tokenizer,
     reward_functions: dict[str, rewards.Reward],
     max_prompt_tokens: int,
+    max_fault_share: float = rewards.DEFAULT_LIMITS.fault_share,
 ) -> Scored:
     """Completions of each row's prompt, scored; with no reward functions, all of them with zero.
 
@@ -78,7 +79,9 @@ def roll_out(
     ]
     columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
     if reward_functions:
-        scores = rewards.score(reward_functions, [row["prompt"] for row in repeated], completions, columns)
+        scores = rewards.score(
+            reward_functions, [row["prompt"] for row in repeated], completions, columns, max_fault_share
+        )
     else:
         scores = rewards.Scores(np.zeros(len(repeated), np.float32), {}, [])
     return Scored(
