@@ -3,29 +3,33 @@
     python launch/run.py [PRESET] [--flags]      see --help; without a preset: arithmetic_grpo
 
 One step: draw experience -> lay it out in packed rows -> make_batch -> one or more updates -> metrics, and at
-intervals evaluation and checkpoints. The same command on the same run folder goes on where it stopped.
+intervals evaluation and checkpoints. The same command on the same run folder goes on where it stopped. A SIGTERM
+saves the last whole step and ends the run with exit code 75.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax.sharding import Mesh
 
-from launch import build, reward_runs, roles, sources
+from launch import audit, build, preemption, preflight, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
-from launch.machine import peak_memory_bytes, warn_of_unused_accelerators
-from tpu_rl import checkpoint, metrics, models, report, reward_models, training
-from tpu_rl.errors import InputError, TpuRlError
+from launch.machine import peak_memory_bytes
+from launch.preemption import Preempted, Signals
+from launch.signs import Signs
+from tpu_rl import checkpoint, metrics, models, report, reward_models, run_lock, training
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
 INTERRUPTED = 130
@@ -34,16 +38,21 @@ INTERRUPTED = 130
 
 def main(argv: list[str]) -> int:
     try:
+        preflight.refuse_secrets(argv)
         config = configuration.parse(argv)
         if config.dry_run:
             print_plan(config)
             return 0
-        run_dir = open_run_dir(config)
-        if finished(config, run_dir):
-            print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
-            return 0
-        warn_of_unused_accelerators()
-        run(config, run_dir)
+        with preemption.watch() as signals, run_lock.hold(Path(config.run_dir)):
+            run_dir = open_run_dir(config)
+            if finished(config, run_dir):
+                print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
+                return 0
+            preflight.prepare(config)
+            run(config, run_dir, signals)
+    except Preempted as stop:
+        print(f"{stop}\n  to go on: python launch/run.py {shlex.join(argv)}", file=sys.stderr)
+        return stop.code
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -100,41 +109,81 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
     return Parts(setup.mesh, jax.jit(algorithm.make_batch), update, source, evaluate), state
 
 
-def run(config: ExperimentConfig, run_dir: Path) -> None:
+def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
     """The loop. A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once."""
     began = time.perf_counter()
     mesh = build.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         setup, params = build.make_setup(config, run_dir, mesh)
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
-        newest = checkpoints.latest()
-        done = -1 if newest is None else newest
-        if done > config.steps:
-            fix = f"use --steps {done} or more"
-            raise InputError(f"the run has taken {done} steps already", where="--steps", fix=fix)
+        done, seconds, begun = resume(setup, checkpoints, params)
+        began, saved, signs = began - seconds, done, Signs()
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             for stage in config.stages:
                 if done > stage.last:
                     continue
-                parts, state = compose(setup, stage, params)
-                if stage.first <= done:
-                    state, seconds = restore(checkpoints, done, state, parts.source)
-                    began -= seconds
+                parts, state = begun.pop(stage.index, None) or compose(setup, stage, params)
                 if done < 0:
                     sink.write(0, build.before(setup, stage, parts.evaluate)(state.params, True))
                 for step in range(max(done + 1, stage.first), stage.last + 1):
+                    if signals.requested():
+                        leave(checkpoints, step - 1, saved, state, parts.source, began)
                     state, row, records = learn(config, parts, state, step)
+                    signs.warn(step, row, records)
                     ends, last = step == stage.last, step == config.steps
                     if last or step % config.evaluation.every == 0:
                         row |= parts.evaluate(state.params, last)
                     sink.write(step, row, records)
                     if ends or step % config.checkpoint_every == 0:
-                        seconds = time.perf_counter() - began
-                        checkpoints.save(step, state, {"data": parts.source.get_state(), "seconds": seconds})
+                        save(checkpoints, step, state, parts.source, began, wait=ends)
+                        saved = step
                 params, done = state.params, max(done, stage.last)
         checkpoints.close()
         save_models(setup, params)
+        audit.audit_run(setup, params)
         finish(run_dir, config, params, time.perf_counter() - began)
+
+
+def resume(
+    setup: sources.Setup, checkpoints: checkpoint.Checkpoints, params: Params
+) -> tuple[int, float, dict[int, tuple[Parts, TrainState]]]:
+    """(step, seconds spent, {its stage's index: parts and state}) of the newest whole checkpoint; of none -1, 0, {}.
+
+    A damaged one is set aside, aloud.
+    """
+    while (step := checkpoints.latest()) is not None:
+        if step > setup.config.steps:
+            fix = f"use --steps {step} or more"
+            raise InputError(f"the run has taken {step} steps already", where="--steps", fix=fix)
+        stage = next(stage for stage in setup.config.stages if step <= stage.last)
+        parts, state = compose(setup, stage, params)
+        try:
+            state, extra = checkpoints.restore(step, checkpoint.abstract(state))
+        except DamagedDataError as error:
+            place = checkpoints.set_aside(step)
+            print(f"warning: {error.what} It is set aside as {place}. {error.why}", file=sys.stderr)
+            continue
+        parts.source.set_state(extra["data"])
+        print(f"resumed at step {step} (digest ok)")
+        return step, extra["seconds"], {stage.index: (parts, state)}
+    return -1, 0.0, {}
+
+
+def save(
+    checkpoints: checkpoint.Checkpoints, step: int, state: TrainState, source: sources.Source, began: float, wait: bool
+) -> None:
+    extra = {"data": source.get_state(), "seconds": time.perf_counter() - began}
+    checkpoints.save(step, state, extra, wait)
+
+
+def leave(
+    checkpoints: checkpoint.Checkpoints, step: int, saved: int, state: TrainState, source: sources.Source, began: float
+) -> NoReturn:
+    """End the run before its time, with its last whole step saved; of a run without any there is nothing to save."""
+    if step > max(saved, 0):
+        save(checkpoints, step, state, source, began, wait=True)
+    checkpoints.close()
+    raise Preempted(f"pre-empted: step {step} is saved" if step else "pre-empted before the first step")
 
 
 def learn(
@@ -162,16 +211,6 @@ def learn(
         "perf/peak_memory": peak_memory_bytes(),
     }
     return state, row, drawn.records
-
-
-def restore(
-    checkpoints: checkpoint.Checkpoints, step: int, state: TrainState, source: sources.Source
-) -> tuple[TrainState, float]:
-    """(state, seconds spent) at a checkpoint; the source goes to its place too."""
-    state, extra = checkpoints.restore(step, checkpoint.abstract(state))
-    source.set_state(extra["data"])
-    print(f"resumed at step {step} (digest ok)")
-    return state, extra["seconds"]
 
 
 def save_models(setup: sources.Setup, params: Params) -> None:

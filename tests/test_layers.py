@@ -36,6 +36,7 @@ ALLOWED = {
     "optimizers": STATE,
     "processes": set(),
     "manifests": set(),
+    "run_lock": {"errors"},
     "digests": set(),
     "checkpoint": STATE | {"processes", "manifests", "digests"},
     "data": STATE | {"row_files"},

@@ -1,0 +1,90 @@
+"""SIGTERM, which machines that are about to be taken away send: the run saves its last whole step and ends.
+
+Python runs handlers of its own between two bytecodes only, and so not while a program compiles or runs on the device.
+The kernel's side of `signal.set_wakeup_fd` does not wait for that: a thread reads there what came.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tpu_rl import processes
+from tpu_rl.errors import TpuRlError
+
+AT_ONCE = 128 + signal.SIGTERM
+"""Exit code after a second SIGTERM: what shells call a process that it ended."""
+
+
+class Preempted(TpuRlError):
+    """A SIGTERM ended the run; what it had done is saved. 75 tells schedulers to try again (EX_TEMPFAIL)."""
+
+    code = 75
+
+
+class Signals:
+    """What came in so far."""
+
+    def __init__(self):
+        self.terminate = threading.Event()
+
+    def requested(self) -> bool:
+        """Whether any process of the run was told to end. All of them ask at the border of the same step."""
+        return processes.any_of(self.terminate.is_set())
+
+
+@contextmanager
+def watch() -> Iterator[Signals]:
+    """From here on a SIGTERM is only noted; a second one ends the process at once. Only the main thread can watch."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    reader = threading.Thread(target=_read, args=(reading, signals), name="signals", daemon=True)
+    reader.start()
+    handler_before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    _watched.append(os.getpid())
+    try:
+        yield signals
+    finally:
+        _watched.pop()
+        signal.set_wakeup_fd(wakeup_before)
+        signal.signal(signal.SIGTERM, handler_before)
+        writing.close()
+        reader.join()
+        reading.close()
+
+
+def _read(reading: socket.socket, signals: Signals) -> None:
+    """Note each SIGTERM until the other end is closed."""
+    while received := reading.recv(1):
+        if received[0] != signal.SIGTERM:
+            continue
+        if signals.terminate.is_set():
+            os.write(2, b"SIGTERM again: ended at once\n")
+            os._exit(AT_ONCE)
+        signals.terminate.set()
+        print("SIGTERM: the run ends, saved, after this step; a second one ends it at once", file=sys.stderr)
+
+
+_watched: list[int] = []
+"""Process ids that watch: this one, or none."""
+
+
+def _let_go_in_child() -> None:
+    """A forked child has the parent's socket and handler: its own SIGTERM ends it, and is not taken for theirs."""
+    if _watched:
+        _watched.clear()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
