@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *ROUNDS], default=[*ARMS, *ROUNDS])
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--problems", type=int, default=500, help="held out, that the sweep answers")
     parser.add_argument("--coefficients", type=float, nargs="+", default=COEFFICIENTS)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="rows decoded at once, for --speed")
@@ -170,7 +171,15 @@ def main() -> None:
     for arm in flags.arms:
         for seed in flags.seeds:
             one = configured(arm, seed, flags.to)
-            summary, found = trained(one), swept(one, flags.samples, ["cd"], flags.coefficients)
+            summary, found = (
+                trained(one),
+                swept(
+                    replace(one, evaluation=replace(one.evaluation, rows=flags.problems)),
+                    flags.samples,
+                    ["cd"],
+                    flags.coefficients,
+                ),
+            )
             print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
             show(found, flags.samples)
             pairs = ", ".join(f"{kl:.2f}: {100 * q:.1f} / {100 * cd:.1f}" for kl, q, cd in matched(found["lines"]))

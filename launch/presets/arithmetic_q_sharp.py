@@ -13,7 +13,7 @@ from launch.presets import arithmetic_grpo
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.optimizers import OptimizerConfig
 
-Q_SHARP = QSharpConfig(layers=1, prompts=256)
+Q_SHARP = QSharpConfig(layers=1, prompts=256, candidates=8)
 
 CONFIG = replace(
     arithmetic_grpo.CONFIG,
