@@ -39,6 +39,7 @@ setup(
         "jinja2>=3.1",  # transformers needs it for chat templates and does not pull it in
         "tyro>=1.0",
         "PyYAML",
+        "packaging",
         "rich",
         "tensorboardX>=2.6",
         "matplotlib>=3.9",
