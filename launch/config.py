@@ -173,6 +173,8 @@ class ExperimentConfig:
     wandb: bool = False
     dry_run: bool = False
     """Print what would run, and stop."""
+    accept_dataset_change: bool = False
+    """Go on with data other than those that the run began with; the run folder keeps a record of it."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -319,6 +321,7 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
+MAY_CHANGE += ("accept_dataset_change",)
 """What a run may be continued with: where it lies, what it writes when, what its rewards may take, and, at a constant
 rate, how long it is."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from launch import dataset_changes
 from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
 from tpu_rl import data, environments, rollouts
@@ -19,7 +20,7 @@ def make_stream(config: ExperimentConfig, stage: Stage, lang: Language, batch: i
     rows = train_rows(config, needs)
     if isinstance(rows, list) and needs.experience is not Demonstrations and "prompt" in rows[0]:
         rows = that_fit(config, lang, rows)
-    return data.stream(rows, config.seed, batch or config.batch.prompts)
+    return dataset_changes.stream(config, needs, rows, batch or config.batch.prompts)
 
 
 def that_fit(config: ExperimentConfig, lang: Language, rows: list[data.Row]) -> list[data.Row]:

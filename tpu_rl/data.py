@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +93,12 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
+def row_digests(rows: Sequence[Row]) -> np.ndarray:
+    """[rows] uint64: 64 bits of a hash of each row, whatever the order of its columns."""
+    texts = (json.dumps(row, sort_keys=True, default=repr).encode() for row in rows)
+    return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), "<u8")
+
+
 class RowStream:
     """Batches of rows, (row_ids, rows), in an order that is a function of the seed; its state is its position.
 
@@ -100,10 +106,11 @@ class RowStream:
     row 3 of the first. Build with `stream`.
     """
 
-    def __init__(self, batches: Any, batch_size: int, identity: dict[str, Any]):
+    def __init__(self, batches: Any, batch_size: int, identity: dict[str, Any], accepted: Collection[str] = ()):
         self._batches = batches
         self._batch_size = batch_size
         self._identity = identity
+        self._accepted = accepted
 
     def __iter__(self) -> RowStream:
         return self
@@ -118,9 +125,11 @@ class RowStream:
         return {**self._identity, "next_batch": self._batches.get_state()["next_index"]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a saved position. Raises InputError where that is one in another stream."""
+        """Goes to a saved position. Raises InputError where that is one in another stream, but for accepted rows."""
         if not isinstance(state, dict) or state.keys() != self.get_state().keys():
             raise DamagedDataError("this is no position in a data stream", where=repr(state)[:120])
+        if state["fingerprint"] in self._accepted:
+            state = state | {name: self._identity[name] for name in ("fingerprint", "rows")}
         for name, ours in self._identity.items():
             if state[name] != ours:
                 raise InputError(
@@ -131,10 +140,18 @@ class RowStream:
         self._batches.set_state({"next_index": state["next_batch"]})
 
 
-def stream(source: Source, seed: int, batch_size: int, shuffle: bool = True, repeat: bool = True) -> RowStream:
+def stream(
+    source: Source,
+    seed: int,
+    batch_size: int,
+    shuffle: bool = True,
+    repeat: bool = True,
+    accepted: Collection[str] = (),
+) -> RowStream:
     """The rows of `source` in batches: shuffled anew each epoch, for ever, unless told otherwise.
 
-    Batches run across the border of epochs; without `repeat` the last one may be short.
+    Batches run across the border of epochs; without `repeat` the last one may be short. A position that was saved with
+    rows of an `accepted` fingerprint is taken as one in these rows.
     """
     import grain
 
@@ -158,7 +175,7 @@ def stream(source: Source, seed: int, batch_size: int, shuffle: bool = True, rep
         "batch_size": batch_size,
         "shuffle": shuffle,
     }
-    return RowStream(batches, batch_size, identity)
+    return RowStream(batches, batch_size, identity, accepted)
 
 
 # --- demonstrations ----------------------------------------------------------------------------------------------
