@@ -28,6 +28,7 @@ from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes
 from launch.preemption import Preempted, Signals
 from launch.signs import Signs
+from launch.skips import Skips
 from tpu_rl import checkpoint, metrics, models, report, reward_models, run_lock, training
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
 from tpu_rl.types import Params, TrainState
@@ -106,7 +107,7 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
     params = build.forget(setup, stage, params)
     evaluate = build.evaluator(setup, stage, algorithm, params)
     state, update = build.learner(setup, stage, algorithm, params)
-    return Parts(setup.mesh, jax.jit(algorithm.make_batch), update, source, evaluate), state
+    return Parts(setup.mesh, training.make_batch_step(algorithm), update, source, evaluate), state
 
 
 def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
@@ -119,6 +120,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
         done, seconds, begun = resume(setup, checkpoints, params)
         began, saved, signs = began - seconds, done, Signs()
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
+            skips = Skips(run_dir, setup.language.tokenizer)
             for stage in config.stages:
                 if done > stage.last:
                     continue
@@ -128,13 +130,14 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     if signals.requested():
                         leave(checkpoints, step - 1, saved, state, parts.source, began)
-                    state, row, records = learn(config, parts, state, step)
-                    signs.warn(step, row, records)
+                    state, row, drawn = learn(config, parts, state, step)
+                    signs.warn(step, row, drawn.records)
+                    state = skips.after(step, stage, state, row, drawn, checkpoints)
                     ends, last = step == stage.last, step == config.steps
                     if last or step % config.evaluation.every == 0:
                         row |= parts.evaluate(state.params, last)
-                    sink.write(step, row, records)
-                    if ends or step % config.checkpoint_every == 0:
+                    sink.write(step, row, drawn.records)
+                    if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
                         save(checkpoints, step, state, parts.source, began, wait=ends)
                         saved = step
                 params, done = state.params, max(done, stage.last)
@@ -188,8 +191,8 @@ def leave(
 
 def learn(
     config: ExperimentConfig, parts: Parts, state: TrainState, step: int
-) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """One step of the run -> (state, metrics row, samples)."""
+) -> tuple[TrainState, dict[str, float], sources.Drawn]:
+    """One step of the run -> (state, metrics row, what was drawn)."""
     began = time.perf_counter()
     drawn = parts.source.draw(step, state)
     for warning in drawn.warnings:
@@ -210,7 +213,7 @@ def learn(
         "perf/train_tokens_per_second": int(experience.data.action_mask.sum()) / (ended - update_began),
         "perf/peak_memory": peak_memory_bytes(),
     }
-    return state, row, drawn.records
+    return state, row, drawn
 
 
 def save_models(setup: sources.Setup, params: Params) -> None:

@@ -300,6 +300,46 @@ def test_a_step_that_is_not_finite_changes_no_bit():
         assert_same_bits(state, before)
 
 
+NOT_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize("of", ["rewards", "log_probs"])
+def test_no_number_of_a_rollout_that_is_not_finite_moves_a_bit(of, kind):
+    """Advantages are made of rewards; of a clipped ratio an infinite log-prob leaves loss and gradient finite."""
+    algorithm, data = CASES["grpo"]
+    spoiled = np.array(getattr(data, of))
+    row = int(np.flatnonzero(np.asarray(data.action_mask).any(1))[0])
+    spoiled[row, np.flatnonzero(np.asarray(data.action_mask)[row])[0]] = NOT_FINITE[kind]
+    make_batch = make_batch_step("grpo")
+    params = tiny.init_params(MODEL)
+    spoiled_data = data.replace(**{of: jnp.asarray(spoiled)})
+    batch = training.minibatch(make_batch(tiny.experience(spoiled_data), params, ())[0], 0)
+    state = initial_state(algorithm)
+    before = jax.tree.map(np.asarray, copied(state))
+    state, metrics = update_step("grpo")(state, batch)
+    assert measured(metrics)["optim/skipped"] == 1.0
+    assert_same_bits(state, before)
+
+
+@functools.cache
+def make_batch_step(name: str) -> Any:
+    return training.make_batch_step(CASES[name][0])
+
+
+def test_an_algorithm_state_that_is_not_finite_is_not_taken_over():
+    def make_batch(experience: jax.Array, params: Any, state: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        return experience, {"mean": 0.5 * (state["mean"] + experience.sum()), "count": state["count"] + 1}
+
+    step = training.make_batch_step(SQUARES._replace(make_batch=make_batch))
+    state = {"mean": jnp.ones(()), "count": jnp.zeros((), jnp.int32)}
+    _, state = step(jnp.ones(3), {}, state)
+    assert (float(state["mean"]), int(state["count"])) == (2.0, 1)
+    for value in NOT_FINITE.values():
+        _, state = step(jnp.array([1.0, value, 1.0]), {}, state)
+        assert (float(state["mean"]), int(state["count"])) == (2.0, 1)
+
+
 # --- pieces --------------------------------------------------------------------------------------------------------
 
 

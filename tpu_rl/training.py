@@ -1,7 +1,7 @@
 """The one update step that serves every algorithm.
 
 It splits the params into trainable and frozen leaves by path, differentiates the trainable ones, scans micro-batches,
-applies optax and returns a new TrainState. A step whose loss or gradient is not finite changes no bit of it.
+applies optax and returns a new TrainState. A step whose batch, loss or gradient is not finite changes no bit of it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,30 @@ def replicated(params: Params) -> Sharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 
+def make_batch_step(algorithm: Algorithm) -> Callable[..., tuple[Any, Any]]:
+    """The algorithm's make_batch, jitted. Experience that is not finite makes a batch that is not, which no update
+    learns from: an algorithm may take NaN for a group of equal rewards. Nor does it change the algorithm's state.
+    """
+
+    def make_batch(experience: Any, params: Params, state: Any) -> tuple[Any, Any]:
+        batch, new_state = algorithm.make_batch(experience, params, state)
+        usable = all_finite(experience)
+        kept = usable & all_finite(new_state)
+
+        def mark(leaf: Array) -> Array:
+            return jnp.where(usable, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+
+        return jax.tree.map(mark, batch), jax.tree.map(lambda new, old: jnp.where(kept, new, old), new_state, state)
+
+    return jax.jit(make_batch)
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether every number of a tree is finite: [] bool."""
+    numbers = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.ones((), bool), *(jnp.isfinite(leaf).all() for leaf in numbers)]).all()
+
+
 def minibatch(batch: Any, index: int) -> Any:
     """The [K, R, S] slice of a [M, K, R, S] batch that one optimizer step learns from."""
     return jax.tree.map(lambda x: x[index], batch)
@@ -158,7 +182,8 @@ def make_update_step(
         loss, metrics, gradients = accumulate(algorithm, chosen, frozen, batch)
         norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, chosen)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # A clipped ratio may hide an infinite log-prob from loss and gradient: the batch is looked at, too.
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & all_finite(batch)
         one = jnp.ones(())
         metrics = add_up(metrics) | {
             "optim/loss": Sum(loss, one),
