@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -92,24 +92,53 @@ def given_pairs(setup: Setup, stage: Stage, params: Params) -> Source:
     return Source(draw, stream.get_state, stream.set_state)
 
 
-def rows_that_fit(setup: Setup) -> tuple[list[data.Row], list[data.Row]]:
-    """(training rows, held-out rows), numbered through in the column `row`; how many are too long, is said.
+class Sifted(NamedTuple):
+    """Rows are numbered through, from 0, the training rows first, in the column `row`."""
 
-    What decides between two solutions often stands at their end, so none is cut.
-    """
+    train: list[data.Row]
+    held_out: list[data.Row]
+    dropped: list[tuple[data.Row, str]]
+    """The others, and why."""
+    given: int
+    fingerprint: str
+    """Of all rows as they were given."""
+
+    @property
+    def whys(self) -> list[str]:
+        return sorted({why for _, why in self.dropped})
+
+
+def rows_that_fit(setup: Setup) -> tuple[list[data.Row], list[data.Row]]:
+    """(training rows, held-out rows), numbered through in the column `row`; how many were dropped, is said."""
+    found = sift(setup)
+    for why in found.whys:
+        count = sum(reason == why for _, reason in found.dropped)
+        print(f"warning: {count} of {found.given} pairs dropped: {why}", file=sys.stderr)
+    if not found.train:
+        where = "--data.path, --sampling.max-new-tokens, --batch.row-length"
+        raise InputError("no pair is left", where=where, why="; ".join(found.whys))
+    return found.train, found.held_out
+
+
+def sift(setup: Setup) -> Sifted:
+    """The rows that can be learned from. What decides between two solutions often stands at their end: none is cut."""
     config, tokenizer = setup.config, setup.language.tokenizer
     if not isinstance(config.data, FileData):
         fix = "give --data.path with columns prompt, chosen, rejected, or sample them: --algorithm.pairs reference"
         raise InputError("these data hold no pairs", where="--algorithm.pairs", fix=fix)
     train, held_out = dataset.file_rows(config, config.data, config.algorithm.needs)
-    fit = [fits(config, tokenizer, row) for row in [*train, *held_out]]
-    if not any(fit[: len(train)]):
-        raise InputError("no pair is short enough", where="--sampling.max-new-tokens, --batch.row-length")
-    if not all(fit):
-        print(f"warning: {fit.count(False)} of {len(fit)} pairs dropped: they are too long", file=sys.stderr)
+    whys = [why_dropped(config, tokenizer, row) for row in [*train, *held_out]]
     numbered = [row | {"row": i} for i, row in enumerate([*train, *held_out])]
-    kept = [(row, i < len(train)) for i, (row, ok) in enumerate(zip(numbered, fit, strict=True)) if ok]
-    return [row for row, first in kept if first], [row for row, first in kept if not first]
+    first, last = numbered[: len(train)], numbered[len(train) :]
+    first, last = ([row for row in part if not whys[row["row"]]] for part in (first, last))
+    dropped = [(row, why) for row, why in zip(numbered, whys, strict=True) if why]
+    return Sifted(first, last, dropped, len(numbered), data.fingerprint([*train, *held_out]))
+
+
+def why_dropped(config: ExperimentConfig, tokenizer: Any, row: data.Row) -> str:
+    if "chosen" in row and row["chosen"] == row["rejected"]:
+        return "both completions are the same"
+    return "" if fits(config, tokenizer, row) else "they are too long"
 
 
 def fits(config: ExperimentConfig, tokenizer: Any, row: data.Row) -> bool:
@@ -126,21 +155,40 @@ def fits(config: ExperimentConfig, tokenizer: Any, row: data.Row) -> bool:
 
 def referenced(setup: Setup, stage: Stage, params: Params, every: list[data.Row]) -> Referenced:
     """Some of `every` row -> their pairs, with the log-probs of the reference if the algorithm wants the data's."""
-    length = setup.config.sampling.max_prompt_tokens + setup.config.sampling.max_new_tokens
-    plain = partial(data.pairs, tokenizer=setup.language.tokenizer, max_length=length)
+    plain = without_log_probs(setup)
     if not stage.algorithm.needs.reference_log_probs:
         return plain
+    return joined(plain, every, cached_log_probs(setup, stage, params, every, plain))
+
+
+def with_kept_log_probs(setup: Setup, stage: Stage, every: list[data.Row]) -> Referenced:
+    """The same, with what the stage keeps in the run folder."""
+    plain = without_log_probs(setup)
+    if not stage.algorithm.needs.reference_log_probs:
+        return plain
+    return joined(plain, every, read_log_probs(log_probs_path(setup, stage))[1])
+
+
+def without_log_probs(setup: Setup) -> Referenced:
+    length = setup.config.sampling.max_prompt_tokens + setup.config.sampling.max_new_tokens
+    return partial(data.pairs, tokenizer=setup.language.tokenizer, max_length=length)
+
+
+def joined(plain: Referenced, every: list[data.Row], kept: list[list[np.ndarray]]) -> Referenced:
     numbers = {row["row"]: i for i, row in enumerate(every)}
-    cached = cached_log_probs(setup, stage, params, every, plain)
 
     def pairs_of(rows: list[data.Row]) -> Pairs:
         pairs = plain(rows)
-        values = [value for row in rows for value in cached[numbers[row["row"]]]]
+        values = [value for row in rows for value in kept[numbers[row["row"]]]]
         log_probs = np.zeros(pairs.action_mask.shape, np.float32)
         log_probs[pairs.action_mask] = np.concatenate(values)
         return replace(pairs, reference_log_probs=log_probs)
 
     return pairs_of
+
+
+def log_probs_path(setup: Setup, stage: Stage) -> Path:
+    return setup.run_dir / f"reference_log_probs_{stage.index}.npz"
 
 
 def cached_log_probs(
@@ -151,7 +199,7 @@ def cached_log_probs(
     The reference is the role of that name, or else the policy as the stage finds it. Of a run's first stage that is
     known; a run that is resumed inside a later one finds other params, and trusts what is kept.
     """
-    path = setup.run_dir / f"reference_log_probs_{stage.index}.npz"
+    path = log_probs_path(setup, stage)
     role = "reference" if "reference" in stage.algorithm.roles else "policy"
     identity = {"data": data.fingerprint(rows), "model": checkpoint.digest(params[role])}
     found = read_log_probs(path) if path.exists() else None
