@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tpu_rl import tokenizers
+from tpu_rl import chat_templates, tokenizers
 from tpu_rl.errors import InputError
 
 TEMPLATE = (
@@ -139,13 +139,21 @@ def test_control_tokens_in_messages_stay_text_for_bytes_too(tmp_path):
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
         ("{{ 'a' * 4000000000 }}", "MiB of memory"),
+        (
+            "{% if messages|length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+            "{% endif %}",
+            "more than 1 s",
+        ),
     ],
 )
 def test_template_bombs_are_refused(letters, monkeypatch, template, why):
-    monkeypatch.setattr(tokenizers, "TEMPLATE_CPU_SECONDS", 1)
+    monkeypatch.setattr(chat_templates, "CPU_SECONDS", 1)
+    bomb = dataclasses.replace(letters, chat_template=template)
     with pytest.raises(InputError, match="does not come to an end") as error:
-        dataclasses.replace(letters, chat_template=template).render([{"role": "user", "content": "a"}])
+        bomb.render([{"role": "user", "content": "a"}] * 2)
     assert why in error.value.why
+    # The next conversation has a process again.
+    assert letters.render([{"role": "user", "content": "a"}])
 
 
 BROKEN_TEMPLATES = {
@@ -153,6 +161,8 @@ BROKEN_TEMPLATES = {
     "{{ raise_exception('no system role') }}": "no system role",
     "{{ messages[5].content }}": "UndefinedError",
     "{{ range(10**9) }}": "OverflowError",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "SecurityError",
+    "{% for a in range(4000) %}{{ 'a' * 9999 }}{% endfor %}": "it wrote 39,996,000 characters",
 }
 
 
@@ -160,11 +170,11 @@ BROKEN_TEMPLATES = {
 def test_broken_templates_are_the_users_fault(template, why):
     tokenizer = tokenizers.characters("abc", chat_template=template)
     with pytest.raises(InputError, match="refuses a conversation") as error:
-        tokenizer.backend.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        tokenizer.render([{"role": "user", "content": "a"}])
     assert why in error.value.why
 
 
-def test_a_template_that_refuses_the_probe_is_left_to_speak_for_itself():
+def test_a_template_may_refuse_some_conversations_only():
     template = "{{ raise_exception('no second turn') if messages|length > 1 else messages[0].content }}"
     tokenizer = tokenizers.characters("abc", chat_template=template)
     assert tokenizer.render([{"role": "user", "content": "a"}]) == tokenizer.encode("a")

@@ -13,47 +13,19 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpu_rl import model_files
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl import chat_templates, model_files
+from tpu_rl.errors import InputError
 
 # transformers would say at every start that PyTorch is missing and what it could do with it.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 Message = dict[str, Any]
 """One turn of a conversation: {"role": "user", "content": "..."} and whatever else the chat template reads."""
-
-TEMPLATE_CPU_SECONDS = 5
-TEMPLATE_MEMORY_BYTES = 2**30
-
-_PROBE = [
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "content": "Hello!"},
-    {"role": "user", "content": "How are you?"},
-]
-
-# Renders the probe conversation under hard limits. A fault of the template (exit code 1) is left to the rendering
-# proper, which reports it in full; anything else means that the limits were hit.
-_RENDER_PROBE = """
-import json, math, resource, sys, time
-from transformers.utils.chat_template_utils import render_jinja_template
-template, probe, seconds, memory = json.load(sys.stdin)
-seconds += math.ceil(time.process_time())
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-try:
-    render_jinja_template(conversations=[probe], chat_template=template, add_generation_prompt=True)
-except MemoryError:
-    sys.exit(3)
-"""
 
 
 class Backend(Protocol):
@@ -71,8 +43,9 @@ class Backend(Protocol):
         """Text of ids, control tokens included."""
         ...
 
-    def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        """The chat template's text for a conversation."""
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        """What chat templates call the special tokens -> their texts."""
         ...
 
     def save(self, directory: Path) -> None: ...
@@ -127,16 +100,19 @@ class Tokenizer:
                 fix="use an instruction-tuned checkpoint, or give `prompt` as plain text",
             )
         _require_messages(messages)
-        _require_harmless(self.chat_template)
         texts = "".join(_strings(messages))
         _require_encodable(texts)
         pattern = _alternatives(self.control)
         if not pattern.search(texts):
-            return self.encode(self.backend.render(messages, add_generation_prompt), special=True)
+            return self.encode(self._text_of(messages, add_generation_prompt), special=True)
         # Control tokens spelt in the contents are hidden from the tokenizer behind a character that no content holds.
         mark = next(chr(c) for c in range(0xE000, 0xF900) if chr(c) not in texts)
         hidden = _map_strings(messages, lambda text: pattern.sub(lambda match: f"{mark}{match[0]}{mark}", text))
-        return self._encode_marked(self.backend.render(hidden, add_generation_prompt), mark)
+        return self._encode_marked(self._text_of(hidden, add_generation_prompt), mark)
+
+    def _text_of(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        assert self.chat_template is not None
+        return chat_templates.render(self.chat_template, messages, add_generation_prompt, self.backend.special_texts)
 
     def encode_prompt(self, prompt: str | list[Message]) -> list[int]:
         """Ids that a completion continues: a conversation by the chat template, a text after the usual prefix."""
@@ -255,23 +231,9 @@ class _HuggingFace:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        try:
-            import jinja2
-        except ImportError as error:
-            fix = "pip install jinja2"
-            raise MachineError("chat templates need the package jinja2, which is not installed", fix=fix) from error
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        # Templates are programs of other people: these are the ways in which one can fail on a conversation.
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InputError(
-                "the chat template refuses a conversation",
-                where=f"roles {', '.join(str(message['role']) for message in messages)}",
-                why=f"{type(error).__name__}: {error}",
-            ) from error
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        return self.tokenizer.special_tokens_map
 
     def save(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)
@@ -355,8 +317,9 @@ class _SentencePiece:
                 ordinary.append(i)
         return text + self.processor.decode(ordinary)
 
-    def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        raise InputError("a sentencepiece model has no chat template", where=str(self.file))
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        return {}
 
     def save(self, directory: Path) -> None:
         target = directory / "tokenizer.model"
@@ -500,24 +463,3 @@ def _require_messages(messages: list[Message]) -> None:
                 "a message is an object with `role` and `content`",
                 where=f"message {number}: {json.dumps(message, default=str)[:120]}",
             )
-
-
-@functools.lru_cache
-def _require_harmless(template: str) -> None:
-    """Refuses a chat template that does not finish in time and memory; tried once, in a process that can be killed."""
-    request = json.dumps([template, _PROBE, TEMPLATE_CPU_SECONDS, TEMPLATE_MEMORY_BYTES])
-    command = [sys.executable, "-c", _RENDER_PROBE]
-    try:
-        probe = subprocess.run(command, input=request, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired as error:
-        raise MachineError("the chat template could not be tried within two minutes", fix="try again") from error
-    if probe.returncode not in (0, 1):
-        over_time = probe.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
-        raise InputError(
-            "the chat template does not come to an end",
-            where=repr(template[:80]),
-            why=f"it took more than {TEMPLATE_CPU_SECONDS} s"
-            if over_time
-            else f"it took more than {TEMPLATE_MEMORY_BYTES >> 20} MiB of memory",
-            fix="do not use this checkpoint's template: it may have been made to do harm",
-        )
