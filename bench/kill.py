@@ -1,66 +1,293 @@
-"""kill -9 at random moments, then the same command again: does the run end with the same bits?
+"""Jobs ended at random moments of every phase of a run, then the same command again: are the bits the same at the end?
 
-    python bench/kill.py --to runs/kill [--kills 10] [--seed 0]
+    python bench/kill.py --to runs/kill [--presets arithmetic_grpo=100 arithmetic_ppo=20 ...] [--signal kill|term]
+                         [--phases compile rollout ...] [--seed 0]
 
-A small version of the default run is first left in peace and timed; then, for each kill, the process of a fresh run
-folder is killed at a moment drawn uniformly from that time, and the command is given again.
+Small versions of the presets. Each is first left in peace, twice: the second time, with a warm compilation cache, gives
+the digest, the rows and how long each phase takes. Then, for each kill, a fresh run folder; a phase, in turn; and a
+moment drawn uniformly from its time. `rollout`, `reward` and `update` are places in a random step by the median times
+of the undisturbed run; `save`, `purge` and `export` are entered when their files appear.
+
+Checked at once: verify.py finds no fault, and the checkpoints take no more than (2 + 1.5) times the size of one. After
+a SIGTERM: exit code 75 within 10 s, and the last step in metrics.jsonl is the one saved; or 0, if it had just finished;
+or the signal's own end, before there was a step. Checked at the end: nothing that was saved is lost, and parameters,
+metrics rows and samples are those of the undisturbed run. One JSON line each in TO/kills.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = [
-    sys.executable, str(ROOT / "launch/run.py"), "--steps", "8", "--batch.prompts", "8", "--evaluation.rows", "40",
-    "--evaluation.every", "4", "--checkpoint-every", "2", "--run-dir",
-]  # fmt: skip
+sys.path.insert(0, str(ROOT))
+
+from launch import config, verify  # noqa: E402
+from launch.config import ExperimentConfig, Phase  # noqa: E402
+from tpu_rl.algos import DistillConfig, QSharpConfig  # noqa: E402
+
+STEPS = 8
+DEFAULT = ("arithmetic_grpo", "arithmetic_ppo", "arithmetic_dpo", "arithmetic_q_sharp", "arithmetic_gkd")
+PHASES = ("compile", "rollout", "reward", "update", "save", "purge", "export")
+SECONDS_TO_LEAVE = 10
+MOST_CHECKPOINTS = 3.5
 
 
-def finish(folder: Path) -> tuple[str, list[dict], float]:
-    """Runs to the end -> (digest, metrics rows without times, seconds)."""
-    began = time.monotonic()
-    subprocess.run([*RUN, str(folder)], check=True, stdout=subprocess.DEVNULL)
-    seconds = time.monotonic() - began
-    digest = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["params_digest"]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timeless = [{k: v for k, v in row.items() if not k.startswith(("time", "perf/"))} for row in rows]
-    return digest, timeless, seconds
+def small(name: str, teacher: Path) -> ExperimentConfig:
+    """A version of a preset of seconds: 8 steps, a checkpoint every 2."""
+    one = config.preset(name)
+    changes: dict[str, Any] = {}
+    if isinstance(one.algorithm, QSharpConfig):
+        algorithm = replace(one.algorithm, prompts=16)
+        changes = {"algorithm": algorithm, "phases": (Phase(algorithm, until=STEPS // 2, forget=("q",)),)}
+    if isinstance(one.algorithm, DistillConfig):
+        changes = {"algorithm": replace(one.algorithm, teacher=str(teacher))}
+    return replace(
+        one,
+        batch=replace(one.batch, prompts=min(one.batch.prompts, 8), minibatches=1),
+        evaluation=replace(one.evaluation, rows=16, every=STEPS // 2),
+        optimizer=replace(one.optimizer, warmup_steps=0),
+        steps=STEPS,
+        checkpoint_every=2,
+        **changes,
+    )
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+class Whole(NamedTuple):
+    """An undisturbed run."""
+
+    digest: str
+    rows: list[dict]
+    samples: bytes
+    compile: float
+    """Seconds until the row of step 1."""
+    step: dict[str, tuple[float, float]]
+    """Phase of a step -> when it begins and ends, in seconds after the row of the step before."""
+    export: float
+    """Seconds from the last row to the end."""
+    checkpoint_bytes: int
+
+
+def start(yaml: Path, folder: Path, cache: Path) -> subprocess.Popen:
+    warm = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, str(ROOT / "launch/run.py"), str(yaml), "--run-dir", str(folder)]
+    return subprocess.Popen(
+        command, env=os.environ | warm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl that are there by now."""
+    path = folder / verify.METRICS
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def results(folder: Path) -> tuple[str, list[dict], bytes]:
+    """(digest, metrics rows without times, samples) of a finished run."""
+    digest = json.loads((folder / verify.SUMMARY).read_text(encoding="utf-8"))["params_digest"]
+    timeless = [{k: v for k, v in row.items() if not k.startswith(("time", "perf/"))} for row in rows_of(folder)]
+    samples = folder / verify.SAMPLES
+    return digest, timeless, samples.read_bytes() if samples.exists() else b""
+
+
+def undisturbed(yaml: Path, folder: Path, cache: Path) -> Whole:
+    began = time.time()
+    process = start(yaml, folder, cache)
+    said = process.communicate()[0]
+    ended = time.time()
+    if process.returncode:
+        raise SystemExit(f"the undisturbed run failed:\n{said}")
+    rows = rows_of(folder)
+
+    def median(name: str) -> float:
+        return statistics.median(float(row.get(name) or 0) for row in rows[1:])
+
+    rolled, rewarded = median("time/rollout"), median("time/rollout") + median("time/reward")
+    moments = {"rollout": (0, rolled), "reward": (rolled, rewarded), "update": (rewarded, median("time/step"))}
+    one = size_of(folder / "checkpoints" / str(STEPS))
+    return Whole(*results(folder), rows[1]["time"] - began, moments, ended - rows[-1]["time"], one)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of its files; those that vanish meanwhile count as nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+# --- moments -----------------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """When the signal is sent: so many seconds after something is there."""
+
+    reached: Callable[[Path], bool]
+    delay: float
+
+
+def moment_of(phase: str, whole: Whole, chance: random.Random) -> Moment:
+    rows = chance.randint(1, STEPS)
+
+    def some_checkpoint(pattern: str) -> Callable[[Path], bool]:
+        wanted = 2 * chance.randint(1, STEPS // 2)
+
+        def reached(folder: Path) -> bool:
+            names = [path.name for path in folder.glob(f"checkpoints/{pattern}")]
+            return any(int(number.group()) >= wanted for name in names if (number := re.match(r"\d+", name)))
+
+        return reached
+
+    match phase:
+        case "compile":
+            return Moment(lambda folder: True, chance.uniform(0, whole.compile))
+        case "save":
+            return Moment(some_checkpoint("*.orbax-checkpoint-tmp*"), chance.uniform(0, 0.2))
+        case "purge":
+            # The third checkpoint has the first renamed away, and so on.
+            last = 2 * chance.randint(3, STEPS // 2)
+            return Moment(lambda folder: (folder / f"checkpoints/{last}").exists(), chance.uniform(0, 0.05))
+        case "export":
+            return Moment(lambda folder: len(rows_of(folder)) > STEPS, chance.uniform(0, whole.export))
+        case _:
+            return Moment(lambda folder: len(rows_of(folder)) >= rows, chance.uniform(*whole.step[phase]))
+
+
+def send(process: subprocess.Popen, folder: Path, moment: Moment, number: signal.Signals) -> None:
+    """Send the signal at the moment, unless the process ends before."""
+    while process.poll() is None and not moment.reached(folder):
+        time.sleep(0.001)
+    until = time.monotonic() + moment.delay
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.0005)
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+# --- one kill ----------------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(folder: Path) -> int:
+    return max((int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()), default=-1)
+
+
+def kill(yaml: Path, folder: Path, cache: Path, whole: Whole, moment: Moment, number: signal.Signals) -> dict[str, Any]:
+    """What was found: `faults` is empty where all is well."""
+    faults = []
+    process = start(yaml, folder, cache)
+    send(process, folder, moment, number)
+    sent = time.monotonic()
+    said = process.communicate()[0]
+    seconds = time.monotonic() - sent
+    saved, rows = newest_checkpoint(folder), rows_of(folder)
+    if number == signal.SIGTERM:
+        faults += left_badly(process.returncode, seconds, saved, len(rows) - 1, said)
+    if (folder / "config.yaml").exists():
+        faults += [finding.text for finding in faults_of(folder)]
+    used = size_of(folder / "checkpoints") / whole.checkpoint_bytes
+    if used > MOST_CHECKPOINTS:
+        faults.append(f"the checkpoints take {used:.2f} times the size of one")
+
+    again = start(yaml, folder, cache)
+    said = again.communicate()[0]
+    resumed = re.search(r"resumed at step (\d+)", said)
+    if again.returncode:
+        faults.append(f"the same command ended with {again.returncode}: {said[-500:]}")
+    else:
+        found = zip(("digest", "rows", "samples"), results(folder), whole[:3], strict=True)
+        faults += [f"other {name}" for name, now, then in found if now != then]
+        if saved >= 0 and "finished" not in said and (resumed is None or int(resumed.group(1)) < saved):
+            faults.append(f"step {saved} was saved, and the run resumed at {resumed and resumed.group(1)}")
+        faults += [finding.text for finding in faults_of(folder)]
+    return {"code": process.returncode, "seconds": round(seconds, 2), "rows": len(rows), "saved": saved,
+            "checkpoints": round(used, 2), "faults": faults}  # fmt: skip
+
+
+def faults_of(folder: Path) -> list[verify.Finding]:
+    """Of a run that has rows; before its first one it may lack any file."""
+    return [finding for finding in verify.verify(folder) if finding.is_fault] if rows_of(folder) else []
+
+
+def left_badly(code: int, seconds: float, saved: int, last: int, said: str) -> list[str]:
+    """What was wrong with how a run ended after SIGTERM; `last` is the step of its last row."""
+    faults = []
+    if code == 75 and last > 0 and saved != last:
+        faults.append(f"step {last} was taken and step {saved} is saved")
+    if code == -signal.SIGTERM and last > 0:
+        faults.append("the signal ended it in the midst of the run")
+    if code not in (0, 75, -signal.SIGTERM):
+        faults.append(f"it ended with {code}: {said[-500:]}")
+    if seconds > SECONDS_TO_LEAVE and code != 0:
+        faults.append(f"it left after {seconds:.1f} s")
+    return faults
+
+
+# --- all ---------------------------------------------------------------------------------------------------------
+
+
+def kills_of(word: str, default: int) -> tuple[str, int]:
+    """ "NAME=20" or "NAME" -> (name, kills)."""
+    name, _, count = word.partition("=")
+    return name, int(count or default)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--presets", nargs="+", default=list(DEFAULT), help="NAME or NAME=KILLS")
+    parser.add_argument("--kills", type=int, default=20, help="of each preset that says no number")
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
+    parser.add_argument("--signal", choices=("kill", "term"), default="kill")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
-    flags.to.mkdir(parents=True, exist_ok=True)
-    digest, rows, seconds = finish(flags.to / "whole")
-    moments = random.Random(flags.seed)
-    same = 0
-    for kill in range(flags.kills):
-        folder, moment = flags.to / f"killed_{kill}", moments.uniform(0, seconds)
-        process = subprocess.Popen([*RUN, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            process.wait(moment)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        metrics = folder / "metrics.jsonl"
-        reached = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
-        again = finish(folder)
-        equal = again[0] == digest and again[1] == rows
-        same += equal
-        print(f"killed after {moment:5.1f} s with {reached} rows: {'same' if equal else 'DIFFERENT'}", flush=True)
-    print(f"{same} of {flags.kills} the same digest and the same rows")
-    return 0 if same == flags.kills else 1
+    number = signal.SIGKILL if flags.signal == "kill" else signal.SIGTERM
+    chance, bad, total = random.Random(flags.seed), 0, 0
+    cache = flags.to / "compiled"
+    presets = dict(kills_of(word, flags.kills) for word in flags.presets)
+    if any(isinstance(config.preset(name).algorithm, DistillConfig) for name in presets):
+        presets = {"arithmetic_grpo": 0} | presets  # whose model teaches
+    teacher = flags.to / "arithmetic_grpo" / "warm" / "model"
+    for name, kills in presets.items():
+        folder = flags.to / name
+        folder.mkdir(parents=True)
+        yaml = folder / "start.yaml"
+        config.save(small(name, teacher), yaml)
+        undisturbed(yaml, folder / "cold", cache)
+        whole = undisturbed(yaml, folder / "warm", cache)
+        for index, phase in zip(range(kills), itertools.cycle(flags.phases)):
+            moment = moment_of(phase, whole, chance)
+            found = kill(yaml, folder / f"{flags.signal}_{flags.seed}_{index}", cache, whole, moment, number)
+            line = {"preset": name, "signal": flags.signal, "phase": phase, "kill": index} | found
+            with (flags.to / "kills.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+            total, bad = total + 1, bad + bool(found["faults"])
+    print(f"{total - bad} of {total} without a fault")
+    return bool(bad)
 
 
 if __name__ == "__main__":

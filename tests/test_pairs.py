@@ -63,8 +63,11 @@ def test_two_steps_then_four_equal_four(file, tmp_path, capsys):
     assert metrics_of(whole)[4]["preference/loss"] < first["preference/loss"]
 
     file.write_text(file.read_text().replace("#3", "#4", 1))
-    assert run.main([*TINY, "--data.path", str(file), "--run-dir", str(whole), "--steps", "6"]) == 2
-    assert "data changed" in capsys.readouterr().err
+    command = [*TINY, "--data.path", str(file), "--run-dir", str(whole), "--steps", "5"]
+    assert run.main(command) == 2
+    assert f"where: {file}, training row 1\n" in capsys.readouterr().err
+    assert run.main([*command, "--accept-dataset-change"]) == 0
+    assert len((whole / "dataset_changes.jsonl").read_text().splitlines()) == 1
 
 
 def test_damaged_log_probs_are_named(tmp_path):
