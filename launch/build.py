@@ -126,7 +126,7 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
         return lambda params, greedy: {}
     if isinstance(config.data, FileData):
         rows = dataset.that_fit(config, lang, rows)
-    reward = sources.resolve_reward(judge, config.reward_limits)
+    reward = sources.resolve_reward(judge, config.reward_limits, config.allow_unsandboxed_code)
     # The same problems are answered with the same luck, whatever the step or seed: differences are the model's.
     key = sampler.run_key(0, Purpose.EVALUATION, 0)
     # Accuracy is the model's own: nothing of its distribution is cut off.

@@ -158,6 +158,8 @@ class ExperimentConfig:
     reward: tuple[str, ...] = ()
     """Names of built-in rewards, or FILE.py:function. Several are added up."""
     reward_limits: RewardLimits = RewardLimits()
+    allow_unsandboxed_code: bool = False
+    """Run model-written programs (reward python_tests) unconfined, where the kernel cannot confine them."""
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()

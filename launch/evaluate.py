@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
             report_reward_model(flags)
             return 0
         problems = held_out(config, flags)
-        reward = sources.resolve_reward(reward_name(config, flags), config.reward_limits)
+        reward = sources.resolve_reward(reward_name(config, flags), config.reward_limits, config.allow_unsandboxed_code)
         language, params = load_language(config, flags)
         if flags.guide is not None:
             report_guided(config, language, params, problems, reward, flags)

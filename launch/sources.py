@@ -25,6 +25,7 @@ from tpu_rl import (
     rewards,
     rollouts,
     sampler,
+    sandbox,
     sharding,
 )
 from tpu_rl.algos import (
@@ -256,12 +257,18 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
     """Name -> function, in the order of --reward."""
-    limits = config.reward_limits
-    return {Path(name).name.replace(".py:", "."): resolve_reward(name, limits) for name in config.reward}
+    how = (config.reward_limits, config.allow_unsandboxed_code)
+    return {Path(name).name.replace(".py:", "."): resolve_reward(name, *how) for name in config.reward}
 
 
-def resolve_reward(name: str, limits: rewards.RewardLimits = rewards.DEFAULT_LIMITS) -> rewards.Reward:
+def resolve_reward(
+    name: str, limits: rewards.RewardLimits = rewards.DEFAULT_LIMITS, allow_unsandboxed_code: bool = False
+) -> rewards.Reward:
     """A built-in reward, a function of FILE.py:function, or a trained reward model: its directory or its run's."""
+    if name == "python_tests" and allow_unsandboxed_code:
+        return rewards.python_tests_unsandboxed
+    if name == "python_tests":
+        sandbox.require()
     if name in rewards.BUILTIN:
         return rewards.BUILTIN[name]
     if Path(name).expanduser().is_dir():

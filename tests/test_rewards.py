@@ -245,7 +245,14 @@ def test_gsm8k():
 
 
 def test_built_in_names():
-    assert set(rewards.BUILTIN) == {"arithmetic", "arithmetic_well_formed", "gsm8k", "math", "star_graph"}
+    assert set(rewards.BUILTIN) == {
+        "arithmetic",
+        "arithmetic_well_formed",
+        "gsm8k",
+        "math",
+        "python_tests",
+        "star_graph",
+    }
 
 
 # --- math-verify -------------------------------------------------------------------------------------------------

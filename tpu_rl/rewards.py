@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl import environments, reward_process
+from tpu_rl import environments, reward_process, sandbox
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.reward_process import RewardFailure, as_number, did_you_mean, load_function, shorten
 from tpu_rl.reward_workers import IsolatedReward, RewardLimits, Worker
@@ -171,11 +171,40 @@ def math_equivalent(
     return list(threads.map(verdict, answer, completions))
 
 
+def python_tests(
+    prompts: Sequence[Any], completions: Sequence[Any], *, tests: Sequence[Any], **_: Any
+) -> list[float | RewardFailure]:
+    """1 where the completion's Python program passes all of its row's tests, else 0; see `sandbox` for both.
+
+    The program is the last fenced block, or all of the text. `tests` are {"input": ..., "output": ...} and texts with
+    asserts in a list, {"inputs": [...], "outputs": [...]}, or either as JSON. Raises MachineError where the kernel does
+    not let programs be confined.
+    """
+    del prompts
+    sandbox.require()
+    return _judge_programs(completions, tests, confine=True)
+
+
+def python_tests_unsandboxed(
+    prompts: Sequence[Any], completions: Sequence[Any], *, tests: Sequence[Any], **_: Any
+) -> list[float | RewardFailure]:
+    """The same with programs that may do whatever this user may: --allow-unsandboxed-code."""
+    del prompts
+    return _judge_programs(completions, tests, confine=False)
+
+
+def _judge_programs(completions: Sequence[Any], tests: Sequence[Any], confine: bool) -> list[float | RewardFailure]:
+    programs = [program_of(text_of(completion)) for completion in completions]
+    verdicts = sandbox.all_pass(programs, tests, confine)
+    return [RewardFailure(str(found)) if isinstance(found, ValueError) else float(found) for found in verdicts]
+
+
 BUILTIN: dict[str, Reward] = {
     "arithmetic": arithmetic,
     "arithmetic_well_formed": arithmetic_well_formed,
     "gsm8k": gsm8k,
     "math": math_equivalent,
+    "python_tests": python_tests,
     "star_graph": star_graph,
 }
 """Reward functions by the names that presets and `--reward` use."""
@@ -187,6 +216,15 @@ BUILTIN: dict[str, Reward] = {
 def text_of(completion: Any) -> str:
     """The text of a completion: itself, or the content of the last of its messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def program_of(text: str) -> str:
+    """The last fenced block of a text, whatever language it names; the whole text where there is none."""
+    blocks = _FENCED.findall(text)
+    return blocks[-1] if blocks else text
+
+
+_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def final_number(text: str) -> Fraction | None:
