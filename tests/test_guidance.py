@@ -210,6 +210,25 @@ def test_q_sharp_attains_the_optimum_and_cd_does_not(left, kl_coef):
         assert outcome("cd", left, kl_coef).objective < optimum - 0.01
 
 
+@pytest.mark.parametrize("kl_coef", [0.5, 0.1, 0.05])
+def test_where_q_can_steer_no_further_cd_is_the_optimum(kl_coef):
+    """The first decision settles the chances of success and q knows no more: what follows is chance to what it guides.
+
+    Then J is sum P(s) p(s) - eta KL(P || reference), largest for P(s) in proportion to reference(s) exp(p(s) / eta).
+    """
+    reference, chance = np.array([0.23, 0.77]), np.array([0.67, 0.36])
+    logits = jnp.asarray([[logit(p)] for p in chance])
+
+    def objective(method: guidance.Method) -> float:
+        weight = reference * np.exp(np.asarray(offset(method).of(logits, kl_coef), np.float64))
+        policy = weight / weight.sum()
+        return float(policy @ chance - kl_coef * (policy * np.log(policy / reference)).sum())
+
+    optimum = kl_coef * float(np.logaddexp.reduce(np.log(reference) + chance / kl_coef))
+    assert objective("cd") == pytest.approx(optimum, abs=1e-6)
+    assert objective("q_sharp") < optimum - 1e-3
+
+
 # --- theorem 2.2 on random trees ---------------------------------------------------------------------------------
 
 
