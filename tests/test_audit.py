@@ -18,18 +18,18 @@ TINY = [
 ]  # fmt: skip
 
 FLIPPED = (7, 30, 61, 84, 115)
-"""Rows whose wrong answer is called the better one: 4 %."""
+"""Rows whose answers changed places: 4 %."""
 EQUAL, LONG = 20, 50
 
 
 def sums() -> list[dict]:
-    """125 sums; the right answer is preferred to a wrong one of the same length and form."""
+    """125 sums, the bare answer preferred to the one that writes the calculation out: a rule soon learned."""
     rows = []
     for i in range(125):
-        a, b = 1 + i % 9, 10 + i // 9
-        right, wrong = (f"{a}+{b}={c};#{c}" for c in (a + b, a + b + (1 if i % 2 else -1)))
+        a, b = 1 + i % 9, 1 + i // 9
         slice_ = "odd" if i % 2 else "even"
-        rows.append({"prompt": f"{a}+{b}=", "chosen": right, "rejected": wrong, "slice": slice_})
+        prompt, short = f"{a}+{b}=", f"#{a + b}"
+        rows.append({"prompt": prompt, "chosen": short, "rejected": f"{prompt}{a + b};{short}", "slice": slice_})
     for i in FLIPPED:
         rows[i] |= {"chosen": rows[i]["rejected"], "rejected": rows[i]["chosen"]}
     rows[EQUAL]["rejected"] = rows[EQUAL]["chosen"]
@@ -53,12 +53,17 @@ def test_flipped_labels_stand_at_the_top(audited):
     assert (np.diff(margins) >= 0).all()
     assert [line["rank"] for line in lines] == list(range(1, 124))
     flipped = np.array([line["row"] in FLIPPED for line in lines])
-    assert flipped[: len(FLIPPED)].all(), [line["row"] for line in lines[:8]]
+    assert area_under_the_curve(flipped) >= 0.99
+    assert flipped[: len(FLIPPED)].sum() >= 4, [line["row"] for line in lines[:8]]
+    assert margins[0] < 0 < np.median(margins)
     # DPO's loss falls with the margin: by it the order is the same.
-    losses = np.array([line["loss"] for line in lines])
-    assert (np.diff(losses) <= 1e-6).all()
-    # Each label is believed or not by what it says of the sum: without training nothing tells them apart.
-    assert margins[: len(FLIPPED)].max() < 0 < np.median(margins)
+    assert (np.diff([line["loss"] for line in lines]) <= 1e-6).all()
+
+
+def area_under_the_curve(flipped: np.ndarray) -> float:
+    """The chance that of a flipped and an honest pair the flipped one stands higher."""
+    ranks = np.arange(len(flipped))
+    return float((ranks[flipped][:, None] < ranks[~flipped][None, :]).mean())
 
 
 def test_what_was_given_is_accounted_for(audited):
