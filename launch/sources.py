@@ -265,9 +265,9 @@ def resolve_reward(
     name: str, limits: rewards.RewardLimits = rewards.DEFAULT_LIMITS, allow_unsandboxed_code: bool = False
 ) -> rewards.Reward:
     """A built-in reward, a function of FILE.py:function, or a trained reward model: its directory or its run's."""
-    if name == "python_tests" and allow_unsandboxed_code:
-        return rewards.python_tests_unsandboxed
-    if name == "python_tests":
+    if name == "python_tests" and sandbox.refusal():
+        if allow_unsandboxed_code:
+            return rewards.python_tests_unsandboxed
         sandbox.require()
     if name in rewards.BUILTIN:
         return rewards.BUILTIN[name]

@@ -78,7 +78,7 @@ def test_a_fault_costs_its_own_row_only_and_no_more_than_the_deadline(tmp_path, 
     began = time.monotonic()
     scores = rewards.score({"f": function}, COMPLETIONS, COMPLETIONS, {})
     assert time.monotonic() - began < LIMITS.batch_seconds + OVER
-    np.testing.assert_array_equal(scores.totals, np.float32([1, 2, np.nan, 4]))
+    np.testing.assert_array_equal(scores.totals, np.array([1, 2, np.nan, 4], np.float32))
     (found,) = scores.faults
     assert (found.function, found.row) == ("f", 2)
     assert message in found.message
@@ -92,7 +92,7 @@ def test_what_is_odd_but_no_fault(tmp_path, oddity, capsys):
     function = IsolatedReward(reward_file(tmp_path, HARMLESS[oddity]), LIMITS)
     for _ in range(2):
         scores = rewards.score({"f": function}, COMPLETIONS, COMPLETIONS, {})
-        np.testing.assert_array_equal(scores.totals, np.float32([1, 2, 0.5, 4]))
+        np.testing.assert_array_equal(scores.totals, np.array([1, 2, 0.5, 4], np.float32))
     function.stop()
     assert len(capsys.readouterr().err) < 100_000
 
@@ -152,7 +152,7 @@ def test_columns_and_state_reach_the_function_and_the_worker_is_kept(tmp_path):
     columns = {"answer": [{"x": 1}, None], "unused": [object, object]}
     for call in (1, 2):
         found = rewards.score({"f": score}, ["p"] * 2, ["c"] * 2, columns)
-        np.testing.assert_array_equal(found.totals, np.float32([2 * call, np.nan]))
+        np.testing.assert_array_equal(found.totals, np.array([2 * call, np.nan], np.float32))
         assert found.faults == []
     with pytest.raises(InputError, match="needs a column 'answer'"):
         rewards.score({"f": score}, ["p"], ["c"], {"anwser": [1]})

@@ -14,7 +14,7 @@ from launch import sources
 from tpu_rl import rewards, sandbox
 from tpu_rl.errors import MachineError
 
-REFUSAL = sandbox._refusal()
+REFUSAL = sandbox.refusal()
 confined = pytest.mark.skipif(bool(REFUSAL), reason=f"the kernel refuses: {REFUSAL}")
 LIMITS = sandbox.SandboxLimits(seconds=2.0)
 
@@ -112,8 +112,8 @@ def test_attacks_fail_also_where_only_a_user_namespace_is_allowed(outside):
         drop, administration = 24, 21  # PR_CAPBSET_DROP, CAP_SYS_ADMIN
         assert ctypes.CDLL(None).prctl(drop, administration) in (0, -1)
         from tpu_rl import sandbox
-        if sandbox._refusal():
-            print("refused:", sandbox._refusal())
+        if sandbox.refusal():
+            print("refused:", sandbox.refusal())
         for name, attack in { ({name: filled(code, outside) for name, code in ATTACKS.items()})!r}.items():
             if "ESCAPED" in sandbox.run(attack, limits=sandbox.SandboxLimits(seconds=2.0)).printed:
                 print("escaped:", name)
@@ -253,12 +253,12 @@ COMPLETIONS = [
 def test_the_reward_of_programs():
     function = sources.resolve_reward("python_tests")
     scores = rewards.score({"python_tests": function}, COMPLETIONS, COMPLETIONS, {"tests": TESTS})
-    np.testing.assert_array_equal(scores.totals, np.float32([1, 1, 1, 0, np.nan]))
+    np.testing.assert_array_equal(scores.totals, np.array([1, 1, 1, 0, np.nan], np.float32))
     assert "no tests" in scores.faults[0].message
 
 
 def test_where_the_kernel_refuses_nothing_runs_unless_allowed(monkeypatch):
-    monkeypatch.setattr(sandbox, "_refusal", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr(sandbox, "refusal", lambda: "unshare: Operation not permitted")
     for ask in (
         lambda: sources.resolve_reward("python_tests"),
         lambda: rewards.python_tests(["p"], ["c"], tests=TESTS[:1]),

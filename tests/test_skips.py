@@ -1,6 +1,7 @@
 """A run whose numbers stop being finite goes back once, then stops and shows the rows."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def spoil_from(monkeypatch, first: int, until: int) -> None:
         if first <= len(calls) - 1 < until and rollout.tokens.shape[0] > 4:
             rewards = np.array(placed.rewards)
             rewards[3] = np.nan
-            placed = placed.replace(rewards=rewards)
+            placed = replace(placed, rewards=rewards)
         return placed
 
     monkeypatch.setattr(rollouts, "place_rewards", spoiled)

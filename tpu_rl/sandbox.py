@@ -103,7 +103,7 @@ def run(
 
 def require() -> None:
     """Raises MachineError where programs cannot be confined here."""
-    reason = _refusal()
+    reason = refusal()
     if reason:
         raise MachineError(
             "this machine cannot sandbox model-written programs",
@@ -113,7 +113,8 @@ def require() -> None:
 
 
 @cache
-def _refusal() -> str:
+def refusal() -> str:
+    """Why programs cannot be confined here; "" where they can."""
     try:
         outcome = run("print(1)")
     except Refused as error:
