@@ -172,6 +172,20 @@ def test_a_worker_that_died_between_two_questions_is_started_again(tmp_path):
     worker.stop()
 
 
+def test_an_answer_that_was_not_waited_for_is_not_taken_for_the_next_one(tmp_path, monkeypatch):
+    worker = Worker(reward_file(tmp_path, "pass"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tpu_rl.reward_workers._read_frame", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask({"prompts": ["p"], "completions": ["3"]}, 1, 20.0)
+    assert worker.ask({"prompts": ["p"], "completions": ["4"]}, 1, 20.0) == [4.0]
+    worker.stop()
+
+
 def test_a_large_batch_goes_through_the_pipe(tmp_path):
     worker = Worker(reward_file(tmp_path, "pass"))
     completions = [str(i).zfill(1000) for i in range(3000)]

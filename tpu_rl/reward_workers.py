@@ -111,11 +111,15 @@ class Worker:
         seconds = max(min(seconds, deadline - began), 0)
         deadline = began + seconds
         question = pickle.dumps((arguments, size))
-        process = self._process
-        if not _write(process, struct.pack("<Q", len(question)) + question, deadline):
-            return self._end(seconds, deadline)
-        reply = _read_frame(process, deadline, LONGEST_VALUE * (size + 2))
-        answer = _checked(reply, size) if reply is not None else None
+        process, answer = self._process, None
+        try:
+            if _write(process, struct.pack("<Q", len(question)) + question, deadline):
+                reply = _read_frame(process, deadline, LONGEST_VALUE * (size + 2))
+                answer = _checked(reply, size) if reply is not None else None
+        except BaseException:
+            # Ctrl-C, in a notebook: the answer would come to the next question.
+            self.stop()
+            raise
         return self._end(seconds, deadline) if answer is None else answer
 
     def stop(self) -> None:

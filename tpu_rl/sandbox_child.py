@@ -164,7 +164,8 @@ def make_root(disk_bytes: int) -> None:
     """A root directory in memory with the Python library, and what it links to, at their places, read-only."""
     kept = {place for place in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(place)}
     links = {place for place in kept if os.path.islink(place)}
-    kept |= {place for place in sys.path if os.path.isdir(place)}
+    # Of an interpreter with a directory of its own, lib also holds what its extension modules link to.
+    kept |= {place for place in (*sys.path, sys.base_prefix + "/lib") if os.path.isdir(place)}
     free = (place for place in ("/mnt", "/media", "/srv", "/tmp") if os.path.isdir(place))
     new = next(place for place in free if not any(other.startswith(place + "/") for other in kept))
     mount("none", "/", None, RECURSIVE | PRIVATE)
