@@ -7,12 +7,14 @@ process that stays. Its processor time is counted by the kernel, which ends it a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +91,7 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        weakref.finalize(self, _stop, self._process)
 
     def ask(self, request: dict[str, Any]) -> list[Any] | None:
         """[text, error], one of which is None; None where the process has ended."""
@@ -104,9 +107,17 @@ class _Worker:
         return json.loads(line) if line else None
 
     def end(self) -> int:
-        """The exit code of a process that has ended."""
-        self._process.communicate()
-        return self._process.returncode
+        """The exit code of a process that has closed its output."""
+        return self._process.wait()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # what was not sent yet
+            assert pipe is not None
+            pipe.close()
+    process.wait()
 
 
 @functools.lru_cache(maxsize=1)
