@@ -17,12 +17,15 @@ on container types, and holes (None) and optax's named tuples come back exactly 
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import logging
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -286,21 +289,22 @@ class Checkpoints:
                 where=str(self._directory),
                 fix=f"Choose one of {sorted(self._manager.all_steps())}.",
             )
-        found, problem = None, None
-        try:
-            found = self._manager.restore(step, args=self._ocp.args.Composite(**items))
-        except Exception as error:  # tensorstore's errors arrive as bare Exception, with neither step nor remedy
-            problem = error
-        if not processes.any_of(problem is not None):
+        found, why = None, ""
+        with _without_pages_of_errors():
+            try:
+                found = self._manager.restore(step, args=self._ocp.args.Composite(**items))
+            except Exception as error:  # tensorstore's errors arrive as bare Exception, with neither step nor remedy
+                why = str(error).partition("\n")[0][:200] or type(error).__name__
+        if not processes.any_of(bool(why)):
             return found
-        why = str(problem or "another process cannot read it").partition("\n")[0][:200]
+        why = why or "another process cannot read it"
         # A lack of memory or of rights is no damage: nothing may be set aside for it.
         as_written = manifests.compare(self._directory / str(step)) == manifests.Differences([], [], [])
         if processes.any_of(not as_written):
-            raise self._damaged(step, "it cannot be read", why) from problem
+            raise self._damaged(step, "it cannot be read", why)
         raise MachineError(
             f"Checkpoint {step} is whole, but cannot be read here.", where=str(self._directory / str(step)), why=why
-        ) from problem
+        )
 
     def _compare_format(self, step: int, number: int) -> None:
         if number != FORMAT:
@@ -356,6 +360,18 @@ class Checkpoints:
         trash = self._directory / _TRASH
         if self._writes and jax.process_index() == 0 and trash.exists():
             trash.rmtree()
+
+
+@contextmanager
+def _without_pages_of_errors() -> Iterator[None]:
+    """Where one read fails, orbax leaves the others pending, and each prints a page when it ends or is collected."""
+    hook_before = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook_before
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------
