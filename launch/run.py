@@ -29,7 +29,7 @@ from launch.machine import peak_memory_bytes
 from launch.preemption import Preempted, Signals
 from launch.signs import Signs
 from launch.skips import Skips
-from tpu_rl import checkpoint, metrics, models, report, reward_models, run_lock, training
+from tpu_rl import checkpoint, metrics, models, redaction, report, reward_models, run_lock, training
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
@@ -258,4 +258,5 @@ def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    redaction.hide_in_tracebacks()
     sys.exit(main(sys.argv[1:]))

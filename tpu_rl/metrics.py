@@ -24,6 +24,7 @@ import jax
 import rich.console
 
 from tpu_rl.errors import DamagedDataError, MachineError
+from tpu_rl.redaction import hide_environment
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -127,7 +128,8 @@ class JsonLines:
 
     def write(self, *rows: Mapping[str, Any]) -> None:
         lines = [json.dumps(_json_safe(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        self._file.write("".join(lines))
+        # A failed reward's error, or a completion, may hold a token of the environment.
+        self._file.write(hide_environment("".join(lines)))
         self._file.flush()
         os.fsync(self._file.fileno())
 

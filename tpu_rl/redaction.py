@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import traceback
+from types import TracebackType
 
 NAMES = re.compile(
     r"(?:^|[_-])(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET|AUTH)[_-]?KEY|KEY)$",
@@ -45,3 +48,12 @@ def hide_environment(text: str) -> str:
 def _is_secret(name: str, value: str) -> bool:
     # A path names the file of a secret and is none.
     return len(value) >= SHORTEST and not value.startswith("/") and NAMES.search(name) is not None
+
+
+def hide_in_tracebacks() -> None:
+    """From now on, what escapes the program is printed without secrets."""
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+    sys.excepthook = report

@@ -16,6 +16,7 @@ import numpy as np
 
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
+from tpu_rl.redaction import redact
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Pairs, Rollout
 
@@ -290,7 +291,8 @@ def warnings(scored: Scored, most: int = 3) -> list[str]:
     """For the console: which faults of reward functions left how many completions unscored, the commonest first."""
     faults = _all_sampled(scored).faults
     counts = Counter(fault for fault in faults if fault)
-    lines = [f"{count} of {len(faults)} completions not scored: {fault}" for fault, count in counts.most_common()]
+    common = counts.most_common()
+    lines = [redact(f"{count} of {len(faults)} completions not scored: {fault}") for fault, count in common]
     if len(lines) > most:
         lines[most - 1 :] = [f"{len(lines) - most + 1} more kinds of fault in reward functions"]
     return lines
