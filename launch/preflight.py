@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launch import dataset, roles
+from launch import dataset, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
-from tpu_rl import data, models, redaction, row_files, tokenizers
+from tpu_rl import data, models, redaction, rewards, row_files, tokenizers
 from tpu_rl.errors import InputError
-from tpu_rl.types import Model, QExamples
+from tpu_rl.reward_workers import IsolatedReward
+from tpu_rl.types import Model, QExamples, Rollout
 
 
 def prepare(config: ExperimentConfig) -> None:
@@ -23,6 +25,7 @@ def prepare(config: ExperimentConfig) -> None:
     for note in check(config):
         print(f"warning: {note}", file=sys.stderr)
     claim_devices()
+    hosts.require_the_same(config)
     warn_of_unused_accelerators()
 
 
@@ -34,6 +37,7 @@ def check(config: ExperimentConfig) -> list[str]:
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
     path = roles.model_path(config.model.path)
     rows, notes = check_rows(config)
+    check_rewards(config, rows)
     directory = models.find_directory(path)
     model = check_models(config, directory)
     return notes + check_tokenizer(directory, model, rows)
@@ -127,3 +131,22 @@ def require_a_batch(config: ExperimentConfig, rows: list[data.Row]) -> None:
             why="a batch would hold rows twice",
             fix=f"give more rows, or --batch.prompts {len(rows)} or less" if rows else "give more rows",
         )
+
+
+# --- rewards -----------------------------------------------------------------------------------------------------
+
+
+def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
+    """Raises InputError where a reward function does not load, or needs a column that the rows of a file lack.
+
+    Trained reward models are left alone: to load one takes a device.
+    """
+    names = dict.fromkeys(filter(None, (*config.reward, config.evaluation.reward)))
+    untrained = tuple(name for name in names if not Path(name).expanduser().is_dir())
+    functions = sources.reward_functions(replace(config, reward=untrained))
+    if rows and any(stage.algorithm.needs.experience is Rollout for stage in config.stages):
+        # Of no completions at all, only the columns are looked at.
+        rewards.score(functions, [], [], {column: [] for column in rows[0] if column != "prompt"})
+    for function in functions.values():
+        if isinstance(function, IsolatedReward):
+            function.stop()
