@@ -9,11 +9,13 @@ saves the last whole step and ends the run with exit code 75.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -30,7 +32,7 @@ from launch.preemption import Preempted, Signals
 from launch.signs import Signs
 from launch.skips import Skips
 from tpu_rl import checkpoint, metrics, models, redaction, report, reward_models, run_lock, training
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
+from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
 INTERRUPTED = 130
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
         if config.dry_run:
             print_plan(config)
             return 0
-        with preemption.watch() as signals, run_lock.hold(Path(config.run_dir)):
+        with preemption.watch() as signals, lock(Path(config.run_dir)):
             run_dir = open_run_dir(config)
             if finished(config, run_dir):
                 print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
@@ -57,10 +59,22 @@ def main(argv: list[str]) -> int:
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fix = "free some space: the same command then goes on from the last checkpoint"
+        print(f"error: the disk is full\n  where: {error.filename or 'the run folder'}\n  fix: {fix}", file=sys.stderr)
+        return MachineError.code
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def lock(run_dir: Path) -> AbstractContextManager[None]:
+    """The run folder's lock, which the first process holds for all."""
+    is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
+    return run_lock.hold(run_dir) if is_first else nullcontext()
 
 
 def open_run_dir(config: ExperimentConfig) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpu_rl import run_lock
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, MachineError
 
 HOLDER = """
 import sys, time
@@ -102,6 +102,15 @@ def test_the_lock_of_a_killed_job_is_free_at_once(tmp_path, source):
 def test_what_a_dead_job_wrote_counts_for_nothing(tmp_path, pid, content):
     (tmp_path / run_lock.LOCK_FILE).write_text(content.format(host=socket.gethostname(), pid=pid))
     with run_lock.hold(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(MachineError, match="cannot be written[^§]*Not a directory"),
+        run_lock.hold(tmp_path / "file" / "run"),
+    ):
         pass
 
 

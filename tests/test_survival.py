@@ -104,6 +104,15 @@ def test_a_second_job_is_refused(whole, capsys, monkeypatch):
     assert "another job is working in this run folder" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_one_message(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(run, "run", full)
+    assert run.main([*TINY, *STEPS, "--run-dir", str(tmp_path / "run")]) == 3
+    assert "error: the disk is full\n  where: metrics.jsonl" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert verify.main([str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, MachineError
 
 LOCK_FILE = "run.lock"
 _PATIENCE = 1.0
@@ -31,10 +31,16 @@ _PATIENCE = 1.0
 
 @contextmanager
 def hold(run_dir: Path) -> Iterator[None]:
-    """Make the folder and hold its lock. Raises InputError, within about a second, if another process does."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Make the folder and hold its lock. Raises InputError, within about a second, if another process does, and
+    MachineError where there is no writing."""
     path = run_dir / LOCK_FILE
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8") as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        why, fix = error.strerror or str(error), "use another --run-dir"
+        raise MachineError("the run folder cannot be written", where=str(run_dir), why=why, fix=fix) from error
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
         _acquire(path, file)
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         _write(file, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n")
