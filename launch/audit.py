@@ -2,7 +2,8 @@
 
 A pair whose label is wrong contradicts what the others teach, so that its margin stays low. audit.jsonl has a line for
 each pair, the worst first; audit.json says what was given, what of it was trained on, what was dropped and why, and
-how many pairs of each slice are ranked as their labels say. Margins are in the algorithm's own units of reward.
+how many pairs of each slice are ranked as their labels say. Margins are in the algorithm's own units of reward. `row`
+counts from 0 in the order of the data, the training rows first.
 """
 
 from __future__ import annotations
