@@ -228,10 +228,10 @@ def test_a_write_is_tried_twice(tmp_path, monkeypatch, capsys):
 
 
 def test_a_disk_without_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=11)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_999_999)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(MachineError, match="checkpoint 3 needs 0.00 GB and the disk has 0.00 GB"):
-        save_one(tmp_path, numbered(3))  # 12 bytes
+    with pytest.raises(MachineError, match=r"checkpoint 3 needs 2\.1 MB and the disk has 2\.0 MB"):
+        save_one(tmp_path, {"x": jnp.zeros(525_000, jnp.int32)})
     assert os.listdir(tmp_path) == []
 
 

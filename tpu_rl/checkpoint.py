@@ -197,7 +197,7 @@ class Checkpoints:
         need, have = sum(array.nbytes for array in arrays.values()), shutil.disk_usage(self._directory).free
         if processes.any_of(need > have):
             raise MachineError(
-                f"checkpoint {step} needs {need / 1e9:.2f} GB and the disk has {have / 1e9:.2f} GB free",
+                f"checkpoint {step} needs {need / 1e6:,.1f} MB and the disk has {have / 1e6:,.1f} MB free",
                 where=str(self._directory),
                 fix="free some space and run the same command again: it goes on from the checkpoint before",
             )
