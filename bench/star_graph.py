@@ -20,7 +20,7 @@ from launch import config
 
 ARMS = {
     "sft": ["star_graph_sft"],
-    "reinforce": ["star_graph_grpo", "--algorithm.advantages", "batch_centred"],
+    "reinforce": ["star_graph_reinforce"],
     "grpo": ["star_graph_grpo"],
     "dpo": ["star_graph_dpo"],
     "rpo": ["star_graph_dpo", "--algorithm.rpo-coef", "1"],

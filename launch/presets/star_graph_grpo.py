@@ -1,7 +1,4 @@
-"""GRPO on star graphs, from the model that star_graph_pretrain left: can a policy method leave the shortcut?
-
-Sampled REINFORCE with the batch's mean as baseline is `--algorithm.advantages batch_centred`.
-"""
+"""GRPO on star graphs, from the model that star_graph_pretrain left: can a policy method leave the shortcut?"""
 
 from dataclasses import replace
 
