@@ -79,12 +79,25 @@ _watched: list[int] = []
 """Process ids that watch: this one, or none."""
 
 
+_at_fork = threading.local()
+
+
+def _hold_back() -> None:
+    """From before a fork until each side has its own handlers: the child has the parent's for a moment."""
+    _at_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _at_fork.mask)
+
+
 def _let_go_in_child() -> None:
     """A forked child has the parent's socket and handler: its own SIGTERM ends it, and is not taken for theirs."""
     if _watched:
         _watched.clear()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_come()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_let_go_in_child)
