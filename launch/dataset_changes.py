@@ -99,7 +99,8 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 def read(path: Path) -> Digests:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # numpy leaves a file open that it cannot read.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return Digests(str(arrays["fingerprint"]), arrays["of_rows"])
     except Exception as error:  # zipfile, zlib and numpy each have their own for damaged files
         raise DamagedDataError(
