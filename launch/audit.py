@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import build, pairs, reward_runs
+from launch import build, pairs, phases, reward_runs
 from launch.config import Stage
 from launch.sources import Setup
 from tpu_rl import data, packing, rewards, training
@@ -37,7 +37,7 @@ def is_audited(stage: Stage) -> bool:
 
 def audit_run(setup: Setup, params: Params) -> None:
     """At the end of a run: judges the pairs of its last stage, where they were given, by what was trained."""
-    stage = setup.config.stages[-1]
+    stage = phases.stages(setup.config, setup.run_dir, setup.config.steps)[-1]
     if is_audited(stage):
         print(write(setup, stage, build.build_algorithm(setup, stage), params))
 

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import pkgutil
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -128,6 +129,17 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class Plateau:
+    """A metric that no longer rises."""
+
+    metric: str
+    over: int = 8
+    """Steps whose mean is compared with the mean of as many before them."""
+    gain: float = 0.02
+    """What the mean must have risen by for the phase to go on."""
+
+
+@dataclass(frozen=True)
 class Phase:
     """Something a run does before its `algorithm`: value pretraining, a round of Q#."""
 
@@ -136,6 +148,8 @@ class Phase:
     """The last step of the run that it takes."""
     forget: tuple[str, ...] = ()
     """Roles that return to their first params when it ends, once the next phase has made its source from them."""
+    ends_when_flat: Plateau | None = None
+    """It ends before `until` once this is flat; what follows begins earlier, and the run is as long as ever."""
 
 
 class Stage(NamedTuple):
@@ -148,6 +162,7 @@ class Stage(NamedTuple):
     last: int
     forget: tuple[str, ...]
     """Roles that begin it with their first params."""
+    ends_when_flat: Plateau | None
 
 
 @dataclass(frozen=True)
@@ -180,13 +195,17 @@ class ExperimentConfig:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The phases, then `algorithm`, with the steps that each takes."""
-        phases = (*self.phases, Phase(self.algorithm, self.steps))
-        before = (Phase(self.algorithm, 0), *self.phases)
-        return tuple(
-            Stage(index, phase.algorithm, last.until + 1, phase.until, last.forget)
-            for index, (phase, last) in enumerate(zip(phases, before, strict=True))
-        )
+        """The phases, then `algorithm`, with the steps that each takes where none ends early."""
+        return self.stages_ended(())
+
+    def stages_ended(self, early: Sequence[int]) -> tuple[Stage, ...]:
+        """The same where phases ended early at these steps: the next begins earlier, `algorithm` takes what is left."""
+        stages, first, forget = [], 1, ()
+        for index, phase in enumerate((*self.phases, Phase(self.algorithm, self.steps))):
+            last = next((step for step in early if first <= step < phase.until), phase.until)
+            stages.append(Stage(index, phase.algorithm, first, last, forget, phase.ends_when_flat))
+            first, forget = last + 1, phase.forget
+        return tuple(stages)
 
     def __post_init__(self):
         if "://" in self.run_dir:

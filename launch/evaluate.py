@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import build, dataset, guide, reward_runs, roles, sources
+from launch import build, dataset, guide, phases, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
@@ -214,7 +214,8 @@ def report_reward_model(flags: Flags) -> None:
     """The table of a run that trains a reward model: how it judges what was held out, beside simple rules."""
     setup, params, step = load_run(Path(flags.model))
     print(f"{flags.model}, step {step}")
-    stage = next(stage for stage in setup.config.stages if step <= stage.last)
+    stages = phases.stages(setup.config, setup.run_dir, step)
+    stage = next(stage for stage in stages if step <= stage.last)
     with jax.set_mesh(setup.mesh):
         lines = reward_runs.held_out_judge(setup, stage, params)(params, True)
     table = Table("", "accuracy", "95 % interval", "problems", title=escape(flags.model))

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import tyro
 
-from launch import build, roles
+from launch import build, phases, roles
 from launch import config as configuration
 from launch.config import MeshConfig
 from launch.sources import Setup
@@ -66,7 +66,7 @@ def load_run(run_dir: Path) -> tuple[Setup, Params, int]:
     if newest is None:
         raise InputError("the run has no whole checkpoint yet", where=str(run_dir), fix="let it reach its first one")
     with jax.set_mesh(mesh):
-        stage = next(stage for stage in config.stages if newest <= stage.last)
+        stage = next(stage for stage in phases.stages(config, run_dir, newest) if newest <= stage.last)
         state, _ = build.learner(setup, stage, build.build_algorithm(setup, stage), params)
     wanted = checkpoint.abstract(state)
     del state, params

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from launch import audit, build, preemption, preflight, reward_runs, roles, sources
+from launch import audit, build, phases, preemption, preflight, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
@@ -135,26 +135,33 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
         began, saved, signs = began - seconds, done, Signs()
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             skips = Skips(run_dir, setup.language.tokenizer)
-            for stage in config.stages:
+            for index in range(len(config.stages)):
+                stage = phases.stages(config, run_dir, done)[index]
                 if done > stage.last:
                     continue
                 parts, state = begun.pop(stage.index, None) or compose(setup, stage, params)
                 if done < 0:
                     sink.write(0, build.before(setup, stage, parts.evaluate)(state.params, True))
+                flatness = phases.Flatness(stage, run_dir, done)
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     if signals.requested():
                         leave(checkpoints, step - 1, saved, state, parts.source, began)
                     state, row, drawn = learn(config, parts, state, step)
                     signs.warn(step, row, drawn.records)
                     state = skips.after(step, stage, state, row, drawn, checkpoints)
-                    ends, last = step == stage.last, step == config.steps
+                    flat, last = flatness.reached(row), step == config.steps
+                    ends = flat or step == stage.last
+                    row |= {phases.ENDED: 1.0} if flat else {}
                     if last or step % config.evaluation.every == 0:
                         row |= parts.evaluate(state.params, last)
                     sink.write(step, row, drawn.records)
                     if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
                         save(checkpoints, step, state, parts.source, began, wait=ends)
                         saved = step
-                params, done = state.params, max(done, stage.last)
+                    done = step
+                    if ends:
+                        break
+                params = state.params
         checkpoints.close()
         save_models(setup, params)
         audit.audit_run(setup, params)
@@ -172,7 +179,8 @@ def resume(
         if step > setup.config.steps:
             fix = f"use --steps {step} or more"
             raise InputError(f"the run has taken {step} steps already", where="--steps", fix=fix)
-        stage = next(stage for stage in setup.config.stages if step <= stage.last)
+        stages = phases.stages(setup.config, setup.run_dir, step)
+        stage = next(stage for stage in stages if step <= stage.last)
         parts, state = compose(setup, stage, params)
         try:
             state, extra = checkpoints.restore(step, checkpoint.abstract(state))

@@ -1,6 +1,7 @@
 """A run of several phases: each has its steps, and a run continued across their border ends with the same bits."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 import tpu_rl
-from launch import config, run
-from launch.config import Phase
+from launch import config, phases, run
+from launch.config import Phase, Plateau
+from launch.export import load_run
 from tpu_rl import models
 from tpu_rl.algos import GrpoConfig, SftConfig
 from tpu_rl.errors import InputError
@@ -62,3 +64,48 @@ def test_a_forgotten_role_begins_again(tmp_path, forget):
 def test_phases_end_in_order(ends):
     with pytest.raises(InputError, match="phases end with steps"):
         replace(config.parse(TINY), phases=tuple(Phase(GrpoConfig(), until=end) for end in ends))
+
+
+# --- phases that end early ---------------------------------------------------------------------------------------
+
+
+def test_a_metric_is_flat_when_its_mean_no_longer_rises():
+    plateau = Plateau("value/explained_variance", over=2, gain=0.1)
+    assert not phases.is_flat(plateau, [0.5, 0.5, 0.5])  # not known yet
+    assert phases.is_flat(plateau, [0.0, 0.4, 0.2, 0.39])  # means 0.2 and 0.295
+    assert not phases.is_flat(plateau, [0.0, 0.4, 0.2, 0.41])  # and 0.305
+    assert phases.is_flat(plateau, [9.0, 0.0, 0.4, 0.2, 0.3])  # the last four count
+
+
+def test_stages_follow_the_steps_at_which_phases_ended():
+    one = replace(config.parse(TINY), phases=(Phase(SftConfig(), 3), Phase(SftConfig(), 6)), steps=9)
+
+    def ends(early: tuple[int, ...]) -> list[tuple[int, int]]:
+        return [(stage.first, stage.last) for stage in one.stages_ended(early)]
+
+    assert ends(()) == [(1, 3), (4, 6), (7, 9)]
+    assert ends((2,)) == [(1, 2), (3, 6), (7, 9)]
+    assert ends((2, 4)) == [(1, 2), (3, 4), (5, 9)]
+    assert ends((5,)) == [(1, 3), (4, 5), (6, 9)]
+
+
+def test_a_phase_ends_early_and_a_continued_run_knows_it(tmp_path):
+    """The loss of imitation rises by no 100 nats: flat as soon as that is known, at its second step of three."""
+    first = Phase(SftConfig(), 3, ends_when_flat=Plateau("sft/loss", over=1, gain=100.0))
+    (tmp_path / "config").mkdir()
+    start = str(tmp_path / "config" / "start.yaml")
+    config.save(replace(config.parse(TINY), phases=(first,)), Path(start))
+    assert run.main([start, "--run-dir", str(tmp_path / "whole")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert ["sft/loss" in row for row in rows] == [False, True, True, False, False]
+    assert [phases.ENDED in row for row in rows] == [False, False, True, False, False]
+    assert load_run(tmp_path / "whole")[2] == 4
+
+    # Resumed inside the second stage, which takes a step that was planned for the first.
+    apart = tmp_path / "apart"
+    assert run.main([start, "--run-dir", str(apart)]) == 0
+    for name in ("checkpoints/4", "summary.json"):
+        path = apart / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run.main([start, "--run-dir", str(apart)]) == 0
+    assert digest(apart) == digest(tmp_path / "whole")
