@@ -7,7 +7,7 @@ import pytest
 
 from tpu_rl import optimizers
 from tpu_rl.errors import InputError
-from tpu_rl.models.decoder import WEIGHTS
+from tpu_rl.models.architecture import WEIGHTS
 from tpu_rl.optimizers import OptimizerConfig
 
 

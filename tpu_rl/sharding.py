@@ -27,6 +27,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "head_dim": (),
     "layers": (),
     "outputs": (),
+    "rank": (),
 }
 """Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`)."""
 

@@ -1,12 +1,18 @@
-"""Language models: `load` one, make a `policy` or a `role` of it, give it a head, `save` it."""
+"""Language models: `load` one, make a `policy` or a `role` of it, give it a head or adapters,
+`save` it."""
 
-from tpu_rl.models.decoder import DecoderConfig, decoder
+from tpu_rl.models.architecture import DecoderConfig, LoraConfig
+from tpu_rl.models.decoder import decoder
+from tpu_rl.models.directories import find_directory
 from tpu_rl.models.heads import first_layers, first_layers_params, head_params, head_role, random_head, with_head
-from tpu_rl.models.hf_weights import check, find_directory, from_config, load, save
+from tpu_rl.models.hf_weights import check, from_config, load, save
+from tpu_rl.models.lora import join, merge, random_adapters, split, with_lora
+from tpu_rl.models.peft_files import load_adapters, save_adapters, tokenizer_directory
 from tpu_rl.models.roles import apply, policy, role
 
 __all__ = [
     "DecoderConfig",
+    "LoraConfig",
     "apply",
     "check",
     "decoder",
@@ -16,10 +22,18 @@ __all__ = [
     "from_config",
     "head_params",
     "head_role",
+    "join",
     "load",
+    "load_adapters",
+    "merge",
     "policy",
+    "random_adapters",
     "random_head",
     "role",
     "save",
+    "save_adapters",
+    "split",
+    "tokenizer_directory",
     "with_head",
+    "with_lora",
 ]

@@ -1,6 +1,6 @@
 """One decoder for all families: what differs between them is in `DecoderConfig`.
 
-Weights are a plain dict. A layer's leaves have flat names (`WEIGHTS` below gives name -> logical axes, hence shape);
+Weights are a plain dict. A layer's leaves have flat names (`WEIGHTS` gives name -> logical axes, hence shape);
 layers repeat in a pattern of kinds ("full", "sliding"), and the leaves of the i-th layer of the pattern are stacked
 over its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], for `nn.scan` to run over. Layers left
 over at the end (Gemma 3: 26 = 4 * 6 + 2) are `params["tail"]["layer_i"][name]`, unstacked.
@@ -8,9 +8,9 @@ over at the end (Gemma 3: 26 = 4 * 6 + 2) are `params["tail"]["layer_i"][name]`,
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,134 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.models import layers
-from tpu_rl.models.layers import RopeConfig, Slots
+from tpu_rl.models.architecture import LORA_A, LORA_B, WEIGHTS, DecoderConfig
+from tpu_rl.models.layers import Slots
 from tpu_rl.sharding import constrain
 from tpu_rl.types import Array, Model, Params
-
-WEIGHTS: dict[str, tuple[str, ...]] = {
-    "embedding": ("vocab", "embed"),
-    "unembedding": ("vocab", "embed"),
-    "score": ("outputs", "embed"),
-    "final_norm": ("embed",),
-    "attention_norm": ("embed",),
-    "attention_post_norm": ("embed",),
-    "query": ("embed", "heads", "head_dim"),
-    "key": ("embed", "kv_heads", "head_dim"),
-    "value": ("embed", "kv_heads", "head_dim"),
-    "query_bias": ("heads", "head_dim"),
-    "key_bias": ("kv_heads", "head_dim"),
-    "value_bias": ("kv_heads", "head_dim"),
-    "query_norm": ("head_dim",),
-    "key_norm": ("head_dim",),
-    "output": ("heads", "head_dim", "embed"),
-    "output_bias": ("embed",),
-    "mlp_norm": ("embed",),
-    "mlp_post_norm": ("embed",),
-    "gate": ("embed", "mlp"),
-    "up": ("embed", "mlp"),
-    "down": ("mlp", "embed"),
-    "gate_bias": ("mlp",),
-    "up_bias": ("mlp",),
-    "down_bias": ("embed",),
-}
-"""Every weight there can be: name -> logical axes. A matrix's inputs come first, its outputs last."""
 
 RESIDUAL = ("rows", None, None)
 """Logical axes of the residual stream [B, T, D]."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
-
-
-@dataclasses.dataclass(frozen=True)
-class VocabConfig:
-    size: int
-    """Rows of the embedding, padding included."""
-    valid: int
-    """Ids below this are tokens; the rest pad the matrix to a round size and have probability zero."""
-    tied: bool = False
-    """The unembedding is the embedding."""
-    embedding_scale: float = 1.0
-    softcap: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    """What scores are multiplied by."""
-    window: int | None = None
-    """Of sliding layers: how many positions a token sees, its own included."""
-    bias: bool = False
-    """Of query, key and value."""
-    output_bias: bool = False
-    query_key_norm: bool = False
-    softcap: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class MlpConfig:
-    width: int
-    activation: str = "silu"
-    bias: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class NormConfig:
-    eps: float = 1e-6
-    unit_offset: bool = False
-    """Scales are stored as their distance from 1 (Gemma)."""
-    post: bool = False
-    """A second norm at the end of each branch, before it joins the residual stream (Gemma 2 and 3)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """An architecture with its precision. Hashable: equal configs are one compiled program."""
-
-    width: int
-    kinds: tuple[str, ...]
-    """Kind of each layer, "full" or "sliding"."""
-    vocab: VocabConfig
-    attention: AttentionConfig
-    mlp: MlpConfig
-    norm: NormConfig = NormConfig()
-    rope: RopeConfig = RopeConfig()
-    """Of full layers."""
-    sliding_rope: RopeConfig = RopeConfig()
-    dtype: str = "float32"
-    """What is computed in. Norms, softmax, rotary angles and logits are float32 whatever it is."""
-    param_dtype: str = "float32"
-    """What weights are kept in."""
-    outputs: int | None = None
-    """A head of so many numbers in place of the vocabulary: what `logits` gives, and then there is no unembedding."""
-    source: str = "{}"
-    """The Hugging Face configuration this came from, as JSON: what `models.save` writes back."""
-
-    @property
-    def period(self) -> int:
-        """Length of the shortest pattern of kinds that, repeated, gives all layers."""
-        depth = len(self.kinds)
-        return next(p for p in range(1, depth + 1) if all(self.kinds[i] == self.kinds[i % p] for i in range(depth)))
-
-    @property
-    def repetitions(self) -> int:
-        """How often the whole pattern occurs; the layers after that are the tail."""
-        return len(self.kinds) // self.period
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of one layer's weight `name`, or of one outside the layers."""
-        sizes = {
-            "vocab": self.vocab.size,
-            "embed": self.width,
-            "heads": self.attention.heads,
-            "kv_heads": self.attention.kv_heads,
-            "head_dim": self.attention.head_dim,
-            "mlp": self.mlp.width,
-            "outputs": self.outputs or 0,
-        }
-        return tuple(sizes[axis] for axis in WEIGHTS[name])
 
 
 class Context(NamedTuple):
@@ -162,22 +43,25 @@ def _spread(config: DecoderConfig, name: str) -> float:
     (GPT-2), so that the residual stream starts out of the same size whatever the depth."""
     if name in ("embedding", "unembedding"):
         return 0.02
-    if name.endswith(("_norm", "_bias")):
+    if name.endswith(("_norm", "_bias", LORA_B)):
         return 0.0
     if name == "score":
         return 0.1 * config.width**-0.5  # hidden states have norm width ** 0.5: first outputs are about 0.1
+    if name.endswith(LORA_A):
+        return (3 * math.prod(config.shape(name)[:-1])) ** -0.5  # the variance of PEFT's uniform distribution
     shape = config.shape(name)
     inputs = shape[0] * shape[1] if name == "output" else shape[0]
     return (inputs * (2 * len(config.kinds) if name in ("output", "down") else 1)) ** -0.5
 
 
-def random_params(config: DecoderConfig, key: Array) -> Params:
-    """Normal matrices, norms of gain one, biases of zero.
+def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Params:
+    """Normal matrices, norms of gain one, biases of zero, adapters that add nothing yet; `shapes` may be a part of
+    `param_shapes`.
 
     One draw is cut up for all leaves, which costs a second copy of the weights while it runs: a generator for each
     leaf would take the compiler many times as long as the rest of the model.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config) if shapes is None else shapes)
     noise = jax.random.normal(key, (sum(leaf.size for _, leaf in leaves),))
 
     def cut(path, leaf: jax.ShapeDtypeStruct, start: int) -> Array:
@@ -212,16 +96,22 @@ class Weights(nn.Module):
 
     def weight(self, name: str) -> Array:
         config = self.config
-        stored = self.param(name, nn.initializers.zeros, config.shape(name), jnp.dtype(config.param_dtype))
+        stored = self.param(name, nn.initializers.zeros, config.shape(name), config.stored_dtype(name))
         return stored.astype(config.dtype)
 
     def norm(self, x: Array, name: str) -> Array:
         config = self.config
-        scale = self.param(name, nn.initializers.zeros, config.shape(name), jnp.dtype(config.param_dtype))
+        scale = self.param(name, nn.initializers.zeros, config.shape(name), config.stored_dtype(name))
         return layers.rms_norm(x, scale, config.norm.eps, config.norm.unit_offset)
+
+    def adapter(self, name: str) -> tuple[Array, Array]:
+        return self.weight(name + LORA_A), self.weight(name + LORA_B)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         y = jnp.einsum(equation, x, self.weight(name))
+        scale = self.config.adapter_scale(name)
+        if scale is not None:
+            y += layers.low_rank(x, *self.adapter(name), scale)
         return y + jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape) if bias else y
 
 
@@ -301,9 +191,11 @@ class Decoder(Weights):
         """
         config = self.config
         if config.outputs:
-            self.weight("score")  # declared here, read by `unembed`
+            self.weight("score")  # declared here, as the unembedding is, and read by `unembed`
         elif not config.vocab.tied:
             self.weight("unembedding")
+        if config.adapter_scale("unembedding") is not None:
+            self.adapter("unembedding")
         x = jnp.take(self.weight("embedding"), tokens, axis=0)
         x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), RESIDUAL)
         training = cache is None
@@ -331,6 +223,10 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     vocab = config.vocab
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
+    scale = config.adapter_scale("unembedding")
+    if scale is not None:
+        a, b = (params["unembedding" + end].astype(config.dtype) for end in (LORA_A, LORA_B))
+        logits += layers.low_rank(hidden, a, b, scale)
     if vocab.softcap is not None:
         logits = vocab.softcap * jnp.tanh(logits / vocab.softcap)
     if vocab.valid < vocab.size:

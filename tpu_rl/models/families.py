@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.decoder import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
+from tpu_rl.models.architecture import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
 from tpu_rl.models.layers import RopeConfig
 
 LAYER_NAMES = {

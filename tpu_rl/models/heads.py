@@ -12,7 +12,8 @@ from dataclasses import replace
 import jax
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.decoder import DecoderConfig, decoder, score
+from tpu_rl.models.architecture import DecoderConfig
+from tpu_rl.models.decoder import decoder, score
 from tpu_rl.types import Array, Model, Params, Role
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +17,15 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tpu_rl import model_files, sharding
 from tpu_rl.errors import InputError
-from tpu_rl.models import families, safetensors_files
-from tpu_rl.models.decoder import WEIGHTS, DecoderConfig, decoder, param_shapes
+from tpu_rl.models import families, lora, peft_files, safetensors_files
+from tpu_rl.models.architecture import LORA_A, LORA_B, OUTPUTS, DecoderConfig
+from tpu_rl.models.decoder import decoder, param_shapes
+from tpu_rl.models.directories import find_directory, require_replaceable, written_whole
+from tpu_rl.models.slots import Slot, leaf_at, require_fit, split_shape, weight_slots
 from tpu_rl.types import Array, Model, Params
 
 SHARD_BYTES = 5_000_000_000
 """Largest file that `save` writes, unless a single tensor is larger."""
-
-OUTPUTS = {"query": 2, "key": 2, "value": 2, "output": 1, "gate": 1, "up": 1, "down": 1}
-"""How many of a matrix's last dimensions are outputs. Hugging Face keeps matrices [outputs, inputs], flattened."""
 
 
 # --- configurations ----------------------------------------------------------------------------------------------
@@ -36,7 +34,8 @@ OUTPUTS = {"query": 2, "key": 2, "value": 2, "output": 1, "gate": 1, "up": 1, "d
 def from_config(
     config: Mapping[str, Any] | str | Path, dtype: str = "float32", param_dtype: str | None = None
 ) -> Model:
-    """The model that a Hugging Face configuration describes: a dict, or a directory with config.json. No weights.
+    """The model that a Hugging Face configuration describes: a dict, or a directory with config.json, or with that of a
+    PEFT adapter, which describes its base. No weights.
 
     `dtype` is what it computes in, `param_dtype` what its weights are kept in (None: the same).
     Raises InputError where the architecture is not supported, the directory has no readable config.json, or its files
@@ -46,6 +45,10 @@ def from_config(
         return decoder(families.read_config(config, dtype, param_dtype or dtype))
     directory = Path(config)
     model_files.require_safe(directory)
+    if peft_files.is_adapter(directory):
+        base = from_config(peft_files.base_directory(directory), dtype, param_dtype)
+        adapted = peft_files.adapted_model(directory, base)
+        return decoder(replace(adapted.config, adapters=None))
     path = directory / "config.json"
     source = model_files.read_json(path)
     _refuse_remote_code(source, path)
@@ -101,86 +104,6 @@ def _known_tokens(directory: Path, size: int) -> int:
     return known
 
 
-def find_directory(path: str | Path) -> Path:
-    """The directory of a model: `path` itself, or that of a hub id, from the local cache first, then the network.
-
-    Raises InputError where it is neither.
-    """
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
-        raise InputError("no such model directory", where=str(path), fix="give a directory or a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
-    download = functools.partial(
-        snapshot_download, str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    )
-    try:
-        cached = Path(download(local_files_only=True))
-        if any(cached.glob("*.safetensors")):
-            return cached
-    except OSError:
-        pass  # not in the cache: ask the hub
-    try:
-        return Path(download())
-    except OSError as error:
-        raise InputError(
-            f"{path} is neither a directory nor a model in the local cache, and the hub did not give it",
-            why=str(error).splitlines()[0],
-            fix="check the name, your network and (for gated models) your login; or give a directory",
-        ) from error
-
-
-# --- where each tensor belongs -----------------------------------------------------------------------------------
-
-
-class Slot(NamedTuple):
-    """One Hugging Face tensor's place in the params."""
-
-    path: tuple[str, ...]
-    """Keys of the leaf."""
-    row: int | None
-    """Of a stacked leaf: which."""
-    shape: tuple[int, ...]
-    """In the Hugging Face file."""
-
-
-def weight_slots(model: Model) -> dict[str, Slot]:
-    """Hugging Face name -> place in the params, in the order of the layers."""
-    config: DecoderConfig = model.config
-    family = families.FAMILIES[json.loads(config.source)["model_type"]]
-    shapes = param_shapes(model.config)
-    slots = {}
-    for name in WEIGHTS:
-        if name in shapes:
-            slots[families.weight_name(family, name, None)] = Slot((name,), None, _hf_shape(config, name))
-    for layer in range(len(config.kinds)):
-        repetition, place = divmod(layer, config.period)
-        stacked = repetition < config.repetitions
-        path = ("layers" if stacked else "tail", f"layer_{place}")
-        for name in shapes[path[0]][path[1]]:
-            slot = Slot((*path, name), repetition if stacked else None, _hf_shape(config, name))
-            slots[families.weight_name(family, name, layer)] = slot
-    return slots
-
-
-def _split(config: DecoderConfig, name: str) -> tuple[int, int]:
-    """(inputs, outputs) of a matrix, flattened."""
-    shape = config.shape(name)
-    return math.prod(shape[: -OUTPUTS[name]]), math.prod(shape[-OUTPUTS[name] :])
-
-
-def _hf_shape(config: DecoderConfig, name: str) -> tuple[int, ...]:
-    if name in OUTPUTS:
-        return _split(config, name)[::-1]
-    return (math.prod(config.shape(name)),) if name.endswith("_bias") else config.shape(name)
-
-
-def _leaf(params: Params, path: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda tree, key: tree[key], path, params)
-
-
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
@@ -189,10 +112,13 @@ def load(
 ) -> tuple[Model, Params]:
     """A model directory (or hub id) as a model that computes in `dtype`, and its weights, cut over `mesh`.
 
-    `param_dtype` is what the weights are kept in (None: `dtype`). Each tensor goes straight to its place, so the host
-    holds one tensor beside what the system maps from the files. Raises InputError for anything wrong in the directory.
+    Adapters in PEFT's form are merged into their base. `param_dtype` is what the weights are kept in (None: `dtype`).
+    Each tensor goes straight to its place, so the host holds one tensor beside what the system maps from the files.
+    Raises InputError for anything wrong in the directory.
     """
     directory = find_directory(path)
+    if peft_files.is_adapter(directory):
+        return _load_merged(directory, dtype, mesh, param_dtype)
     model = from_config(directory, dtype, param_dtype)
     stored = check(directory, model)
     shapes = param_shapes(model.config)
@@ -218,6 +144,17 @@ def load(
     return model, params
 
 
+def _load_merged(directory: Path, dtype: str, mesh: Mesh | None, param_dtype: str | None) -> tuple[Model, Params]:
+    """An adapter's base with what the adapter adds: the model that its directory stands for."""
+    model_files.require_safe(directory)
+    base, params = load(peft_files.base_directory(directory), dtype, mesh, param_dtype)
+    adapted, adapters = peft_files.load_adapters(directory, base, mesh)
+    whole = lora.join(params, adapters)
+    if adapted.config.outputs:
+        whole.pop("unembedding", None)
+    return lora.merge(adapted, whole, donate=True)
+
+
 @jax.jit
 def _all_finite(params: Params) -> Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
@@ -229,7 +166,7 @@ def _require_finite(directory: Path, slots: Mapping[str, Slot], params: Params) 
         return
 
     def is_finite(slot: Slot) -> bool:
-        leaf = _leaf(params, slot.path)
+        leaf = leaf_at(params, slot.path)
         return bool(jnp.isfinite(leaf if slot.row is None else leaf[slot.row]).all())
 
     names = [name for name, slot in slots.items() if not is_finite(slot)]
@@ -244,8 +181,13 @@ def _require_finite(directory: Path, slots: Mapping[str, Slot], params: Params) 
 def check(directory: Path, model: Model) -> dict[str, safetensors_files.Stored]:
     """The stored tensor of each of the model's slots, from the headers alone.
 
-    Raises InputError naming tensors missing, left over or of another shape.
+    Of an adapter, those of its base. Raises InputError naming tensors missing, left over or of another shape.
     """
+    if peft_files.is_adapter(directory):
+        place = peft_files.base_directory(directory)
+        base = from_config(place)
+        peft_files.adapted_model(directory, base)
+        return check(place, base)
     slots = weight_slots(model)
     stored = {}
     for name, tensor in safetensors_files.find_tensors(directory).items():
@@ -254,22 +196,7 @@ def check(directory: Path, model: Model) -> dict[str, safetensors_files.Stored]:
             stored[plain] = tensor
     if families.TOP_NAMES["unembedding"] not in slots:
         stored.pop(families.TOP_NAMES["unembedding"], None)  # a tied model needs none; some files have a copy
-    faults = {
-        "missing": [name for name in slots if name not in stored],
-        "not part of the model": [name for name in stored if name not in slots],
-        "of another shape": [
-            f"{name} {stored[name].shape} instead of {slot.shape}"
-            for name, slot in slots.items()
-            if name in stored and stored[name].shape != slot.shape
-        ],
-    }
-    if any(faults.values()):
-        raise InputError(
-            "the weights do not fit config.json",
-            where=str(directory),
-            why="; ".join(f"{len(names)} {fault}: {', '.join(names[:5])}" for fault, names in faults.items() if names),
-            fix="config.json and weights must come from one model",
-        )
+    require_fit(directory, {name: slot.shape for name, slot in slots.items()}, stored, "config.json")
     return stored
 
 
@@ -300,13 +227,12 @@ def _without_layers(place: Sharding) -> Sharding:
 def save(path: str | Path, model: Model, params: Params, tokenizer: Any = None) -> None:
     """Writes a model directory that transformers loads: config.json, safetensors in the params' own dtype, tokenizer.
 
-    It is written beside `path` and renamed when whole, so `path` never holds half a model; a model directory that was
-    there before is replaced. Several processes call it together and the first one writes.
+    Adapters are merged into the weights (`save_adapters` writes them alone). The directory is written beside `path` and
+    renamed when whole, so `path` never holds half a model; a model directory that was there before is replaced. Several
+    processes call it together and the first one writes.
     Raises InputError where `path` is something else than a model directory.
     """
-    target = Path(path)
-    if target.exists() and not (target / "config.json").exists() and (target.is_file() or any(target.iterdir())):
-        raise InputError("will not overwrite what is not a model directory", where=str(path), fix="give a new path")
+    require_replaceable(path, "config.json")
     slots = weight_slots(model)
     files = _files(slots, params)
     if jax.process_index() != 0:
@@ -314,10 +240,7 @@ def save(path: str | Path, model: Model, params: Params, tokenizer: Any = None) 
             for _ in _tensors(model.config, slots, names, params):
                 pass
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        whole = Path(scratch) / "whole"
-        whole.mkdir()
+    with written_whole(path) as whole:
         for file, names in files.items():
             layout = {name: (_dtype(params, slots[name]), slots[name].shape) for name in names}
             safetensors_files.write_file(whole / file, layout, _tensors(model.config, slots, names, params))
@@ -326,13 +249,10 @@ def save(path: str | Path, model: Model, params: Params, tokenizer: Any = None) 
         _write_config(whole / "config.json", model.config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(whole))
-        if target.exists():
-            target.rename(Path(scratch) / "old")
-        whole.rename(target)
 
 
 def _dtype(params: Params, slot: Slot) -> np.dtype:
-    return np.dtype(_leaf(params, slot.path).dtype)
+    return np.dtype(leaf_at(params, slot.path).dtype)
 
 
 def _bytes(params: Params, slot: Slot) -> int:
@@ -362,13 +282,25 @@ def _tensors(
     from jax.experimental import multihost_utils
 
     for slot in map(slots.__getitem__, names):
-        leaf = _leaf(params, slot.path)
-        array = leaf if slot.row is None else jax.lax.dynamic_index_in_dim(leaf, slot.row, keepdims=False)
+        array = _merged(config, params, slot)
         if not array.is_fully_addressable:
             array = multihost_utils.process_allgather(array, tiled=True)
         name = slot.path[-1]
         tensor = np.asarray(array)
-        yield tensor.reshape(_split(config, name)).T if name in OUTPUTS else tensor.reshape(slot.shape)
+        yield tensor.reshape(split_shape(config, name)).T if name in OUTPUTS else tensor.reshape(slot.shape)
+
+
+def _merged(config: DecoderConfig, params: Params, slot: Slot) -> Array:
+    """A slot's weight, with what its adapter adds where it has one."""
+
+    def of_row(name: str) -> Array:
+        leaf = leaf_at(params, (*slot.path[:-1], name))
+        return leaf if slot.row is None else jax.lax.dynamic_index_in_dim(leaf, slot.row, keepdims=False)
+
+    name = slot.path[-1]
+    if config.adapter_scale(name) is None:
+        return of_row(name)
+    return lora.merged_weight(config, name, of_row(name), of_row(name + LORA_A), of_row(name + LORA_B))
 
 
 def _write_index(path: Path, files: Mapping[str, list[str]], slots: Mapping[str, Slot], params: Params) -> None:

@@ -121,6 +121,12 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
+def low_rank(x: Array, a: Array, b: Array, scale: float) -> Array:
+    """scale (x A) B: x [..., inputs], a [inputs, rank], b [rank, outputs]. The product of A and B is never made."""
+    inner = scale * jnp.tensordot(x, a, a.ndim - 1)
+    return jnp.tensordot(inner, b, 1)
+
+
 def rms_norm(x: Array, scale: Array, eps: float, unit_offset: bool) -> Array:
     """x [..., D] divided by its root mean square, in float32, times scale [D] (1 + scale with `unit_offset`)."""
     wide = x.astype(jnp.float32)
