@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launch import build, pairs, phases, reward_runs
+from launch import build, pairs, phases, reward_runs, watchdog
 from launch.config import Stage
 from launch.sources import Setup
 from tpu_rl import data, packing, rewards, training
@@ -108,6 +108,7 @@ def measure(
         # The last batch is filled up, so that one program serves all.
         some = [rows[i % len(rows)] for i in range(first, first + AT_ONCE)]
         found.append(jax.device_get(of_pairs(params, one_each(setup, pairs_of(some)))))
+        watchdog.mark("the audit of the pairs")
     return {name: np.concatenate([part[name] for part in found])[: len(rows)] for name in found[0]}
 
 

@@ -19,6 +19,7 @@ import tyro
 import yaml
 
 from launch import presets
+from launch.watchdog import WatchdogConfig
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
@@ -188,6 +189,7 @@ class ExperimentConfig:
     """Where everything goes; runs/PRESET if empty. The same command on the same folder goes on where it stopped."""
     checkpoint_every: int = 20
     wandb: bool = False
+    watchdog: WatchdogConfig = WatchdogConfig()
     dry_run: bool = False
     """Print what would run, and stop."""
     accept_dataset_change: bool = False
@@ -342,9 +344,9 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
-MAY_CHANGE += ("accept_dataset_change",)
-"""What a run may be continued with: where it lies, what it writes when, what its rewards may take, and, at a constant
-rate, how long it is."""
+MAY_CHANGE += ("accept_dataset_change", "watchdog")
+"""What a run may be continued with: where it lies, what it writes when, what its rewards may take, how long it may
+stand still, and, at a constant rate, how long it is."""
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch import dataset, dataset_changes, sources
+from launch import dataset, dataset_changes, sources, watchdog
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.sources import Drawn, Setup, Source
 from tpu_rl import checkpoint, data, evaluation, models, packing, rollouts, training
@@ -238,6 +238,7 @@ def compute_log_probs(
         some = [rows[i % len(rows)] for i in range(first, first + size)]
         pairs = plain(some)
         found = np.asarray(log_probs(params, sources.lay_out(setup.config, pairs, setup.mesh)))
+        watchdog.mark("the reference's log-probs of the pairs")
         of_row = [[] for _ in some]
         for group, mask, line in zip(pairs.group_id, pairs.action_mask, found, strict=True):
             of_row[group].append(line[mask])

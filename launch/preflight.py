@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -137,10 +138,19 @@ def require_a_batch(config: ExperimentConfig, rows: list[data.Row]) -> None:
 
 
 def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
-    """Raises InputError where a reward function does not load, or needs a column that the rows of a file lack.
+    """Raises InputError where a reward function does not load, needs a column that the rows of a file lack, or may take
+    longer than the watchdog waits.
 
     Trained reward models are left alone: to load one takes a device.
     """
+    seconds = config.reward_limits.batch_seconds * sum(".py:" in name for name in config.reward)
+    if 0 < 60 * config.watchdog.minutes <= seconds:
+        raise InputError(
+            f"the rewards of a batch may take {seconds:g} s, and a run that stands still for so long is ended",
+            where="--reward-limits.batch-seconds, --watchdog.minutes",
+            why=f"the watchdog waits {60 * config.watchdog.minutes:g} s",
+            fix=f"--watchdog.minutes {math.ceil(2 * seconds / 60)}, or lower --reward-limits.batch-seconds",
+        )
     names = dict.fromkeys(filter(None, (*config.reward, config.evaluation.reward)))
     untrained = tuple(name for name in names if not Path(name).expanduser().is_dir())
     functions = sources.reward_functions(replace(config, reward=untrained))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch import dataset, sources
+from launch import dataset, sources, watchdog
 from launch.config import Stage
 from launch.sources import POLICY_PARAMS, Drawn, Setup, Source
 from tpu_rl import data, guidance, models, rollouts, sampler
@@ -152,9 +152,12 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
     cuts: list[np.ndarray] = []
 
     def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
+        watchdog.mark(f"the roll-ins of round {number}")
         rolled_in = roll_in(setup, stage, params, prompts, row_ids, guided=number > 1)
+        watchdog.mark(f"the roll-outs of round {number}")
         rollout, places = roll_out(setup, stage, params, rolled_in, row_ids)
         cuts.append(places)
+        watchdog.mark(f"the rewards of round {number}")
         return rollout
 
     functions = sources.reward_functions(config)

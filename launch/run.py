@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from launch import audit, build, phases, preemption, preflight, reward_runs, roles, sources
+from launch import audit, build, phases, preemption, preflight, reward_runs, roles, sources, watchdog
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
@@ -40,6 +40,7 @@ INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
+    command = f"python launch/run.py {shlex.join(argv)}"
     try:
         preflight.refuse_secrets(argv)
         config = configuration.parse(argv)
@@ -52,9 +53,10 @@ def main(argv: list[str]) -> int:
                 print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
                 return 0
             preflight.prepare(config)
-            run(config, run_dir, signals)
+            with watchdog.watch(config.watchdog, run_dir, command):
+                run(config, run_dir, signals)
     except Preempted as stop:
-        print(f"{stop}\n  to go on: python launch/run.py {shlex.join(argv)}", file=sys.stderr)
+        print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -141,9 +143,11 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                     continue
                 parts, state = begun.pop(stage.index, None) or compose(setup, stage, params)
                 if done < 0:
+                    watchdog.mark("the evaluation before the first step")
                     sink.write(0, build.before(setup, stage, parts.evaluate)(state.params, True))
                 flatness = phases.Flatness(stage, run_dir, done)
                 for step in range(max(done + 1, stage.first), stage.last + 1):
+                    watchdog.mark(f"the border before step {step}, where all processes meet")
                     if signals.requested():
                         leave(checkpoints, step - 1, saved, state, parts.source, began)
                     state, row, drawn = learn(config, parts, state, step)
@@ -153,6 +157,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                     ends = flat or step == stage.last
                     row |= {phases.ENDED: 1.0} if flat else {}
                     if last or step % config.evaluation.every == 0:
+                        watchdog.mark(f"the evaluation after step {step}")
                         row |= parts.evaluate(state.params, last)
                     sink.write(step, row, drawn.records)
                     if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
@@ -162,6 +167,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                     if ends:
                         break
                 params = state.params
+        watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
         save_models(setup, params)
         audit.audit_run(setup, params)
@@ -197,6 +203,7 @@ def resume(
 def save(
     checkpoints: checkpoint.Checkpoints, step: int, state: TrainState, source: sources.Source, began: float, wait: bool
 ) -> None:
+    watchdog.mark(f"the checkpoint of step {step}")
     extra = {"data": source.get_state(), "seconds": time.perf_counter() - began}
     checkpoints.save(step, state, extra, wait)
 
@@ -216,11 +223,13 @@ def learn(
 ) -> tuple[TrainState, dict[str, float], sources.Drawn]:
     """One step of the run -> (state, metrics row, what was drawn)."""
     began = time.perf_counter()
+    watchdog.mark(f"the experience of step {step}")
     drawn = parts.source.draw(step, state)
     for warning in drawn.warnings:
         print(f"warning: step {step}: {warning}", file=sys.stderr)
     experience = sources.lay_out(config, drawn.data, parts.mesh)
     update_began = time.perf_counter()
+    watchdog.mark(f"the update of step {step}")
     batch, algorithm_state = parts.make_batch(experience, state.params, state.algorithm_state)
     state = replace(state, algorithm_state=algorithm_state)
     history = []

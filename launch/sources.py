@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from launch import dataset
+from launch import dataset, watchdog
 from launch.config import ExperimentConfig, Stage
 from launch.roles import Language
 from tpu_rl import (
@@ -112,9 +112,12 @@ def roller(
         updates = int(state.step)
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
-            return sampler.sample(
+            watchdog.mark(f"the rollout of step {step}")
+            rollout = sampler.sample(
                 policy, state.params, prompts, key, how, row_ids=row_ids, policy_step=updates, mesh=setup.mesh
             )
+            watchdog.mark(f"the rewards of step {step}")
+            return rollout
 
         row_ids = first + np.arange(len(rows) * group)
         longest, limits = config.sampling.max_prompt_tokens, config.reward_limits

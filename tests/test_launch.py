@@ -163,6 +163,7 @@ def test_every_configuration_field_is_read():
     for kind in (
         config.ExperimentConfig, config.ModelConfig, config.ArithmeticData, config.FileData, config.BatchConfig,
         config.SamplingConfig, config.EvaluationConfig, config.MeshConfig, config.OptimizerConfig,
+        config.WatchdogConfig,
     ):  # fmt: skip
         unread = [name for name in fields(kind) if f".{name}" not in source]
         assert not unread, f"{kind.__name__}: {unread}"

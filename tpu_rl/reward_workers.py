@@ -69,6 +69,17 @@ class RewardLimits:
             )
 
 
+_groups: set[int] = set()
+"""The process groups of all workers: each worker leads one, with what the user's function starts in it."""
+
+
+def kill_all() -> None:
+    """For a process that is about to end without cleaning up: no worker, and none of its children, outlives it."""
+    for group in list(_groups):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
 class _Process(NamedTuple):
     """A worker's process and our ends of the pipes to it."""
 
@@ -223,10 +234,12 @@ def _spawn(path: str, memory_bytes: int) -> _Process:
         os.close(descriptor)
     os.set_blocking(ours, False)
     os.set_blocking(told, False)
+    _groups.add(popen.pid)
     return _Process(popen, ours, answers, told)
 
 
 def _reap(process: _Process) -> None:
+    _groups.discard(process.popen.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.popen.pid, signal.SIGKILL)
     process.popen.wait()
