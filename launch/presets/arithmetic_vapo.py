@@ -1,16 +1,21 @@
 """VAPO (arXiv 2504.05118): `arithmetic_vc_ppo` with lambda by length, a higher upper clip, the log-likelihood of right
-answers, and several completions a prompt.
+answers, and several completions a prompt; its value pretraining takes a number of steps, as in the paper.
 
 The paper's alpha is 0.05, for answers of thousands of tokens. Ours have 5 to 60: alpha 0.5 gives lambda 0.6 to 0.97.
 """
 
 from dataclasses import replace
 
+from launch.config import Phase
 from launch.presets import arithmetic_vc_ppo
-from tpu_rl.algos import PpoConfig
+from tpu_rl.algos import PpoConfig, ValuePretrainingConfig
+
+PRETRAINING = 20
 
 CONFIG = replace(
     arithmetic_vc_ppo.CONFIG,
     algorithm=PpoConfig(critic=arithmetic_vc_ppo.CRITIC, lam_alpha=0.5, clip_high=0.28, positive_coef=0.1),
+    phases=(Phase(ValuePretrainingConfig(arithmetic_vc_ppo.CRITIC), until=PRETRAINING),),
+    steps=PRETRAINING + 80,
     batch=replace(arithmetic_vc_ppo.CONFIG.batch, prompts=32, completions=8),
 )

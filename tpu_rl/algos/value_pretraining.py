@@ -6,7 +6,8 @@ over completions of the policy as it is. A phase of a run, which PPO follows; or
 many PPO runs as their `--algorithm.critic.model`. The policy does not train here, so it keeps its bits and has no
 optimizer state, and PPO's own phase begins with a fresh optimizer.
 
-When to stop: `value/explained_variance` of fresh completions, measured before the critic has seen them, is flat.
+When to stop: `value/explained_variance` of fresh completions, measured before the critic has seen them, is flat;
+as a phase, `ends_when_flat` does it.
 """
 
 from __future__ import annotations
