@@ -130,9 +130,9 @@ def speed(batches: list[int], repeats: int = 3, new_tokens: int = 64) -> None:
     q = models.with_head(models.first_layers(model, layers // 4), 1)
     params = {"policy": jax.jit(model.init)(jax.random.key(0)), "q": jax.jit(q.init)(jax.random.key(1))}
     params = guidance.with_kl_coef(params, 0.1)
-    reference = models.policy(model, sources.POLICY_PARAMS)
+    reference = models.policy(model, guide.POLICY_PARAMS)
     ways = {"plain": reference}
-    q_policy = models.policy(q, guide.q_examples.Q_PARAMS)
+    q_policy = models.policy(q, guide.Q_PARAMS)
     ways["V-type, 20 candidates"] = guidance.guide(reference, q_policy, guidance.offset("q_sharp"), 20, "own")
     by_token = models.with_head(models.first_layers(model, layers // 4), model.config.vocab.size)
     params["q_type"] = jax.jit(by_token.init)(jax.random.key(1))

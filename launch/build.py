@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from launch import dataset, pairs, q_examples, reward_runs, roles, sources
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
-from tpu_rl import evaluation, guidance, models, optimizers, sampler, sharding, training
+from tpu_rl import evaluation, guidance, optimizers, sampler, sharding, training
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, ProcessRewardConfig, QSharpConfig
 from tpu_rl.types import Algorithm, Pairs, Params, Policy, Purpose, QExamples, Sampling, TrainState
 
@@ -41,13 +41,13 @@ def forget(setup: Setup, stage: Stage, params: Params) -> Params:
     if not stage.forget:
         return params
     language, loaded = roles.language(setup.config, setup.mesh)
-    names = {name: roles.specs(setup.config)[name] for name in stage.forget}
-    return params | roles.first_params(setup.config, language, loaded, setup.mesh, names)
+    first = roles.first_params(setup.config, language, loaded, setup.mesh, stage.forget)
+    return params | {name: first[name] for name in stage.forget}
 
 
 def build_algorithm(setup: Setup, stage: Stage) -> Algorithm:
     """The stage's algorithm over the roles that it names, each a subtree of the params tree."""
-    bound = roles.bind(stage.algorithm, setup.models)
+    bound = roles.bind(setup.config, stage.algorithm, setup.models)
     sampling = Sampling(setup.config.sampling.temperature, setup.config.sampling.max_new_tokens)
     return ALGORITHMS[type(stage.algorithm)](stage.algorithm, bound, sampling)
 
@@ -92,9 +92,9 @@ class Acting(NamedTuple):
 def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Acting:
     """The role "policy", guided by the role "q" where the algorithm is Q#; without an algorithm, as it is alone."""
     if isinstance(algorithm, QSharpConfig):
-        policy = q_examples.guided_policy(setup.models, algorithm)
+        policy = q_examples.guided_policy(setup.policy("policy"), setup.policy("q"), algorithm)
         return Acting(policy, partial(guidance.with_kl_coef, kl_coef=algorithm.kl_coef))
-    return Acting(models.policy(setup.models["policy"], sources.POLICY_PARAMS), lambda params: params)
+    return Acting(setup.policy("policy"), lambda params: params)
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------

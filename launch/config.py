@@ -23,6 +23,7 @@ from launch.watchdog import WatchdogConfig
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
+from tpu_rl.models import LoraConfig
 from tpu_rl.optimizers import OptimizerConfig
 from tpu_rl.reward_workers import RewardLimits
 
@@ -39,6 +40,7 @@ class ModelConfig:
     """Of the computation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and the optimizer's moments."""
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclass(frozen=True)

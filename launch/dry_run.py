@@ -24,14 +24,16 @@ def print_plan(config: ExperimentConfig) -> None:
 
 def model_table(config: ExperimentConfig) -> Table:
     """The run's models, their parameters, and the bytes of weights and optimizer moments."""
-    base = models.from_config(roles.model_path(config.model.path), dtype=config.model.dtype)
+    base = models.from_config(
+        roles.model_path(config.model.path), dtype=config.model.dtype, param_dtype=config.model.param_dtype
+    )
     table = Table("model", "parameters", "weights, MiB", "optimizer moments, MiB", box=None)
-    for name, spec in roles.specs(config).items():
-        shapes = jax.eval_shape(roles.role_model(config, base, spec).init, jax.random.key(0))
-        leaves = jax.tree.leaves(shapes if spec.trunk_of is None else shapes["score"])
+    trained = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
+    for name, shapes in roles.param_shapes(config, base).items():
+        leaves = jax.tree.leaves(shapes)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
-        size = count * (2 if config.model.param_dtype == "bfloat16" else 4)
-        trains = any(stage.algorithm.roles[name].trainable for stage in config.stages if name in stage.algorithm.roles)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        trains = name in trained
         moments = f"{8 * count / 2**20:,.1f}" if trains else "frozen"
         table.add_row(name, f"{count:,}", f"{size / 2**20:,.1f}", moments)
     return table

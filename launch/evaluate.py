@@ -116,7 +116,8 @@ def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Languag
     if (Path(flags.model) / "config.yaml").is_file():
         setup, params, step = load_run(Path(flags.model))
         print(f"{flags.model}, step {step}")
-        return setup.language, params["policy"]
+        language = setup.language._replace(model=setup.models["policy"])
+        return language, setup.params_of("policy")(params)
     return roles.language(replace(config, model=ModelConfig(path=flags.model)), build.make_mesh(MeshConfig()))
 
 

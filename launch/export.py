@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import tyro
 
-from launch import build, phases, roles
+from launch import build, phases, roles, states
 from launch import config as configuration
 from launch.config import MeshConfig
 from launch.sources import Setup
@@ -31,6 +31,8 @@ class Flags:
     """The directory to write: new, empty, or a model directory, which is then replaced."""
     role: str | None = None
     """Which of the run's models, such as value or reward; else the one that the run was for."""
+    adapter: bool = False
+    """Of a run with LoRA: only the adapter, as a directory for PEFT, not merged into the model."""
 
 
 def main(argv: list[str]) -> int:
@@ -38,14 +40,27 @@ def main(argv: list[str]) -> int:
     try:
         setup, params, step = load_run(Path(flags.run_dir))
         name = flags.role or roles.product(setup.config.algorithm)
-        if name not in params:
-            raise InputError(f"the run has no model {name!r}", where="--role", fix=f"it has {', '.join(params)}")
-        models.save(flags.to, setup.models[name], params[name], setup.language.tokenizer)
+        if name not in setup.models:
+            raise InputError(f"the run has no model {name!r}", where="--role", fix=f"it has {', '.join(setup.models)}")
+        write(setup, params, name, flags)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     print(f"wrote step {step} of {flags.run_dir} to {flags.to}")
     return 0
+
+
+def write(setup: Setup, params: Params, name: str, flags: Flags) -> None:
+    """Raises InputError where the adapter is wanted of a model that has none, or none that could stand alone."""
+    own, tokenizer = setup.params_of(name)(params), setup.language.tokenizer
+    if not flags.adapter:
+        models.save(flags.to, setup.models[name], own, tokenizer)
+        return
+    base = roles.adapter_base(setup.config, name)
+    if base is None:
+        why = "it was trained whole, or began with weights that are no model's directory"
+        raise InputError(f"{name} has no adapter to export", where="--adapter", why=why, fix="export it without")
+    models.save_adapters(flags.to, setup.models[name], own, base, tokenizer)
 
 
 def load_run(run_dir: Path) -> tuple[Setup, Params, int]:
@@ -68,9 +83,9 @@ def load_run(run_dir: Path) -> tuple[Setup, Params, int]:
     with jax.set_mesh(mesh):
         stage = next(stage for stage in phases.stages(config, run_dir, newest) if newest <= stage.last)
         state, _ = build.learner(setup, stage, build.build_algorithm(setup, stage), params)
-    wanted = checkpoint.abstract(state)
+    wanted = states.abstract(state)
     del state, params
-    state, _ = checkpoints.restore(newest, wanted)
+    state, _ = states.restore(checkpoints, newest, wanted)
     checkpoints.close()
     return setup, state.params, newest
 

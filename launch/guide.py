@@ -17,14 +17,15 @@ from rich.table import Table
 
 from launch import q_examples
 from launch.export import load_run
-from launch.roles import Language
-from launch.sources import POLICY_PARAMS
+from launch.roles import Language, Select
 from tpu_rl import evaluation, guidance, models, rewards, sampler
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation import Estimate, Evaluation
 from tpu_rl.report import GUIDED_FILE, write_report
 from tpu_rl.types import Array, Model, Params, Policy, Rollout
+
+POLICY_PARAMS, Q_PARAMS = Select("policy"), Select("q")
 
 NAMES = {"q_sharp": "Q#", "cd": "CD", "fudge": "FUDGE"}
 
@@ -44,7 +45,7 @@ class Guided(NamedTuple):
 
     @property
     def q(self) -> Policy:
-        return models.policy(self.models["q"], q_examples.Q_PARAMS)
+        return models.policy(self.models["q"], Q_PARAMS)
 
 
 class Line(NamedTuple):
@@ -74,7 +75,7 @@ def load(guide: str, language: Language, params: Params) -> Guided:
         raise InputError("q cannot score this model's tokens", where="--guide", why=why, fix="train q for this model")
     print(f"guided by {guide}, step {step}")
     both = {"policy": language.model, "q": setup.models["q"]}
-    return Guided(both, {"policy": params, "q": trained["q"]}, algorithm)
+    return Guided(both, {"policy": params, "q": setup.params_of("q")(trained)}, algorithm)
 
 
 class Task(NamedTuple):
@@ -98,7 +99,7 @@ def sweep(
     reference = answer(task, guided.reference, guided.params)
     lines = [line("reference", None, reference, 0.0)]
     for method in ("q_sharp", *baselines):
-        policy = q_examples.guided_policy(guided.models, guided.algorithm, method)
+        policy = q_examples.guided_policy(guided.reference, guided.q, guided.algorithm, method)
         for kl_coef in kl_coefs if method != "fudge" else (1.0,):
             params = guidance.with_kl_coef(guided.params, kl_coef)
             found = answer(task, policy, params)

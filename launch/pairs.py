@@ -7,7 +7,6 @@ run that is resumed reads them. Sampled from the reference, completions bring th
 from __future__ import annotations
 
 import json
-import operator
 import sys
 import zipfile
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import numpy as np
 from launch import dataset, dataset_changes, sources, watchdog
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import checkpoint, data, evaluation, models, packing, rollouts, training
+from tpu_rl import checkpoint, data, evaluation, packing, rollouts, training
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.log_probs import token_log_probs
 from tpu_rl.types import Algorithm, Experience, Pairs, Params, TrainState
@@ -201,7 +200,7 @@ def cached_log_probs(
     """
     path = log_probs_path(setup, stage)
     role = "reference" if "reference" in stage.algorithm.roles else "policy"
-    identity = {"data": data.fingerprint(rows), "model": checkpoint.digest(params[role])}
+    identity = {"data": data.fingerprint(rows), "model": checkpoint.digest(setup.params_of(role)(params))}
     found = read_log_probs(path) if path.exists() else None
     if found is not None:
         kept, values = found
@@ -222,7 +221,7 @@ def compute_log_probs(
     setup: Setup, params: Params, role: str, rows: list[data.Row], plain: Referenced
 ) -> list[list[np.ndarray]]:
     """A batch of rows at a time; the last one is filled up with rows that are there already."""
-    model = models.role(setup.models[role], operator.itemgetter(role))
+    model = setup.role(role)
 
     @jax.jit
     def log_probs(params: Params, experience: Experience) -> jax.Array:

@@ -72,12 +72,13 @@ def check_models(config: ExperimentConfig, directory: Path) -> Model:
         if spec.path is not None:
             other = models.find_directory(roles.model_path(spec.path))
             models.check(other, models.from_config(other))
+    roles.role_models(config, model)
     return model
 
 
 def check_tokenizer(directory: Path, model: Model, rows: list[data.Row]) -> list[str]:
     """What is doubtful. Raises InputError where the chat template is missing, broken or a bomb, and a row needs it."""
-    tokenizer = tokenizers.load(directory)
+    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     for row in rows:
         if isinstance(row.get("prompt"), list):
             tokenizer.encode_prompt(row["prompt"])

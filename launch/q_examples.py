@@ -16,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import operator
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,26 +28,21 @@ import numpy as np
 
 from launch import dataset, sources, watchdog
 from launch.config import Stage
-from launch.sources import POLICY_PARAMS, Drawn, Setup, Source
-from tpu_rl import data, guidance, models, rollouts, sampler
+from launch.sources import Drawn, Setup, Source
+from tpu_rl import data, guidance, rollouts, sampler
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.types import Model, Params, Policy, Purpose, QExamples, Rollout, TrainState
-
-Q_PARAMS = operator.itemgetter("q")
-"""q's params in the whole tree."""
+from tpu_rl.types import Params, Policy, Purpose, QExamples, Rollout, TrainState
 
 MOST_RECORDS = 64
 """Examples of a round that go into samples.jsonl."""
 
 
-def guided_policy(
-    setup_models: Mapping[str, Model], algorithm: QSharpConfig, method: guidance.Method = "q_sharp"
-) -> Policy:
-    """The role "policy" guided by the role "q"; its params are `guidance.with_kl_coef` of the whole tree."""
+def guided_policy(policy: Policy, q: Policy, algorithm: QSharpConfig, method: guidance.Method = "q_sharp") -> Policy:
+    """The policy guided by q; its params are `guidance.with_kl_coef` of the whole tree."""
     return guidance.guide(
-        models.policy(setup_models["policy"], POLICY_PARAMS),
-        models.policy(setup_models["q"], Q_PARAMS),
+        policy,
+        q,
         guidance.offset(method, algorithm.histogram),
         algorithm.candidates,
         "own" if algorithm.q_type == "v" else "previous",
@@ -204,9 +198,10 @@ def roll_in(
     """Whole answers of the guided policy, or of the reference."""
     config, algorithm = setup.config, stage.algorithm
     assert isinstance(algorithm, QSharpConfig)
-    policy = models.policy(setup.models["policy"], POLICY_PARAMS)
+    policy = setup.policy("policy")
     if guided:
-        policy, params = guided_policy(setup.models, algorithm), guidance.with_kl_coef(params, algorithm.kl_coef)
+        policy = guided_policy(policy, setup.policy("q"), algorithm)
+        params = guidance.with_kl_coef(params, algorithm.kl_coef)
     how = sources.sampler_config(config, setup.language.tokenizer, config.batch.completions)
     key = sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first)
     return sampler.sample(policy, params, prompts, key, how, row_ids=row_ids, mesh=setup.mesh)
@@ -233,7 +228,7 @@ def roll_out(
     )
     prefixes = [row[: cut + 1].tolist() for row, cut in zip(tokens, cuts, strict=True)]
     continued = sampler.sample(
-        models.policy(setup.models["policy"], POLICY_PARAMS),
+        setup.policy("policy"),
         params,
         prefixes,
         sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first),

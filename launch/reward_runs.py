@@ -111,7 +111,7 @@ def pair_judge(setup: Setup, stage: Stage, params: Params) -> Judge:
     rules = [Accuracy(name, pairs.by_problem(found, held_out.problems)) for name, found in held_out.rules.items()]
 
     def judge(params: Params, slices: bool) -> list[Accuracy]:
-        own = [params[name] for name in members]
+        own = [setup.params_of(name)(params) for name in members]
         found = reward_models.score_rows(score, own, np.asarray(held_out.pairs.tokens), mask)
         better, worse = found.reshape(-1, 2).T
         right = (better > worse) + 0.5 * (better == worse)
@@ -287,7 +287,7 @@ def step_judge(setup: Setup, stage: Stage, params: Params) -> Judge:
     apply = jax.jit(partial(models.apply, setup.models["reward"]))
 
     def judge(params: Params, by_place: bool) -> list[Accuracy]:
-        logits = step_logits(apply, params["reward"], examples)[tuple(at.T)]
+        logits = step_logits(apply, setup.params_of("reward")(params), examples)[tuple(at.T)]
         right = np.asarray((logits > 0) == labels, float)
         lines = [Accuracy("", pairs.by_problem(right, owners)), Accuracy("majority", majority)]
         return lines + (by_slice(right, owners, slices) if by_place else [])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.needs import RoleSpec
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers import load as load_tokenizer
-from tpu_rl.types import Array, Model, Params, Purpose, Roles
+from tpu_rl.types import Array, Model, Params, Purpose, Role, Roles
 
 BUILTIN = "builtin:"
 
@@ -34,7 +34,7 @@ class Language(NamedTuple):
 def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     """The model of --model.path, and its weights on the mesh."""
     path = model_path(config.model.path)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(models.tokenizer_directory(models.find_directory(path)))
     if not config.model.random_init:
         model, params = load(config, path, mesh)
         return Language(model, tokenizer), params
@@ -84,7 +84,7 @@ def product(algorithm: AlgorithmConfig) -> str:
 
 
 def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
-    """The architecture of a role, without touching weights."""
+    """The architecture of a role without adapters, and without touching weights."""
     model = base
     if spec.path is not None:
         path = models.find_directory(model_path(spec.path))
@@ -103,13 +103,107 @@ def head_outputs(model: Model, spec: RoleSpec) -> int | None:
 
 
 def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
-    return {name: role_model(config, base, spec) for name, spec in specs(config).items()}
+    """The model of each role, those with adapters included.
+
+    Raises InputError where LoRA is wanted and no role can have it, or its settings do not fit a model.
+    """
+    under, found = weights_under(config), {}
+    for name, spec in specs(config).items():
+        model = role_model(config, base, spec)
+        found[name] = models.with_lora(model, config.model.lora) if name in under else model
+    return found
 
 
-def first_params(
-    config: ExperimentConfig, lang: Language, loaded: Params, mesh: Mesh, names: Mapping[str, RoleSpec]
-) -> Params:
-    """The params of the roles in `names` before the first step, each in buffers of its own.
+# --- where each role is in the params tree -----------------------------------------------------------------------
+
+
+BASE = "base"
+"""The frozen weights of --model.path, once for all roles that are those weights, or adapters over them."""
+
+
+@dataclass(frozen=True)
+class Select:
+    """Takes a role's params out of the whole tree. Equal ones are one to those who compile for them."""
+
+    name: str
+    under: str | None = None
+    """Where the weights under the role's adapters are."""
+
+    def __call__(self, params: Params) -> Params:
+        own = params[self.name]
+        return own if self.under is None else models.join(params[self.under], own)
+
+
+def weights_under(config: ExperimentConfig) -> dict[str, str]:
+    """Role with adapters -> where in the params tree the frozen weights under them are; empty without LoRA.
+
+    Roles that train have adapters, unless they are random, a part of a model or a head on another role's trunk: these
+    train whole. A role that now and then becomes the same as one that trains has adapters of its own, which do not.
+    """
+    if not config.model.lora.rank:
+        return {}
+    cast = specs(config)
+    moves = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
+    moves |= {name for name, spec in cast.items() if spec.follows == 1}
+    whole = {name for name, spec in cast.items() if not (spec.random or spec.layers or spec.trunk_of)}
+    found = {name: BASE if cast[name].path is None else f"{name}_{BASE}" for name in cast if name in moves & whole}
+    between = [name for name, spec in cast.items() if 0 < spec.follows < 1]
+    if between:
+        raise InputError(
+            f"{between[0]} is moved a part of the way to what trains, which adapters cannot do",
+            where="--model.lora.rank, --algorithm.reference-mix",
+            why="the mean of two products A B is not the product of the means",
+            fix="move it all the way (--algorithm.reference-mix 1), or train all weights (--model.lora.rank 0)",
+        )
+    if not found:
+        raise InputError(
+            "no model of this run can have adapters", where="--model.lora.rank",
+            why="what trains is random, a part of a model or a head alone", fix="use --model.lora.rank 0",
+        )  # fmt: skip
+    return found
+
+
+def place(config: ExperimentConfig, name: str) -> Select:
+    """Where a role is in the params tree: by its name, but for what is shared."""
+    under, spec = weights_under(config), specs(config)[name]
+    if name in under:
+        return Select(name, under[name])
+    plain = spec == RoleSpec(trainable=False)
+    return Select(BASE if plain and BASE in under.values() else name)
+
+
+def adapter_base(config: ExperimentConfig, name: str) -> str | None:
+    """The directory or hub id of the model under a role's adapters; None where it has none, or no directory is that
+    model: where its weights were random, or an adapter's merged into another."""
+    own = specs(config)[name].path
+    if name not in weights_under(config) or (own is None and config.model.random_init):
+        return None
+    path = model_path(own or config.model.path)
+    return None if models.is_adapter(models.find_directory(path)) else path
+
+
+def param_shapes(config: ExperimentConfig, base: Model) -> dict[str, Params]:
+    """The whole params tree, of shapes and dtypes."""
+    under, found = weights_under(config), {}
+    cast = role_models(config, base)
+    for name, spec in specs(config).items():
+        whole = jax.eval_shape(cast[name].init, jax.random.key(0))
+        weights, adapters = models.split(whole)
+        head = {"score": weights.pop("score")} if cast[name].config.outputs else {}
+        if name in under:
+            found |= {} if under[name] == BASE else {under[name]: weights}
+            found[name] = adapters | head
+        elif place(config, name).name == name:
+            found[name] = whole if spec.trunk_of is None else head
+    shared = {BASE: jax.eval_shape(base.init, jax.random.key(0))} if BASE in under.values() else {}
+    return shared | found
+
+
+# --- how they begin ----------------------------------------------------------------------------------------------
+
+
+def first_params(config: ExperimentConfig, lang: Language, loaded: Params, mesh: Mesh, names: Iterable[str]) -> Params:
+    """The params of the roles in `names` before the first step, each in buffers of its own, and what is under them.
 
     The first role that begins as the loaded model takes its buffers over.
     """
@@ -121,13 +215,30 @@ def first_params(
         taken.add(id(leaf))
         return leaf
 
-    return {name: jax.tree.map(own, _begin(config, lang, loaded, mesh, name, spec)) for name, spec in names.items()}
+    cast, under, found = role_models(config, lang.model), weights_under(config), {}
+    if BASE in under.values():
+        found[BASE] = jax.tree.map(own, loaded)
+    for name in names:
+        if place(config, name).name != name:
+            continue  # it is BASE itself
+        begun = _begin(config, lang, loaded, mesh, name, specs(config)[name])
+        if name in under:
+            key = jax.random.fold_in(_key(config, name), 1)
+            weights = dict(begun)
+            head = {"score": weights.pop("score")} if cast[name].config.outputs else {}
+            found |= {} if under[name] == BASE else {under[name]: jax.tree.map(own, weights)}
+            begun = models.random_adapters(cast[name], key, mesh) | head
+        found[name] = jax.tree.map(own, begun)
+    return found
+
+
+def _key(config: ExperimentConfig, name: str) -> Array:
+    """A role's, which depends on its name alone, not on which other roles there are."""
+    return sampler.run_key(config.seed, Purpose.INIT, 1 + zlib.crc32(name.encode()) % 2**31)
 
 
 def _begin(config: ExperimentConfig, lang: Language, loaded: Params, mesh: Mesh, name: str, spec: RoleSpec) -> Params:
-    # A role's key depends on its name alone, not on which other roles there are.
-    key = sampler.run_key(config.seed, Purpose.INIT, 1 + zlib.crc32(name.encode()) % 2**31)
-    model, params = lang.model, loaded
+    key, model, params = _key(config, name), lang.model, loaded
     if spec.path is not None:
         require_same_tokens(lang.tokenizer, name, model_path(spec.path))
         model, params = load(config, model_path(spec.path), mesh)
@@ -159,11 +270,11 @@ def require_same_tokens(ours: Tokenizer, role: str, path: str) -> None:
         )
 
 
-def bind(algorithm: AlgorithmConfig, role_models: Mapping[str, Model]) -> Roles:
-    """The roles that an algorithm asks for, each reading its subtree of the params tree."""
+def bind(config: ExperimentConfig, algorithm: AlgorithmConfig, role_models: Mapping[str, Model]) -> Roles:
+    """The roles that an algorithm asks for, each reading its part of the params tree."""
 
-    def role(name: str):
-        spec, select = algorithm.roles[name], operator.itemgetter(name)
+    def role(name: str) -> Role:
+        spec, select = algorithm.roles[name], place(config, name)
         if spec.trunk_of is not None:
             return models.head_role(role(spec.trunk_of), select)
         return models.role(role_models[name], select)

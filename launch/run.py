@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from launch import audit, build, phases, preemption, preflight, reward_runs, roles, sources, watchdog
+from launch import audit, build, phases, preemption, preflight, reward_runs, roles, sources, states, watchdog
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
@@ -189,7 +189,7 @@ def resume(
         stage = next(stage for stage in stages if step <= stage.last)
         parts, state = compose(setup, stage, params)
         try:
-            state, extra = checkpoints.restore(step, checkpoint.abstract(state))
+            state, extra = states.restore(checkpoints, step, states.abstract(state))
         except DamagedDataError as error:
             place = checkpoints.set_aside(step)
             print(f"warning: {error.what} It is set aside as {place}. {error.why}", file=sys.stderr)
@@ -205,7 +205,7 @@ def save(
 ) -> None:
     watchdog.mark(f"the checkpoint of step {step}")
     extra = {"data": source.get_state(), "seconds": time.perf_counter() - began}
-    checkpoints.save(step, state, extra, wait)
+    states.save(checkpoints, step, state, extra, wait)
 
 
 def leave(
@@ -248,13 +248,20 @@ def learn(
 
 
 def save_models(setup: sources.Setup, params: Params) -> None:
-    """Every model that was trained, as a directory to use: the product of the run in model/, others by their role."""
+    """Every model that was trained, as a directory to use: the product of the run in model/, others by their role.
+
+    Adapters are merged into these, and stand alone in model_adapter/ for PEFT.
+    """
     algorithm = setup.config.algorithm
     product = roles.product(algorithm)
     for name, spec in algorithm.roles.items():
         if spec.trainable and spec.trunk_of is None:
             path = setup.run_dir / ("model" if name == product else name)
-            models.save(str(path), setup.models[name], params[name], setup.language.tokenizer)
+            own, tokenizer = setup.params_of(name)(params), setup.language.tokenizer
+            models.save(str(path), setup.models[name], own, tokenizer)
+            base = roles.adapter_base(setup.config, name)
+            if base is not None:
+                models.save_adapters(f"{path}_adapter", setup.models[name], own, base, tokenizer)
     reading = reward_runs.reading(algorithm)
     if reading is not None:
         reward_models.write_reading(setup.run_dir / "model", reading)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from launch import states
 from launch.config import Stage
 from launch.sources import Drawn
 from tpu_rl import checkpoint
@@ -61,7 +62,7 @@ class Skips:
         good = checkpoints.latest()
         if self._went_back or good is None or good < stage.first:
             raise self._error(step, drawn)
-        state, _ = checkpoints.restore(good, checkpoint.abstract(state))
+        state, _ = states.restore(checkpoints, good, states.abstract(state))
         row[BACK] = 1.0
         self._count(row)
         print(f"warning: step {step}: {PATIENCE} steps in a row were not finite; back to step {good}", file=sys.stderr)

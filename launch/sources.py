@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from launch import dataset, watchdog
+from launch import dataset, roles, watchdog
 from launch.config import ExperimentConfig, Stage
-from launch.roles import Language
+from launch.roles import Language, Select
 from tpu_rl import (
     advantages,
     data,
@@ -33,10 +32,19 @@ from tpu_rl.algos import (
     ReinforceConfig,
 )
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Completions, Demonstrations, Experience, Model, Pairs, Params, Purpose, Rollout, TrainState
-
-POLICY_PARAMS = operator.itemgetter("policy")
-"""The policy's params in the whole tree; one function, so that what is compiled for it is compiled once."""
+from tpu_rl.types import (
+    Completions,
+    Demonstrations,
+    Experience,
+    Model,
+    Pairs,
+    Params,
+    Policy,
+    Purpose,
+    Role,
+    Rollout,
+    TrainState,
+)
 
 
 class Setup(NamedTuple):
@@ -48,6 +56,16 @@ class Setup(NamedTuple):
     """The model of each role."""
     mesh: Mesh
     run_dir: Path
+
+    def params_of(self, role: str) -> Select:
+        """What takes a role's params out of the whole tree."""
+        return roles.place(self.config, role)
+
+    def policy(self, role: str) -> Policy:
+        return models.policy(self.models[role], self.params_of(role))
+
+    def role(self, role: str) -> Role:
+        return models.role(self.models[role], self.params_of(role))
 
 
 class Drawn(NamedTuple):
@@ -100,7 +118,7 @@ def roller(
     """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings but for
     those given."""
     config, lang = setup.config, setup.language
-    policy = models.policy(setup.models[role], POLICY_PARAMS if role == "policy" else operator.itemgetter(role))
+    policy = setup.policy(role)
     functions = reward_functions(config)
     group = config.batch.completions if completions is None else completions
     how = sampler_config(config, lang.tokenizer, group)

@@ -27,7 +27,6 @@ SCREEN = 24
 """Lines of a small terminal."""
 
 UNTESTED = {
-    67: "there is no LoRA yet",
     94: "nothing listens on a port",
 }
 
@@ -100,6 +99,7 @@ TESTED = {
     63: "test_bad_inputs.py::test_models",
     64: "test_hf_weights.py::test_damaged_directories",
     65: "test_models.py::test_unsupported_configurations_are_refused",
+    67: "test_lora.py::test_impossible_settings_are_named",
     66: "test_distill_run.py::test_a_teacher_of_another_tokenizer_is_refused",
     # Configurations and runs.
     68: "test_launch.py::test_an_unknown_flag_names_the_nearest",

@@ -23,6 +23,8 @@ class RoleSpec(NamedTuple):
     """A head of so many numbers for each token that may follow, [V x outputs_per_token] in the vocabulary's order."""
     trunk_of: str | None = None
     """A head only, on the hidden states of that role: whoever calls it computes those once."""
+    follows: float = 0.0
+    """The algorithm moves it by this share towards the role that trains, now and then; 1 makes it the same."""
     learning_rate_scale: float = 1.0
     """Times the run's learning rate. Each trainable role has its gradients clipped on its own."""
 

@@ -96,7 +96,8 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
                 "not a reward model: it predicts tokens", where=str(path), fix="give one with a head, runs/NAME/model"
             )
     score = score_function(tuple(model for model, _ in members), reading)
-    return RewardModel(score, tuple(params for _, params in members), tokenizers.load(directory))
+    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    return RewardModel(score, tuple(params for _, params in members), tokenizer)
 
 
 def score_function(members: tuple[Model, ...], reading: Reading) -> Score:

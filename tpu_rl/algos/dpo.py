@@ -76,7 +76,8 @@ class DpoConfig:
     @property
     def roles(self) -> dict[str, RoleSpec]:
         """Pairs from a file bring the reference's log-probs along, and it is not kept."""
-        policy, reference = {"policy": RoleSpec(trainable=True)}, {"reference": RoleSpec(trainable=False)}
+        policy = {"policy": RoleSpec(trainable=True)}
+        reference = {"reference": RoleSpec(trainable=False, follows=self.reference_mix)}
         return policy | reference if self.reference == "role" or self.pairs == "reference" else policy
 
 

@@ -109,10 +109,10 @@ class Weights(nn.Module):
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         y = jnp.einsum(equation, x, self.weight(name))
+        if bias:
+            y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
         scale = self.config.adapter_scale(name)
-        if scale is not None:
-            y += layers.low_rank(x, *self.adapter(name), scale)
-        return y + jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape) if bias else y
+        return y if scale is None else y + layers.low_rank(x, *self.adapter(name), scale)
 
 
 class Layer(Weights):

@@ -23,6 +23,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models.architecture import ALL_LINEAR, LORA_A, LORA_B, OUTPUTS, WEIGHTS, DecoderConfig, LoraConfig
 from tpu_rl.models.decoder import decoder, param_shapes, random_params
 from tpu_rl.models.families import LAYER_NAMES
+from tpu_rl.models.slots import leaf_at
 from tpu_rl.types import Array, Model, Params
 
 MATRICES = (*OUTPUTS, "unembedding")
@@ -127,7 +128,7 @@ def merge(model: Model, params: Params, donate: bool = False) -> tuple[Model, Pa
         return model, params
     base, adapters = split(params)
     for path, name in _adapted(adapters):
-        own, over = (_inner(tree, path) for tree in (base, adapters))
+        own, over = (leaf_at(tree, path) for tree in (base, adapters))
         add = jax.jit(partial(merged_weight, config, name), donate_argnums=(0,) if donate else ())
         own[name] = add(own[name], over[name + LORA_A], over[name + LORA_B])
     return decoder(replace(config, adapters=None)), base
@@ -140,12 +141,6 @@ def _adapted(adapters: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
             yield from _adapted(value, (*path, name))
         elif name.endswith(LORA_A):
             yield path, name.removesuffix(LORA_A)
-
-
-def _inner(tree: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 def merged_weight(config: DecoderConfig, name: str, weight: Array, a: Array, b: Array) -> Array:

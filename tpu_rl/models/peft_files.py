@@ -53,6 +53,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
     "trainable_token_indices": ([],),
     "alora_invocation_tokens": ([],),
+    "use_bdlora": (False,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
 """Settings of PEFT that change what is computed, and the values (besides null) that do not."""
 
@@ -132,7 +137,8 @@ def _settings(path: Path) -> LoraConfig:
                 where=str(path),
                 fix=f"supported: {field} = {harmless[0]}; or merge the adapter with PEFT (merge_and_unload)",
             )
-    rank, alpha = source.get("r"), source.get("lora_alpha")
+    rank: Any = source.get("r")
+    alpha: Any = source.get("lora_alpha")
     if type(rank) is not int or not 0 < rank < 2**16 or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         raise InputError(f"r = {str(rank)[:40]}, lora_alpha = {str(alpha)[:40]}", where=str(path), why="not numbers")
     return LoraConfig(rank, float(alpha), bool(source.get("use_rslora")))
