@@ -192,6 +192,8 @@ class ExperimentConfig:
     checkpoint_every: int = 20
     wandb: bool = False
     watchdog: WatchdogConfig = WatchdogConfig()
+    debug_nans: bool = False
+    """End at the first step that is not finite, with the line of the operation that made it so."""
     dry_run: bool = False
     """Print what would run, and stop."""
     accept_dataset_change: bool = False
@@ -346,7 +348,7 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
-MAY_CHANGE += ("accept_dataset_change", "watchdog")
+MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans")
 """What a run may be continued with: where it lies, what it writes when, what its rewards may take, how long it may
 stand still, and, at a constant rate, how long it is."""
 

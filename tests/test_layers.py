@@ -33,6 +33,7 @@ ALLOWED = {
     "sharding": {"types", "errors"},
     "packing": STATE,
     "training": STATE,
+    "not_finite": set(),
     "optimizers": STATE,
     "processes": set(),
     "manifests": set(),
