@@ -19,7 +19,7 @@ import numpy as np
 from launch import build, pairs, phases, reward_runs, watchdog
 from launch.config import Stage
 from launch.sources import Setup
-from tpu_rl import data, packing, rewards, training
+from tpu_rl import data, packing, processes, rewards, sharding, training
 from tpu_rl.types import Algorithm, Experience, Pairs, Params
 
 RANKING, SUMMARY = "audit.jsonl", "audit.json"
@@ -107,7 +107,7 @@ def measure(
     for first in range(0, len(rows), AT_ONCE):
         # The last batch is filled up, so that one program serves all.
         some = [rows[i % len(rows)] for i in range(first, first + AT_ONCE)]
-        found.append(jax.device_get(of_pairs(params, one_each(setup, pairs_of(some)))))
+        found.append(sharding.to_host(of_pairs(params, one_each(setup, pairs_of(some)))))
         watchdog.mark("the audit of the pairs")
     return {name: np.concatenate([part[name] for part in found])[: len(rows)] for name in found[0]}
 
@@ -141,7 +141,9 @@ def accuracies(setup: Setup, rows: list[data.Row], margins: np.ndarray) -> dict[
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Wholly or not at all."""
+    """Wholly or not at all; by the first process."""
+    if processes.index():
+        return
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from launch import hosts
 from launch.config import ExperimentConfig, FileData
-from tpu_rl import data
+from tpu_rl import data, processes
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.needs import Needs
 
@@ -39,7 +39,10 @@ def stream(config: ExperimentConfig, needs: Needs, rows: data.Source, batch: int
 
     Raises InputError if they are not, unless that is accepted.
     """
-    accepted = bind(config, needs, rows) if isinstance(rows, list) else ()
+    accepted: tuple[str, ...] = ()
+    if isinstance(rows, list):
+        hosts.require_alike({"the training rows": data.fingerprint(rows)} if processes.count() > 1 else {})
+        accepted = tuple(processes.from_first(lambda: bind(config, needs, rows)))
     return data.stream(rows, config.seed, batch, accepted=accepted)
 
 
@@ -113,8 +116,6 @@ def read(path: Path) -> Digests:
 
 def write(path: Path, digests: Digests) -> None:
     """Wholly or not at all."""
-    if jax.process_index() != 0:
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     with unfinished.open("wb") as file:
@@ -124,8 +125,6 @@ def write(path: Path, digests: Digests) -> None:
 
 def record(run_dir: Path, name: str, then: Digests, now: Digests, about: dict[str, str | int]) -> None:
     """A line in dataset_changes.jsonl; `first_row` counts from 1, `checkpoint` is the step the run goes on from."""
-    if jax.process_index() != 0:
-        return
     line = {"time": round(time.time(), 3), "data": name, "was": then.fingerprint, "is": now.fingerprint} | about
     with (run_dir / CHANGES_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -1,45 +1,68 @@
-"""The processes of one run must have the same configuration and the same code, or they wait for each other for ever."""
+"""The processes of one run must be alike, or they wait for each other for ever, or learn different things."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import secrets
+import socket
+import sys
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import tpu_rl
 from launch.config import ExperimentConfig, to_dict
-from tpu_rl.errors import InputError
+from tpu_rl import processes
+from tpu_rl.errors import InputError, MachineError
 
-PLACES = 4096
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "transformers", "tokenizers")
+"""Whose versions must be the same everywhere."""
+
+PATIENCE = 30.0
+"""Seconds until a file that one host wrote is seen by all: NFS clients look for new names no more often than that."""
 
 
 def require_the_same(config: ExperimentConfig) -> None:
-    """Raises InputError on all processes where one has another configuration, code or jax than the first.
+    """Raises InputError on all processes where one has another configuration, code or packages than the first.
 
-    All of them call it together.
+    All of them call it together, here as everywhere in this module. No device is touched.
     """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils  # imported here: it takes a while, and one process never needs it
+    require_alike(identity(config) if processes.count() > 1 else {})
 
-    settings = identity(config)
-    others = differing(settings, multihost_utils.process_allgather(fingerprints(settings)))
-    if others:
-        here = [f"{name} is {settings[name][:60]} here" for name in others[:5] if name in settings]
-        raise InputError(
-            "the processes of this run differ",
-            where=f"process {jax.process_index()}",
-            why="; ".join(here) or "one of them has settings that this one lacks",
-            fix="start every process with the same command, the same code and the same packages",
-        )
+
+def require_alike(settings: Mapping[str, str]) -> None:
+    """Raises InputError on all processes where one of them has other settings, by name, than the first."""
+    if processes.count() == 1:
+        return
+    everywhere = processes.gather({"host": socket.gethostname(), "settings": dict(settings)})
+    for index, other in enumerate(everywhere):
+        lines = differences(everywhere[0]["settings"], other["settings"])
+        if lines:
+            more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+            raise InputError(
+                "the processes of this run differ",
+                where=f"process {index} on host {other['host']}",
+                why="; ".join(lines[:5]) + more,
+                fix="start every process with the same command, the same files, code and packages",
+            )
+
+
+def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """What `other` has otherwise, one line each."""
+
+    def shown(settings: Mapping[str, str], name: str) -> str:
+        return settings[name][:60] if name in settings else "missing"
+
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    return [f"{name} is {shown(other, name)} there and {shown(first, name)} on the first" for name in names]
 
 
 def identity(config: ExperimentConfig) -> dict[str, str]:
-    """Name -> value of every setting, of the code and of jax."""
+    """Name -> value of every setting, of the code and of the packages that compute with it."""
 
     def flat(value: Any, name: str) -> dict[str, str]:
         if not isinstance(value, dict):
@@ -50,26 +73,45 @@ def identity(config: ExperimentConfig) -> dict[str, str]:
     for folder in (Path(tpu_rl.__file__).parent, Path(__file__).parent):
         for file in sorted(folder.rglob("*.py")):
             code = zlib.crc32(file.read_bytes(), code)
-    return flat(to_dict(config), "") | {"code": f"{code:08x}", "jax": jax.__version__}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return flat(to_dict(config), "") | versions | {"code": f"{code:08x}", "python": sys.version.split()[0]}
 
 
-def fingerprints(settings: Mapping[str, str]) -> np.ndarray:
-    """[PLACES] uint32: each setting in the place of its name, so that arrays of other names can be compared too."""
-    found = np.zeros(PLACES, np.uint32)
-    for name, value in settings.items():
-        found[_place(name)] ^= np.uint32(zlib.crc32(f"{name}={value}".encode()))
-    return found
+def require_alike_devices() -> None:
+    """Raises InputError where processes have other kinds or numbers of devices, MachineError where the devices count
+    the processes in another order than they were started in."""
+    if processes.count() == 1:
+        return
+    devices = jax.local_devices()
+    require_alike({"the devices": f"{len(devices)} x {devices[0].device_kind}"})
+    orders: Sequence[Sequence[int]] = processes.gather([processes.index(), jax.process_index()])
+    if any(started != counted for started, counted in orders):
+        raise MachineError(
+            "the devices count the processes in another order than they were started in",
+            where=", ".join(f"process {started} is the devices' {counted}" for started, counted in orders)[:200],
+            fix="give each process the --process-id that its devices have, or none",
+        )
 
 
-def differing(settings: Mapping[str, str], gathered: np.ndarray) -> list[str]:
-    """gathered [processes, PLACES] -> the names of our settings that some process has not like the first.
-
-    One that others alone have appears as "?".
-    """
-    places = {int(place) for place in np.flatnonzero((gathered != gathered[:1]).any(0))}
-    names = [name for name in settings if _place(name) in places]
-    return names + ["?"] * bool(places - {_place(name) for name in names})
-
-
-def _place(name: str) -> int:
-    return zlib.crc32(name.encode()) % PLACES
+def require_shared(run_dir: Path) -> None:
+    """Raises InputError where not every process sees the run folder that the first one works in."""
+    if processes.count() == 1:
+        return
+    name = processes.from_first(lambda: f".shared_{secrets.token_hex(8)}")
+    if processes.index() == 0:
+        (run_dir / name).touch()
+    processes.gather(None)
+    deadline = time.monotonic() + PATIENCE
+    while not (seen := (run_dir / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    everywhere = processes.gather({"host": socket.gethostname(), "seen": seen})
+    if processes.index() == 0:
+        (run_dir / name).unlink()
+    without = [one["host"] for one in everywhere if not one["seen"]]
+    if without:
+        raise InputError(
+            "the run folder is not the same folder on all hosts",
+            where=str(run_dir.absolute()),
+            why=f"not seen on {', '.join(without[:8])}: every process writes its part of the checkpoints into it",
+            fix="give a --run-dir on storage that all hosts share (docs/pods.md)",
+        )

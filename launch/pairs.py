@@ -21,7 +21,7 @@ import numpy as np
 from launch import dataset, dataset_changes, sources, watchdog
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import checkpoint, data, evaluation, packing, rollouts, training
+from tpu_rl import checkpoint, data, evaluation, packing, processes, rollouts, sharding, training
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.log_probs import token_log_probs
 from tpu_rl.types import Algorithm, Experience, Pairs, Params, TrainState
@@ -201,7 +201,7 @@ def cached_log_probs(
     path = log_probs_path(setup, stage)
     role = "reference" if "reference" in stage.algorithm.roles else "policy"
     identity = {"data": data.fingerprint(rows), "model": checkpoint.digest(setup.params_of(role)(params))}
-    found = read_log_probs(path) if path.exists() else None
+    found = read_log_probs(path) if processes.from_first(path.exists) else None
     if found is not None:
         kept, values = found
         if kept["data"] == identity["data"] and (stage.first > 1 or kept["model"] == identity["model"]):
@@ -213,7 +213,8 @@ def cached_log_probs(
             fix = "restore it, or start a new run"
             raise InputError(f"the {changed} changed since the run began", where=str(path), fix=fix)
     values = compute_log_probs(setup, params, role, rows, plain)
-    write_log_probs(path, identity, values)
+    if processes.index() == 0:
+        write_log_probs(path, identity, values)
     return values
 
 
@@ -236,7 +237,7 @@ def compute_log_probs(
     for first in range(0, len(rows), size):
         some = [rows[i % len(rows)] for i in range(first, first + size)]
         pairs = plain(some)
-        found = np.asarray(log_probs(params, sources.lay_out(setup.config, pairs, setup.mesh)))
+        found = sharding.to_host(log_probs(params, sources.lay_out(setup.config, pairs, setup.mesh)))
         watchdog.mark("the reference's log-probs of the pairs")
         of_row = [[] for _ in some]
         for group, mask, line in zip(pairs.group_id, pairs.action_mask, found, strict=True):
@@ -313,7 +314,7 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     lengths = by_problem(by_length(data.pairs(train, setup.language.tokenizer, pairs.tokens.shape[1]), pairs), problems)
 
     def evaluate(params: Params) -> dict[str, float]:
-        right = np.asarray(accuracies(params, Experience(pairs, layout)))
+        right = sharding.to_host(accuracies(params, Experience(pairs, layout)))
         return named("eval/", by_problem(right, problems)) | named("eval/length_only_", lengths)
 
     return evaluate

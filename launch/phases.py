@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.config import ExperimentConfig, Plateau, Stage
+from tpu_rl import processes
 from tpu_rl.metrics import METRICS_FILE
 
 ENDED = "run/phase_ended"
@@ -21,7 +22,11 @@ ENDED = "run/phase_ended"
 
 def stages(config: ExperimentConfig, run_dir: Path, step: int) -> tuple[Stage, ...]:
     """The stages of a run that has come to `step`."""
-    return config.stages_ended([row["step"] for row in _rows(run_dir) if row.get(ENDED) and row["step"] <= step])
+
+    def early() -> list[int]:
+        return [row["step"] for row in _rows(run_dir) if row.get(ENDED) and row["step"] <= step]
+
+    return config.stages_ended(processes.from_first(early))
 
 
 class Flatness:
@@ -31,9 +36,11 @@ class Flatness:
         """Knows the stage's steps up to `step`, which earlier jobs took."""
         self._plateau = stage.ends_when_flat
         self._values: deque[float] = deque(maxlen=2 * self._plateau.over if self._plateau else 0)
-        for row in _rows(run_dir) if self._plateau else ():
-            if stage.first <= row["step"] <= step:
-                self.reached(row)
+        if self._plateau is not None:
+            metric = self._plateau.metric
+            rows = (row for row in _rows(run_dir) if stage.first <= row["step"] <= step)
+            for value in processes.from_first(lambda: [row.get(metric) for row in rows]):
+                self.reached({metric: value})
 
     def reached(self, row: dict[str, Any]) -> bool:
         """Whether the stage has nothing to gain after the step of this metrics row; without a plateau never."""

@@ -26,7 +26,7 @@ def prepare(config: ExperimentConfig) -> None:
     for note in check(config):
         print(f"warning: {note}", file=sys.stderr)
     claim_devices()
-    hosts.require_the_same(config)
+    hosts.require_alike_devices()
     warn_of_unused_accelerators()
 
 

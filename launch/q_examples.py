@@ -29,7 +29,7 @@ import numpy as np
 from launch import dataset, sources, watchdog
 from launch.config import Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import data, guidance, rollouts, sampler
+from tpu_rl import data, guidance, processes, rollouts, sampler
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.types import Params, Policy, Purpose, QExamples, Rollout, TrainState
@@ -74,9 +74,10 @@ def q_example_source(setup: Setup, stage: Stage, params: Params) -> Source:
     folder = setup.run_dir / "examples"
     paths = [folder / f"round_{k}.npz" for k in range(1, number + 1)]
     times: dict[str, float] = {}
-    if not paths[-1].exists():
+    if not processes.from_first(paths[-1].exists):
         began = time.perf_counter()
-        write(paths[-1], collect(setup, stage, params, number))
+        collected = collect(setup, stage, params, number)
+        processes.from_first(lambda: write(paths[-1], collected))
         times["time/rollout"] = time.perf_counter() - began
     found = {path.name: read(path) for path in paths}
     rounds = [round_ for round_, _ in found.values()]
@@ -277,8 +278,6 @@ def records(setup: Setup, round_: Round, step: int) -> list[dict[str, Any]]:
 
 def write(path: Path, round_: Round) -> None:
     """Wholly or not at all."""
-    if jax.process_index() != 0:
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     np.savez_compressed(content, **round_._asdict())

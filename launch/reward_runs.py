@@ -21,7 +21,7 @@ import numpy as np
 from launch import dataset, pairs, sources
 from launch.config import ArithmeticData, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import data, environments, evaluation, models, reward_models, rewards, rollouts
+from tpu_rl import data, environments, evaluation, models, reward_models, rewards, rollouts, sharding
 from tpu_rl.algos import AlgorithmConfig, ProcessRewardConfig, RewardModelConfig, SentenceRewardConfig
 from tpu_rl.errors import InputError
 from tpu_rl.reward_models import Reading
@@ -299,5 +299,5 @@ def step_logits(apply: Any, params: Params, examples: QExamples, rows: int = 64)
     """[N, T] logits that a step which ends at the token is right."""
     tokens = np.asarray(examples.tokens)
     padded = np.pad(tokens, ((0, -len(tokens) % rows), (0, 0)))
-    found = [np.asarray(apply(params, batch)[..., 0]) for batch in np.split(padded, len(padded) // rows)]
+    found = [sharding.to_host(apply(params, batch))[..., 0] for batch in np.split(padded, len(padded) // rows)]
     return np.concatenate(found)[: len(tokens)]

@@ -14,69 +14,94 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from launch import audit, build, phases, preemption, preflight, reward_runs, roles, sources, states, watchdog
+from launch import (
+    audit,
+    build,
+    hosts,
+    membership,
+    peers,
+    phases,
+    preemption,
+    preflight,
+    reward_runs,
+    roles,
+    sources,
+    states,
+    watchdog,
+)
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes
+from launch.peers import INTERRUPTED
 from launch.preemption import Preempted, Signals
 from launch.signs import Signs
 from launch.skips import Skips
-from tpu_rl import checkpoint, metrics, models, redaction, report, reward_models, run_lock, training
+from tpu_rl import checkpoint, metrics, models, processes, redaction, report, reward_models, run_lock, training
 from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError
 from tpu_rl.types import Params, TrainState
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: what shells use."""
 
 
 def main(argv: list[str]) -> int:
     command = f"python launch/run.py {shlex.join(argv)}"
     try:
         preflight.refuse_secrets(argv)
-        config = configuration.parse(argv)
-        if config.dry_run:
-            print_plan(config)
-            return 0
-        with preemption.watch() as signals, lock(Path(config.run_dir)):
-            run_dir = open_run_dir(config)
-            if finished(config, run_dir):
-                print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
-                return 0
-            preflight.prepare(config)
-            with watchdog.watch(config.watchdog, run_dir, command):
-                run(config, run_dir, signals)
+        member, flags = membership.find(argv)
+        with peers.joined(member), no_space_is_said():
+            start(configuration.parse(flags), command)
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        fix = "free some space: the same command then goes on from the last checkpoint"
-        print(f"error: the disk is full\n  where: {error.filename or 'the run folder'}\n  fix: {fix}", file=sys.stderr)
-        return MachineError.code
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        print(peers.INTERRUPTED_TEXT, file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
+@contextmanager
+def no_space_is_said() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fix = "free some space: the same command then goes on from the last checkpoint"
+        raise MachineError("the disk is full", where=str(error.filename or "the run folder"), fix=fix) from error
+
+
+def start(config: ExperimentConfig, command: str) -> None:
+    """On every process of the run: whatever can be wrong is looked at first, and then it runs."""
+    hosts.require_the_same(config)
+    if config.dry_run:
+        print_plan(config)
+        return
+    with preemption.watch() as signals, lock(Path(config.run_dir)):
+        run_dir = Path(config.run_dir)
+        if processes.from_first(lambda: finished(config, open_run_dir(config))):
+            print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
+            return
+        hosts.require_shared(run_dir)
+        preflight.prepare(config)
+        with watchdog.watch(config.watchdog, run_dir, command):
+            run(config, run_dir, signals)
+
+
 def lock(run_dir: Path) -> AbstractContextManager[None]:
     """The run folder's lock, which the first process holds for all."""
-    is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
-    return run_lock.hold(run_dir) if is_first else nullcontext()
+    return run_lock.hold(run_dir) if processes.index() == 0 else nullcontext()
 
 
 def open_run_dir(config: ExperimentConfig) -> Path:
@@ -241,7 +266,7 @@ def learn(
     row |= {
         "time/step": ended - began,
         "time/update": ended - update_began,
-        "perf/train_tokens_per_second": int(experience.data.action_mask.sum()) / (ended - update_began),
+        "perf/train_tokens_per_second": int(np.asarray(drawn.data.action_mask).sum()) / (ended - update_began),
         "perf/peak_memory": peak_memory_bytes(),
     }
     return state, row, drawn
@@ -263,18 +288,21 @@ def save_models(setup: sources.Setup, params: Params) -> None:
             if base is not None:
                 models.save_adapters(f"{path}_adapter", setup.models[name], own, base, tokenizer)
     reading = reward_runs.reading(algorithm)
-    if reading is not None:
+    if reading is not None and processes.index() == 0:
         reward_models.write_reading(setup.run_dir / "model", reading)
 
 
 def finish(run_dir: Path, config: ExperimentConfig, params: Params, seconds: float) -> None:
-    """summary.json and report.html."""
+    """summary.json and report.html, by the first process."""
+    digest = checkpoint.digest(params[roles.product(config.algorithm)])
+    if processes.index():
+        return
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = {
         "steps": config.steps,
         "seconds": round(seconds, 1),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "params_digest": checkpoint.digest(params[roles.product(config.algorithm)]),
+        "params_digest": digest,
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
     }
     metrics.write_summary(run_dir, summary)

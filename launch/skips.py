@@ -14,13 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from launch import states
 from launch.config import Stage
 from launch.sources import Drawn
-from tpu_rl import checkpoint
+from tpu_rl import checkpoint, processes
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import TrainState
@@ -39,9 +38,14 @@ class Skips:
         """Knows what an earlier job of the same run wrote to its metrics."""
         self._run_dir, self._tokenizer = run_dir, tokenizer
         self.in_a_row, self._went_back = 0, False
-        metrics = run_dir / "metrics.jsonl"
-        for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
-            self._count(json.loads(line))
+
+        def read() -> list[Any]:
+            metrics = run_dir / "metrics.jsonl"
+            for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+                self._count(json.loads(line))
+            return [self.in_a_row, self._went_back]
+
+        self.in_a_row, self._went_back = processes.from_first(read)
 
     def after(
         self,
@@ -77,7 +81,7 @@ class Skips:
     def _error(self, step: int, drawn: Drawn) -> InputError:
         path = self._run_dir / FILE
         rows = list(offending(drawn, self._tokenizer))
-        if jax.process_index() == 0:
+        if processes.index() == 0:
             path.write_text("".join(json.dumps({"step": step} | row) + "\n" for row in rows), encoding="utf-8")
         also = ", also after going back to a checkpoint" if self._went_back else ""
         return InputError(

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 from launch import config, hosts, machine, preflight, run, signs
-from tpu_rl import data, environments, models, row_files, tokenizers
+from tpu_rl import data, environments, models, processes, row_files, tokenizers
 from tpu_rl.errors import InputError, MachineError, TpuRlError
 from tpu_rl.models import safetensors_files
 
@@ -99,8 +98,8 @@ TESTED = {
     63: "test_bad_inputs.py::test_models",
     64: "test_hf_weights.py::test_damaged_directories",
     65: "test_models.py::test_unsupported_configurations_are_refused",
-    67: "test_lora.py::test_impossible_settings_are_named",
     66: "test_distill_run.py::test_a_teacher_of_another_tokenizer_is_refused",
+    67: "test_lora.py::test_impossible_settings_are_named",
     # Configurations and runs.
     68: "test_launch.py::test_an_unknown_flag_names_the_nearest",
     69: "test_bad_inputs.py::test_a_value_that_is_no_number",
@@ -386,21 +385,20 @@ def test_a_tpu_that_another_process_holds(tmp_path, monkeypatch):
 def test_processes_that_differ_say_in_what(monkeypatch):
     """Number 91."""
     first, second = (hosts.identity(config.parse(["--seed", seed, "--run-dir", "runs/a"])) for seed in "01")
-    gathered = np.stack([hosts.fingerprints(first), hosts.fingerprints(second)])
-    assert hosts.differing(first, gathered) == hosts.differing(second, gathered) == ["seed"]
-    assert hosts.differing(first, gathered[:1]) == []
+    assert hosts.differences(first, second) == ["seed is 1 there and 0 on the first"]
+    assert hosts.differences(first, dict(first)) == []
     more = first | {"algorithm.another": "1"}
-    gathered = np.stack([hosts.fingerprints(first), hosts.fingerprints(more)])
-    assert hosts.differing(more, gathered) == ["algorithm.another"]
-    assert hosts.differing(first, gathered) == ["?"]
-    other_code = first | {"code": "0"}
-    gathered = np.stack([hosts.fingerprints(first), hosts.fingerprints(other_code)])
+    assert hosts.differences(first, more) == ["algorithm.another is 1 there and missing on the first"]
+    assert hosts.differences(more, first) == ["algorithm.another is missing there and 1 on the first"]
 
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda array: gathered)
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(
+        processes, "gather", lambda value: [value, value, {"host": "b", "settings": value["settings"] | {"code": "0"}}]
+    )
     with pytest.raises(InputError, match="processes of this run differ") as error:
         hosts.require_the_same(config.parse(["--run-dir", "runs/a"]))
-    assert error.value.why.startswith("code is ")
+    assert error.value.where == "process 2 on host b"
+    assert error.value.why.startswith("code is 0 there and ")
     require_remedy(error.value)
 
 

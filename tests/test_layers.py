@@ -54,8 +54,9 @@ ALLOWED = {
     "sandbox_child": set(),
     "sandbox": {"errors"},
     "rewards": {"environments", "reward_process", "reward_workers", "sandbox", "types", "errors"},
-    "reward_models": {"models", "scores", "masked", "data", "tokenizers", "types", "errors"},
-    "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "redaction", "errors"},
+    "reward_models": STATE | {"models", "scores", "masked", "data", "tokenizers"},
+    "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "redaction", "errors"}
+    | {"processes"},
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"redaction", "errors"},
     "charts": set(),

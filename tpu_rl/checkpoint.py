@@ -24,7 +24,7 @@ import logging
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,14 +122,12 @@ class Checkpoints:
         self._ask_for_space(step, arrays)
         record = {"format": FORMAT, "leaves": digests.describe(arrays), "extra": extra}
         record["sha256"] = _sha256(record)
-        try:
-            self._write(step, arrays, record, wait)
-        except (OSError, ValueError) as error:
+        error = _on_any(lambda: self._write(step, arrays, record, wait))
+        if error is not None:
             self._forget_unfinished(f"checkpoint {step} was not written; trying once more", error)
-            try:
-                self._write(step, arrays, record, wait=True)
-            except (OSError, ValueError) as again:
-                raise self._explain_write(step, again) from again
+            error = _on_any(lambda: self._write(step, arrays, record, wait=True))
+            if error is not None:
+                raise self._explain_write(step, error) from error
 
     def _write(self, step: int, arrays: dict[str, Any], record: dict[str, Any], wait: bool) -> None:
         args = self._ocp.args
@@ -157,7 +155,7 @@ class Checkpoints:
             except OSError as error:
                 print(f"warning: checkpoint {step} is whole, but has no manifest: {error}", file=sys.stderr)
 
-        if self._writes and jax.process_index() == 0:
+        if self._writes and processes.index() == 0:
             self._manifest = threading.Thread(target=write, name="manifest")
             self._manifest.start()
 
@@ -172,11 +170,14 @@ class Checkpoints:
 
     def _forget_unfinished(self, what: str, error: Exception) -> None:
         """Say what failed and clear it away, also from orbax's list of steps, where a failed save may stand."""
-        if jax.process_index() == 0:
+
+        def forget() -> None:
             print(f"warning: {what}: {str(error).partition(chr(10))[0][:200]}", file=sys.stderr)
             for path in self._directory.iterdir():
                 if _TEMPORARY in path.name:
                     path.rmtree()
+
+        processes.from_first(forget)
         self._manager.reload()
 
     def _refuse_non_finite(self, step: int, arrays: dict[str, jax.Array]) -> None:
@@ -204,9 +205,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when every save so far is durable and old steps are gone from the disk, or raise MachineError."""
-        try:
-            self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
+        error = _on_any(self._manager.wait_until_finished)
+        if error is not None:
             raise self._explain_write(self._saving, error) from error
         if self._manifest is not None:
             self._manifest.join()
@@ -218,31 +218,38 @@ class Checkpoints:
         Raises DamagedDataError if all that were saved are set aside.
         """
         self.wait()
-        newest = self._manager.latest_step()
-        aside = self._directory / SET_ASIDE
-        if newest is None and aside.exists() and any(aside.iterdir()):
+        place = self._directory / SET_ASIDE
+
+        def look() -> tuple[int | None, list[str]]:
+            return self._manager.latest_step(), sorted(path.name for path in place.iterdir()) if place.exists() else []
+
+        newest, aside = processes.from_first(look)
+        if newest is None and aside:
             raise DamagedDataError(
                 "No checkpoint of this run is whole.",
                 where=str(self._directory),
-                why=f"damaged and set aside: {', '.join(sorted(path.name for path in aside.iterdir()))}",
-                fix=f"Put a good copy of one back, or begin anew in another --run-dir (or without {aside}).",
+                why=f"damaged and set aside: {', '.join(aside)}",
+                fix=f"Put a good copy of one back, or begin anew in another --run-dir (or without {place}).",
             )
         return newest
 
     def set_aside(self, step: int) -> str:
         """Rename a damaged step into the folder of damaged ones, so that `latest` is the one before; its new place."""
-        place = self._directory / SET_ASIDE / str(step)
-        for again in range(1, 1000):
-            if not place.exists():
-                break
-            place = self._directory / SET_ASIDE / f"{step}.{again}"
-        processes.any_of(False)  # all have read what is there before it changes
-        if jax.process_index() == 0:
+
+        def move() -> str:
+            place = self._directory / SET_ASIDE / str(step)
+            for again in range(1, 1000):
+                if not place.exists():
+                    break
+                place = self._directory / SET_ASIDE / f"{step}.{again}"
             place.parent.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(place)
-        processes.any_of(False)
+            return str(place)
+
+        processes.gather(None)  # all have read what is there before it changes
+        moved = processes.from_first(move)
         self._manager.reload()
-        return str(place)
+        return moved
 
     def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, dict[str, Any]]:
         """Read a step back as (state, extra), each array with the dtype and sharding of `abstract_state` (`abstract`).
@@ -253,7 +260,7 @@ class Checkpoints:
         """
         expected = _flatten(abstract_state)
         record = self._read(step, record=self._ocp.args.JsonRestore())["record"]
-        if record.pop("sha256", None) != _sha256(record):
+        if processes.any_of(record.pop("sha256", None) != _sha256(record)):
             raise self._damaged(step, "its record is not the one that was saved")
         self._compare_format(step, record.get("format", 1))
         self._compare_structure(step, record["leaves"], expected)
@@ -358,8 +365,18 @@ class Checkpoints:
     def _purge(self) -> None:
         """Delete what orbax renamed away; process 0 does the writing in this directory."""
         trash = self._directory / _TRASH
-        if self._writes and jax.process_index() == 0 and trash.exists():
+        if self._writes and processes.index() == 0 and trash.exists():
             trash.rmtree()
+
+
+def _on_any(work: Callable[[], Any]) -> OSError | ValueError | None:
+    """Do it on every process; what went wrong here, or that something did elsewhere, or None where all went well."""
+    error = None
+    try:
+        work()
+    except (OSError, ValueError) as found:
+        error = found
+    return (error or OSError("another process failed")) if processes.any_of(error is not None) else None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_rl import data, masked, models, scores, tokenizers
+from tpu_rl import data, masked, models, scores, sharding, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.types import Array, Model, Params
 
@@ -153,7 +153,7 @@ def score_rows(
         mask = np.zeros((batch_rows, width), bool)
         columns = min(width, tokens.shape[1])
         batch[: len(rows), :columns], mask[: len(rows), :columns] = tokens[rows, :columns], action_mask[rows, :columns]
-        found[rows] = np.asarray(score(params, jnp.asarray(batch), jnp.asarray(mask)))[: len(rows)]
+        found[rows] = sharding.to_host(score(params, jnp.asarray(batch), jnp.asarray(mask)))[: len(rows)]
     return found
 
 

@@ -83,15 +83,22 @@ def score(
     totals = np.where(unscored.all(axis=0), np.nan, np.where(unscored, 0, stacked).sum(axis=0)).astype(np.float32)
     faulty = sorted({fault.row for fault in faults})
     totals[faulty] = np.nan
+    scores = Scores(totals, parts, faults)
+    require_few_faults(scores, completions, max_fault_share)
+    return scores
+
+
+def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_share: float) -> None:
+    """Raises InputError where more than that share of the completions have a fault."""
+    faulty = {fault.row for fault in scores.faults}
     if len(faulty) > max_fault_share * len(completions):
-        first = faults[0]
+        first = scores.faults[0]
         raise InputError(
             f"reward functions fail on {len(faulty)} of {len(completions)} completions",
             where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
             why=f"{first.message}\n{textwrap.indent(first.frames.rstrip(), '    ')}".rstrip(),
             fix="repair the function; return None for what should not be scored; limits: --reward-limits",
         )
-    return Scores(totals, parts, faults)
 
 
 def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpu_rl import rewards
+from tpu_rl import processes, rewards
 from tpu_rl.errors import InputError
 from tpu_rl.redaction import redact
 from tpu_rl.tokenizers import Tokenizer
@@ -80,9 +80,8 @@ def roll_out(
     ]
     columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
     if reward_functions:
-        scores = rewards.score(
-            reward_functions, [row["prompt"] for row in repeated], completions, columns, max_fault_share
-        )
+        prompts_of = [row["prompt"] for row in repeated]
+        scores = score_together(reward_functions, prompts_of, completions, columns, max_fault_share, group)
     else:
         scores = rewards.Scores(np.zeros(len(repeated), np.float32), {}, [])
     return Scored(
@@ -96,6 +95,34 @@ def roll_out(
         seconds_rollout=sampled - began,
         seconds_reward=time.perf_counter() - sampled,
     )
+
+
+def score_together(
+    reward_functions: dict[str, rewards.Reward],
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]],
+    max_fault_share: float,
+    group: int,
+) -> rewards.Scores:
+    """`rewards.score`, each of several processes asking its reward functions about whole groups of its own only."""
+    if processes.count() == 1:
+        return rewards.score(reward_functions, prompts, completions, columns, max_fault_share)
+    groups = processes.share(len(completions) // group)
+    own = slice(groups.start * group, groups.stop * group)
+    mine = {name: values[own] for name, values in columns.items()}
+    # Whether too many have a fault is asked of them all, below.
+    found = rewards.score(reward_functions, prompts[own], completions[own], mine, 1.0)
+    faults = [asdict(fault) | {"row": fault.row + own.start} for fault in found.faults]
+    parts = {name: values.tolist() for name, values in found.parts.items()}
+    everywhere = processes.gather({"totals": found.totals.tolist(), "parts": parts, "faults": faults})
+    scores = rewards.Scores(
+        np.array([total for one in everywhere for total in one["totals"]], np.float32),
+        {name: np.array([x for one in everywhere for x in one["parts"][name]], np.float32) for name in parts},
+        [rewards.RewardFault(**fault) for one in everywhere for fault in one["faults"]],
+    )
+    rewards.require_few_faults(scores, completions, max_fault_share)
+    return scores
 
 
 def _by_row(faults: Sequence[rewards.RewardFault], rows: int) -> list[str]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tpu_rl import sharding
 from tpu_rl.errors import InputError
 from tpu_rl.types import Array, Params, Policy, Purpose, Rollout
 
@@ -401,9 +402,9 @@ def _decode(
         of_rows = (ends[start * group : (start + size) * group], keys[start * group : (start + size) * group])
         if mesh is not None:
             over_rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-            of_rows = jax.device_put(of_rows, over_rows)
+            of_rows = sharding.put(of_rows, over_rows)
             even = size % devices == 0
-            of_prompts = jax.device_put(of_prompts, over_rows if even else NamedSharding(mesh, PartitionSpec()))
+            of_prompts = sharding.put(of_prompts, over_rows if even else NamedSharding(mesh, PartitionSpec()))
         parts.append(_decode_wave(policy, params, of_prompts, of_rows, config, mesh))
     return tuple(np.concatenate(part)[:rows] for part in zip(*parts, strict=True))
 

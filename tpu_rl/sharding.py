@@ -6,12 +6,15 @@ and vocabulary). A dimension that the mesh does not divide is copied instead: sl
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpu_rl.errors import InputError
 
@@ -91,7 +94,48 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
 
 def place(params: Any, axes: Any, mesh: Mesh) -> Any:
     """`params` cut over the mesh as their logical `axes` say. May share memory with the argument: do not donate."""
-    return jax.device_put(params, shardings(axes, mesh, params))
+    return put(params, shardings(axes, mesh, params))
+
+
+# --- between hosts and the mesh ----------------------------------------------------------------------------------
+
+
+def put(tree: Any, places: Any) -> Any:
+    """Arrays that every process has whole and alike -> arrays of the mesh, of which each holds its devices' parts.
+
+    `places`: one sharding, or a tree of them. May share memory with the argument: do not donate.
+    """
+
+    def one(array: Any, place: Sharding) -> jax.Array:
+        if place.is_fully_addressable:
+            return jax.device_put(array, place)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(one(jax.random.key_data(array), place), impl=jax.random.key_impl(array))
+        # jax.device_put would compare the processes' arrays first, each time.
+        whole = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+        return jax.make_array_from_callback(whole.shape, place, lambda part: whole[part])
+
+    if isinstance(places, Sharding):
+        return jax.tree.map(lambda array: one(array, places), tree)
+    return jax.tree.map(one, tree, places)
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of the mesh -> numpy, whole, on every process. All processes call it together."""
+
+    def whole(array: jax.Array) -> jax.Array:
+        place = array.sharding
+        if array.is_fully_addressable or array.is_fully_replicated or not isinstance(place, NamedSharding):
+            return array
+        return _replicate(NamedSharding(place.mesh, PartitionSpec()))(array)
+
+    return jax.tree.map(np.asarray, jax.tree.map(whole, tree))
+
+
+@functools.cache
+def _replicate(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """A jitted identity."""
+    return jax.jit(lambda array: array, out_shardings=everywhere)
 
 
 def batch_sharding(mesh: Mesh, shape: Sequence[int], rows: int) -> NamedSharding:

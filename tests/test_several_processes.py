@@ -1,0 +1,212 @@
+"""One run on several processes: the same as on one, and it ends as one. Each process has a device of this machine's CPU
+and a limit of time. Which process of which run one is: tests/test_membership.py."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch import run, verify
+from tests import several
+from tests.test_launch import TINY, rows_of
+from tests.test_survival import digest
+
+RUN = ["-m", "launch.run", *TINY, "--batch.micro-batch-rows", "2", "--sampling.temperature", "1.5"]
+
+
+def one_step(tmp_path: Path, count: int, *flags: str) -> dict[str, np.ndarray]:
+    out = tmp_path / f"{count}.npz"
+    for ended in several.run(count, ["-m", "tests.one_step", str(out), *flags]):
+        assert ended.code == 0, ended.err[-3000:]
+    with np.load(out) as arrays:
+        return dict(arrays)
+
+
+def require_same_step(one: dict[str, np.ndarray], many: dict[str, np.ndarray]) -> None:
+    """Tokens and rewards equal; gradients and, after plain descent, parameters to 1e-5 of their norm."""
+    assert one.keys() == many.keys()
+    np.testing.assert_array_equal(one["tokens"], many["tokens"])
+    np.testing.assert_array_equal(one["rewards"], many["rewards"])
+    assert len(set(one["rewards"].sum(-1))) > 1
+    for name in one.keys() - {"tokens", "rewards"}:
+        assert np.linalg.norm(one[name]) > 0
+        assert np.linalg.norm(one[name] - many[name]) <= 1e-5 * np.linalg.norm(one[name]), name
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory) -> dict[str, np.ndarray]:
+    return one_step(tmp_path_factory.mktemp("one"), 1)
+
+
+def test_two_processes_sample_score_and_learn_as_one(on_one, tmp_path):
+    require_same_step(on_one, one_step(tmp_path, 2))
+
+
+@pytest.mark.slow
+def test_four_processes_with_tensor_parallelism_do_too(on_one, tmp_path):
+    require_same_step(on_one, one_step(tmp_path, 4, "--mesh.data", "2", "--mesh.tensor", "2"))
+
+
+# --- how it ends -------------------------------------------------------------------------------------------------
+
+MEETING = """
+import os, signal, sys, time
+import numpy as np
+from jax.experimental import multihost_utils
+from launch import membership, peers
+from tpu_rl import processes
+from tpu_rl.errors import InputError
+
+def fail(error):
+    raise error
+
+kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+WHAT = {
+    "killed": {1: kill},
+    "killed while the first is busy": {0: lambda: time.sleep(600), 1: kill},
+    "first killed": {0: kill},
+    "first killed while the second is busy": {0: kill, 1: lambda: time.sleep(600)},
+    "error": {1: lambda: fail(InputError("a reward function failed", fix="repair it"))},
+    "error everywhere": dict.fromkeys((0, 1), lambda: fail(InputError("all say the same"))),
+    "bug": {1: lambda: 1 / 0},
+}
+member, (how,) = membership.find(sys.argv[1:])
+peers.SILENCE = 4.0
+with peers.joined(member):
+    for step in range(10**6):
+        if step == 3:
+            WHAT[how].get(processes.index(), lambda: None)()
+        multihost_utils.process_allgather(np.array(step))
+        processes.any_of(False)
+"""
+
+HOST = socket.gethostname()
+ENDS = {
+    "killed": ((75, -signal.SIGKILL), f"error: process 1 on host {HOST} is gone: it gave no sign of life for 4 s."),
+    "first killed": ((-signal.SIGKILL, 75), "error: the first process of this run is gone."),
+    "error": ((2, 2), f"process 1 on host {HOST}: error: a reward function failed\n  fix: repair it\n"),
+    "error everywhere": ((2, 2), "error: all say the same\n"),
+    "bug": ((1, 1), f"process 1 on host {HOST}: Traceback (most recent call last):\n"),
+}
+for busy, idle in (
+    ("killed while the first is busy", "killed"),
+    ("first killed while the second is busy", "first killed"),
+):
+    ENDS[busy] = ENDS[idle]
+
+
+@pytest.mark.parametrize(("how", "codes", "said"), [(how, *ends) for how, ends in ENDS.items()], ids=ENDS)
+def test_the_end_of_one_is_the_end_of_all_in_one_message(how, codes, said):
+    """With a gathering of host values and one of devices going on; each costs a second of the processor."""
+    ended = several.run(2, ["-c", MEETING, how], limit=60)
+    assert tuple(one.code for one in ended) == codes
+    (speaker,) = [one.err for one in ended if one.err]
+    assert speaker.startswith(said)
+    assert speaker.count("rror: ") == 1
+    assert ("ZeroDivisionError" in speaker) == ("Traceback" in speaker) == (how == "bug")
+
+
+def test_a_flag_that_differs_ends_all_before_anything_is_touched(tmp_path):
+    command = [*RUN, "--steps", "1", "--run-dir", str(tmp_path / "run")]
+    ended = several.wait(several.start(2, command, each=[["--seed", "0"], ["--seed", "1"]]), 120)
+    assert [one.code for one in ended] == [2, 2]
+    assert ended[0].err.startswith("error: the processes of this run differ\n")
+    assert f"process 1 on host {HOST}\n  why: seed is 1 there and 0 on the first\n" in ended[0].err
+    assert not ended[1].err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_a_process_that_waits_for_another_in_vain_says_so(index):
+    program = MEETING.replace("peers.SILENCE = 4.0", "peers.PATIENCE = 3")
+    flags = ["--coordinator-address", f"127.0.0.1:{several.free_port()}", "--num-processes", "2"]
+    (ended,) = several.run(1, ["-c", program, "error", *flags, "--process-id", index], limit=60)
+    assert "the processes of this run did not find each other" in ended.err
+
+
+def test_a_port_that_is_taken_is_said(capsys):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = ["--coordinator-address", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", "0"]
+        assert run.main([*TINY, *flags]) == 3
+    assert f"port {port} is not free on this host" in capsys.readouterr().err
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+def command(run_dir: Path, steps: int = 3) -> list[str]:
+    return [*RUN, "--steps", str(steps), "--run-dir", str(run_dir)]
+
+
+def start_until(run_dir: Path, rows: int, **env: str) -> list[subprocess.Popen]:
+    """Two processes of a run that has written so many rows."""
+    processes = several.start(2, command(run_dir), **env)
+    deadline = time.monotonic() + several.LIMIT
+    metrics = run_dir / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= rows):
+        assert time.monotonic() < deadline
+        if any(process.poll() is not None for process in processes):
+            raise AssertionError([ended.err for ended in several.wait(processes)])
+        time.sleep(0.02)
+    return processes
+
+
+def go_on(count: int, run_dir: Path, steps: int = 3, **env: str) -> str:
+    """What the first process says of a run that comes to its end; the others say nothing."""
+    first, *others = several.run(count, command(run_dir, steps), **env)
+    assert [first.code, *(other.code for other in others)] == [0] * count, first.err
+    assert not any(other.out + other.err for other in others)
+    return first.out
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of three steps on two processes that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    go_on(2, run_dir)
+    return run_dir
+
+
+@pytest.mark.slow
+def test_a_run_of_two_that_is_killed_goes_on_to_the_same_bits(whole, tmp_path):
+    for process in start_until(tmp_path / "run", 2):
+        process.kill()
+        process.wait()
+    assert "(digest ok)" in go_on(2, tmp_path / "run")
+    assert digest(tmp_path / "run") == digest(whole)
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    assert verify.main([str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.slow
+def test_a_sigterm_to_one_of_two_saves_the_same_step_of_both(whole, tmp_path):
+    """Between two checkpoints: without the signal, nothing would be saved there."""
+    run_dir = tmp_path / "run"
+    processes = start_until(run_dir, 2)
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = several.wait(processes)
+    assert (first.code, second.code) == (75, 75)
+    assert "pre-empted: step" in first.err
+    assert "to go on: python launch/run.py" in first.err
+    assert not second.err
+    go_on(2, run_dir)
+    assert digest(run_dir) == digest(whole)
+    assert rows_of(run_dir) == rows_of(whole)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_goes_on_as_one_on_another_mesh(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    (ended,) = several.run(1, [*command(tmp_path / "run", 4), "--mesh.tensor", "2"], **two_devices)
+    assert ended.code == 0, ended.err
+    assert "resumed at step 3 (digest ok)" in ended.out
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
