@@ -7,6 +7,8 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "cuda": ["jax[cuda13]>=0.10.2,<0.11.1"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11.1"],
+    # For launch/plan.py on any machine: the TPU compiler, libtpu, in the version that each jax names.
+    "plan": ["jax[tpu]>=0.10.2,<0.11.1"],
     "math": ["math-verify[antlr4_13_2]>=0.9"],
     "parquet": ["pyarrow"],
     "wandb": ["wandb"],

@@ -39,6 +39,7 @@ ALLOWED = {
     "manifests": set(),
     "run_lock": {"errors"},
     "digests": set(),
+    "compiled": {"compiled"},
     "checkpoint": STATE | {"processes", "manifests", "digests"},
     "data": STATE | {"row_files"},
     "row_files": {"errors"},

@@ -65,6 +65,24 @@ def init_train_state(
     return TrainState(jnp.zeros((), jnp.int32, device=everywhere), params, opt_state, algorithm_state)
 
 
+def abstract_train_state(
+    params: Params, algorithm: Algorithm, optimizer: optax.GradientTransformation, trainable: Trainable
+) -> TrainState:
+    """Shapes, dtypes and places of `init_train_state`'s result, from those of params that lie on a mesh."""
+    everywhere = replicated(params)
+    assert everywhere is not None, "the params have no place on a mesh"
+
+    def init(params: Params) -> TrainState:
+        chosen = jax.tree.map(lambda x: x.astype(jnp.float32), partition(params, trainable)[0])
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(chosen), algorithm.init_state(params))
+
+    def place(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    state = jax.eval_shape(init, params)
+    return jax.tree.map(place, state, moment_shardings(state, params, everywhere))
+
+
 def moment_shardings(opt_state: Any, params: Params, otherwise: Sharding) -> Any:
     """The sharding of each leaf of an optimizer's state: its parameter's, whose path its own path ends with.
 

@@ -1,0 +1,163 @@
+"""What would make a run fit, and which division of the devices is the fastest that does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from launch import build
+from launch.config import ExperimentConfig, MeshConfig
+from launch.planning.figures import Line, Target, line_of
+from launch.planning.memory import state_bytes
+from launch.planning.sampling import samples, sampling_steps
+from launch.planning.steps import Planned, learning_steps, plan_stage
+from tpu_rl import sharding
+from tpu_rl.types import Model
+
+NEAR = 1.25
+"""State of up to so many times the memory is still tried: estimates of it are without the compiler's reuse."""
+
+
+class Plan(NamedTuple):
+    """The steps of all stages of one configuration."""
+
+    config: ExperimentConfig
+    mesh: MeshConfig
+    lines: list[tuple[str, Line]]
+    """(name of the stage's algorithm, step)."""
+
+    def fits(self, target: Target) -> bool:
+        return all(line.fits(target) for _, line in self.lines)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step of the run at best, the last stage's."""
+        last = self.lines[-1][0]
+        return sum(line.step.times * line.step.loops * line.seconds for name, line in self.lines if name == last)
+
+
+def make_plan(
+    config: ExperimentConfig, target: Target, model: Model, learning_only: bool = False, say: Callable = lambda _: None
+) -> Plan:
+    """Compiles every step of every stage for the target. `say` is told the name of each before it."""
+    mesh = build.make_mesh(config.mesh, target.devices)
+    lines = []
+    for stage in config.stages:
+        planned = plan_stage(config, stage, mesh, model)
+        name = type(stage.algorithm).__name__.removesuffix("Config")
+        for line in _lines(planned, target, learning_only):
+            say(f"{name}: {line.step.name} compiled in {line.step.compiled.seconds:.0f} s")
+            lines.append((name, line))
+    return Plan(config, MeshConfig(**{axis: mesh.shape[axis] for axis in ("data", "fsdp", "tensor")}), lines)
+
+
+def _lines(planned: Planned, target: Target, learning_only: bool) -> Iterator[Line]:
+    if samples(planned.stage) and not learning_only:
+        yield from (line_of(planned, step, target) for step in sampling_steps(planned))
+    yield from (line_of(planned, step, target) for step in learning_steps(planned))
+
+
+# --- what would make it fit --------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """Another configuration, and what the fullest step would then take."""
+
+    flags: str
+    config: ExperimentConfig
+    total: float
+    """Estimated bytes of one chip."""
+
+
+def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
+    """The changes that would lower the fullest step the most, by estimate; `--search` compiles what it proposes."""
+    line = max((line for _, line in plan.lines), key=lambda line: line.memory.total)
+    parts = line.memory.parts
+
+    def total(scales: dict[str, float]) -> float:
+        return sum(size * scales.get(name, 1.0) for name, size in parts.items())
+
+    found = [
+        Change(flags, config, total(scales)) for flags, config, scales in _candidates(plan, line, len(target.devices))
+    ]
+    found = [change for change in found if change.total < 0.98 * line.memory.total]
+    return sorted(found, key=lambda change: change.total)[:most]
+
+
+def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, ExperimentConfig, dict[str, float]]]:
+    """(flags, configuration, part of the memory -> what it is multiplied by)."""
+    config, mesh, learns = plan.config, plan.mesh, line.step.name in ("make_batch", "update")
+    batch, sampling, width = config.batch, config.sampling, plan.mesh.data * plan.mesh.fsdp
+    if mesh.data > 1:
+        cut = {name: 1 / mesh.data for name in ("parameters", "frozen", "optimizer", "other")}
+        other = MeshConfig(1, devices // mesh.tensor, mesh.tensor)
+        yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", replace(config, mesh=other), cut
+    if mesh.fsdp % 2 == 0:
+        other = MeshConfig(mesh.data, mesh.fsdp // 2, 2 * mesh.tensor)
+        spread = {"temporaries": 0.6} if batch.micro_batch_rows <= width else {"temporaries": 1.0}
+        flags = f"--mesh.fsdp {other.fsdp} --mesh.tensor {other.tensor}"
+        yield flags, replace(config, mesh=other), spread
+    if learns and batch.micro_batch_rows >= 2 * width:
+        rows = max(width, batch.micro_batch_rows // 2)
+        smaller = replace(config, batch=replace(batch, micro_batch_rows=rows))
+        yield f"--batch.micro-batch-rows {rows}", smaller, {"temporaries": rows / batch.micro_batch_rows}
+    shortest = sampling.max_prompt_tokens + sampling.max_new_tokens
+    if learns and batch.row_length >= 2 * shortest:
+        length = max(shortest, batch.row_length // 2)
+        smaller = replace(config, batch=replace(batch, row_length=length))
+        yield f"--batch.row-length {length}", smaller, {"temporaries": length / batch.row_length}
+    if not learns and sampling.max_rows > batch.completions:
+        rows = max(sampling.max_rows // 2, batch.completions)
+        share = rows / sampling.max_rows
+        smaller = replace(config, sampling=replace(sampling, max_rows=rows))
+        yield f"--sampling.max-rows {rows}", smaller, {"cache": share, "temporaries": share}
+    if config.model.param_dtype == "float32":
+        half = replace(config, model=replace(config.model, param_dtype="bfloat16"))
+        yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": 0.5}
+    if not config.model.lora.rank and "optimizer" in line.memory.parts:
+        adapted = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=16)))
+        # One frozen copy serves policy and reference, and only adapters have gradients and moments.
+        yield "--model.lora.rank 16", adapted, {"optimizer": 0.02, "frozen": 0.0}
+
+
+# --- search ------------------------------------------------------------------------------------------------------
+
+
+def search(config: ExperimentConfig, target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
+    """The fastest configuration, by estimate, of those that fit: other meshes and micro-batches of the same run.
+
+    The update decides first; of what fits, the fastest is then compiled whole.
+    """
+    tried: list[Plan] = []
+    for candidate in candidates(config, target, model):
+        mesh = candidate.mesh
+        plan = make_plan(candidate, target, model, learning_only=True)
+        verdict = f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
+        rows = candidate.batch.micro_batch_rows
+        say(f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {rows} rows a micro-batch: {verdict}")
+        tried += [plan] if plan.fits(target) else []
+    for plan in sorted(tried, key=lambda plan: plan.seconds):
+        whole = make_plan(plan.config, target, model, say=say)
+        if whole.fits(target):
+            return whole
+    return None
+
+
+def candidates(config: ExperimentConfig, target: Target, model: Model) -> Iterator[ExperimentConfig]:
+    """Meshes of all devices whose train state may fit, with one to four packed rows a device in a micro-batch."""
+    count = len(target.devices)
+    heads = model.config.attention.heads
+    for tensor in (1, 2, 4, 8):
+        for data in (1, 2, 4, 8):
+            if count % (tensor * data) or heads % tensor:
+                continue
+            meshed = replace(config, mesh=MeshConfig(data, count // (tensor * data), tensor))
+            mesh = sharding.make_mesh(data, count // (tensor * data), tensor, target.devices)
+            state = state_bytes(plan_stage(meshed, config.stages[-1], mesh, model))
+            if target.memory is not None and sum(state.values()) > NEAR * target.memory:
+                continue
+            for rows in (1, 2, 4):
+                wanted = rows * math.prod((meshed.mesh.data, meshed.mesh.fsdp))
+                yield replace(meshed, batch=replace(config.batch, micro_batch_rows=wanted))
