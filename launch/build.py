@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from launch import dataset, pairs, q_examples, reward_runs, roles, sources
@@ -23,10 +24,11 @@ Evaluate = Callable[[Params, bool], dict[str, float]]
 """(the whole params tree, also greedily?) -> metrics of the held-out problems."""
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over all devices; fsdp -1 is what data and tensor leave."""
-    fsdp = config.fsdp if config.fsdp > 0 else max(jax.device_count() // max(config.data * config.tensor, 1), 1)
-    return sharding.make_mesh(config.data, fsdp, config.tensor)
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over `devices` (default: all there are); fsdp -1 is what data and tensor leave."""
+    count = jax.device_count() if devices is None else len(devices)
+    fsdp = config.fsdp if config.fsdp > 0 else max(count // max(config.data * config.tensor, 1), 1)
+    return sharding.make_mesh(config.data, fsdp, config.tensor, devices)
 
 
 def make_setup(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[Setup, Params]:
@@ -64,9 +66,15 @@ def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
     return kinds[stage.algorithm.needs.experience](setup, stage, params)
 
 
-def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> tuple[TrainState, training.UpdateStep]:
-    """The state before the stage's first step, which takes over the params, and the jitted step."""
-    config = setup.config
+class Learning(NamedTuple):
+    """How a stage's params are changed."""
+
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    trainable: training.Trainable
+
+
+def learning(config: ExperimentConfig, stage: Stage) -> Learning:
     trained = {name: spec for name, spec in stage.algorithm.roles.items() if spec.trainable}
 
     def trainable(path: str) -> bool:
@@ -75,10 +83,20 @@ def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) ->
     optimizer_steps = (stage.last - stage.first + 1) * config.batch.minibatches * config.batch.epochs
     schedule = optimizers.learning_rate(config.optimizer, optimizer_steps)
     scales = {name: spec.learning_rate_scale for name, spec in trained.items()}
-    optimizer = optimizers.by_role(config.optimizer, schedule, scales)
-    state = training.init_train_state(params, algorithm, optimizer, trainable)
+    return Learning(optimizers.by_role(config.optimizer, schedule, scales), schedule, trainable)
+
+
+def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> tuple[TrainState, training.UpdateStep]:
+    """The state before the stage's first step, which takes over the params, and the jitted step."""
+    how = learning(setup.config, stage)
+    state = training.init_train_state(params, algorithm, how.optimizer, how.trainable)
+    return state, update_step(algorithm, how, state)
+
+
+def update_step(algorithm: Algorithm, how: Learning, state: TrainState) -> training.UpdateStep:
+    """The jitted step for states that lie as this one, of arrays or of their shapes."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return state, training.make_update_step(algorithm, optimizer, schedule, trainable, shardings)
+    return training.make_update_step(algorithm, how.optimizer, how.schedule, how.trainable, shardings)
 
 
 class Acting(NamedTuple):
