@@ -348,7 +348,7 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
-MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans")
+MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh")
 """What a run may be continued with: where it lies, on what devices, what it writes when, what its rewards may take, how
 long it may stand still, and, at a constant rate, how long it is."""
 
