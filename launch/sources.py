@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from launch import dataset, roles, watchdog
 from launch.config import ExperimentConfig, Stage
@@ -36,6 +36,7 @@ from tpu_rl.types import (
     Completions,
     Demonstrations,
     Experience,
+    Layout,
     Model,
     Pairs,
     Params,
@@ -260,7 +261,16 @@ SOURCES: dict[type, Callable[[Setup, Stage, Params], Source]] = {
 
 def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience:
     """The experience with its place in packed rows, rows spread over the mesh."""
-    layout = packing.lay_out(
+
+    def place(array: Any) -> jax.Array:
+        return sharding.put(array, experience_sharding(mesh, np.shape(array)))
+
+    return jax.tree.map(place, Experience(experience, layout_of(config, experience)))
+
+
+def layout_of(config: ExperimentConfig, experience: Any) -> Layout:
+    """Which completion goes where in the packed rows of which micro-batch."""
+    return packing.lay_out(
         np.asarray(experience.action_mask),
         np.asarray(experience.group_id),
         row_length=config.batch.row_length,
@@ -269,11 +279,10 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
         whole_groups=isinstance(experience, Pairs),
     )
 
-    def place(array: Any) -> jax.Array:
-        rows = 2 if np.ndim(array) == 4 else 0
-        return jax.device_put(array, sharding.batch_sharding(mesh, np.shape(array), rows))
 
-    return jax.tree.map(place, Experience(experience, layout))
+def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """Where an array of an `Experience` lies: completions [N, ...] and packed rows [M, K, R, S] are spread by rows."""
+    return sharding.batch_sharding(mesh, shape, 2 if len(shape) == 4 else 0)
 
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
