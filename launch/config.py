@@ -74,9 +74,10 @@ class FileData:
     preferences `prompt, chosen, rejected`, or, judged one by one, `prompt, completion, label`."""
     evaluation_path: str | None = None
     """Held-out rows; without it the last rows of `path` are held out and never trained on."""
-    format: Literal["plain", "gsm8k", "gsm8k_solutions"] = "plain"
-    """gsm8k: columns `question` and `answer`, as published. gsm8k_solutions: example_model_solutions.jsonl, of which
-    right and wrong solutions of a problem make pairs; the last quarter of the problems is held out."""
+    format: Literal["plain", "code", "gsm8k", "gsm8k_solutions"] = "plain"
+    """code: also a column `tests`, which the reward python_tests judges by. gsm8k: columns `question` and `answer`, as
+    published. gsm8k_solutions: example_model_solutions.jsonl, of which right and wrong solutions of a problem make
+    pairs; the last quarter of the problems is held out."""
     instruction: str = ""
     """Appended to every prompt (to the last user message, if prompts are messages)."""
 

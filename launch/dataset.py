@@ -8,7 +8,7 @@ from typing import Any
 from launch import dataset_changes
 from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
-from tpu_rl import data, environments, rollouts
+from tpu_rl import data, environments, rollouts, sandbox
 from tpu_rl.errors import InputError
 from tpu_rl.needs import Needs
 from tpu_rl.types import Completions, Demonstrations, Pairs
@@ -98,6 +98,8 @@ def read_rows(files: FileData, path: str, needs: Needs) -> list[data.Row]:
     """A file's rows with the columns that are needed, the instruction appended to their prompts."""
     if files.format == "gsm8k":
         rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
+    elif files.format == "code":
+        rows = data.read(path, (*needs.columns, "tests"), lambda row: sandbox.check_tests(row["tests"]))
     elif needs.columns == ("messages",) and "messages" not in data.read(path, ())[0]:
         rows = data.read(path, ("prompt", "completion"))
     else:

@@ -10,7 +10,7 @@ import glob
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ MAX_ROW_BYTES = 10_000_000
 """Of one line: no model reads a text of that length, so it is a mistake."""
 
 
-def read(path: str | Path, columns: Sequence[str] = ("prompt",)) -> list[Row]:
-    """The rows of a JSONL or Parquet file, each with at least `columns`. Raises InputError for anything amiss."""
+def read(
+    path: str | Path, columns: Sequence[str] = ("prompt",), check: Callable[[Row], None] | None = None
+) -> list[Row]:
+    """The rows of a JSONL or Parquet file, each with at least `columns`. Raises InputError for anything amiss, and
+    where `check` of a row raises ValueError."""
     file = _existing_file(Path(path).expanduser())
     try:
         content = file.read_bytes()
@@ -47,6 +50,11 @@ def read(path: str | Path, columns: Sequence[str] = ("prompt",)) -> list[Row]:
                     where=f"{first_where} and {where}",
                     fix="use one of them throughout",
                 )
+        try:
+            if check is not None:
+                check(row)
+        except ValueError as error:
+            raise InputError("a row cannot be used", where=where, why=str(error)) from error
         rows.append(row)
     if not rows:
         raise InputError("the data file has 0 rows", where=str(file))

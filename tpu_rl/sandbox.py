@@ -143,7 +143,11 @@ def passes(program: str, test: Any, limits: SandboxLimits | None = None, confine
             imports = [("do", f"import {', '.join(sorted(MODULES))}")]
             judged = run("", steps=imports + given + [("value", f"bool({claim})") for claim in claims], confine=confine)
             return [_literal(text) for text in judged.values] == ["True"] * len(claims)
-    raise ValueError(f"a test is {{'input': text, 'output': text}} or a text with asserts, not {test!r:.100}")
+    raise _no_test(test)
+
+
+def _no_test(test: Any) -> ValueError:
+    return ValueError(f"a test is {{'input': text, 'output': text}} or a text with asserts, not {test!r:.100}")
 
 
 def split(test: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -265,6 +269,18 @@ def tests_of(column: Any) -> list[Any]:
         case list() as tests if tests:
             return tests
     raise ValueError(f"no tests: {column!r:.100}")
+
+
+def check_tests(column: Any) -> None:
+    """Raises ValueError where `passes` could not judge a program by one of a row's tests. Nothing is run."""
+    for test in tests_of(column):
+        match test:
+            case {"input": str(), "output": str()}:
+                continue
+            case str():
+                split(test)
+            case _:
+                raise _no_test(test)
 
 
 def all_pass(programs: Sequence[str], tests: Sequence[Any], confine: bool = True) -> list[bool | ValueError]:
