@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_rl import not_finite, training
+from tpu_rl import not_finite, sharding, training
 from tpu_rl.errors import InputError
 from tpu_rl.not_finite import Finding, Made
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, TrainState
@@ -88,8 +88,7 @@ def _of_batch(
 
 def bad_rows(data: Any) -> Iterable[str]:
     """ "log_probs of rows 3, 5" for each array of experience that is not finite."""
-    for name, leaf in zip(not_finite.names(data), jax.tree.leaves(data), strict=True):
-        values = np.asarray(leaf)
+    for name, values in zip(not_finite.names(data), jax.tree.leaves(sharding.to_host(data)), strict=True):
         if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
             rows = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))
             yield f"{name} of row{'s' * (len(rows) > 1)} {listed(rows)}"

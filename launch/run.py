@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from launch import (
     audit,
     build,
+    debug_nans,
     hosts,
     membership,
     peers,
@@ -148,7 +149,12 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
     params = build.forget(setup, stage, params)
     evaluate = build.evaluator(setup, stage, algorithm, params)
     state, update = build.learner(setup, stage, algorithm, params)
-    return Parts(setup.mesh, training.make_batch_step(algorithm), update, source, evaluate), state
+    make_batch = training.make_batch_step(algorithm)
+    if setup.config.debug_nans:
+        trainable = build.learning(setup.config, stage).trainable
+        make_batch = debug_nans.watch_batches(algorithm, trainable, make_batch)
+        update = debug_nans.watch_updates(algorithm, trainable, update)
+    return Parts(setup.mesh, make_batch, update, source, evaluate), state
 
 
 def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
