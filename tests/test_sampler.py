@@ -337,7 +337,6 @@ def test_log_probs_are_those_of_the_model_that_trains(family):
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"samples_per_prompt": 0}, "samples_per_prompt is 0"),
-        ({"samples_per_prompt": 9, "max_rows": 8}, "max_rows is 8"),
         ({"stop_ids": (-1,)}, "stop_ids is"),
     ],
 )

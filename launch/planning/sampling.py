@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from launch import build, sources
 from launch.config import Stage
 from launch.planning.steps import Compile, Planned, Step, chip_bytes, compile_step, placed, results
 from tpu_rl import sampler
+from tpu_rl.sampler import slots
 from tpu_rl.types import Demonstrations, Params, Policy
 
 
@@ -49,31 +49,31 @@ def _steps_of(
     """Those with a cache for as many new tokens as `how` says; `whole` are the run's settings."""
     config, mesh = planned.setup.config, planned.setup.mesh
     policy, params = _acting(planned)
-    rows, prompt_length = rows_at_once(how, config.batch.prompts, mesh), config.sampling.max_prompt_tokens
-    groups, waves = rows // how.samples_per_prompt, config.batch.prompts * how.samples_per_prompt / rows
-    over = NamedSharding(mesh, PartitionSpec(sampler.BATCH_AXES))
-    prompts, lengths, ends = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over) for shape in ((groups, prompt_length), (groups,), (rows,))
-    )
-    keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)), over)
-    arguments = (policy, how, params, prompts, lengths, ends)
-    made = compile_with(mesh, sampler._prefill, *arguments)
+    prompts, devices = config.batch.prompts, slots.device_count(mesh)
+    rows = min(how.max_rows, prompts * how.samples_per_prompt)
+    rows, pool_size = (-(-size // devices) * devices for size in (rows, min(prompts, rows)))
+    over = NamedSharding(mesh, PartitionSpec(slots.BATCH_AXES))
+
+    def numbers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
+
+    width, waves = config.sampling.max_prompt_tokens, prompts * how.samples_per_prompt / rows
+    arguments = (policy, mesh, params, numbers(pool_size, width), numbers(pool_size))
+    made = compile_with(mesh, slots.prefill, *arguments)
     if made.program is None:
-        yield Step("prefill", made, {}, waves, groups * prompt_length)
+        yield Step("prefill", made, {}, prompts / pool_size, pool_size * width)
         return
-    state = results(mesh, sampler._prefill, arguments, made)
-    own = {"cache": chip_bytes(state)}
+    pool = results(mesh, slots.prefill, arguments, made)
+    keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)), over)
+    cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
+    arguments = (policy, how, params, keys, width + how.max_new_tokens, cut)
+    free = results(mesh, slots.empty_slots, arguments, compile_step(mesh, slots.empty_slots, *arguments))
+    outputs = placed(jax.eval_shape(lambda: slots.empty_outputs(None, rows, how.max_new_tokens)), over)
+    own = {"cache": chip_bytes(free) + chip_bytes(outputs)}
     if how == whole:
-        yield Step("prefill", made, own, waves, groups * prompt_length)
-    made = compile_with(mesh, sampler._decode_segment, policy, how, params, keys, ends, state)
-    times = waves * how.max_new_tokens / sampler.SEGMENT if how == whole else 0
-    name = f"decode, cache of {prompt_length + how.max_new_tokens:,}"
-    yield Step(name, made, own, times, rows * sampler.SEGMENT, sampler.SEGMENT)
-
-
-def rows_at_once(how: sampler.SamplerConfig, prompts: int, mesh: Mesh) -> int:
-    """Rows of a wave, over all devices."""
-    devices = math.prod(mesh.shape[axis] for axis in sampler.BATCH_AXES)
-    unit = devices // math.gcd(devices, how.samples_per_prompt)
-    waves = math.ceil(prompts / (how.max_rows // how.samples_per_prompt))
-    return math.ceil(math.ceil(prompts / waves) / unit) * unit * how.samples_per_prompt
+        yield Step("prefill", made, {"cache": chip_bytes(pool)}, prompts / pool_size, pool_size * width)
+    arguments = (policy, how, mesh, params, None, None, free, numbers(devices), outputs)
+    made = compile_with(mesh, slots.decode_segment, *arguments)
+    steps = how.borders.steps
+    times = waves * how.max_new_tokens / steps if how == whole else 0
+    yield Step(f"decode, cache of {width + how.max_new_tokens:,}", made, own, times, rows * steps, steps)

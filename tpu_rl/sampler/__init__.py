@@ -1,0 +1,36 @@
+"""Completions from a policy, on token ids.
+
+Unique prompts are prefilled once, into a pool; so many rows as there are slots are decoded at once, in jitted segments;
+a row that ends leaves its slot, on the device, to the next that waits.
+
+    config      the settings
+    drawing     keys, and one token from logits
+    caches      rows of any policy's cache
+    slots       the device's part: pool, slots, one segment
+    decoding    the host's part: `sample`, and what happens at the borders of segments
+
+What a row draws depends on its own key and its logits alone, never on its slot, the order, the batch size or the other
+rows:
+
+    key       = fold_in(fold_in(seed key, purpose), step)      `run_key`
+    row key   = fold_in(key, row id)                           `row_keys`
+    token key = fold_in(row key, position of the token in its sequence)
+"""
+
+from tpu_rl.sampler.caches import take_rows
+from tpu_rl.sampler.config import Borders, SamplerConfig
+from tpu_rl.sampler.decoding import OnFinished, StopAt, sample
+from tpu_rl.sampler.drawing import draw, invert_cdf, row_keys, run_key
+
+__all__ = [
+    "Borders",
+    "OnFinished",
+    "SamplerConfig",
+    "StopAt",
+    "draw",
+    "invert_cdf",
+    "row_keys",
+    "run_key",
+    "sample",
+    "take_rows",
+]

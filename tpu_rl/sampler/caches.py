@@ -1,0 +1,44 @@
+"""Rows of any policy's cache: a tree of arrays. 1-D ones (lengths) have rows in front, others behind the layer axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.types import Array
+
+
+def take_rows(cache: Any, rows: Array) -> Any:
+    """Gathers rows of any policy's cache: 1-D leaves (lengths) have rows in front, all others behind the layer axis."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=row_axis(leaf)), cache)
+
+
+def put_row(cache: Any, slot: Array, pool: Any, row: Array) -> Any:
+    """The cache with one row of a pool of shorter ones in one of its slots; what lies behind that row stays."""
+
+    def put(leaf: Array, source: Array) -> Array:
+        axis = row_axis(leaf)
+        one = jax.lax.dynamic_slice_in_dim(source, row, 1, axis)
+        start = [slot if i == axis else 0 for i in range(leaf.ndim)]
+        return jax.lax.dynamic_update_slice(leaf, one, start)
+
+    return jax.tree.map(put, cache, pool)
+
+
+def row_axis(leaf: Array) -> int:
+    """Which axis of a cache's leaf counts rows."""
+    return 0 if leaf.ndim == 1 else 1
+
+
+def resize(cache: Any, fresh: Any) -> Any:
+    """`fresh`, an empty cache of as many rows, with as much of each row of the cache as both have room for."""
+
+    def fit(new: Array, old: Array) -> Array:
+        if new.shape == old.shape:
+            return old
+        common = tuple(slice(min(sizes)) for sizes in zip(new.shape, old.shape, strict=True))
+        return new.at[common].set(old[common])
+
+    return jax.tree.map(fit, fresh, cache)

@@ -1,0 +1,371 @@
+"""The device's part of the sampler: a pool of prefilled prompts, slots that rows are decoded in, one segment of steps.
+
+Each device of the mesh's `BATCH_AXES` has its own part of everything here: prompts of the pool, the queue of rows that
+continue them, slots, outputs. Its slots take rows of its own queue, and their tokens go to its own part of the outputs;
+so nothing but a few flags crosses devices for the sake of refilling.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tpu_rl.sampler.caches import put_row, resize, row_axis, take_rows
+from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.sampler.drawing import draw
+from tpu_rl.types import Array, Params, Policy
+
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes that rows are spread over."""
+
+NO_TOKEN = -1
+"""What stands in the outputs where nothing is drawn yet."""
+
+
+class Pool(NamedTuple):
+    """Unique prompts, prefilled."""
+
+    cache: Any
+    """Of each prompt's tokens but the last."""
+    tokens: Array
+    """[prompts, prompt_length] int32."""
+    lengths: Array
+    """[prompts] int32."""
+
+
+class Queue(NamedTuple):
+    """Rows to decode that continue the pool's prompts. D devices, with as many places each."""
+
+    row: Array
+    """[D * places] int32: which row of the device's outputs."""
+    prompt: Array
+    """[D * places] int32: which prompt of the device's pool."""
+    limit: Array
+    """[D * places] int32: most new tokens."""
+    key: Array
+    """[D * places] keys."""
+    size: Array
+    """[D] int32: how many of the places are rows."""
+    more: Array
+    """[D] bool: the device has rows for another pool."""
+
+
+class Slots(NamedTuple):
+    """Rows in the making, one a slot; donated from segment to segment."""
+
+    cache: Any
+    """Holds each row's tokens but the last."""
+    token: Array
+    """[B] int32: each row's last token."""
+    length: Array
+    """[B] int32: tokens that it has, the prompt's included."""
+    drawn: Array
+    """[B] int32: tokens drawn."""
+    limit: Array
+    """[B] int32."""
+    key: Array
+    """[B] keys."""
+    row: Array
+    """[B] int32: which row of the device's outputs."""
+    live: Array
+    """[B] bool; the other slots are free."""
+    seen: Array | None
+    """[B, V] bool: tokens that the row has; None where there is no repetition penalty."""
+
+
+class Drawn(NamedTuple):
+    """The outputs, [N, max_new_tokens] each."""
+
+    tokens: Array
+    """int32, `NO_TOKEN` where there is none."""
+    log_probs: Array
+    """float32."""
+    behaviour_log_probs: Array
+    """float32."""
+
+
+class Border(NamedTuple):
+    """What the host must know to go on; every process can read it."""
+
+    live: Array
+    """[B] bool, of `Slots`."""
+    length: Array
+    """[B] int32, of `Slots`."""
+    row: Array
+    """[B] int32, of `Slots`."""
+    taken: Array
+    """[D] int32: how many places of each queue have been taken."""
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+
+def device_count(mesh: Mesh | None) -> int:
+    """D, the parts that rows are cut into."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def _each_device(mesh: Mesh | None, function: Callable[..., Any], *arguments: Any, results: int = 1) -> Any:
+    """The function of each device's own rows of the arguments: Slots, Pool, Queue, Drawn or arrays.
+
+    It returns a tuple of so many results, which have rows like as many of the first arguments. Left to itself the
+    compiler would gather caches over devices to move rows in them, as it cannot know that each stays where it is. Other
+    mesh axes are left to it.
+    """
+    if device_count(mesh) == 1:
+        return function(*arguments)
+    specs = tuple(_specs(argument) for argument in arguments)
+    over = set(BATCH_AXES)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=specs[:results], axis_names=over, check_vma=False
+    )
+    return mapped(*arguments)
+
+
+def _specs(argument: Any) -> Any:
+    front, behind = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES)
+    specs = jax.tree.map(lambda leaf: front, argument)
+    if isinstance(argument, Slots | Pool):
+        specs = specs._replace(cache=jax.tree.map(lambda leaf: (front, behind)[row_axis(leaf)], argument.cache))
+    return specs
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "mesh"))
+def prefill(policy: Policy, mesh: Mesh | None, params: Params, tokens: Array, lengths: Array) -> Pool:
+    """tokens [prompts, prompt_length], lengths [prompts] -> Pool."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cache = policy.init_cache(params, *tokens.shape)
+    _, cache = policy.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), lengths - 1)
+    return Pool(_spread(mesh, cache), tokens, lengths)
+
+
+def _spread(mesh: Mesh | None, cache: Any) -> Any:
+    """The cache with its rows over the mesh, its other axes wherever the compiler wants them."""
+    if mesh is None:
+        return cache
+    free = PartitionSpec.UNCONSTRAINED
+
+    def spread(leaf: Array) -> Array:
+        axes = [free] * leaf.ndim
+        axes[row_axis(leaf)] = BATCH_AXES
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return jax.tree.map(spread, cache)
+
+
+def cut(mesh: Mesh | None, cache: Any) -> tuple[Any, ...] | None:
+    """How the leaves of a cache lie over the mesh: an empty one does not tell the compiler how it will be used."""
+    return None if mesh is None else tuple(leaf.sharding for leaf in jax.tree.leaves(cache))
+
+
+def _empty_cache(policy: Policy, params: Params, rows: int, length: int, cut: tuple[Any, ...] | None) -> Any:
+    cache = policy.init_cache(params, rows, length)
+    if cut is None:
+        return cache
+    return jax.lax.with_sharding_constraint(cache, jax.tree.unflatten(jax.tree.structure(cache), cut))
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "config", "length", "cut"))
+def empty_slots(
+    policy: Policy,
+    config: SamplerConfig,
+    params: Params,
+    keys: Array,
+    length: int,
+    cut: tuple[Any, ...] | None,
+) -> Slots:
+    """Free slots, with a cache of so many tokens; as many as there are keys [B], whichever."""
+    rows = len(keys)
+    zeros = jnp.zeros(rows, jnp.int32)
+    seen = None
+    if config.repetition_penalty != 1:
+        seen = jnp.zeros((rows, vocabulary_size(policy, params)), bool)
+    cache = _empty_cache(policy, params, rows, length, cut)
+    return Slots(cache, zeros, zeros + 1, zeros, zeros, keys, zeros, zeros > 0, seen)
+
+
+def vocabulary_size(policy: Policy, params: Params) -> int:
+    """V, the length of the policy's logits."""
+
+    def logits(params: Params) -> Array:
+        column = jnp.zeros((1, 1), jnp.int32)
+        return policy.extend(params, policy.init_cache(params, 1, 2), column, column, column, column[0])[0]
+
+    return jax.eval_shape(logits, params).shape[-1]
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "rows", "columns"))
+def empty_outputs(mesh: Mesh | None, rows: int, columns: int) -> Drawn:
+    """Of so many rows, none of them begun."""
+    zeros = jnp.zeros((rows, columns), jnp.float32)
+    drawn = Drawn(jnp.full(zeros.shape, NO_TOKEN, jnp.int32), zeros, zeros)
+    if mesh is None:
+        return drawn
+    return jax.lax.with_sharding_constraint(drawn, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("slots",))
+def pull(mesh: Mesh | None, pool: Pool, queue: Queue, slots: Slots, taken: Array) -> tuple[Slots, Border]:
+    """Free slots take the next rows of their queues, of which so many are taken [D]."""
+    slots, taken = _each_device(mesh, _pull, slots, taken, pool, queue, results=2)
+    return slots, _border(mesh, slots, taken)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "mesh", "rows", "length", "cut"))
+def fit(
+    policy: Policy, mesh: Mesh | None, params: Params, slots: Slots, rows: int, length: int, cut: tuple[Any, ...] | None
+) -> Slots:
+    """So many slots, a device's live ones first, with a cache of so many tokens."""
+
+    def first(slots: Slots) -> tuple[Slots]:
+        order = jnp.argsort(~slots.live, stable=True)[: rows // device_count(mesh)]
+        others = jax.tree.map(lambda leaf: leaf[order], slots._replace(cache=None))
+        return (others._replace(cache=take_rows(slots.cache, order)),)
+
+    if rows < len(slots.live):
+        (slots,) = _each_device(mesh, first, slots)
+    return slots._replace(cache=resize(slots.cache, _empty_cache(policy, params, rows, length, cut)))
+
+
+@functools.partial(jax.jit, donate_argnames=("slots",))
+def release(slots: Slots, stopped: Array) -> Slots:
+    """Frees slots [B] whose rows ended by what only the host knows."""
+    return slots._replace(live=slots.live & ~stopped)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "config", "mesh"), donate_argnames=("slots", "drawn"))
+def decode_segment(
+    policy: Policy,
+    config: SamplerConfig,
+    mesh: Mesh | None,
+    params: Params,
+    pool: Pool | None,
+    queue: Queue | None,
+    slots: Slots,
+    taken: Array,
+    drawn: Drawn,
+) -> tuple[Slots, Drawn, Border]:
+    """At most `config.borders.steps` steps. Without a pool nothing waits: fewer when all rows have ended.
+
+    With a pool, free slots take the next rows of their queue, and the segment is over when all queues are empty, or one
+    of a device that has more rows for the next pool.
+    """
+
+    def going(carry: tuple[Array, Slots, Drawn]) -> Array:
+        return (carry[0] < config.borders.steps) & jnp.any(carry[1].live)
+
+    def step(carry: tuple[Array, Slots, Drawn]) -> tuple[Array, Slots, Drawn]:
+        return carry[0] + 1, *_decode_step(policy, config, mesh, params, carry[1], carry[2])
+
+    if pool is None or queue is None:
+        _, slots, drawn = jax.lax.while_loop(going, step, (jnp.int32(0), slots, drawn))
+        return slots, drawn, _border(mesh, slots, taken)
+
+    def all_busy(slots: Slots, taken: Array) -> Array:
+        free = jnp.any(~slots.live.reshape(len(taken), -1), axis=1)
+        return ~jnp.any(free & (taken < queue.size))
+
+    def served(carry: tuple[Any, Array]) -> Array:
+        empty = carry[1] >= queue.size
+        return going(carry[0]) & ~jnp.all(empty) & ~jnp.any(empty & queue.more)
+
+    def serve(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        rows, taken = carry
+        count, slots, drawn = jax.lax.while_loop(lambda rows: going(rows) & all_busy(rows[1], taken), step, rows)
+        slots, taken = _each_device(mesh, _pull, slots, taken, pool, queue, results=2)
+        return (count, slots, drawn), taken
+
+    (_, slots, drawn), taken = jax.lax.while_loop(served, serve, ((jnp.int32(0), slots, drawn), taken))
+    return slots, drawn, _border(mesh, slots, taken)
+
+
+def _border(mesh: Mesh | None, slots: Slots, taken: Array) -> Border:
+    # Copies: the slots are donated to the next segment, which may begin before the host has read these.
+    border = Border(slots.live | False, slots.length + 0, slots.row + 0, taken + 0)
+    if mesh is None:
+        return border
+    return jax.lax.with_sharding_constraint(border, NamedSharding(mesh, PartitionSpec()))
+
+
+def _pull(slots: Slots, taken: Array, pool: Pool, queue: Queue) -> tuple[Slots, Array]:
+    """One device's free slots take the next rows of its queue, in the order of the slots."""
+    free = ~slots.live
+    place = taken + jnp.cumsum(free) - 1
+    fill = free & (place < queue.size)
+    place = jnp.minimum(place, len(queue.row) - 1)
+    prompt = queue.prompt[place]
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(fill, new, old)
+
+    def load(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        waiting, cache = carry
+        slot = jnp.argmax(waiting)
+        return waiting.at[slot].set(False), put_row(cache, slot, pool.cache, prompt[slot])
+
+    # Row by row: what is copied is what is new.
+    _, cache = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), load, (fill, slots.cache))
+    length = pool.lengths[prompt]
+    slots = Slots(
+        cache,
+        pick(pool.tokens[prompt, length - 1], slots.token),
+        pick(length, slots.length),
+        pick(jnp.zeros_like(length), slots.drawn),
+        pick(queue.limit[place], slots.limit),
+        pick(queue.key[place], slots.key),
+        pick(queue.row[place], slots.row),
+        slots.live | fill,
+        None if slots.seen is None else _tokens_of_prompts(slots.seen, fill, pool, prompt),
+    )
+    return slots, taken + jnp.sum(fill, dtype=jnp.int32)
+
+
+def _tokens_of_prompts(seen: Array, fill: Array, pool: Pool, prompt: Array) -> Array:
+    """seen [B, V] with, in the rows to fill, which tokens their prompts have."""
+    rows, vocabulary = seen.shape
+    inside = jnp.arange(pool.tokens.shape[1])[None] < pool.lengths[prompt][:, None]
+    tokens = jnp.where(inside, pool.tokens[prompt], vocabulary)
+    fresh = jnp.zeros_like(seen).at[jnp.arange(rows)[:, None], tokens].set(True, mode="drop")
+    return jnp.where(fill[:, None], fresh, seen)
+
+
+def _decode_step(
+    policy: Policy, config: SamplerConfig, mesh: Mesh | None, params: Params, slots: Slots, drawn: Drawn
+) -> tuple[Slots, Drawn]:
+    """Every live row reads its last token and draws the next; the others stay as they are."""
+    live = slots.live.astype(jnp.int32)
+    current, position = slots.token[:, None], slots.length[:, None] - 1
+    logits, cache = policy.extend(params, slots.cache, current, position, jnp.zeros_like(current), live)
+    uniform = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)))(slots.key, slots.length)
+    found = draw(logits[:, 0].astype(jnp.float32), uniform, config, slots.seen)
+
+    def write(drawn: Drawn, row: Array, column: Array, *values: Array) -> tuple[Drawn]:
+        parts = zip(drawn, values, strict=True)
+        return (Drawn(*(part.at[row, column].set(value, mode="drop") for part, value in parts)),)
+
+    outside = drawn.tokens.shape[1]
+    column = jnp.where(slots.live, slots.drawn, outside)
+    (drawn,) = _each_device(mesh, write, drawn, slots.row, column, *found)
+    token = jnp.where(slots.live, found[0], slots.token)
+    seen = slots.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(token)), token].set(True)
+    ended = jnp.isin(token, jnp.asarray(config.stop_ids, jnp.int32)) | (slots.drawn + live >= slots.limit)
+    after = slots._replace(
+        cache=cache,
+        token=token,
+        length=slots.length + live,
+        drawn=slots.drawn + live,
+        live=slots.live & ~ended,
+        seen=seen,
+    )
+    return after, drawn
