@@ -142,3 +142,13 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int], rows: int) -> NamedSharding
     """Of an array of `shape` whose dimension `rows` counts rows, as dimension 1 of a micro-batched [K, R, S]."""
     axes = ["rows" if i == rows % len(shape) else None for i in range(len(shape))]
     return NamedSharding(mesh, spec(axes, shape, mesh))
+
+
+def spread(axis: str, size: int) -> int:
+    """Over how many devices of the mesh of `jax.set_mesh` a dimension of `size` with a logical axis is cut; 1 where
+    none is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    cut = spec((axis,), (size,), mesh)[0]
+    return math.prod(mesh.shape[name] for name in ((cut,) if isinstance(cut, str) else cut or ()))
