@@ -12,7 +12,7 @@ from launch.config import ExperimentConfig, MeshConfig
 from launch.planning.figures import Line, Target, line_of
 from launch.planning.memory import state_bytes
 from launch.planning.sampling import samples, sampling_steps
-from launch.planning.steps import Planned, learning_steps, plan_stage
+from launch.planning.steps import Compile, Planned, compile_step, learning_steps, plan_stage
 from tpu_rl import sharding
 from tpu_rl.types import Model
 
@@ -39,24 +39,29 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    config: ExperimentConfig, target: Target, model: Model, learning_only: bool = False, say: Callable = lambda _: None
+    config: ExperimentConfig,
+    target: Target,
+    model: Model,
+    learning_only: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    compile_with: Compile = compile_step,
 ) -> Plan:
-    """Compiles every step of every stage for the target. `say` is told the name of each before it."""
+    """Compiles every step of every stage for the target, or only those that learn. `say` is told of each."""
     mesh = build.make_mesh(config.mesh, target.devices)
     lines = []
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model)
         name = type(stage.algorithm).__name__.removesuffix("Config")
-        for line in _lines(planned, target, learning_only):
+        for line in _lines(planned, target, learning_only, compile_with):
             say(f"{name}: {line.step.name} compiled in {line.step.compiled.seconds:.0f} s")
             lines.append((name, line))
     return Plan(config, MeshConfig(**{axis: mesh.shape[axis] for axis in ("data", "fsdp", "tensor")}), lines)
 
 
-def _lines(planned: Planned, target: Target, learning_only: bool) -> Iterator[Line]:
+def _lines(planned: Planned, target: Target, learning_only: bool, compile_with: Compile) -> Iterator[Line]:
     if samples(planned.stage) and not learning_only:
-        yield from (line_of(planned, step, target) for step in sampling_steps(planned))
-    yield from (line_of(planned, step, target) for step in learning_steps(planned))
+        yield from (line_of(planned, step, target) for step in sampling_steps(planned, compile_with))
+    yield from (line_of(planned, step, target) for step in learning_steps(planned, compile_with))
 
 
 # --- what would make it fit --------------------------------------------------------------------------------------

@@ -115,10 +115,18 @@ def chip_bytes(tree: Any) -> int:
 
 def compile_step(mesh: Mesh, function: Any, *arguments: Any) -> Compiled:
     """A jitted function compiled for arguments of shapes; without a program where it exceeds the chip's memory."""
+    return compile_lowered(lower(mesh, function, *arguments))
+
+
+def lower(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Lowered:
+    with jax.set_mesh(mesh):
+        return function.lower(*arguments)
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> Compiled:
     began = time.perf_counter()
     try:
-        with jax.set_mesh(mesh):
-            return Compiled(function.lower(*arguments).compile(), "", time.perf_counter() - began)
+        return Compiled(lowered.compile(), "", time.perf_counter() - began)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -11,7 +11,7 @@ from rich.table import Table
 from launch.planning.figures import Line, Target
 from launch.planning.search import Change, Plan
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def show(plan: Plan, target: Target, changes: list[Change]) -> None:
@@ -37,13 +37,14 @@ def show(plan: Plan, target: Target, changes: list[Change]) -> None:
 
 def memory_table(plan: Plan, target: Target) -> Table:
     columns = ("parameters", "frozen", "optimizer", "cache", "batch", "temporaries")
-    table = Table("GiB a device", "fits", "total", *columns, "other", box=None)
+    unit, size_of = ("GiB", GIB) if max(line.memory.total for _, line in plan.lines) > GIB else ("MiB", MIB)
+    table = Table(f"{unit} a device", "fits", "total", *columns, "other", box=None)
     for name, line in plan.lines:
         parts = line.memory.parts
         other = sum(size for part, size in parts.items() if part not in columns)
         sizes = [line.memory.total, *(parts.get(column, 0) for column in columns), other]
         fits = "yes" if line.fits(target) else "NO"
-        table.add_row(f"{name}: {line.step.name}", fits, *(f"{size / GIB:.2f}" if size else "-" for size in sizes))
+        table.add_row(f"{name}: {line.step.name}", fits, *(f"{size / size_of:.2f}" if size else "-" for size in sizes))
     return table
 
 

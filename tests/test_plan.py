@@ -1,0 +1,221 @@
+"""Plans against what they plan: the same state, the same steps, the same memory; and every preset through the TPU's
+compiler where it is installed."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from launch import build, model_shapes, plan
+from launch import config as configuration
+from launch.planning import figures, memory, sampling, search, steps
+from tests.topologies import needs_libtpu, tpu_devices
+from tpu_rl import models
+from tpu_rl.compiled import CHIPS
+from tpu_rl.errors import InputError, MachineError
+
+SMALL = ("--batch.prompts", "4", "--batch.completions", "2", "--batch.micro-batch-rows", "2", "--steps", "4")
+"""Of a preset of arithmetic, to be compiled in seconds."""
+
+PARAMETERS = {
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Gemma-2-2B": 2_614_341_888,
+    "Gemma-2-9B": 9_241_705_984,
+    "Gemma-3-1B": 999_885_952,
+    "Gemma-3-12B": 11_766_034_176,
+}
+"""As their checkpoints have them; of Gemma 3 without what reads images."""
+
+
+def here(**memory_of_a_device: int) -> figures.Target:
+    return figures.Target("here", jax.devices()[:1], None, memory_of_a_device.get("memory"))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_named_shapes_have_as_many_parameters_as_the_models(name):
+    model = models.from_config(model_shapes.SHAPES[name])
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name]
+
+
+def test_shapes_are_found_however_they_are_spelt():
+    assert model_shapes.find("meta-llama/Llama-3.1-8B-Instruct") is model_shapes.SHAPES["Llama-3.1-8B"]
+    assert model_shapes.find("google/gemma-2-2b-it") is model_shapes.SHAPES["Gemma-2-2B"]
+    assert model_shapes.find("builtin:arithmetic") is None
+    assert model_shapes.SHAPES.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize(
+    "flags", [["arithmetic_ppo"], ["arithmetic_dpo"], ["arithmetic_grpo", "--model.lora.rank", "2"]]
+)
+def test_the_planned_state_is_the_run_s(flags, tmp_path):
+    config = configuration.parse([*flags, *SMALL])
+    mesh = build.make_mesh(config.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        setup, params = build.make_setup(config, tmp_path, mesh)
+        stage = config.stages[-1]
+        state, _ = build.learner(setup, stage, build.build_algorithm(setup, stage), params)
+    planned = steps.plan_stage(config, stage, mesh, steps.read_model(config))
+
+    def kind(leaf):
+        return leaf.shape, leaf.dtype
+
+    assert jax.tree.map(kind, planned.state) == jax.tree.map(kind, state)
+
+
+def test_every_step_of_a_run_is_planned():
+    config = configuration.parse(["arithmetic_grpo", *SMALL, "--algorithm.kl-loss-coef", "0.1"])
+    target = here(memory=2**30)
+    made = search.make_plan(config, target, steps.read_model(config))
+    names = [line.step.name.partition(",")[0] for _, line in made.lines]
+    assert names[0] == "prefill"
+    assert names[-2:] == ["make_batch", "update"]
+    assert names.count("decode") >= 2
+    assert made.fits(target)
+    parts = made.lines[-1][1].memory.parts
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(steps.read_model(config).init, jax.random.key(0))))
+    assert parts["parameters"] == parts["frozen"] == 4 * count
+    assert parts["optimizer"] == pytest.approx(8 * count, rel=1e-3)
+    # Twice forwards and once, at double cost, backwards; attention looks at whole rows, seen or not.
+    decoder, update = steps.read_model(config).config, made.lines[-1][1]
+    per_token = 8 * figures.matmul_weights(decoder)
+    per_token += (
+        16 * decoder.attention.heads * decoder.attention.head_dim * config.batch.row_length * len(decoder.kinds)
+    )
+    assert update.flops == pytest.approx(per_token * update.step.tokens, rel=0.05)
+
+
+def test_what_does_not_fit_is_said_with_changes_that_help():
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = here(memory=4 * 2**20)
+    made = search.make_plan(config, target, steps.read_model(config), learning_only=True)
+    assert not made.fits(target)
+    found = search.changes(made, target)
+    assert found
+    assert all(change.total < max(line.memory.total for _, line in made.lines) for change in found)
+    flags = " ".join(change.flags for change in found)
+    assert configuration.parse(["arithmetic_grpo", *flags.split()]) is not None
+
+
+def test_model_flops_are_six_times_the_weights_and_causal_attention():
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    mesh = build.make_mesh(config.mesh, jax.devices()[:1])
+    planned = steps.plan_stage(config, config.stages[-1], mesh, steps.read_model(config))
+    decoder = planned.setup.models["policy"].config
+    prompt, new = config.sampling.max_prompt_tokens, config.sampling.max_new_tokens
+    prompts, group = config.batch.prompts, config.batch.completions
+    tokens = prompts * (prompt + group * new)  # each prompt once: a row holds the whole group
+    seen = prompts * (prompt * (prompt + 1) / 2 + group * sum(prompt + i + 1 for i in range(new)))
+    attention = 3 * 4 * decoder.attention.heads * decoder.attention.head_dim * len(decoder.kinds) * seen
+    weights = figures.matmul_weights(decoder)
+    assert figures.model_flops(planned) == pytest.approx(6 * weights * tokens + attention)
+
+
+def test_compilers_messages_are_read():
+    message = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.18G of 15.75G hbm.
+
+  Largest program allocations in hbm:
+
+  1. Size: 4.00G
+     Operator: op_name="jit(update)/while/body/dot_general"
+     Shape: f32[128256,4096]{1,0}
+     Unpadded size: 4.00G
+"""
+    assert memory.refused_arrays(message) == [(4 * 2**30, "f32[128256,4096] while/body/dot_general")]
+    assert memory._beyond(message, 2**34) == int(18.18 * 2**30) - 2**34
+    assert (
+        memory._beyond("total memory required for HLO temporaries (770.00G) exceeds available HBM (15.75G)", 0)
+        == 770 * 2**30
+    )
+
+
+def test_meshes_that_are_tried_divide_devices_and_heads():
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = figures.Target("eight", jax.devices() * 8, None, None)
+    tried = list(search.candidates(config, target, steps.read_model(config)))
+    assert {(c.mesh.data * c.mesh.fsdp * c.mesh.tensor) for c in tried} == {8}
+    assert all(c.batch.micro_batch_rows % (c.mesh.data * c.mesh.fsdp) == 0 for c in tried)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def command(*flags: str) -> subprocess.CompletedProcess:
+    script = Path(plan.__file__)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, script, *flags], env=env, capture_output=True, text=True, timeout=250)
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path):
+    flags = (*SMALL, "--sampling.max-new-tokens", "8", "--json", str(tmp_path / "plan.json"))
+    done = command("arithmetic_sft", "--topology", "cpu", "--batch.completions", "1", *flags[:2], *flags[4:])
+    assert done.returncode == 0, done.stderr
+    assert "update" in done.stdout
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [step["step"] for step in found["steps"]] == ["make_batch", "update"]
+    assert found["steps"][1]["flops"] > 0
+    assert found["steps"][1]["bytes"]["temporaries"] > 0
+
+
+def test_wrong_topologies_and_a_missing_compiler_are_said(monkeypatch):
+    flags, _ = plan.parse(["arithmetic_grpo", "--topology", "v9:2x2"])
+    with pytest.raises(InputError, match="no such topology"):
+        plan.prepare(flags)
+    flags, others = plan.parse(["gsm8k_grpo", "--topology", "v5e:4x4", "--model.path", "Llama-3.1-8B"])
+    assert others == ["gsm8k_grpo", "--model.path", "Llama-3.1-8B"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MachineError, match=r"\[plan\]") as error:
+        plan.prepare(flags)
+    assert error.value.code == 3
+
+
+# --- the TPU's compiler ------------------------------------------------------------------------------------------
+
+MODELS = {"gsm8k": "builtin:gsm8k_scratch", "star_graph": "builtin:star_graph"}
+"""Of presets that leave the model to the user, or take one that another run made: one of the same kind."""
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, steps.Compiled]:
+    """Lowered program -> compiled: presets share many."""
+    return {}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("name", configuration.preset_names())
+def test_every_preset_compiles_for_a_tpu(name, topology, seen, monkeypatch):
+    monkeypatch.setattr(sampling, "cache_lengths", lambda most: [most])
+    chip = CHIPS[topology.partition(":")[0]]
+
+    def compile_once(mesh, function, *arguments):
+        lowered = steps.lower(mesh, function, *arguments)
+        text = topology + lowered.as_text()
+        if text not in seen:
+            seen[text] = steps.compile_lowered(lowered)
+        return seen[text]
+
+    config = configuration.preset(name)
+    kind = next((kind for kind in MODELS if name.startswith(kind)), None)
+    if kind and not str(config.model.path).startswith("builtin:"):
+        config = replace(config, model=replace(config.model, path=MODELS[kind]))
+    target = figures.Target(topology, tpu_devices(topology), chip, chip.memory)
+    made = search.make_plan(config, target, steps.read_model(config), compile_with=compile_once)
+    assert made.fits(target), [(line.step.name, line.step.compiled.refused[:300]) for _, line in made.lines]
+    assert all(line.estimate and line.estimate.seconds > 0 for _, line in made.lines)
+    if any(sampling.samples(stage) for stage in config.stages):
+        assert {"prefill", "update"} <= {line.step.name for _, line in made.lines}
