@@ -1,7 +1,7 @@
 """Jobs ended at random moments of every phase of a run, then the same command again: are the bits the same at the end?
 
     python bench/kill.py --to runs/kill [--presets arithmetic_grpo=100 arithmetic_ppo=20 ...] [--signal kill|term]
-                         [--phases compile rollout ...] [--seed 0]
+                         [--phases compile rollout ...] [--seed 0] [--processes 2]
 
 Small versions of the presets. Each is first left in peace, twice: the second time, with a warm compilation cache, gives
 the digest, the rows and how long each phase takes. Then, for each kill, a fresh run folder; a phase, in turn; and a
@@ -10,7 +10,8 @@ of the undisturbed run; `save`, `purge` and `export` are entered when their file
 
 Checked at once: verify.py finds no fault, and the checkpoints take no more than (2 + 1.5) times the size of one. After
 a SIGTERM: exit code 75 within 10 s, and the last step in metrics.jsonl is the one saved; or 0, if it had just finished;
-or the signal's own end, before there was a step. Checked at the end: nothing that was saved is lost, and parameters,
+or the signal's own end, before there was a step. Of several processes the signal goes to one, any of them, and all must
+end, within a minute. Checked at the end: nothing that was saved is lost, and parameters,
 metrics rows and samples are those of the undisturbed run. One JSON line each in TO/kills.jsonl.
 """
 
@@ -23,6 +24,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +45,8 @@ STEPS = 8
 DEFAULT = ("arithmetic_grpo", "arithmetic_ppo", "arithmetic_dpo", "arithmetic_q_sharp", "arithmetic_gkd")
 PHASES = ("compile", "rollout", "reward", "update", "save", "purge", "export")
 SECONDS_TO_LEAVE = 10
+SECONDS_TO_NOTICE = 60
+"""That one of several processes was killed."""
 MOST_CHECKPOINTS = 3.5
 
 
@@ -84,16 +88,44 @@ class Whole(NamedTuple):
     checkpoint_bytes: int
 
 
-def start(yaml: Path, folder: Path, cache: Path) -> subprocess.Popen:
+class Job:
+    """The processes of one run, of which `victim` gets the signals."""
+
+    def __init__(self, processes: list[subprocess.Popen], victim: int):
+        self.processes, self.victim = processes, processes[victim]
+
+    def said(self) -> str:
+        """What they said until their end."""
+        return "".join(process.communicate()[0] for process in self.processes)
+
+    @property
+    def codes(self) -> list[int]:
+        """How they ended, the victim first."""
+        return [self.victim.returncode] + [one.returncode for one in self.processes if one is not self.victim]
+
+
+def start(yaml: Path, folder: Path, cache: Path, processes: int = 1, victim: int = 0) -> Job:
     warm = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     command = [sys.executable, str(ROOT / "launch/run.py"), str(yaml), "--run-dir", str(folder)]
-    return subprocess.Popen(
-        command, env=os.environ | warm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = ["--coordinator-address", f"127.0.0.1:{free.getsockname()[1]}", "--num-processes", str(processes)]
+
+    def one(index: int) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, *where, "--process-id", str(index)],
+            env=os.environ | warm,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    return Job([one(index) for index in range(processes)], victim)
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -111,12 +143,12 @@ def results(folder: Path) -> tuple[str, list[dict], bytes]:
     return digest, timeless, samples.read_bytes() if samples.exists() else b""
 
 
-def undisturbed(yaml: Path, folder: Path, cache: Path) -> Whole:
+def undisturbed(yaml: Path, folder: Path, cache: Path, processes: int) -> Whole:
     began = time.time()
-    process = start(yaml, folder, cache)
-    said = process.communicate()[0]
+    job = start(yaml, folder, cache, processes)
+    said = job.said()
     ended = time.time()
-    if process.returncode:
+    if any(job.codes):
         raise SystemExit(f"the undisturbed run failed:\n{said}")
     rows = rows_of(folder)
 
@@ -195,35 +227,49 @@ def newest_checkpoint(folder: Path) -> int:
     return max((int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdecimal()), default=-1)
 
 
-def kill(yaml: Path, folder: Path, cache: Path, whole: Whole, moment: Moment, number: signal.Signals) -> dict[str, Any]:
+class Runs(NamedTuple):
+    """How a preset is run."""
+
+    yaml: Path
+    cache: Path
+    processes: int
+
+
+def kill(
+    runs: Runs, folder: Path, whole: Whole, moment: Moment, number: signal.Signals, victim: int = 0
+) -> dict[str, Any]:
     """What was found: `faults` is empty where all is well."""
     faults = []
-    process = start(yaml, folder, cache)
-    send(process, folder, moment, number)
+    job = start(runs.yaml, folder, runs.cache, runs.processes, victim)
+    send(job.victim, folder, moment, number)
     sent = time.monotonic()
-    said = process.communicate()[0]
+    said = job.said()
     seconds = time.monotonic() - sent
     saved, rows = newest_checkpoint(folder), rows_of(folder)
     if number == signal.SIGTERM:
-        faults += left_badly(process.returncode, seconds, saved, len(rows) - 1, said)
+        faults += left_badly(job.codes[0], seconds, saved, len(rows) - 1, said)
+        if job.codes[0] in (0, 75) and len(set(job.codes)) > 1:
+            faults.append(f"they ended with {job.codes}")
+    elif runs.processes > 1 and job.codes[0] and (set(job.codes[1:]) != {75} or seconds > SECONDS_TO_NOTICE):
+        faults.append(f"the others ended with {job.codes[1:]} after {seconds:.1f} s: {said[-500:]}")
     if (folder / "config.yaml").exists():
         faults += [finding.text for finding in faults_of(folder)]
     used = size_of(folder / "checkpoints") / whole.checkpoint_bytes
     if used > MOST_CHECKPOINTS:
         faults.append(f"the checkpoints take {used:.2f} times the size of one")
 
-    again = start(yaml, folder, cache)
-    said = again.communicate()[0]
+    again = start(runs.yaml, folder, runs.cache, runs.processes)
+    said = again.said()
     resumed = re.search(r"resumed at step (\d+)", said)
-    if again.returncode:
-        faults.append(f"the same command ended with {again.returncode}: {said[-500:]}")
+    if any(again.codes):
+        faults.append(f"the same command ended with {again.codes}: {said[-500:]}")
     else:
         found = zip(("digest", "rows", "samples"), results(folder), whole[:3], strict=True)
         faults += [f"other {name}" for name, now, then in found if now != then]
         if saved >= 0 and "finished" not in said and (resumed is None or int(resumed.group(1)) < saved):
             faults.append(f"step {saved} was saved, and the run resumed at {resumed and resumed.group(1)}")
         faults += [finding.text for finding in faults_of(folder)]
-    return {"code": process.returncode, "seconds": round(seconds, 2), "rows": len(rows), "saved": saved,
+    return {"codes": job.codes, "seconds": round(seconds, 2), "rows": len(rows), "saved": saved,
             "checkpoints": round(used, 2), "faults": faults}  # fmt: skip
 
 
@@ -263,6 +309,7 @@ def main() -> int:
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--signal", choices=("kill", "term"), default="kill")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
     flags = parser.parse_args()
     number = signal.SIGKILL if flags.signal == "kill" else signal.SIGTERM
     chance, bad, total = random.Random(flags.seed), 0, 0
@@ -276,12 +323,14 @@ def main() -> int:
         folder.mkdir(parents=True)
         yaml = folder / "start.yaml"
         config.save(small(name, teacher), yaml)
-        undisturbed(yaml, folder / "cold", cache)
-        whole = undisturbed(yaml, folder / "warm", cache)
+        undisturbed(yaml, folder / "cold", cache, flags.processes)
+        whole = undisturbed(yaml, folder / "warm", cache, flags.processes)
         for index, phase in zip(range(kills), itertools.cycle(flags.phases)):
             moment = moment_of(phase, whole, chance)
-            found = kill(yaml, folder / f"{flags.signal}_{flags.seed}_{index}", cache, whole, moment, number)
-            line = {"preset": name, "signal": flags.signal, "phase": phase, "kill": index} | found
+            victim = chance.randrange(flags.processes)
+            runs, to = Runs(yaml, cache, flags.processes), folder / f"{flags.signal}_{flags.seed}_{index}"
+            found = kill(runs, to, whole, moment, number, victim)
+            line = {"preset": name, "signal": flags.signal, "phase": phase, "kill": index, "victim": victim} | found
             with (flags.to / "kills.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(line, flush=True)

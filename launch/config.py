@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from launch import presets
+from launch import membership, presets
 from launch.watchdog import WatchdogConfig
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.environments import Arithmetic, StarGraph
@@ -282,7 +282,7 @@ def parse(argv: list[str]) -> ExperimentConfig:
         default=default,
         args=flags,
         prog=f"launch/run.py {chosen}",
-        description=f"Preset {chosen}. All presets: {', '.join(preset_names())}.",
+        description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. {membership.HELP}.",
         config=(tyro.conf.AvoidSubcommands,),
     )
     run_dir = config.run_dir or str(Path("runs") / Path(chosen).stem)

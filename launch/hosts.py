@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from tpu_rl.errors import InputError, MachineError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "transformers", "tokenizers")
 """Whose versions must be the same everywhere."""
+
+MODEL_FILES = (".safetensors", ".json", ".model")
+MEGABYTE = 2**20
 
 PATIENCE = 30.0
 """Seconds until a file that one host wrote is seen by all: NFS clients look for new names no more often than that."""
@@ -75,6 +78,22 @@ def identity(config: ExperimentConfig) -> dict[str, str]:
             code = zlib.crc32(file.read_bytes(), code)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return flat(to_dict(config), "") | versions | {"code": f"{code:08x}", "python": sys.version.split()[0]}
+
+
+def require_alike_models(directories: Iterable[Path]) -> None:
+    """Raises InputError where model directories hold other files, by size, first and last megabyte: each process reads
+    its devices' part of the weights from its own host's files."""
+    if processes.count() == 1:
+        return
+    found = {}
+    for directory in directories:
+        for path in sorted(path for path in directory.iterdir() if path.suffix in MODEL_FILES):
+            with path.open("rb") as file:
+                ends = zlib.crc32(file.read(MEGABYTE))
+                file.seek(max(path.stat().st_size - MEGABYTE, 0))
+                found[str(path)] = f"{path.stat().st_size} bytes, {zlib.crc32(file.read(MEGABYTE), ends):08x}"
+    # Paths may differ: a hub's cache lies in each user's home.
+    require_alike({f"model file {Path(path).name} ({number})": it for number, (path, it) in enumerate(found.items())})
 
 
 def require_alike_devices() -> None:

@@ -24,7 +24,7 @@ FLAGS = {
 }
 """Flag -> environment variable, as `jax.distributed.initialize` names them: host:port of process 0, how many, which."""
 
-HELP = f"on several processes: {', '.join(FLAGS)}, found out under SLURM and on TPU pods (docs/pods.md)"
+HELP = f"On several processes: {', '.join(FLAGS)}, found out under SLURM and on TPU pods (docs/pods.md)"
 
 
 class Member(NamedTuple):

@@ -41,6 +41,8 @@ def check(config: ExperimentConfig) -> list[str]:
     check_rewards(config, rows)
     directory = models.find_directory(path)
     model = check_models(config, directory)
+    others = (spec.path for spec in roles.specs(config).values() if spec.path is not None)
+    hosts.require_alike_models([directory, *(models.find_directory(roles.model_path(path)) for path in others)])
     return notes + check_tokenizer(directory, model, rows)
 
 

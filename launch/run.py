@@ -165,7 +165,8 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
         setup, params = build.make_setup(config, run_dir, mesh)
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
         done, seconds, begun = resume(setup, checkpoints, params)
-        began, saved, signs = began - seconds, done, Signs()
+        began, signs = began - seconds, Signs()
+        saves = Saves(checkpoints, began, done)
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             skips = Skips(run_dir, setup.language.tokenizer)
             for index in range(len(config.stages)):
@@ -180,7 +181,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     watchdog.mark(f"the border before step {step}, where all processes meet")
                     if signals.requested():
-                        leave(checkpoints, step - 1, saved, state, parts.source, began)
+                        saves.leave(step - 1, state, parts.source)
                     state, row, drawn = learn(config, parts, state, step)
                     signs.warn(step, row, drawn.records)
                     state = skips.after(step, stage, state, row, drawn, checkpoints)
@@ -192,8 +193,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                         row |= parts.evaluate(state.params, last)
                     sink.write(step, row, drawn.records)
                     if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
-                        save(checkpoints, step, state, parts.source, began, wait=ends)
-                        saved = step
+                        saves.save(step, state, parts.source, wait=ends)
                     done = step
                     if ends:
                         break
@@ -231,22 +231,24 @@ def resume(
     return -1, 0.0, {}
 
 
-def save(
-    checkpoints: checkpoint.Checkpoints, step: int, state: TrainState, source: sources.Source, began: float, wait: bool
-) -> None:
-    watchdog.mark(f"the checkpoint of step {step}")
-    extra = {"data": source.get_state(), "seconds": time.perf_counter() - began}
-    states.save(checkpoints, step, state, extra, wait)
+class Saves:
+    """Writes the checkpoints of a run that has been going on since `began`, and has saved the step `last` last."""
 
+    def __init__(self, checkpoints: checkpoint.Checkpoints, began: float, last: int):
+        self._checkpoints, self._began, self._last = checkpoints, began, last
 
-def leave(
-    checkpoints: checkpoint.Checkpoints, step: int, saved: int, state: TrainState, source: sources.Source, began: float
-) -> NoReturn:
-    """End the run before its time, with its last whole step saved; of a run without any there is nothing to save."""
-    if step > max(saved, 0):
-        save(checkpoints, step, state, source, began, wait=True)
-    checkpoints.close()
-    raise Preempted(f"pre-empted: step {step} is saved" if step else "pre-empted before the first step")
+    def save(self, step: int, state: TrainState, source: sources.Source, wait: bool) -> None:
+        watchdog.mark(f"the checkpoint of step {step}")
+        extra = {"data": source.get_state(), "seconds": time.perf_counter() - self._began}
+        states.save(self._checkpoints, step, state, extra, wait)
+        self._last = step
+
+    def leave(self, step: int, state: TrainState, source: sources.Source) -> NoReturn:
+        """End the run before its time, its last whole step saved; of a run without any there is nothing to save."""
+        if step > max(self._last, 0):
+            self.save(step, state, source, wait=True)
+        self._checkpoints.close()
+        raise Preempted(f"pre-empted: step {step} is saved" if step else "pre-empted before the first step")
 
 
 def learn(

@@ -25,9 +25,7 @@ from tpu_rl.models import safetensors_files
 SCREEN = 24
 """Lines of a small terminal."""
 
-UNTESTED = {
-    94: "nothing listens on a port",
-}
+UNTESTED: dict[int, str] = {}
 
 TESTED = {
     # The file.
@@ -127,6 +125,7 @@ TESTED = {
     91: "test_bad_inputs.py::test_processes_that_differ_say_in_what",
     92: "test_metrics.py::test_wandb_that_is_not_installed_is_said",
     93: "test_bad_inputs.py::test_a_run_refuses",
+    94: "test_several_processes.py::test_a_port_that_is_taken_is_said",
 }
 
 

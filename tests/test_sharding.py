@@ -85,3 +85,29 @@ def test_four_devices_equal_one():
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run([sys.executable, "-c", FOUR_DEVICES], env=env, capture_output=True, text=True, timeout=240)
     assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
+
+
+REWARD_MODEL = """
+import pathlib, tempfile
+import jax
+
+from tpu_rl import models, reward_models, sharding, tokenizers
+import tpu_rl
+shipped = pathlib.Path(tpu_rl.__file__).parent / "pretrained" / "arithmetic"
+model = models.with_head(models.from_config(shipped), 1)
+path = pathlib.Path(tempfile.mkdtemp()) / "model"
+models.save(path, model, model.init(jax.random.key(0)), tokenizers.load(shipped))
+asked = ["8+9=", "1+1="], ["#17", "#2"]
+reward = reward_models.load(path)
+alone = reward(*asked)
+with jax.set_mesh(sharding.make_mesh(fsdp=2)):
+    assert reward(*asked) == alone
+    assert reward_models.load(path)(*asked) == alone
+print("scored", alone)
+"""
+
+
+def test_a_reward_model_scores_inside_a_run_on_several_devices():
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, "-c", REWARD_MODEL], env=env, capture_output=True, text=True, timeout=240)
+    assert "scored" in done.stdout, done.stderr[-3000:]

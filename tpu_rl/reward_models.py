@@ -59,6 +59,8 @@ class RewardModel(NamedTuple):
     score: Score
     params: tuple[Params, ...]
     tokenizer: tokenizers.Tokenizer
+    mesh: Mesh
+    """Where it computes, whatever mesh the program around it works on."""
 
 
 def write_reading(directory: str | Path, reading: Reading) -> None:
@@ -81,15 +83,18 @@ def read_reading(directory: str | Path) -> Reading:
 def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
     """The reward model in a directory, or of a run folder, with the ensemble's other trunks.
 
+    Without a mesh it is on one device of this process: of several processes, each scores completions of its own.
     Raises InputError where there is none, or a language model.
     """
+    mesh = mesh or sharding.make_mesh(devices=jax.local_devices()[:1])
     directory = Path(path).expanduser()
     if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
         directory = directory / "model"
     directory = models.find_directory(directory)
     reading = read_reading(directory)
     folders = [directory, *(directory.parent / other for other in reading.others)]
-    members = [models.load(folder, mesh=mesh) for folder in folders]
+    with jax.set_mesh(mesh):
+        members = [models.load(folder, mesh=mesh) for folder in folders]
     for model, _ in members:
         if model.config.outputs is None:
             raise InputError(
@@ -97,7 +102,7 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
             )
     score = score_function(tuple(model for model, _ in members), reading)
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
-    return RewardModel(score, tuple(params for _, params in members), tokenizer)
+    return RewardModel(score, tuple(params for _, params in members), tokenizer, mesh)
 
 
 def score_function(members: tuple[Model, ...], reading: Reading) -> Score:
@@ -167,7 +172,8 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
         ]
         texts = data.demonstrations(rows, model.tokenizer, LONGEST)
         mask = np.asarray(texts.action_mask)
-        found = score_rows(model.score, model.params, np.asarray(texts.tokens), mask)
+        with jax.set_mesh(model.mesh):
+            found = score_rows(model.score, model.params, np.asarray(texts.tokens), mask)
         return [
             None if full or np.isnan(value) else float(value) for full, value in zip(mask[:, -1], found, strict=True)
         ]
