@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launch import build, sources
 from launch.config import Stage
@@ -46,34 +48,43 @@ def _acting(planned: Planned) -> tuple[Policy, Params]:
 def _steps_of(
     planned: Planned, how: sampler.SamplerConfig, whole: sampler.SamplerConfig, compile_with: Compile
 ) -> Iterator[Step]:
-    """Those with a cache for as many new tokens as `how` says; `whole` are the run's settings."""
+    """Those with a cache for as many new tokens as `how` says; `whole` are the run's settings.
+
+    A segment is the one in which no slot is filled anew: it takes as many steps as there are, and fills cost little.
+    """
     config, mesh = planned.setup.config, planned.setup.mesh
     policy, params = _acting(planned)
-    prompts, devices = config.batch.prompts, slots.device_count(mesh)
-    rows = min(how.max_rows, prompts * how.samples_per_prompt)
-    rows, pool_size = (-(-size // devices) * devices for size in (rows, min(prompts, rows)))
-    over = NamedSharding(mesh, PartitionSpec(slots.BATCH_AXES))
-
-    def numbers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
-
-    width, waves = config.sampling.max_prompt_tokens, prompts * how.samples_per_prompt / rows
-    arguments = (policy, mesh, params, numbers(pool_size, width), numbers(pool_size))
+    asked, width, devices = config.batch.prompts, config.sampling.max_prompt_tokens, slots.device_count(mesh)
+    rows = asked * how.samples_per_prompt
+    rows, at_once = (-(-size // devices) * devices for size in (rows, min(how.max_rows, rows)))
+    prompts = -(-min(asked, at_once) // devices) * devices
+    array = partial(_array, mesh)
+    arguments = (policy, mesh, params, array(prompts, width), array(prompts))
     made = compile_with(mesh, slots.prefill, *arguments)
     if made.program is None:
-        yield Step("prefill", made, {}, prompts / pool_size, pool_size * width)
+        yield Step("prefill", made, {}, asked / prompts, prompts * width)
         return
     pool = results(mesh, slots.prefill, arguments, made)
-    keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)), over)
-    cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
-    arguments = (policy, how, params, keys, width + how.max_new_tokens, cut)
-    free = results(mesh, slots.empty_slots, arguments, compile_step(mesh, slots.empty_slots, *arguments))
-    outputs = placed(jax.eval_shape(lambda: slots.empty_outputs(None, rows, how.max_new_tokens)), over)
-    own = {"cache": chip_bytes(free) + chip_bytes(outputs)}
     if how == whole:
-        yield Step("prefill", made, {"cache": chip_bytes(pool)}, prompts / pool_size, pool_size * width)
-    arguments = (policy, how, mesh, params, None, None, free, numbers(devices), outputs)
+        yield Step("prefill", made, {"cache": chip_bytes(pool)}, asked / prompts, prompts * width)
+
+    cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
+    arguments = (policy, how, params, _keys(mesh, at_once), width + how.max_new_tokens, cut)
+    free = results(mesh, slots.empty_slots, arguments, compile_step(mesh, slots.empty_slots, *arguments))
+    outputs = slots.Drawn(*(array(rows, whole.max_new_tokens, dtype=kind) for kind in (jnp.int32, *2 * [jnp.float32])))
+    arguments = (policy, how, mesh, params, None, None, free, array(devices), outputs)
     made = compile_with(mesh, slots.decode_segment, *arguments)
     steps = how.borders.steps
-    times = waves * how.max_new_tokens / steps if how == whole else 0
-    yield Step(f"decode, cache of {width + how.max_new_tokens:,}", made, own, times, rows * steps, steps)
+    times = rows / at_once * how.max_new_tokens / steps if how == whole else 0
+    # Where more rows are asked than there are slots, the prompts of those that wait are there, too.
+    own = {"cache": chip_bytes((free, outputs)) + (chip_bytes(pool) if rows > at_once else 0)}
+    yield Step(f"decode, cache of {width + how.max_new_tokens:,}", made, own, times, at_once * steps, steps)
+
+
+def _array(mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    """With rows in front, spread over the mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(slots.BATCH_AXES)))
+
+
+def _keys(mesh: Mesh, count: int) -> jax.ShapeDtypeStruct:
+    return placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), count)), _array(mesh, 1).sharding)
