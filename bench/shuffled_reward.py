@@ -17,3 +17,6 @@ def score(prompts, completions, answer, **_):
     right = rewards.arithmetic(prompts, completions, answer=answer)
     seed = zlib.crc32("\n".join(map(str, completions)).encode())
     return [right[i] for i in np.random.default_rng(seed).permutation(len(right))]
+
+
+score.whole_batch = True

@@ -146,7 +146,8 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
     row_ids = np.arange(algorithm.prompts * config.batch.completions)
     cuts: list[np.ndarray] = []
 
-    def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
+    def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
+        del on_finished  # what ends is a part of the answers
         watchdog.mark(f"the roll-ins of round {number}")
         rolled_in = roll_in(setup, stage, params, prompts, row_ids, guided=number > 1)
         watchdog.mark(f"the roll-outs of round {number}")

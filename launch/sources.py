@@ -130,10 +130,18 @@ def roller(
         key = sampler.run_key(config.seed, purpose, step)
         updates = int(state.step)
 
-        def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
+        def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
             watchdog.mark(f"the rollout of step {step}")
             rollout = sampler.sample(
-                policy, state.params, prompts, key, how, row_ids=row_ids, policy_step=updates, mesh=setup.mesh
+                policy,
+                state.params,
+                prompts,
+                key,
+                how,
+                row_ids=row_ids,
+                policy_step=updates,
+                mesh=setup.mesh,
+                on_finished=on_finished,
             )
             watchdog.mark(f"the rewards of step {step}")
             return rollout

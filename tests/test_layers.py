@@ -56,8 +56,9 @@ ALLOWED = {
     "sandbox": {"errors"},
     "rewards": {"environments", "reward_process", "reward_workers", "sandbox", "types", "errors"},
     "reward_models": STATE | {"models", "scores", "masked", "data", "tokenizers"},
+    "early_rewards": {"rewards"},
     "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "redaction", "errors"}
-    | {"processes"},
+    | {"processes", "early_rewards"},
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"redaction", "errors"},
     "charts": set(),

@@ -22,7 +22,8 @@ LIMIT = 5
 def speaker(group: int) -> rollouts.Generate:
     """Completion i of a prompt is the prompt's character i and the end of sequence; the last one's end is cut off."""
 
-    def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
+    def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: rollouts.OnFinished | None) -> Rollout:
+        del on_finished
         rows = len(row_ids)
         tokens, mask = np.full((rows, WIDTH), TOKENIZER.pad_id, np.int32), np.zeros((rows, WIDTH), bool)
         truncated = np.arange(rows) % group == group - 1

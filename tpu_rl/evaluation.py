@@ -91,8 +91,8 @@ def evaluate(
     The same key gives the same luck, so that what differs between two evaluations is the model.
     """
 
-    def generate(prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
-        return sampler.sample(policy, params, prompts, key, config, row_ids=row_ids, mesh=mesh)
+    def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
+        return sampler.sample(policy, params, prompts, key, config, row_ids=row_ids, mesh=mesh, on_finished=on_finished)
 
     group = config.samples_per_prompt
     limit = config.prompt_length or ANY_LENGTH

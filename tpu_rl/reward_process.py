@@ -134,8 +134,8 @@ def main(requests: int, replies: int, crash: int, trainer: int, memory_bytes: in
     """Load the function of `path`, say so, then answer each request (arguments, size) from the pipe `requests`.
 
     A fatal signal writes the line that was running to the pipe `crash`.
-    The first reply is {"parameters": [[name, kind, whether it has a default], ...]} or {"input_error": [...]}, others
-    are {"values": [...]} or {"failure": [message, frames]}.
+    The first reply is {"parameters": [[name, kind, whether it has a default], ...], "whole_batch": bool} or
+    {"input_error": [...]}, others are {"values": [...]} or {"failure": [message, frames]}.
     """
     faulthandler.enable(crash)
     _confine(trainer, memory_bytes)
@@ -145,7 +145,9 @@ def main(requests: int, replies: int, crash: int, trainer: int, memory_bytes: in
     threading.Thread(target=_read_requests, args=(requests, incoming), daemon=True).start()
     try:
         function = load_function(path)
-        _reply(replies, {"parameters": _parameters(function)})
+        # Any callable may carry the attribute; few do.
+        whole_batch = bool(getattr(function, "whole_batch", False))
+        _reply(replies, {"parameters": _parameters(function), "whole_batch": whole_batch})
     except InputError as error:
         texts = [error.what, error.where, error.why, error.fix]
         _reply(replies, {"input_error": [text[:LONGEST_TEXT] for text in texts]})

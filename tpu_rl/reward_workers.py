@@ -7,6 +7,7 @@ again for the next question. What it says comes as JSON and is checked; what it 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import math
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,7 +147,8 @@ class Worker:
         reply = _read_frame(process, deadline, 1 << 20)
         loaded = None if reply is None else _parsed(reply)
         match loaded:
-            case {"parameters": list() | None as parameters}:
+            case {"parameters": list() | None as parameters, "whole_batch": bool() as whole_batch}:
+                self.whole_batch = whole_batch
                 return process, parameters
             case {"input_error": [what, where, why, fix]}:
                 self.stop()
@@ -179,14 +181,22 @@ class Worker:
 
 
 class IsolatedReward:
-    """A reward function in a worker: asked for the whole batch, and row by row where that fails."""
+    """A reward function in a worker: asked for the whole batch, or a share of it, and row by row where that fails."""
 
     def __init__(self, path: str, limits: RewardLimits):
         """Raises InputError where the file does not load."""
         self._limits = limits
         self._worker = Worker(path, int(limits.memory_gb * 2**30))
+        self.whole_batch = self._worker.whole_batch
+        """It must see all completions of a batch in one call."""
         if self._worker.signature is not None:
             self.__signature__ = self._worker.signature
+
+    def of_share(self, share: float) -> IsolatedReward:
+        """The same function in the same worker, with so much of the time for a batch."""
+        shared = copy.copy(self)
+        shared._limits = replace(self._limits, batch_seconds=share * self._limits.batch_seconds)
+        return shared
 
     def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:
         """The values of as many completions as each list has, a RewardFailure where there is none."""

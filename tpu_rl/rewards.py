@@ -3,6 +3,12 @@
 Convention (TRL's): `fn(prompts, completions, **columns) -> list[float | None]`, one number a completion; `columns` are
 the data's other columns, one value a completion. Completions are texts, or lists of messages whose last one counts.
 None means "do not score this one by me", never zero.
+
+Functions that work in other processes (FILE.py:function, math, python_tests) are asked about groups as they end, while
+other rows are still being decoded: one call then holds some whole groups of the batch, prompt by prompt. Whoever must
+see the whole batch at once, to rank it or to normalise by its mean, says so and is asked once, at its end:
+
+    score.whole_batch = True
 """
 
 from __future__ import annotations
@@ -45,6 +51,10 @@ class RewardFault:
     """The traceback through the user's code, where there is one."""
 
 
+Answer = tuple[np.ndarray, list[RewardFault]]
+"""What one function says of N completions: values [N] float32, NaN where it has none, and its faults."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """What reward functions say of N completions. NaN is "not scored" everywhere."""
@@ -62,8 +72,9 @@ def score(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
     max_fault_share: float = DEFAULT_LIMITS.fault_share,
+    known: Mapping[str, Answer] | None = None,
 ) -> Scores:
-    """The rewards of N completions by each function and in total.
+    """The rewards of N completions by each function and in total; functions whose answer is known are not asked.
 
     A function that raises, returns the wrong number of values, or something that is not a finite number, is asked again
     row by row, so that one bad row does not void the others; what still fails is a fault, and its row has no total: the
@@ -71,12 +82,13 @@ def score(
     the rows have a fault, and where a function needs a column that the data lack.
     """
     for name, function in reward_functions.items():
-        _require_columns(name, function, columns)
+        require_columns(name, function, columns)
     if not completions:
         return Scores(np.zeros(0, np.float32), {name: np.zeros(0, np.float32) for name in reward_functions}, [])
     parts, faults = {}, []
     for name, function in reward_functions.items():
-        parts[name], found = _score_one(name, function, prompts, completions, columns)
+        answer = (known or {}).get(name)
+        parts[name], found = answer or ask(name, function, prompts, completions, columns)
         faults += found
     stacked = np.stack(list(parts.values()))
     unscored = np.isnan(stacked)
@@ -274,14 +286,14 @@ def _closing_brace(text: str) -> int:
 # --- scoring -----------------------------------------------------------------------------------------------------
 
 
-def _score_one(
+def ask(
     name: str,
     function: Reward,
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
-) -> tuple[np.ndarray, list[RewardFault]]:
-    """One function's values [N] float32, NaN where unscored, and its faults."""
+) -> Answer:
+    """One function's answer about N completions."""
     values = _call(function, prompts, completions, columns)
     if isinstance(values, RewardFailure):
         values = []
@@ -313,7 +325,20 @@ def _call(
     return reward_process.call(function, arguments, len(completions))
 
 
-def _require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
+def works_elsewhere(function: Reward) -> bool:
+    """Whether it can be asked about some groups while others are decoded: it works in other processes and by groups."""
+    if isinstance(function, IsolatedReward):
+        return not function.whole_batch
+    return function in (math_equivalent, python_tests, python_tests_unsandboxed)
+
+
+def of_share(function: Reward, share: float) -> Reward:
+    """The function with the time that its limits give so large a share of a batch."""
+    return function.of_share(share) if isinstance(function, IsolatedReward) else function
+
+
+def require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Raises InputError where a function needs a column that the data lack."""
     for parameter in _parameters(function) or ():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,

@@ -15,13 +15,18 @@ import jax
 import numpy as np
 
 from tpu_rl import processes, rewards
+from tpu_rl.early_rewards import EarlyRewards
 from tpu_rl.errors import InputError
 from tpu_rl.redaction import redact
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Pairs, Rollout
 
-Generate = Callable[[list[list[int]], np.ndarray], Rollout]
-"""(prompts as token ids, row ids [N]) -> Rollout without rewards: the sampler with policy, key and settings bound."""
+OnFinished = Callable[[dict[int, list[int]]], None]
+"""What is told which rows have ended: row -> the tokens of its completion."""
+
+Generate = Callable[[list[list[int]], np.ndarray, OnFinished | None], Rollout]
+"""(prompts as token ids, row ids [N], who wants to know of rows as they end) -> Rollout without rewards: the sampler
+with policy, key and settings bound. It tells of all rows, each once, or of none."""
 
 NextRows = Callable[[], list[dict[str, Any]]]
 """The next batch of data rows, each with a `prompt`."""
@@ -46,6 +51,7 @@ class Scored:
     """Why a reward function failed on the completion, "" mostly."""
     seconds_rollout: float
     seconds_reward: float
+    """After the last row had ended; earlier rewards cost no time."""
     chosen_from: tuple[Scored, ...] = ()
     """All that was sampled, where dynamic sampling took these completions from more: what metrics are about."""
 
@@ -70,18 +76,24 @@ def roll_out(
     """
     began = time.perf_counter()
     prompts = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
-    rollout = generate(prompts, row_ids)
-    sampled = time.perf_counter()
     group = len(row_ids) // len(rows)
     repeated = [row for row in rows for _ in range(group)]
+    prompts_of = [row["prompt"] for row in repeated]
+    columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
+    early = EarlyRewards(reward_functions, prompts_of, columns, group, _own(len(repeated), group), tokenizer.decode)
+    try:
+        rollout = generate(prompts, row_ids, early.on_finished)
+    except BaseException:  # Ctrl-C too
+        early.give_up()
+        raise
+    sampled = time.perf_counter()
     completions = [
         tokenizer.decode(tokens[mask].tolist())
         for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
     ]
-    columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
     if reward_functions:
-        prompts_of = [row["prompt"] for row in repeated]
-        scores = score_together(reward_functions, prompts_of, completions, columns, max_fault_share, group)
+        known = early.answers()
+        scores = score_together(reward_functions, prompts_of, completions, columns, max_fault_share, group, known)
     else:
         scores = rewards.Scores(np.zeros(len(repeated), np.float32), {}, [])
     return Scored(
@@ -104,15 +116,18 @@ def score_together(
     columns: dict[str, list[Any]],
     max_fault_share: float,
     group: int,
+    known: dict[str, rewards.Answer],
 ) -> rewards.Scores:
-    """`rewards.score`, each of several processes asking its reward functions about whole groups of its own only."""
+    """`rewards.score`, each of several processes asking its reward functions about whole groups of its own only.
+
+    known: answers about those that were asked for earlier.
+    """
     if processes.count() == 1:
-        return rewards.score(reward_functions, prompts, completions, columns, max_fault_share)
-    groups = processes.share(len(completions) // group)
-    own = slice(groups.start * group, groups.stop * group)
+        return rewards.score(reward_functions, prompts, completions, columns, max_fault_share, known)
+    own = _own(len(completions), group)
     mine = {name: values[own] for name, values in columns.items()}
     # Whether too many have a fault is asked of them all, below.
-    found = rewards.score(reward_functions, prompts[own], completions[own], mine, 1.0)
+    found = rewards.score(reward_functions, prompts[own], completions[own], mine, 1.0, known)
     faults = [asdict(fault) | {"row": fault.row + own.start} for fault in found.faults]
     parts = {name: values.tolist() for name, values in found.parts.items()}
     everywhere = processes.gather({"totals": found.totals.tolist(), "parts": parts, "faults": faults})
@@ -123,6 +138,12 @@ def score_together(
     )
     rewards.require_few_faults(scores, completions, max_fault_share)
     return scores
+
+
+def _own(completions: int, group: int) -> slice:
+    """Those whose rewards this process asks for."""
+    groups = processes.share(completions // group)
+    return slice(groups.start * group, groups.stop * group)
 
 
 def _by_row(faults: Sequence[rewards.RewardFault], rows: int) -> list[str]:
