@@ -148,14 +148,22 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
     # The same problems are answered with the same luck, whatever the step or seed: differences are the model's.
     key = sampler.run_key(0, Purpose.EVALUATION, 0)
     # Accuracy is the model's own: nothing of its distribution is cut off.
-    plain = replace(sources.sampler_config(config, lang.tokenizer, 1), top_k=None, top_p=None, min_p=None)
+    plain = replace(
+        sources.sampler_config(config, lang.tokenizer, 1),
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        repetition_penalty=1.0,
+        logit_bias=(),
+    )
+    ends = sources.stop_at(config, lang.tokenizer)
 
     def evaluate(params: Params, greedy: bool) -> dict[str, float]:
         found: dict[str, float] = {}
         for prefix, temperature in (("eval/", 1.0), ("eval/greedy_", 0.0))[: 1 + (greedy and config.evaluation.greedy)]:
             how = replace(plain, temperature=temperature)
             result = evaluation.evaluate(
-                acting.policy, acting.params(params), lang.tokenizer, rows, reward, how, key, mesh=mesh
+                acting.policy, acting.params(params), lang.tokenizer, rows, reward, how, key, mesh=mesh, stop_at=ends
             )
             found |= {
                 f"{prefix}accuracy": result.accuracy,

@@ -20,7 +20,7 @@ import yaml
 
 from launch import membership, presets
 from launch.watchdog import WatchdogConfig
-from tpu_rl.algos import AlgorithmConfig
+from tpu_rl.algos import AlgorithmConfig, QSharpConfig
 from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
@@ -109,7 +109,16 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     max_rows: int = 256
-    """Completions decoded at once; more go in waves."""
+    """Completions decoded at once; one that ends leaves its place to the next."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that are in the text already, where positive, and multiplies negative ones. Like
+    logit_bias and stop_strings, for training's completions; of these, evaluation heeds stop_strings only."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits; -inf forbids a token."""
+    stop_strings: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these in its text."""
+    segment: int = 128
+    """Decode steps between two looks of the host, which asks for rewards of ended groups and finds stop strings."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,11 @@ class ExperimentConfig:
         if "://" in self.run_dir:
             fix = "give a local folder, and copy it when the run is done"
             raise InputError(f"the run folder {self.run_dir} is not a local path", where="--run-dir", fix=fix)
+        if self.sampling.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in self.stages):
+            why = "its answers are continued from the middle, where half of such a string may stand"
+            raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
+        if "" in self.sampling.stop_strings:
+            raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
         ends = [0, *(phase.until for phase in self.phases), self.steps]
         if self.steps > 0 and sorted(set(ends)) != ends:
             raise InputError(
@@ -264,6 +278,7 @@ class ExperimentConfig:
             ("--batch.epochs", batch.epochs),
             ("--batch.micro-batch-rows", batch.micro_batch_rows),
             ("--sampling.max-new-tokens", self.sampling.max_new_tokens),
+            ("--sampling.segment", self.sampling.segment),
         ):
             if value < 1:
                 raise InputError(f"{name} is {value}", where=name, fix="use at least 1")

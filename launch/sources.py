@@ -97,12 +97,21 @@ def sampler_config(config: ExperimentConfig, tokenizer: Tokenizer, samples_per_p
         top_k=how.top_k,
         top_p=how.top_p,
         min_p=how.min_p,
+        repetition_penalty=how.repetition_penalty,
+        logit_bias=how.logit_bias,
         stop_ids=tokenizer.eos_ids,
         samples_per_prompt=samples_per_prompt,
         pad_id=tokenizer.pad_id,
         max_rows=how.max_rows,
         prompt_length=how.max_prompt_tokens,
+        borders=sampler.Borders(steps=how.segment),
     )
+
+
+def stop_at(config: ExperimentConfig, tokenizer: Tokenizer) -> sampler.StopAt | None:
+    """What ends completions at the run's stop strings; None where it has none."""
+    strings = config.sampling.stop_strings
+    return rollouts.stop_at(tokenizer, strings) if strings else None
 
 
 RollOut = Callable[[int, TrainState, list[data.Row], int], rollouts.Scored]
@@ -122,7 +131,7 @@ def roller(
     policy = setup.policy(role)
     functions = reward_functions(config)
     group = config.batch.completions if completions is None else completions
-    how = sampler_config(config, lang.tokenizer, group)
+    how, ends = sampler_config(config, lang.tokenizer, group), stop_at(config, lang.tokenizer)
     if temperature is not None:
         how = replace(how, temperature=temperature)
 
@@ -142,6 +151,7 @@ def roller(
                 policy_step=updates,
                 mesh=setup.mesh,
                 on_finished=on_finished,
+                stop_at=ends,
             )
             watchdog.mark(f"the rewards of step {step}")
             return rollout

@@ -236,3 +236,13 @@ def test_too_long_prompts_are_dropped_before_a_run():
     with pytest.raises(InputError, match="0 of 2 prompts left") as error:
         rollouts.check_prompts(rows[1:], TOKENIZER, LIMIT)
     assert "the longest has 7" in error.value.why
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it():
+    stop_at = rollouts.stop_at(TOKENIZER, ["34", "99"])
+    tokens = TOKENIZER.encode_prompt("0123456999")
+    assert stop_at(tokens) == 5
+    assert stop_at(tokens[:4]) is None
+    assert stop_at([*tokens[:5], TOKENIZER.eos_ids[0]]) == 5
+    assert rollouts.stop_at(TOKENIZER, ["99"])(tokens) == 9
+    assert stop_at([]) is None

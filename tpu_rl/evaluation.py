@@ -85,6 +85,7 @@ def evaluate(
     key: Array,
     *,
     mesh: Mesh | None = None,
+    stop_at: sampler.StopAt | None = None,
 ) -> Evaluation:
     """Answers each row's prompt `config.samples_per_prompt` times and scores the completions.
 
@@ -92,7 +93,8 @@ def evaluate(
     """
 
     def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
-        return sampler.sample(policy, params, prompts, key, config, row_ids=row_ids, mesh=mesh, on_finished=on_finished)
+        how: dict[str, Any] = {"row_ids": row_ids, "mesh": mesh, "on_finished": on_finished, "stop_at": stop_at}
+        return sampler.sample(policy, params, prompts, key, config, **how)
 
     group = config.samples_per_prompt
     limit = config.prompt_length or ANY_LENGTH

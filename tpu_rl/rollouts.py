@@ -5,6 +5,7 @@ Text is made from tokens once, for the reward; it is never encoded again, so wha
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -107,6 +108,24 @@ def roll_out(
         seconds_rollout=sampled - began,
         seconds_reward=time.perf_counter() - sampled,
     )
+
+
+def stop_at(tokenizer: Tokenizer, strings: Sequence[str]) -> Callable[[list[int]], int | None]:
+    """What says where a completion ends: with the token that completes one of the strings in its text; None if nowhere.
+
+    What tokens decode to is taken to go on as it began: a string that is there stays.
+    """
+
+    def holds(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens)
+        return any(string in text for string in strings)
+
+    def end(tokens: list[int]) -> int | None:
+        if not holds(tokens):
+            return None
+        return 1 + bisect.bisect_left(range(1, len(tokens) + 1), True, key=lambda count: holds(tokens[:count]))
+
+    return end
 
 
 def score_together(

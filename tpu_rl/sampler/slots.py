@@ -28,6 +28,10 @@ NO_TOKEN = -1
 """What stands in the outputs where nothing is drawn yet."""
 
 
+Rows = Any
+"""An array of numbers, keys or flags, on the device or on the host."""
+
+
 class Pool(NamedTuple):
     """Unique prompts, prefilled."""
 
@@ -42,17 +46,17 @@ class Pool(NamedTuple):
 class Queue(NamedTuple):
     """Rows to decode that continue the pool's prompts. D devices, with as many places each."""
 
-    row: Array
+    row: Rows
     """[D * places] int32: which row of the device's outputs."""
-    prompt: Array
+    prompt: Rows
     """[D * places] int32: which prompt of the device's pool."""
-    limit: Array
+    limit: Rows
     """[D * places] int32: most new tokens."""
-    key: Array
+    key: Rows
     """[D * places] keys."""
-    size: Array
+    size: Rows
     """[D] int32: how many of the places are rows."""
-    more: Array
+    more: Rows
     """[D] bool: the device has rows for another pool."""
 
 
@@ -82,24 +86,24 @@ class Slots(NamedTuple):
 class Drawn(NamedTuple):
     """The outputs, [N, max_new_tokens] each."""
 
-    tokens: Array
+    tokens: Rows
     """int32, `NO_TOKEN` where there is none."""
-    log_probs: Array
+    log_probs: Rows
     """float32."""
-    behaviour_log_probs: Array
+    behaviour_log_probs: Rows
     """float32."""
 
 
 class Border(NamedTuple):
     """What the host must know to go on; every process can read it."""
 
-    live: Array
+    live: Rows
     """[B] bool, of `Slots`."""
-    length: Array
+    length: Rows
     """[B] int32, of `Slots`."""
-    row: Array
+    row: Rows
     """[B] int32, of `Slots`."""
-    taken: Array
+    taken: Rows
     """[D] int32: how many places of each queue have been taken."""
 
 
@@ -155,7 +159,7 @@ def _spread(mesh: Mesh | None, cache: Any) -> Any:
     free = PartitionSpec.UNCONSTRAINED
 
     def spread(leaf: Array) -> Array:
-        axes = [free] * leaf.ndim
+        axes: list[Any] = [free] * leaf.ndim
         axes[row_axis(leaf)] = BATCH_AXES
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 
