@@ -42,6 +42,7 @@ setup(
         "tyro>=1.0",
         "PyYAML",
         "packaging",
+        "filelock",
         "rich",
         "tensorboardX>=2.6",
         "matplotlib>=3.9",

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import build, dataset, guide, phases, reward_runs, roles, sources
+from launch import build, compilation_cache, dataset, guide, phases, reward_runs, roles, sources
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
@@ -72,6 +72,7 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         config = settings(flags)
+        compilation_cache.use()
         if reward_runs.reading(config.algorithm) is not None:
             report_reward_model(flags)
             return 0

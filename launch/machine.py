@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -22,6 +23,18 @@ def peak_memory_bytes() -> int:
         return max(peaks)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_IMPORTED = time.monotonic()
+
+
+def seconds_since_start(root: Path = Path("/")) -> float:
+    """How long this process has lived, its imports included; without /proc, since this module was imported."""
+    if not (root / "proc/self/stat").exists():
+        return time.monotonic() - _IMPORTED
+    # proc(5): field 22, starttime, in clock ticks after boot; the second field may hold blanks.
+    started = int((root / "proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def unused_accelerator(root: Path = Path("/")) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from launch import dataset, hosts, roles, sources
+from launch import compilation_cache, dataset, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
 from tpu_rl import data, models, redaction, rewards, row_files, tokenizers
@@ -25,6 +25,7 @@ def prepare(config: ExperimentConfig) -> None:
     """Checks the run's input, saying aloud what is doubtful, and then starts jax on the devices."""
     for note in check(config):
         print(f"warning: {note}", file=sys.stderr)
+    compilation_cache.use()
     claim_devices()
     hosts.require_alike_devices()
     warn_of_unused_accelerators()

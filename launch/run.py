@@ -43,7 +43,7 @@ from launch import (
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
-from launch.machine import peak_memory_bytes
+from launch.machine import peak_memory_bytes, seconds_since_start
 from launch.peers import INTERRUPTED
 from launch.preemption import Preempted, Signals
 from launch.signs import Signs
@@ -167,6 +167,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
         done, seconds, begun = resume(setup, checkpoints, params)
         began, signs = began - seconds, Signs()
         saves = Saves(checkpoints, began, done)
+        begins = max(done, 0) + 1
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             skips = Skips(run_dir, setup.language.tokenizer)
             for index in range(len(config.stages)):
@@ -183,6 +184,8 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                     if signals.requested():
                         saves.leave(step - 1, state, parts.source)
                     state, row, drawn = learn(config, parts, state, step)
+                    if step == begins:
+                        print(f"time to first step: {seconds_since_start():.1f} s")
                     signs.warn(step, row, drawn.records)
                     state = skips.after(step, stage, state, row, drawn, checkpoints)
                     flat, last = flatness.reached(row), step == config.steps

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 _cache = tempfile.mkdtemp(prefix="tpu_rl_xla_")
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", _cache)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache  # of those that tests start, too
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
