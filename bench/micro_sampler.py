@@ -1,0 +1,125 @@
+"""Each idea of the sampler on and off, in turn, on this machine: wall and CPU seconds, tokens a second.
+
+    python bench/micro_sampler.py [--rounds 3] [--only refill batches caches both borders]
+
+The model is a Llama of 12.6 million random weights in float32; lengths are forced and long-tailed. "refill": 256 rows
+of 64 + 39 tokens on average, at most 192, in 32 slots. The others: 32 rows in 32 slots, four times as long. Arms are
+run round by round, the first round compiles and is dropped, and medians are printed as a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_rl import models, sampler
+from tpu_rl.sampler import Borders, SamplerConfig
+from tpu_rl.types import Purpose, Rollout
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+KEY = sampler.run_key(0, Purpose.ROLLOUT, 0)
+NEVER = 10**6
+
+
+@dataclass
+class Workload:
+    """What all arms of an idea decode."""
+
+    rows: int = 256
+    slots: int = 32
+    prompt: int = 64
+    most: int = 192
+    lengths: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        drawn = np.random.default_rng(0).lognormal(3.276, 0.88, self.rows).astype(int) + 1
+        self.lengths = np.clip(drawn, 1, self.most)
+
+
+def decode(policy: Any, params: Any, work: Workload, borders: Borders, waves: bool = False, **how: Any) -> Rollout:
+    """All rows; with `waves`, so many at once as there are slots, and the next when all of them have ended."""
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(1, LLAMA["vocab_size"], (work.rows, work.prompt)).tolist()
+    config = SamplerConfig(work.most, max_rows=work.slots, prompt_length=work.prompt, borders=borders)
+    size = work.slots if waves else work.rows
+    parts = []
+    for start in range(0, work.rows, size):
+        rows = np.arange(start, start + size)
+        part = sampler.sample(
+            policy, params, [prompts[row] for row in rows], KEY, config, limits=work.lengths[rows], row_ids=rows, **how
+        )
+        parts.append(part)
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def ideas(policy: Any, params: Any) -> dict[str, dict[str, Callable[[], Rollout]]]:
+    """Name -> arm -> what it decodes."""
+    tail, long = Workload(), Workload(rows=32, slots=32, most=512)
+    long.lengths = np.clip(long.lengths * 4, 1, 512)
+    plain, fixed = Borders(), Borders(NEVER, NEVER, NEVER)
+
+    def of(work: Workload, borders: Borders, **how: Any) -> Callable[[], Rollout]:
+        return lambda: decode(policy, params, work, borders, **how)
+
+    def borders_of(steps: int) -> Callable[[], Rollout]:
+        return of(long, Borders(steps, NEVER, NEVER), on_finished=lambda rows: None)
+
+    return {
+        "refill": {"waves": of(tail, fixed, waves=True), "refilled": of(tail, fixed)},
+        "batches": {"fixed": of(long, Borders(64, NEVER, NEVER)), "shrinking": of(long, Borders(64, 4, NEVER))},
+        "caches": {"whole": of(long, Borders(64, NEVER, NEVER)), "growing": of(long, Borders(64, NEVER, 128))},
+        "both": {"neither": of(long, fixed), "both": of(long, Borders(64, 4, 128)), "as shipped": of(long, plain)},
+        "borders": {"none": borders_of(NEVER), "128": borders_of(128), "32": borders_of(32), "8": borders_of(8)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[])
+    flags = parser.parse_args()
+    model = models.from_config(LLAMA)
+    params = jax.jit(model.init)(jax.random.key(0))
+    print("| idea | arm | wall, s (least, most) | CPU, s | tokens/s | same tokens |\n|---|---|---|---|---|---|")
+    for idea, arms in ideas(models.policy(model), params).items():
+        if flags.only and idea not in flags.only:
+            continue
+        first = {name: run() for name, run in arms.items()}
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+        for _ in range(flags.rounds):
+            for name, run in arms.items():
+                wall, cpu = time.perf_counter(), time.process_time()
+                run()
+                spent[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+        base = next(iter(first.values()))
+        for name, times in spent.items():
+            walls, cpus = zip(*times, strict=True)
+            same = (first[name].tokens == base.tokens).all(axis=1).mean()
+            wall, tokens = statistics.median(walls), base.action_mask.sum()
+            print(
+                f"| {idea} | {name} | {wall:.2f} ({min(walls):.2f}, {max(walls):.2f}) | {statistics.median(cpus):.2f} "
+                f"| {tokens / wall:.0f} | {100 * same:.0f} % |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
