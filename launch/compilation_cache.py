@@ -25,7 +25,8 @@ PATIENCE = 10.0
 
 def use() -> None:
     """From now on, unless the user has said where compiled programs go, or that they go nowhere."""
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
         return
     try:
         folder = place()
