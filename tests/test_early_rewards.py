@@ -127,6 +127,10 @@ def test_processes_ask_about_their_own_rows_only(tmp_path):
     assert log.read_text().splitlines()[0] == "4 5 6 7"
     np.testing.assert_array_equal(values, [np.nan, 5, 6, 7])
     assert [fault.row for fault in faults] == [0]
+    without_rows = early_rewards.EarlyRewards({"mine": function}, ["1"] * 8, columns, 2, slice(8, 8), TOKENIZER.decode)
+    assert without_rows.on_finished is not None  # it takes part in the looking all the same
+    without_rows.on_finished({0: [1]})
+    assert without_rows.answers() == {}
     function.stop()
 
 
