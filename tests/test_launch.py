@@ -29,7 +29,9 @@ def test_two_steps_then_four_equal_four(tmp_path, capsys):
     apart, whole = tmp_path / "apart", tmp_path / "whole"
     assert run.main([*TINY, "--run-dir", str(apart), "--steps", "2"]) == 0
     assert run.main([*TINY, "--run-dir", str(apart), "--steps", "4"]) == 0
-    assert "resumed at step 2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "resumed at step 2" in said
+    assert said.count("time to first step: ") == 2  # of each job
     assert run.main([*TINY, "--run-dir", str(whole), "--steps", "4"]) == 0
 
     first, second = (json.loads((d / "summary.json").read_text()) for d in (apart, whole))
