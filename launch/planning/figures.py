@@ -58,7 +58,7 @@ def line_of(planned: Planned, step: Step, target: Target) -> Line:
     program, mesh = step.compiled.program, planned.setup.mesh
     if program is None:
         return Line(step, memory(planned, step), None, 0.0, {}, 0.0, None)
-    operations = compiled.operations(compiled.read(program.as_text()))
+    operations = compiled.operations(compiled.read(step.compiled.text))
     found = compiled.estimate(operations, torus(mesh, target.chip)) if target.chip else None
     seconds = found.seconds / step.loops if found else 0.0
     mfu = None

@@ -36,11 +36,12 @@ def memory(planned: Planned, step: Step) -> Memory:
         refused = step.compiled.refused
         return Memory(parts | {"temporaries": _beyond(refused, sum(parts.values()))}, refused_arrays(refused))
     stats = program.memory_analysis()
+    assert stats is not None, "the compiler does not say what memory the program takes"
     made = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
     parts["temporaries"] = stats.temp_size_in_bytes
     parts["outputs"] = max(made - sum(step.own.values()), 0)
     parts["code"] = stats.generated_code_size_in_bytes
-    return Memory({name: size for name, size in parts.items() if size}, largest_arrays(program.as_text()))
+    return Memory({name: size for name, size in parts.items() if size}, largest_arrays(step.compiled.text))
 
 
 def state_bytes(planned: Planned) -> dict[str, int]:

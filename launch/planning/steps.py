@@ -40,6 +40,11 @@ class Compiled(NamedTuple):
     seconds: float
     """That compiling took."""
 
+    @property
+    def text(self) -> str:
+        """XLA's, after all its passes."""
+        return (self.program.as_text() or "") if self.program else ""
+
 
 class Step(NamedTuple):
     """A jitted step of the run."""
@@ -210,7 +215,7 @@ def longest_texts(config: ExperimentConfig, kind: type) -> Any:
     mask[:, prompt : prompt + new] = True
     group = np.repeat(np.arange(config.batch.prompts, dtype=np.int32), members)
     flags, numbers, keys = np.zeros(len(group), bool), np.zeros_like(group), np.zeros((len(group), 2), np.uint32)
-    fields: dict[type, tuple[np.ndarray, ...]] = {
+    fields: dict[type, tuple[Any, ...]] = {
         Rollout: (tokens, mask, floats, floats, floats, group, numbers, keys, flags, flags),
         Demonstrations: (tokens, mask, group),
         Completions: (tokens, mask, group, flags),

@@ -155,7 +155,8 @@ def _convolution_flops(computation: Computation, one: Instruction) -> float:
     total /= (_numbers(one.attribute("batch_group_count")) or [1])[0]
     for i, window in enumerate(_window(one)):
         sizes = ((left, inputs), (kernel, kernels), (result, outputs))
-        total *= _valid_positions(*(shape.dims[labels.index(str(i))] for shape, labels in sizes), window)
+        size, place, output = (shape.dims[names.index(str(i))] for shape, names in sizes)
+        total *= _valid_positions(size, place, output, window)
     return total
 
 
@@ -300,7 +301,7 @@ def _links(program: Program, computation: Computation, one: Instruction, channel
         channel = one.attribute("channel_id")
         if channel is not None and channel in channels:
             return
-        channels |= {channel} - {None}
+        channels |= {channel} if channel is not None else set()
         size = sum(shape.bytes for name in one.operands for shape in computation.shapes_of(name))
         overlaps = (
             one.opcode.endswith("-start") or "async_collective_name" in one.attributes or "chain_id" in one.attributes
