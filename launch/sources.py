@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from launch import dataset, roles, watchdog
+from launch import dataset, preemption, roles, watchdog
 from launch.config import ExperimentConfig, Stage
 from launch.roles import Language, Select
 from tpu_rl import (
@@ -152,6 +152,7 @@ def roller(
                 mesh=setup.mesh,
                 on_finished=on_finished,
                 stop_at=ends,
+                at_border=preemption.border,
             )
             watchdog.mark(f"the rewards of step {step}")
             return rollout
@@ -300,7 +301,7 @@ def layout_of(config: ExperimentConfig, experience: Any) -> Layout:
 
 def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     """Where an array of an `Experience` lies: completions [N, ...] and packed rows [M, K, R, S] are spread by rows."""
-    return sharding.batch_sharding(mesh, shape, 2 if len(shape) == 4 else 0)
+    return sharding.batch_sharding(mesh, shape, 2 if len(shape) >= 4 else 0)
 
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tpu_rl import divergences, teachers
-from tpu_rl.log_probs import over_chunks
+from tpu_rl.log_probs import over_actions
+from tpu_rl.types import Rows
 
 LN2, LN3 = np.log(2), np.log(3)
 P, Q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.25, 0.5])
@@ -159,21 +160,40 @@ def test_a_coarsened_gradient_is_that_of_finite_differences():
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 6, 1000])
-def test_chunks_change_nothing(chunk_tokens):
-    """Values and gradients, the unembedding inside the chunk as in a loss."""
+def test_chunks_of_actions_change_nothing(chunk_tokens):
+    """Values and gradients, of weights that are closed over too, the unembedding inside the chunk as in a loss."""
     random = np.random.default_rng(0)
+    weights = {name: jnp.asarray(random.normal(size=(4, 9))) for name in ("policy", "teacher")}
     hidden, teacher = (jnp.asarray(random.normal(size=(3, 11, 4))) for _ in range(2))
-    unembedding = jnp.asarray(random.normal(size=(4, 9)))
+    previous = random.integers(0, 11, (3, 11))
+    actions = np.array([[1, 4, 5, 9, 10, 11, 11], [0, 1, 2, 3, 5, 7, 9], [11] * 7])
+    chosen = np.array([[slot in row for slot in range(11)] for row in actions])
+    zeros = jnp.zeros((3, 11), jnp.int32)
+    rows = Rows(zeros, zeros, zeros, zeros, zeros, jnp.asarray(previous), jnp.asarray(actions))
 
-    def measure(hidden, teacher):
-        return divergences.jensen_shannon(hidden @ unembedding, teacher @ unembedding, 0.3)
+    def measure(weights, hidden, teacher):
+        return divergences.jensen_shannon(hidden @ weights["policy"], teacher @ weights["teacher"], 0.3)
+
+    def plain(weights, hidden):
+        shifted = (jnp.take_along_axis(x, previous[..., None], 1) for x in (hidden, teacher))
+        return jnp.where(chosen, measure(weights, *shifted), 0.0)
+
+    def in_chunks(weights, hidden):
+        def of_chunk(tokens, *states):
+            del tokens
+            return measure(weights, *states)
+
+        return over_actions(of_chunk, rows, hidden, teacher, chunk_tokens=chunk_tokens)
 
     def total(function):
-        return jax.value_and_grad(lambda hidden: jnp.sum(jnp.arange(33.0).reshape(3, 11) * function(hidden, teacher)))
+        def weighted(weights, hidden):
+            return jnp.sum(jnp.arange(1, 34.0).reshape(3, 11) * function(weights, hidden))
 
-    expected = total(measure)(hidden)
-    actual = total(lambda *hidden: over_chunks(measure, *hidden, chunk_tokens=chunk_tokens))(hidden)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), actual, expected)
+        return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1)))(weights, hidden)
+
+    expected = total(plain)
+    assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), total(in_chunks), expected)
 
 
 # --- teachers ------------------------------------------------------------------------------------------------------

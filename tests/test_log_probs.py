@@ -56,31 +56,39 @@ def test_equals_plain_log_softmax_at_every_chunk_size_and_temperature(chunk_toke
     rounding = 4 * np.finfo(np.float32).eps * np.abs(logits).max()
     for got, plain in zip(actual, (expected, entropies), strict=True):
         assert got.dtype == jnp.float32
-        # Completions, first tokens included, and prompts: every token that follows another has its own prediction.
-        has_slot = slot >= 0
+        np.testing.assert_allclose(np.asarray(got).reshape(-1)[slot[mask]], plain[mask], rtol=2e-6, atol=rounding)
+    # Without a list of actions, prompts and tool output too: every token that follows another.
+    has_slot = slot >= 0
+    for got, plain in zip(compute(PARAMS, rows.replace(actions=None)), (expected, entropies), strict=True):
         np.testing.assert_allclose(
             np.asarray(got).reshape(-1)[slot[has_slot]], plain[has_slot], rtol=2e-6, atol=rounding
         )
-        assert np.all(mask <= has_slot)
+    assert mask.sum() < has_slot.sum()
 
 
-def test_first_tokens_and_padding_are_zero():
-    _, rows, _, _ = one_micro_batch()
+def test_what_is_no_action_or_follows_nothing_is_zero():
+    _, rows, slot, mask = one_micro_batch()
     nothing_before = np.asarray((rows.positions == 0) | (rows.segment_ids == 0))
     assert nothing_before.sum() > 5
-    for values in jax.jit(functools.partial(token_log_probs, POLICY))(PARAMS, rows):
+    no_action = np.ones(rows.tokens.size, bool)
+    no_action[slot[mask]] = False
+    compute = jax.jit(functools.partial(token_log_probs, POLICY))
+    for values in compute(PARAMS, rows):
+        np.testing.assert_array_equal(np.asarray(values).reshape(-1) == 0, no_action | nothing_before.reshape(-1))
+    for values in compute(PARAMS, rows.replace(actions=None)):
         np.testing.assert_array_equal(np.asarray(values) == 0, nothing_before)
 
 
 def test_the_first_token_of_every_branch_follows_the_prompts_last():
     """Moving a prompt's last token moves the log-prob of each branch's first token; moving a branch moves no other."""
-    _, rows, _, _ = one_micro_batch()
+    rows = one_micro_batch()[1]
+    whole = rows.replace(actions=None)  # tool output, too
     tokens, branches, segments = (np.asarray(x)[0] for x in (rows.tokens, rows.branch_ids, rows.segment_ids))
     prompt_end = np.flatnonzero((segments == 1) & (branches == 0))[-1]
     firsts = [np.flatnonzero((segments == 1) & (branches == b))[0] for b in range(1, branches[segments == 1].max() + 1)]
     assert len(firsts) > 1
     first_branch = np.flatnonzero((segments == 1) & (branches == 1))
-    compute = jax.jit(lambda tokens: token_log_probs(POLICY, PARAMS, rows.replace(tokens=tokens)).log_probs[0])
+    compute = jax.jit(lambda tokens: token_log_probs(POLICY, PARAMS, whole.replace(tokens=tokens)).log_probs[0])
 
     def changed_by(slot: int) -> set[int]:
         moved = rows.tokens.at[0, slot].set((tokens[slot] + 1) % tiny.VOCABULARY)
@@ -126,7 +134,7 @@ def test_memory_of_loss_and_gradient_does_not_grow_with_vocabulary_times_sequenc
             values = token_log_probs(role, params, rows, 0.7, entropy_gradient=True, chunk_tokens=chunk_tokens)
             return jnp.sum(values.log_probs + values.entropy)
 
-        compiled = jax.jit(jax.value_and_grad(loss)).lower(params, Rows(*[ids] * 6)).compile()
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(params, Rows(*[ids] * 7)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = temporary_bytes(256), temporary_bytes(2048)

@@ -12,6 +12,7 @@ from tpu_rl import packing
 from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import token_log_probs
+from tpu_rl.models import layers
 from tpu_rl.types import Experience, Layout
 
 
@@ -219,7 +220,9 @@ def test_packed_hidden_states_log_probs_and_gradients_equal_a_row_per_completion
     slots = layout.slot[placed]
     hidden = np.asarray(hidden).reshape(-1, hidden.shape[-1])
     assert relative(hidden[slots], np.asarray(plain_hidden)[placed]) < 2e-6
-    assert relative(np.asarray(log_probs).reshape(-1)[slots], np.asarray(plain_log_probs)[placed]) < 2e-6
+    actions = np.asarray(data.action_mask)
+    log_probs = np.asarray(log_probs).reshape(-1)[layout.slot[actions]]
+    assert relative(log_probs, np.asarray(plain_log_probs)[actions]) < 2e-6
     for actual, expected in zip(*map(jax.tree.leaves, (gradient["policy"], plain_gradient["policy"])), strict=True):
         assert relative(actual, expected) < 2e-6
 
@@ -231,3 +234,93 @@ def test_over_micro_batches_equals_each_by_itself():
     batch = {"rows": rows, "rewards": layout.pack(data.rewards)}
     mapped = packing.over_micro_batches(lambda micro: micro["rows"].tokens * micro["rewards"], batch)
     np.testing.assert_array_equal(mapped, rows.tokens * batch["rewards"])
+
+
+# --- what need not be computed -------------------------------------------------------------------------------------
+
+
+def tiled_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    """A random layout with tiles of three or four slots, lists as long as need be."""
+    monkeypatch.setattr(packing, "TILE", 4)
+    monkeypatch.setattr(packing, "WORTH_TILES", 1.0)
+    groups, cut = random_case(seed)
+    return laid_out(groups, **cut | {"row_length": (24, 32, 39)[seed % 3], "minibatches": 1})[0]
+
+
+def slots_of(layout: Layout) -> layers.Slots:
+    """Of all rows, [R, S]."""
+    fields = (layout.positions, layout.segment_ids, layout.branch_ids)
+    positions, segments, branches = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in fields)
+    return layers.Slots(
+        jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape), positions, segments, branches
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tiles_list_holds_all_that_its_tokens_see(seed, monkeypatch):
+    layout = tiled_case(seed, monkeypatch)
+    slots = slots_of(layout)
+    assert layout.key_tiles is not None
+    tiles = layout.key_tiles.reshape(-1, *layout.key_tiles.shape[3:])
+    count = tiles.shape[1]
+    size = slots.index.shape[1] // count
+    seen = np.asarray(layers.visible(slots, slots, None) & (slots.segment_ids > 0)[:, :, None])
+    seen = seen.reshape(-1, count, size, count, size).any((2, 4))
+    listed = np.stack([[np.isin(np.arange(count), of_tile) for of_tile in row] for row in tiles])
+    assert (listed | ~seen).all()
+    # No more than those but for what stands between a tile's first branch and its last, and rounding.
+    assert listed.sum() <= 1.35 * seen.sum()
+    for of_tile in tiles.reshape(-1, tiles.shape[2]):
+        filled = of_tile[of_tile >= 0]
+        np.testing.assert_array_equal(of_tile, [*sorted({*filled}), *[-1] * (len(of_tile) - len(filled))])
+
+
+@pytest.mark.parametrize(
+    ("seed", "window", "softcap", "kv_heads"),
+    [(0, None, None, 2), (1, 5, None, 1), (2, None, 2.0, 4), (3, 3, 2.0, 2), (4, None, None, 1), (5, 5, 2.0, 2)],
+)
+def test_tiled_attention_is_the_masks_with_its_gradients(seed, window, softcap, kv_heads, monkeypatch):
+    layout = tiled_case(seed, monkeypatch)
+    slots = slots_of(layout)
+    tiles = jnp.asarray(layout.key_tiles).reshape(len(slots.index), *layout.key_tiles.shape[3:])
+    assert tiles.shape[2] < tiles.shape[1]
+    random = np.random.default_rng(seed)
+    rows, length = slots.index.shape
+    query = jnp.asarray(random.normal(size=(rows, length, 4, 6)), jnp.float32)
+    key, value = (jnp.asarray(random.normal(size=(rows, kv_heads, length, 6)), jnp.float32) for _ in range(2))
+    weigh = random.normal(size=query.shape) * (np.asarray(slots.segment_ids) > 0)[..., None, None]
+    how = {"scale": 0.7, "window": window, "softcap": softcap}
+
+    def attend(tiles: jax.Array | None) -> tuple[Any, Any]:
+        def total(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mixed = layers.attention(query, key, value, slots, slots, key_tiles=tiles, **how) * weigh
+            return mixed.sum(), mixed
+
+        program = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True), compiler_options=tiny.QUICKLY)
+        (_, mixed), gradients = program(query, key, value)
+        return mixed, gradients
+
+    for actual, expected in zip(*map(jax.tree.leaves, (attend(tiles), attend(None))), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_seen_whole_have_no_tiles():
+    assert laid_out([(3, (90,)), (1, (60,))], row_length=128)[0].key_tiles is None
+    layout, _, _ = laid_out([(30, (20, 20, 20, 20)), (5, (40,))], row_length=128)
+    assert layout.key_tiles is None  # two tiles
+    layout, _, _ = laid_out([(64, (64,) * 8)], row_length=576, micro_batch_rows=1)
+    np.testing.assert_array_equal(layout.key_tiles, [[[[[0, -1]] + [[0, i] for i in range(1, 9)]]]])
+    assert laid_out([(3, (4, 4))], row_length=131)[0].key_tiles is None  # a prime
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_actions_are_the_slots_of_the_mask(seed):
+    groups, cut = random_case(seed)
+    layout, mask, _ = laid_out(groups, **cut)
+    learned = np.asarray(layout.pack(jnp.asarray(mask)))
+    row_length = learned.shape[-1]
+    lists = layout.actions.reshape(-1, layout.actions.shape[-1])
+    for row, slots in zip(learned.reshape(-1, row_length), lists, strict=True):
+        chosen = np.flatnonzero(row)
+        np.testing.assert_array_equal(slots, [*chosen, *[row_length] * (len(slots) - len(chosen))])
+    assert layout.actions.shape[-1] < learned.sum(-1).max() + -(-row_length // 16)

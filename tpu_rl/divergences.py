@@ -1,7 +1,7 @@
 """How far two next-token distributions are from each other, over the whole vocabulary.
 
 Pure functions of logits [..., V], normalised inside, -> nats [...]. They hold as many numbers as their arguments: call
-them within `log_probs.over_chunks`, so that [R, S, V] never exists. P is the teacher (or policy), Q the student (or
+them within `log_probs.over_actions`, so that [R, S, V] never exists. P is the teacher (or policy), Q the student (or
 reference), and differentiating any of them with respect to either side is exact.
 """
 

@@ -19,6 +19,12 @@ import numpy as np
 from tpu_rl.errors import InputError
 from tpu_rl.types import Layout, Rows
 
+TILE = 64
+"""Slots of a tile of `Rows.key_tiles`, about: smaller ones leave out more, larger ones gather less for each score."""
+
+WORTH_TILES = 0.75
+"""The share of a row's keys above which all are taken."""
+
 
 @dataclass
 class _Group:
@@ -60,9 +66,9 @@ def lay_out(
     Groups are cut, in order, into `minibatches` optimizer steps of as many groups each, and first-fit by falling size
     into rows there; with fewer groups than minibatches, some of them are all padding. A group longer than a row is
     split, its prompt repeated and its branches numbered anew, unless `whole_groups`. The number of micro-batches is
-    that of the fullest step, rounded up to one of few values so that few programs are compiled; `row_limit` makes room
-    for that many rows even where fewer are needed. Raises InputError where a prompt with one completion, or one of
-    `whole_groups`, exceeds a row.
+    that of the fullest step, rounded up to one of few values so that few programs are compiled, as the lists' lengths
+    are; `row_limit` makes room for that many rows even where fewer are needed. Raises InputError where a prompt with
+    one completion, or one of `whole_groups`, exceeds a row.
     """
     mask = np.asarray(action_mask)
     groups = _groups(mask, np.asarray(group_id))
@@ -72,7 +78,10 @@ def lay_out(
     packed = [_first_fit(part, row_length) for part in parts]
     needed = max(max(len(rows) for rows in packed), row_limit or 0)
     micro_batches = _rounded(-(-needed // micro_batch_rows))
-    return _index(packed, mask.shape, (minibatches, micro_batches, micro_batch_rows, row_length))
+    shape = (minibatches, micro_batches, micro_batch_rows, row_length)
+    layout = _index(packed, mask.shape, shape)
+    actions = _actions(np.where(layout.source >= 0, mask.reshape(-1)[layout.source], False))
+    return layout.replace(actions=actions, key_tiles=_key_tiles(packed, shape))
 
 
 def _groups(mask: np.ndarray, group_id: np.ndarray) -> list[_Group]:
@@ -174,6 +183,63 @@ def _index(packed: list[list[_PackedRow]], shape: tuple[int, int], packed_shape:
                     cursor += count
     arrays: list[Any] = [source, slot, minibatch, positions, segments, branches, sequences, previous]
     return Layout(*arrays)
+
+
+def _actions(learned: np.ndarray) -> np.ndarray:
+    """learned [M, K, R, S] bool -> `Rows.actions`."""
+    slots = learned.shape[-1]
+    length = min(_sixteenths(int(learned.sum(-1).max()), slots), slots)
+    order = np.argsort(~learned, axis=-1, kind="stable")[..., :length].astype(np.int32)
+    return np.where(np.take_along_axis(learned, order, axis=-1), order, np.int32(slots))
+
+
+def _key_tiles(packed: list[list[_PackedRow]], shape: tuple[int, ...]) -> np.ndarray | None:
+    """`Rows.key_tiles`; None where leaving keys out is not worth the gathering of those that are left."""
+    row_length = shape[-1]
+    size = _tile(row_length)
+    if size is None:
+        return None
+    count = row_length // size
+    needed = np.zeros((shape[0], shape[1] * shape[2], count, count), bool)
+    for part, rows in enumerate(packed):
+        for index, row in enumerate(rows):
+            _mark(needed[part, index], row, size)
+    needed &= np.tri(count, dtype=bool)
+    longest = _sixteenths(int(needed.sum(-1).max()), count)
+    if longest * size > WORTH_TILES * row_length:
+        return None
+    order = np.argsort(~needed, axis=-1, kind="stable")[..., :longest].astype(np.int32)
+    tiles = np.where(np.take_along_axis(needed, order, axis=-1), order, np.int32(-1))
+    return tiles.reshape(*shape[:3], count, longest)
+
+
+def _mark(needed: np.ndarray, row: _PackedRow, size: int) -> None:
+    """Sets needed [tile of queries, tile of keys] where a token of the one sees one of the other, or stands before."""
+
+    def tiles(start: int, length: int) -> slice:
+        return slice(start // size, -(-(start + length) // size))
+
+    cursor = 0
+    for group in row.groups:
+        prompt = tiles(cursor, group.prompt_length)
+        needed[prompt, prompt] = True
+        cursor += group.prompt_length
+        for length in group.lengths:
+            own = tiles(cursor, length)
+            needed[own, own] = needed[own, prompt] = True
+            cursor += length
+
+
+def _tile(row_length: int) -> int | None:
+    """The divisor of a row's length that is nearest to TILE, if one is near."""
+    near = [size for size in range(TILE // 2, 2 * TILE + 1) if row_length % size == 0]
+    return min(near, key=lambda size: abs(size - TILE), default=None)
+
+
+def _sixteenths(count: int, whole: int) -> int:
+    """`count` rounded up to one of at most 16 sizes: multiples of a sixteenth of `whole`."""
+    step = -(-whole // 16)
+    return max(1, -(-count // step)) * step
 
 
 def _write(views: list[np.ndarray], slots: np.ndarray, *values: np.ndarray | int) -> None:

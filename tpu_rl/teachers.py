@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl import divergences
-from tpu_rl.log_probs import CHUNK_TOKENS, of_logits, over_chunks, predicting
+from tpu_rl.log_probs import of_logits, over_actions, tokens_at_once, vocabulary
 from tpu_rl.types import Array, Params, Roles, Rows
 
 LEAST_ALPHA = 1e-3
@@ -111,7 +111,7 @@ def compare(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> Compared:
     """The generalised Jensen-Shannon divergence of role "policy" and a teacher made of the other `roles`.
 
@@ -129,6 +129,6 @@ def compare(
         divergence = divergences.jensen_shannon(student, target, beta)
         return Compared(divergence, alpha, log_probs, jax.lax.stop_gradient(entropy))
 
-    hidden = [predicting(role.hidden(params, rows), rows) for role in roles.values()]
-    # As many logits at once as everywhere else, now of several models.
-    return over_chunks(one_chunk, rows.tokens, *hidden, chunk_tokens=max(1, chunk_tokens // len(roles)))
+    hidden = {name: role.hidden(params, rows) for name, role in roles.items()}
+    sizes = (vocabulary(role, params, hidden[name]) for name, role in roles.items())
+    return over_actions(one_chunk, rows, *hidden.values(), chunk_tokens=chunk_tokens or tokens_at_once(*sizes))

@@ -44,8 +44,11 @@ class Model(NamedTuple):
     """Hashable description of the architecture."""
     init: Callable[[Array], Params]
     """key -> random params."""
-    hidden: Callable[[Params, Array, Array, Array, Array], Array]
-    """(params, tokens, positions, segment_ids, branch_ids), each [R, S] int32 -> [R, S, D]."""
+    hidden: Callable[..., Array]
+    """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None) -> [R, S, D].
+
+    All [R, S] int32 but `key_tiles` (see `Rows`), which changes no number: it only says what need not be computed.
+    """
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
     init_cache: Callable[[Params, int, int], Any]
@@ -220,6 +223,12 @@ class Rows:
     """Which completion of this row, from 1, over all its groups; 0 for prompt and padding."""
     previous: Array
     """Slot, in this row, of the token that a token follows: a branch's first token follows the prompt's last."""
+    actions: Array | None = None
+    """[..., R, A] int32: the slots of the row's actions, S behind the last of them; log-probs of others are not
+    computed. None: all slots."""
+    key_tiles: Array | None = None
+    """[..., R, S / t, n] int32: for each tile of t slots, the tiles that hold all that its tokens see, -1 behind the
+    last of them. None: all tiles."""
 
 
 @struct.dataclass
@@ -237,6 +246,8 @@ class Layout:
     branch_ids: Array
     sequence_ids: Array
     previous: Array
+    actions: Array | None = None
+    key_tiles: Array | None = None
 
     @property
     def minibatches(self) -> int:
@@ -256,7 +267,14 @@ class Layout:
     def rows(self, tokens: Array) -> Rows:
         """[N, T] tokens -> the packed rows that models read."""
         return Rows(
-            self.pack(tokens), self.positions, self.segment_ids, self.branch_ids, self.sequence_ids, self.previous
+            self.pack(tokens),
+            self.positions,
+            self.segment_ids,
+            self.branch_ids,
+            self.sequence_ids,
+            self.previous,
+            self.actions,
+            self.key_tiles,
         )
 
 

@@ -25,7 +25,7 @@ from flax import struct
 from tpu_rl import guidance, masked
 from tpu_rl.errors import InputError
 from tpu_rl.guidance import Support
-from tpu_rl.log_probs import over_chunks, predicting
+from tpu_rl.log_probs import over_actions, tokens_at_once, vocabulary
 from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, QExamples, Roles, Rows, Sampling, Sum
 
@@ -111,14 +111,14 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
     def outputs_of(params: Params, rows: Rows) -> Array:
         """What q says of each token: [R, S, K]."""
 
-        def chosen(h: Array, tokens: Array) -> Array:
+        def chosen(tokens: Array, h: Array) -> Array:
             every = q.logits(params, h).reshape(*tokens.shape, -1, size)
             return jnp.take_along_axis(every, tokens[..., None, None], axis=2)[:, :, 0]
 
         hidden = q.hidden(params, rows)
         if config.q_type == "v":
             return q.logits(params, hidden)
-        return over_chunks(chosen, predicting(hidden, rows), rows.tokens)
+        return over_actions(chosen, rows, hidden, chunk_tokens=tokens_at_once(vocabulary(q, params, hidden)))
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights, returns = batch.weights["q"], batch.returns

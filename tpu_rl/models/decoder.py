@@ -36,6 +36,8 @@ class Context(NamedTuple):
     keys: Slots
     angles: dict[str, tuple[Array, Array]]
     """By kind of layer: cosines and sines of the queries' positions."""
+    key_tiles: Array | None = None
+    """See `layers.attention`."""
 
 
 def _spread(config: DecoderConfig, name: str) -> float:
@@ -154,6 +156,7 @@ class Layer(Weights):
             scale=config.scale,
             window=config.window if self.kind == "sliding" else None,
             softcap=config.softcap,
+            key_tiles=context.key_tiles,
         )
         return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
 
@@ -241,12 +244,13 @@ def score(params: Params, hidden: Array) -> Array:
     return jnp.einsum("...d,kd->...k", hidden, matrix, preferred_element_type=jnp.float32)
 
 
-def context(config: DecoderConfig, queries: Slots, keys: Slots) -> Context:
+def context(config: DecoderConfig, queries: Slots, keys: Slots, key_tiles: Array | None = None) -> Context:
     """What layers need to know of new tokens (queries) and of what they may see (keys)."""
     ropes = {"full": config.rope, "sliding": config.sliding_rope}
     width = config.attention.head_dim
     kinds = sorted(set(config.kinds))
-    return Context(queries, keys, {kind: layers.rope_angles(ropes[kind], width, queries.positions) for kind in kinds})
+    angles = {kind: layers.rope_angles(ropes[kind], width, queries.positions) for kind in kinds}
+    return Context(queries, keys, angles, key_tiles)
 
 
 def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
@@ -269,10 +273,17 @@ def decoder(config: DecoderConfig) -> Model:
     """The pure functions of a decoder-only transformer (see `types.Model`); the same ones for equal configs."""
     module = Decoder(config)
 
-    def hidden(params: Params, tokens: Array, positions: Array, segment_ids: Array, branch_ids: Array) -> Array:
+    def hidden(
+        params: Params,
+        tokens: Array,
+        positions: Array,
+        segment_ids: Array,
+        branch_ids: Array,
+        key_tiles: Array | None = None,
+    ) -> Array:
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         slots = Slots(index, positions, segment_ids, branch_ids)
-        return module.apply({"params": params}, tokens, None, context(config, slots, slots))[0]
+        return module.apply({"params": params}, tokens, None, context(config, slots, slots, key_tiles))[0]
 
     def init(key: Array) -> Params:
         return random_params(config, key)

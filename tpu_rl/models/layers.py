@@ -99,11 +99,60 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    key_tiles: Array | None = None,
 ) -> Array:
     """Attention of query [B, T, H, E] over key and value [B, K, S, E] -> [B, T, H, E]; the softmax is float32.
 
-    This is the reference, which builds the whole [B, K, G, T, S] of scores. It is given who sees whom as `Slots` and
-    not as a mask, so that a kernel which skips blocks can take its place.
+    With `key_tiles` [B, T / t, n] (see `types.Rows`; packed rows only, where T = S) the keys of other tiles are left
+    out, which by `visible` weigh nothing: the same numbers, of padding's hidden states alone others.
+    """
+    how = {"scale": scale, "window": window, "softcap": softcap}
+    if key_tiles is None:
+        return dense_attention(query, key, value, queries, keys, **how)
+    return tiled_attention(query, key, value, queries, key_tiles, **how)
+
+
+def tiled_attention(
+    query: Array, key: Array, value: Array, slots: Slots, key_tiles: Array, **how: float | int | None
+) -> Array:
+    """`dense_attention` of each tile of t tokens, as a row of its own, over the n tiles of keys that are listed for it.
+
+    For G completions of C tokens behind a prompt of P that is about G C (P + C) scores in place of (P + G C)^2.
+    """
+    rows, tiles, listed = key_tiles.shape
+    size = query.shape[1] // tiles
+
+    def of_queries(x: Array) -> Array:
+        return x.reshape(rows * tiles, size, *x.shape[2:])
+
+    def of_keys(x: Array) -> Array:
+        """[B, S, ...] -> [B S / t, n t, ...]; each row by itself, so that it stays on its device."""
+        cut = x.reshape(rows, tiles, size, *x.shape[2:])
+        chosen = jax.vmap(lambda row, at: row[at])(cut, jnp.maximum(key_tiles, 0))
+        return chosen.reshape(rows * tiles, listed * size, *x.shape[2:])
+
+    absent = jnp.repeat(key_tiles.reshape(rows * tiles, listed) < 0, size, axis=1)
+    keys = Slots(*map(of_keys, slots))
+    keys = keys._replace(segment_ids=jnp.where(absent, -1, keys.segment_ids))
+    key, value = (of_keys(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (key, value))
+    mixed = dense_attention(of_queries(query), key, value, Slots(*map(of_queries, slots)), keys, **how)
+    return mixed.reshape(query.shape)
+
+
+def dense_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: Slots,
+    keys: Slots,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """The reference, which builds the whole [B, K, G, T, S] of scores.
+
+    It is given who sees whom as `Slots` and not as a mask, so that what skips tiles can be made of it.
     """
     rows, length, heads, width = query.shape
     kv_heads, group = key.shape[1], heads // key.shape[1]

@@ -39,7 +39,8 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
     """A model's place in the whole params tree: `select` picks its own params, `lambda params: params["policy"]`."""
 
     def hidden(params: Params, rows: Rows) -> Array:
-        return model.hidden(select(params), rows.tokens, rows.positions, rows.segment_ids, rows.branch_ids)
+        seen = (rows.positions, rows.segment_ids, rows.branch_ids, rows.key_tiles)
+        return model.hidden(select(params), rows.tokens, *seen)
 
     def logits(params: Params, hidden: Array) -> Array:
         return model.logits(select(params), hidden)
