@@ -27,15 +27,38 @@ class Preempted(TpuRlError):
     code = 75
 
 
+class Asked(Exception):
+    """The run was told to end before a step, or in the midst of drawing its experience: on all its processes."""
+
+
 class Signals:
     """What came in so far."""
 
     def __init__(self):
         self.terminate = threading.Event()
 
+    @contextmanager
+    def at_borders(self) -> Iterator[None]:
+        """Raises `Asked` if the run was told to end, at the beginning and, while this lasts, at each `border`."""
+        _asking.append(self)
+        try:
+            border()
+            yield
+        finally:
+            _asking.pop()
+
     def requested(self) -> bool:
         """Whether any process of the run was told to end. All of them ask at the border of the same step."""
         return processes.any_of(self.terminate.is_set())
+
+
+def border() -> None:
+    """Between two segments of a rollout: raises `Asked` where the run was told to end and nothing is lost by it."""
+    if _asking and _asking[-1].requested():
+        raise Asked
+
+
+_asking: list[Signals] = []
 
 
 @contextmanager

@@ -181,9 +181,12 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                 flatness = phases.Flatness(stage, run_dir, done)
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     watchdog.mark(f"the border before step {step}, where all processes meet")
-                    if signals.requested():
-                        saves.leave(step - 1, state, parts.source)
-                    state, row, drawn = learn(config, parts, state, step)
+                    data = parts.source.get_state()
+                    try:
+                        with signals.at_borders():
+                            state, row, drawn = learn(config, parts, state, step)
+                    except preemption.Asked:
+                        saves.leave(step - 1, state, data)
                     if step == begins:
                         print(f"time to first step: {seconds_since_start():.1f} s")
                     signs.warn(step, row, drawn.records)
@@ -196,16 +199,14 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                         row |= parts.evaluate(state.params, last)
                     sink.write(step, row, drawn.records)
                     if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
-                        saves.save(step, state, parts.source, wait=ends)
+                        saves.save(step, state, parts.source.get_state(), wait=ends)
                     done = step
                     if ends:
                         break
                 params = state.params
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
-        save_models(setup, params)
-        audit.audit_run(setup, params)
-        finish(run_dir, config, params, time.perf_counter() - began)
+        finish(setup, params, began)
 
 
 def resume(
@@ -240,16 +241,17 @@ class Saves:
     def __init__(self, checkpoints: checkpoint.Checkpoints, began: float, last: int):
         self._checkpoints, self._began, self._last = checkpoints, began, last
 
-    def save(self, step: int, state: TrainState, source: sources.Source, wait: bool) -> None:
+    def save(self, step: int, state: TrainState, data: dict[str, Any], wait: bool) -> None:
+        """`data` is the state of the source that the next step draws from."""
         watchdog.mark(f"the checkpoint of step {step}")
-        extra = {"data": source.get_state(), "seconds": time.perf_counter() - self._began}
+        extra = {"data": data, "seconds": time.perf_counter() - self._began}
         states.save(self._checkpoints, step, state, extra, wait)
         self._last = step
 
-    def leave(self, step: int, state: TrainState, source: sources.Source) -> NoReturn:
+    def leave(self, step: int, state: TrainState, data: dict[str, Any]) -> NoReturn:
         """End the run before its time, its last whole step saved; of a run without any there is nothing to save."""
         if step > max(self._last, 0):
-            self.save(step, state, source, wait=True)
+            self.save(step, state, data, wait=True)
         self._checkpoints.close()
         raise Preempted(f"pre-empted: step {step} is saved" if step else "pre-empted before the first step")
 
@@ -303,15 +305,18 @@ def save_models(setup: sources.Setup, params: Params) -> None:
         reward_models.write_reading(setup.run_dir / "model", reading)
 
 
-def finish(run_dir: Path, config: ExperimentConfig, params: Params, seconds: float) -> None:
-    """summary.json and report.html, by the first process."""
+def finish(setup: sources.Setup, params: Params, began: float) -> None:
+    """The models and the audit of given pairs; then, by the first process, summary.json and report.html."""
+    config, run_dir = setup.config, setup.run_dir
+    save_models(setup, params)
+    audit.audit_run(setup, params)
     digest = checkpoint.digest(params[roles.product(config.algorithm)])
     if processes.index():
         return
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = {
         "steps": config.steps,
-        "seconds": round(seconds, 1),
+        "seconds": round(time.perf_counter() - began, 1),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "params_digest": digest,
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},

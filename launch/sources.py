@@ -114,6 +114,12 @@ def stop_at(config: ExperimentConfig, tokenizer: Tokenizer) -> sampler.StopAt | 
     return rollouts.stop_at(tokenizer, strings) if strings else None
 
 
+def at_border() -> None:
+    """Between two segments of a rollout: the run goes on, and may be told to end."""
+    watchdog.beat()
+    preemption.border()
+
+
 RollOut = Callable[[int, TrainState, list[data.Row], int], rollouts.Scored]
 """(step of the run, state, rows, id of the first completion in it) -> completions of the rows' prompts, scored."""
 
@@ -152,7 +158,7 @@ def roller(
                 mesh=setup.mesh,
                 on_finished=on_finished,
                 stop_at=ends,
-                at_border=preemption.border,
+                at_border=at_border,
             )
             watchdog.mark(f"the rewards of step {step}")
             return rollout
@@ -301,7 +307,7 @@ def layout_of(config: ExperimentConfig, experience: Any) -> Layout:
 
 def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     """Where an array of an `Experience` lies: completions [N, ...] and packed rows [M, K, R, S] are spread by rows."""
-    return sharding.batch_sharding(mesh, shape, 2 if len(shape) >= 4 else 0)
+    return sharding.batch_sharding(mesh, shape, 2 if len(shape) == 4 else 0)
 
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:

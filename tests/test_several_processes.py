@@ -14,7 +14,7 @@ import pytest
 from launch import run, verify
 from tests import several
 from tests.test_launch import TINY, rows_of
-from tests.test_survival import digest
+from tests.test_survival import arrays_of, digest, flip
 
 RUN = ["-m", "launch.run", *TINY, "--batch.micro-batch-rows", "2", "--sampling.temperature", "1.5"]
 
@@ -201,6 +201,19 @@ def test_a_sigterm_to_one_of_two_saves_the_same_step_of_both(whole, tmp_path):
     assert "to go on: python launch/run.py" in first.err
     assert not second.err
     go_on(2, run_dir)
+    assert digest(run_dir) == digest(whole)
+    assert rows_of(run_dir) == rows_of(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_set_a_damaged_checkpoint_aside_and_take_the_one_before(whole, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    (run_dir / "summary.json").unlink()
+    flip(arrays_of(run_dir, 3))
+    assert "resumed at step 2 (digest ok)" in go_on(2, run_dir)
+    assert (run_dir / "checkpoints" / "damaged" / "3").exists()
     assert digest(run_dir) == digest(whole)
     assert rows_of(run_dir) == rows_of(whole)
 

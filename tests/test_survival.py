@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import run, verify
+from launch import preemption, run, verify
 from tests.test_launch import TINY, rows_of
 from tpu_rl import metrics, run_lock
 
@@ -66,6 +66,30 @@ def test_a_sigterm_saves_the_last_whole_step(whole, tmp_path, capsys, monkeypatc
 
     assert run.main(command) == 0
     assert "resumed at step" in capsys.readouterr().out
+    assert digest(run_dir) == digest(whole)
+    assert rows_of(run_dir) == rows_of(whole)
+
+
+def test_a_sigterm_in_the_midst_of_a_rollout_gives_that_step_up(whole, tmp_path, capsys, monkeypatch):
+    """Rows drawn from the data for it are drawn again."""
+    run_dir = tmp_path / "run"
+    command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint-every", "100"]
+    borders, border = [], preemption.border
+
+    def end_in_rollout_three():
+        borders.append(1)
+        if len(borders) == 6:  # each step has one at its beginning, and one behind its only segment
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert preemption._asking[-1].terminate.wait(10)
+        border()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preemption, "border", end_in_rollout_three)
+        assert run.main(command) == 75
+    assert len(borders) == 6
+    assert "pre-empted: step 2 is saved" in capsys.readouterr().err
+    assert run.main(command) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
     assert digest(run_dir) == digest(whole)
     assert rows_of(run_dir) == rows_of(whole)
 

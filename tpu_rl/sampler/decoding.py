@@ -40,6 +40,7 @@ def sample(
     mesh: Mesh | None = None,
     on_finished: OnFinished | None = None,
     stop_at: StopAt | None = None,
+    at_border: Callable[[], None] | None = None,
 ) -> Rollout:
     """Draws `samples_per_prompt` completions of each prompt -> Rollout of numpy arrays.
 
@@ -50,6 +51,7 @@ def sample(
     mesh: spreads rows over its "data" and "fsdp"; None: rows go where the params are.
     on_finished: called at the borders of segments, with each row once: the others are still being decoded.
     stop_at: called there too; what a row has drawn past its end is dropped, so that segments leave no trace.
+    at_border: called there too; what it raises ends the sampling.
     N is prompts times samples_per_prompt, T is prompt_length + max_new_tokens. Rewards are zero.
     Raises InputError for prompts, limits or biases that do not fit the configuration or the policy.
     """
@@ -69,7 +71,7 @@ def sample(
         raise InputError(f"SamplerConfig.logit_bias names token {max(config.logit_bias)[0]}", why=f"there are {size}")
     asked = _Asked(tokens, lengths, limits, row_keys(key, row_ids), group)
 
-    look = _Look(limits, config.stop_ids, on_finished, stop_at)
+    look = _Look(limits, config.stop_ids, on_finished, stop_at, at_border)
     drawn = _decode(policy, params, asked, config, mesh, look)
     begins, counts = np.repeat(lengths, group), look.counts
     columns = np.arange(tokens.shape[1] + config.max_new_tokens)[None]
@@ -196,8 +198,14 @@ class _Look:
     """What is known of each row, and who is told of it."""
 
     def __init__(
-        self, limits: np.ndarray, stop_ids: tuple[int, ...], on_finished: OnFinished | None, stop_at: StopAt | None
+        self,
+        limits: np.ndarray,
+        stop_ids: tuple[int, ...],
+        on_finished: OnFinished | None,
+        stop_at: StopAt | None,
+        at_border: Callable[[], None] | None,
     ):
+        self.at_border = at_border or (lambda: None)
         self._limits, self._stop_ids, self._on_finished, self._stop_at = limits, stop_ids, on_finished, stop_at
         self.each_border = on_finished is not None or stop_at is not None
         self.ended = np.zeros(len(limits), bool)
@@ -253,6 +261,7 @@ def _decode(
         how = (policy, config, mesh, params)
         slots, drawn, border = device.decode_segment(*how, pool, queue, slots, place(border.taken), drawn)
         slots, border = _read((slots, border))
+        look.at_border()
         if look.each_border:
             look(sharding.to_host(drawn.tokens)[: len(asked.limits)])
             slots, border = _release(slots, border, look.ended, shares, place)
