@@ -307,7 +307,7 @@ def layout_of(config: ExperimentConfig, experience: Any) -> Layout:
 
 def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     """Where an array of an `Experience` lies: completions [N, ...] and packed rows [M, K, R, S] are spread by rows."""
-    return sharding.batch_sharding(mesh, shape, 2 if len(shape) == 4 else 0)
+    return sharding.batch_sharding(mesh, shape, 2 if len(shape) >= 4 else 0)
 
 
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
