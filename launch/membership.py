@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import socket
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -150,6 +149,8 @@ def on_a_tpu_pod(environment: Mapping[str, str], root: Path = Path("/")) -> bool
 
 def metadata(name: str, environment: Mapping[str, str]) -> str:
     """An attribute of this virtual machine, as Google's clouds tell it; "" where nobody does."""
+    import urllib.request  # imported here: only a TPU's host needs it
+
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
