@@ -185,7 +185,7 @@ def test_wrong_topologies_and_a_missing_compiler_are_said(monkeypatch):
 
 # --- the TPU's compiler ------------------------------------------------------------------------------------------
 
-MODELS = {"gsm8k": "builtin:gsm8k_scratch", "star_graph": "builtin:star_graph"}
+MODELS = {"code": "builtin:gsm8k_scratch", "gsm8k": "builtin:gsm8k_scratch", "star_graph": "builtin:star_graph"}
 """Of presets that leave the model to the user, or take one that another run made: one of the same kind."""
 
 

@@ -1,5 +1,6 @@
 """TPU chips that are not there, for the TPU's compiler."""
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -16,7 +17,8 @@ def needs_libtpu(test: Any) -> Any:
     return pytest.mark.tpu_compiler(pytest.mark.skipif(not there, reason='pip install -e ".[plan]"')(test))
 
 
+@functools.cache
 def tpu_devices(name: str) -> list[Any]:
-    """Of a topology, "v5e:2x2"."""
+    """Of a topology, "v5e:2x2"; the same ones each time, as what is compiled for some does not fit others."""
     os.environ.update(ENVIRONMENT)
     return list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)

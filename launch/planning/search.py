@@ -77,7 +77,8 @@ class Change(NamedTuple):
 
 
 def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
-    """The changes that would lower the fullest step the most, by estimate; `--search` compiles what it proposes."""
+    """The changes that would lower the fullest step the most, by rough estimate: what scales with what. `--search`
+    compiles what it proposes."""
     line = max((line for _, line in plan.lines), key=lambda line: line.memory.total)
     parts = line.memory.parts
 
@@ -100,10 +101,12 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
         other = MeshConfig(1, devices // mesh.tensor, mesh.tensor)
         yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", replace(config, mesh=other), cut
     if mesh.fsdp % 2 == 0:
+        # As many rows a device, and its heads, MLP and vocabulary halved; the residual stream is not.
         other = MeshConfig(mesh.data, mesh.fsdp // 2, 2 * mesh.tensor)
-        spread = {"temporaries": 0.6} if batch.micro_batch_rows <= width else {"temporaries": 1.0}
-        flags = f"--mesh.fsdp {other.fsdp} --mesh.tensor {other.tensor}"
-        yield flags, replace(config, mesh=other), spread
+        rows = max(1, batch.micro_batch_rows // 2)
+        flags = f"--mesh.fsdp {other.fsdp} --mesh.tensor {other.tensor} --batch.micro-batch-rows {rows}"
+        changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
+        yield flags, changed, {"temporaries": 0.7} if learns else {}
     if learns and batch.micro_batch_rows >= 2 * width:
         rows = max(width, batch.micro_batch_rows // 2)
         smaller = replace(config, batch=replace(batch, micro_batch_rows=rows))
