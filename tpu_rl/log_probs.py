@@ -185,7 +185,8 @@ def _gradients(
     count = len(weights)
 
     def start(x: Array, is_weight: bool) -> Array:
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if is_weight else x.dtype)
+        dtype: Any = jnp.promote_types(x.dtype, jnp.float32) if is_weight else x.dtype
+        return jnp.zeros(x.shape, dtype)
 
     def one(totals: list[Array | None], chunk: Any) -> tuple[list[Array | None], None]:
         tokens, previous, gradient = chunk

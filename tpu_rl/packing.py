@@ -9,7 +9,7 @@ P + G x C tokens instead of G x (P + C). Decided on the host with numpy, once pe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -81,7 +81,7 @@ def lay_out(
     shape = (minibatches, micro_batches, micro_batch_rows, row_length)
     layout = _index(packed, mask.shape, shape)
     actions = _actions(np.where(layout.source >= 0, mask.reshape(-1)[layout.source], False))
-    return layout.replace(actions=actions, key_tiles=_key_tiles(packed, shape))
+    return replace(layout, actions=actions, key_tiles=_key_tiles(packed, shape))
 
 
 def _groups(mask: np.ndarray, group_id: np.ndarray) -> list[_Group]:

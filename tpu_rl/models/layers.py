@@ -106,15 +106,13 @@ def attention(
     With `key_tiles` [B, T / t, n] (see `types.Rows`; packed rows only, where T = S) the keys of other tiles are left
     out, which by `visible` weigh nothing: the same numbers, of padding's hidden states alone others.
     """
-    how = {"scale": scale, "window": window, "softcap": softcap}
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if key_tiles is None:
         return dense_attention(query, key, value, queries, keys, **how)
     return tiled_attention(query, key, value, queries, key_tiles, **how)
 
 
-def tiled_attention(
-    query: Array, key: Array, value: Array, slots: Slots, key_tiles: Array, **how: float | int | None
-) -> Array:
+def tiled_attention(query: Array, key: Array, value: Array, slots: Slots, key_tiles: Array, **how: Any) -> Array:
     """`dense_attention` of each tile of t tokens, as a row of its own, over the n tiles of keys that are listed for it.
 
     For G completions of C tokens behind a prompt of P that is about G C (P + C) scores in place of (P + G C)^2.
