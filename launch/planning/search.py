@@ -80,7 +80,11 @@ def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
     """The changes that would lower the fullest step the most, by rough estimate: what scales with what. `--search`
     compiles what it proposes."""
     line = max((line for _, line in plan.lines), key=lambda line: line.memory.total)
-    parts = line.memory.parts
+    parts = dict(line.memory.parts)
+    if line.step.name == "update":
+        # Gradients, summed and of a micro-batch, are as large as the moments, whatever its rows; weights are cast, too.
+        parts["gradients"] = min(parts["temporaries"], parts["optimizer"] + parts["parameters"] // 2)
+        parts["temporaries"] -= parts["gradients"]
 
     def total(scales: dict[str, float]) -> float:
         return sum(size * scales.get(name, 1.0) for name, size in parts.items())
@@ -97,7 +101,7 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
     config, mesh, learns = plan.config, plan.mesh, line.step.name in ("make_batch", "update")
     batch, sampling, width = config.batch, config.sampling, plan.mesh.data * plan.mesh.fsdp
     if mesh.data > 1:
-        cut = {name: 1 / mesh.data for name in ("parameters", "frozen", "optimizer", "other")}
+        cut = {name: 1 / mesh.data for name in ("parameters", "frozen", "optimizer", "other", "gradients")}
         other = MeshConfig(1, devices // mesh.tensor, mesh.tensor)
         yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", replace(config, mesh=other), cut
     if mesh.fsdp % 2 == 0:
@@ -123,11 +127,11 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
         yield f"--sampling.max-rows {rows}", smaller, {"cache": share, "temporaries": share}
     if config.model.param_dtype == "float32":
         half = replace(config, model=replace(config.model, param_dtype="bfloat16"))
-        yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": 0.5}
+        yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": 0.5, "gradients": 0.5}
     if not config.model.lora.rank and "optimizer" in line.memory.parts:
         adapted = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=16)))
         # One frozen copy serves policy and reference, and only adapters have gradients and moments.
-        yield "--model.lora.rank 16", adapted, {"optimizer": 0.02, "frozen": 0.0}
+        yield "--model.lora.rank 16", adapted, {"optimizer": 0.02, "frozen": 0.0, "gradients": 0.2}
 
 
 # --- search ------------------------------------------------------------------------------------------------------
