@@ -76,7 +76,7 @@ def test_unknown_lengths_take_less_than_1_3_times_the_ideal():
     assert min(steps) == 4
 
 
-@pytest.mark.parametrize("max_rows", [2, 5, 100])
+@pytest.mark.parametrize("max_rows", [2, 100])
 def test_each_prompt_is_prefilled_once(max_rows):
     policy, _, prefills = countdown()
     config = SamplerConfig(
@@ -86,7 +86,7 @@ def test_each_prompt_is_prefilled_once(max_rows):
     rollout = sample(policy, {}, prompts, KEY, config)
     jax.effects_barrier()
     assert rollout.action_mask.sum(1).tolist() == [length for (length,) in prompts for _ in range(3)]
-    pools = {2: 4, 5: 2, 100: 1}[max_rows]
+    pools = {2: 4, 100: 1}[max_rows]
     assert prefills == [-(-7 // pools)] * pools
 
 
@@ -105,15 +105,14 @@ def test_few_programs_serve_a_long_decode():
 # --- the same rows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [1, 3])
-def test_slots_leave_no_trace(group):
+def test_slots_leave_no_trace():
     policy, _ = trigram()
-    prompts = PROMPTS * 3
+    prompts, group = PROMPTS * 3, 3
     config = SamplerConfig(max_new_tokens=40, stop_ids=(STOP,), samples_per_prompt=group, prompt_length=8)
     limits = np.random.default_rng(3).integers(1, 41, 12 * group)
     static = sample(policy, PARAMS, prompts, KEY, config, limits=limits)
     assert 0 < static.truncated.sum() < 12 * group
-    for slots, borders in ((1, Borders()), (4, Borders(7, 1, 10)), (11, Borders(3, 2, 5))):
+    for slots, borders in ((4, Borders(7, 1, 10)), (11, Borders(3, 2, 5))):
         refilled = sample(policy, PARAMS, prompts, KEY, replace(config, max_rows=slots, borders=borders), limits=limits)
         jax.tree.map(np.testing.assert_array_equal, refilled, static)
 
@@ -135,8 +134,8 @@ def decoder(**changes):
     return model, jax.jit(model.init)(jax.random.key(3))
 
 
-GEMMA = {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 5}
-MODELS = {"llama": {}, "gemma2": GEMMA}
+TWO_KINDS = {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 5}
+"""Of layers, full and sliding."""
 
 
 def same_or_within_rounding(rollout, static, logits_of, config: SamplerConfig) -> int:
@@ -158,9 +157,8 @@ def same_or_within_rounding(rollout, static, logits_of, config: SamplerConfig) -
     return int(same.sum())
 
 
-@pytest.mark.parametrize("family", MODELS.values(), ids=MODELS)
-def test_refilled_compacted_and_grown_equals_static(family):
-    model, params = decoder(**family)
+def test_refilled_compacted_and_grown_equals_static():
+    model, params = decoder(**TWO_KINDS)
     policy = models.policy(model)
     config = SamplerConfig(max_new_tokens=40, stop_ids=(5, 9), samples_per_prompt=3, prompt_length=8, temperature=1.3)
     prompts = PROMPTS * 2
@@ -242,7 +240,7 @@ def test_a_stop_string_ends_a_row_after_its_last_token_whatever_the_segments():
     string = next(pair for pair in pairs if 3 < sum(pair in text for text in texts) < 20)
     expected = [row[: contains(string)(row) or len(row)] for row in completions(free)]
     hit = np.array([string in text for text in texts])
-    for slots, borders in ((256, Borders()), (256, Borders(1)), (4, Borders(5, 1))):
+    for slots, borders in ((256, Borders(64, 24, 40)), (4, Borders(5, 1, 40))):
         how = replace(config, max_rows=slots, borders=borders)
         handed: dict[int, list[int]] = {}
         rollout = sample(policy, PARAMS, PROMPTS, KEY, how, stop_at=contains(string), on_finished=handed.update)
@@ -264,10 +262,9 @@ def test_a_stop_string_frees_its_slot():
 # --- penalty and bias ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_p", [None, 0.8])
-def test_penalty_and_bias_are_the_behaviour_s_alone(top_p):
+def test_penalty_and_bias_are_the_behaviour_s_alone():
     policy, _ = trigram()
-    bias = ((2, -np.inf), (4, 1.5))
+    top_p, bias = 0.8, ((2, -np.inf), (4, 1.5))
     config = SamplerConfig(
         max_new_tokens=9, samples_per_prompt=3, temperature=0.8, repetition_penalty=1.7, logit_bias=bias, top_p=top_p
     )
@@ -282,10 +279,9 @@ def test_penalty_and_bias_are_the_behaviour_s_alone(top_p):
             for token, added in bias:
                 own[token] += added
             plain, own = (np.exp(x / 0.8) / np.exp(x / 0.8).sum() for x in (plain, own))
-            if top_p is not None:
-                order = np.argsort(-own)
-                own[order[np.searchsorted(np.cumsum(own[order]), top_p) + 1 :]] = 0
-                own /= own.sum()
+            order = np.argsort(-own)
+            own[order[np.searchsorted(np.cumsum(own[order]), top_p) + 1 :]] = 0
+            own /= own.sum()
             np.testing.assert_allclose(rollout.log_probs[n, t], np.log(plain[row[t]]), atol=3e-6)
             np.testing.assert_allclose(rollout.behaviour_log_probs[n, t], np.log(own[row[t]]), atol=3e-6)
             uniform = jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(rollout.birth_key[n]), t))
