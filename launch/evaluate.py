@@ -163,10 +163,12 @@ def answer(
     ways = {"greedy": greedy}
     if not flags.greedy:
         ways["sampled"] = replace(greedy, temperature=flags.temperature, samples_per_prompt=flags.samples)
-    mesh = build.make_mesh(MeshConfig())
+    mesh, ends = build.make_mesh(MeshConfig()), sources.stop_at(config, language.tokenizer)
     with jax.set_mesh(mesh):
         return {
-            name: evaluation.evaluate(policy, params, language.tokenizer, problems, reward, how, key, mesh=mesh)
+            name: evaluation.evaluate(
+                policy, params, language.tokenizer, problems, reward, how, key, mesh=mesh, stop_at=ends
+            )
             for name, how in ways.items()
         }
 
