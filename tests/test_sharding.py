@@ -40,6 +40,17 @@ def test_one_device_mesh_and_batches():
     assert placed["up"].sharding.spec == PartitionSpec(("fsdp",), ("tensor",))
 
 
+def test_spread_is_over_the_mesh_that_is_set():
+    assert sharding.spread("rows", 8) == 1
+    with jax.sharding.use_abstract_mesh(FOUR):
+        assert sharding.spread("rows", 8) == 2
+        assert sharding.spread("rows", 3) == 1
+        assert sharding.spread("outputs", 8) == 1
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 2, 1), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)):
+        assert sharding.spread("rows", 8) == 4
+        assert sharding.spread("rows", 6) == 2
+
+
 def test_impossible_meshes_name_those_that_fit():
     with pytest.raises(InputError, match=r"(?s)fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1\)") as error:
         sharding.make_mesh(2, 3, devices=jax.devices() * 8)
