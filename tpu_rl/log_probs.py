@@ -177,11 +177,14 @@ def _gradients(
     gradient: Any,
 ) -> tuple[Any, Any]:
     """Of `weights` and `hidden`, None for those that are not `learned`; gradient: of what function gives, stacked."""
-    gradient = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x,
-        gradient,
-        is_leaf=lambda x: isinstance(x, SymbolicZero),
-    )
+
+    def number(x: Any) -> Array:
+        if not isinstance(x, SymbolicZero):
+            return x
+        zero: Any = x.aval
+        return jnp.zeros(zero.shape, zero.dtype)
+
+    gradient = jax.tree.map(number, gradient, is_leaf=lambda x: isinstance(x, SymbolicZero))
     count = len(weights)
 
     def start(x: Array, is_weight: bool) -> Array:
