@@ -57,6 +57,7 @@ def digest(run_dir: Path) -> str:
     return json.loads((run_dir / "summary.json").read_text())["params_digest"]
 
 
+@pytest.mark.slow
 def test_two_steps_then_four_equal_four(tmp_path, teachers, capsys):
     """With every part that a run can have: two teachers, one of them smaller, and completions of policy and teacher."""
     command = [

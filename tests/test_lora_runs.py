@@ -104,7 +104,10 @@ def test_the_frozen_weights_are_there_once_and_what_trains_has_moments(name, mod
     assert learned < sum(leaf.size for leaf in jax.tree.leaves(run.params[BASE]))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dpo", "tr_dpo", "ppo", "q_sharp", "distill"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "q_sharp", "distill")]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo", "tr_dpo", *SLOW])
 def test_only_adapters_move_and_resuming_is_no_interruption(name, model_dir):
     case, run = CASES[name], prepared(name, model_dir)
     batch, _ = run.algorithm.make_batch(tiny.experience(case.data()), run.params, run.state.algorithm_state)

@@ -351,6 +351,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_refilling_moves_no_cache_between_devices():
     result = subprocess.run([sys.executable, "-c", ON_A_MESH], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.stdout.strip() == "same", result.stderr
