@@ -73,7 +73,7 @@ def measure(argv: list[str]) -> dict[str, int]:
         setup, params = build.make_setup(config, Path("unused"), mesh)
         algorithm = build.build_algorithm(setup, stage)
         state, update = build.learner(setup, stage, algorithm, params)
-        data = steps.longest_texts(config, stage.algorithm.needs.experience)
+        data = steps.longest_texts(config, stage.algorithm.needs)
         experience = sources.lay_out(config, data, mesh)
         batch, _ = training.make_batch_step(algorithm)(experience, state.params, state.algorithm_state)
         part = training.minibatch(batch, 0)

@@ -27,10 +27,6 @@ from tpu_rl import (
     sandbox,
     sharding,
 )
-from tpu_rl.algos import (
-    AStarPoConfig,
-    ReinforceConfig,
-)
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import (
     Completions,
@@ -194,19 +190,15 @@ def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
 def prompt_values(setup: Setup, stage: Stage) -> Callable[[int, TrainState, list[data.Row], int], np.ndarray] | None:
     """What tells how much prompts are worth, (step, state, rows, round) -> one number a row, NaN where nothing judged
     it; None where the stage's algorithm asks for none."""
-    match stage.algorithm:
-        case ReinforceConfig(baseline="greedy"):
-            role, count, temperature, beta = "policy", 1, 0.0, 1.0
-        case AStarPoConfig(reference_samples=count, value_beta=beta):
-            role, temperature = "reference", None
-        case _:
-            return None
-    roll_out = roller(setup, role, count, temperature, Purpose.BASELINE)
+    wanted = stage.algorithm.needs.prompt_value
+    if wanted is None:
+        return None
+    count, temperature = wanted.samples, 0.0 if wanted.greedy else None
+    roll_out = roller(setup, wanted.role, count, temperature, Purpose.BASELINE)
 
     def worth(step: int, state: TrainState, rows: list[data.Row], round_: int) -> np.ndarray:
         earned = roll_out(step, state, rows, round_ * len(rows) * count).rewards.reshape(-1, count)
-        # Of one completion it is the reward itself.
-        return np.asarray(advantages.optimal_value(jnp.asarray(earned), jnp.isfinite(earned), beta))
+        return np.asarray(advantages.optimal_value(jnp.asarray(earned), jnp.isfinite(earned), wanted.beta))
 
     return worth
 

@@ -29,6 +29,19 @@ class RoleSpec(NamedTuple):
     """Times the run's learning rate. Each trainable role has its gradients clipped on its own."""
 
 
+class PromptValue(NamedTuple):
+    """What a prompt is worth: beta ln mean exp(reward / beta) over completions of it, which are sampled for that alone
+    (`advantages.optimal_value`). `Rollout.baseline` holds it."""
+
+    role: str
+    """Whose model completes it."""
+    samples: int
+    beta: float
+    """In units of reward a nat; of one sample the value is its reward, whatever beta."""
+    greedy: bool = False
+    """The most likely tokens, in place of the run's sampling temperature."""
+
+
 class Needs(NamedTuple):
     """What an algorithm learns from. By it the launcher chooses where a stage's experience comes from."""
 
@@ -42,6 +55,8 @@ class Needs(NamedTuple):
     """Completions: the share of the prompts that the policy completes, `sampled_by` completing the others."""
     smallest_group: int = 1
     """Completions of a prompt, where they are compared with each other."""
+    prompt_value: PromptValue | None = None
+    """Rollout: with what each prompt is worth."""
     judged: bool = False
     """Pairs: completions judged one by one, in place of pairs."""
     reference_log_probs: bool = False

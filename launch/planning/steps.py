@@ -19,6 +19,7 @@ from launch.roles import Language
 from launch.sources import Setup
 from tpu_rl import models, sharding, tokenizers, training
 from tpu_rl.models.decoder import axes
+from tpu_rl.needs import Needs
 from tpu_rl.types import (
     Completions,
     Demonstrations,
@@ -189,7 +190,7 @@ def _first_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def full_layout(planned: Planned) -> tuple[Any, Layout]:
     """(experience on the host in which all texts are as long as they may be, where it stands in packed rows)."""
     config = planned.setup.config
-    data = longest_texts(config, planned.stage.algorithm.needs.experience)
+    data = longest_texts(config, planned.stage.algorithm.needs)
     return data, sources.layout_of(config, data)
 
 
@@ -204,8 +205,9 @@ def full_experience(planned: Planned) -> Experience:
     return jax.tree.map(shape_of, Experience(*full_layout(planned)))
 
 
-def longest_texts(config: ExperimentConfig, kind: type) -> Any:
-    """Experience of a kind, on the host, in which every text has its full length; pairs are cut to what a row holds."""
+def longest_texts(config: ExperimentConfig, needs: Needs) -> Any:
+    """What an algorithm learns from, on the host, every text of full length; pairs are cut to what a row holds."""
+    kind = needs.experience
     prompt, new = config.sampling.max_prompt_tokens, config.sampling.max_new_tokens
     members = {Demonstrations: 1, Pairs: 2}.get(kind, config.batch.completions)
     if kind is Pairs:
@@ -215,8 +217,9 @@ def longest_texts(config: ExperimentConfig, kind: type) -> Any:
     mask[:, prompt : prompt + new] = True
     group = np.repeat(np.arange(config.batch.prompts, dtype=np.int32), members)
     flags, numbers, keys = np.zeros(len(group), bool), np.zeros_like(group), np.zeros((len(group), 2), np.uint32)
+    value = None if needs.prompt_value is None else floats[:, 0]
     fields: dict[type, tuple[Any, ...]] = {
-        Rollout: (tokens, mask, floats, floats, floats, group, numbers, keys, flags, flags),
+        Rollout: (tokens, mask, floats, floats, floats, group, numbers, keys, flags, flags, value),
         Demonstrations: (tokens, mask, group),
         Completions: (tokens, mask, group, flags),
         Pairs: (tokens, mask, group, flags, floats[:, 0], floats),

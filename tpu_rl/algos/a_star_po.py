@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -23,7 +23,7 @@ from flax import struct
 from tpu_rl import masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import token_log_probs
-from tpu_rl.needs import Needs, RoleSpec
+from tpu_rl.needs import Needs, PromptValue, RoleSpec
 from tpu_rl.policy_gradients import policy_metrics, reference_metrics
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
 
@@ -43,7 +43,9 @@ class AStarPoConfig:
         if min(self.beta, self.value_beta, self.reference_samples) <= 0:
             raise InputError("a setting of A*-PO is not positive", where="--algorithm", fix="see --help")
 
-    needs: ClassVar[Needs] = Needs(Rollout)
+    @property
+    def needs(self) -> Needs:
+        return Needs(Rollout, prompt_value=PromptValue("reference", self.reference_samples, self.value_beta))
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -25,7 +25,7 @@ from flax import struct
 from tpu_rl import advantages, masked, packing
 from tpu_rl.errors import InputError
 from tpu_rl.log_probs import k1, token_log_probs
-from tpu_rl.needs import Needs, RoleSpec
+from tpu_rl.needs import Needs, PromptValue, RoleSpec
 from tpu_rl.policy_gradients import kl_loss, proximal_loss, reference_metrics
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
 
@@ -55,7 +55,8 @@ class ReinforceConfig:
 
     @property
     def needs(self) -> Needs:
-        return Needs(Rollout, smallest_group=2 if self.baseline == "group" else 1)
+        value = PromptValue("policy", samples=1, beta=1.0, greedy=True) if self.baseline == "greedy" else None
+        return Needs(Rollout, smallest_group=2 if self.baseline == "group" else 1, prompt_value=value)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
