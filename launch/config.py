@@ -139,6 +139,8 @@ class MeshConfig:
     fsdp: int = -1
     """-1: all devices that the other axes leave."""
     tensor: int = 1
+    expert: int = 1
+    """Over which the experts of a mixture are spread; to all else it is more of fsdp."""
 
 
 @dataclass(frozen=True)

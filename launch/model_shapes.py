@@ -36,6 +36,11 @@ def _qwen(generation: int, sizes: dict[str, Any], tied: bool) -> dict[str, Any]:
     return sizes | {"model_type": f"qwen{generation}", "rope_theta": 1e6, "tie_word_embeddings": tied}
 
 
+def _qwen3_moe(sizes: dict[str, Any], experts: int, chosen: int, width: int) -> dict[str, Any]:
+    mixture = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+    return sizes | mixture | {"model_type": "qwen3_moe", "head_dim": 128, "rope_theta": 1e6, "norm_topk_prob": True}
+
+
 def _gemma2(sizes: dict[str, Any]) -> dict[str, Any]:
     return sizes | {"model_type": "gemma2", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
@@ -57,6 +62,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen(3, _sizes(1024, 3072, 28, 16, 8, 151_936), tied=True),
     "Qwen3-4B": _qwen(3, _sizes(2560, 9728, 36, 32, 8, 151_936), tied=True),
     "Qwen3-8B": _qwen(3, _sizes(4096, 12_288, 36, 32, 8, 151_936), tied=False),
+    "Qwen3-30B-A3B": _qwen3_moe(_sizes(2048, 6144, 48, 32, 4, 151_936), experts=128, chosen=8, width=768),
     "Gemma-2-2B": _gemma2(_sizes(2304, 9216, 26, 8, 4, 256_000)),
     "Gemma-2-9B": _gemma2(_sizes(3584, 14_336, 42, 16, 8, 256_000)),
     "Gemma-3-1B": _gemma3(_sizes(1152, 6912, 26, 4, 1, 262_144), window=512),

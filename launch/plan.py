@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,8 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
             print("--search: no mesh and micro-batch of this run fits")
         else:
             mesh, rows = best.mesh, best.config.batch.micro_batch_rows
-            print(
-                f"the best that fits: --mesh.data {mesh.data} --mesh.fsdp {mesh.fsdp} --mesh.tensor {mesh.tensor} "
-                f"--batch.micro-batch-rows {rows}"
-            )
+            flags_of_mesh = " ".join(f"--mesh.{axis} {size}" for axis, size in asdict(mesh).items())
+            print(f"the best that fits: {flags_of_mesh} --batch.micro-batch-rows {rows}")
             table.show(best, target, [])
             report["best"] = table.as_json(best, target, [])
     if flags.json:

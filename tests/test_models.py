@@ -48,6 +48,25 @@ CONFIGS = {
         "max_window_layers": 1,
     },
     "qwen3": BASE | {"model_type": "qwen3", "head_dim": 12, "rope_theta": 1e6},
+    "mixtral": BASE
+    | {"model_type": "mixtral", "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_moe": BASE
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 12,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "olmoe": BASE
+    | {
+        "model_type": "olmoe",
+        "intermediate_size": 20,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "clip_qkv": 1.5,
+    },
     "gemma2": BASE
     | {
         "model_type": "gemma2",
@@ -74,7 +93,12 @@ CONFIGS = {
 }
 """A small odd-sized model of every family: Hugging Face configurations in the older form. Windows are 5 tokens."""
 
-every_family = pytest.mark.parametrize("family", CONFIGS)
+LIKE_OTHERS = ("mixtral", "qwen3_moe")
+"""Families whose layers others have too: in the slow tests only, but for parity."""
+
+every_family = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in CONFIGS]
+)
 LENGTH = 17
 CAPACITY = LENGTH + 2
 
@@ -373,7 +397,10 @@ def test_newer_and_older_configurations_read_alike():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "supported: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3"),
+        (
+            {"model_type": "mamba"},
+            "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gemma2, gemma3_text, gemma3",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

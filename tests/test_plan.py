@@ -33,6 +33,7 @@ PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
     "Gemma-2-2B": 2_614_341_888,
     "Gemma-2-9B": 9_241_705_984,
     "Gemma-3-1B": 999_885_952,
@@ -112,6 +113,12 @@ def test_what_does_not_fit_is_said_with_changes_that_help():
     assert configuration.parse(["arithmetic_grpo", *flags.split()]) is not None
 
 
+def test_a_mixture_s_token_meets_the_experts_that_see_it():
+    mixture = models.from_config(model_shapes.SHAPES["Qwen3-30B-A3B"]).config
+    active = figures.matmul_weights(mixture) + mixture.width * mixture.vocab.size  # the embedding, which is looked up
+    assert active == pytest.approx(3.35e9, rel=0.01)  # "A3B": 3.3 billion of them
+
+
 def test_model_flops_are_six_times_the_weights_and_causal_attention():
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     mesh = build.make_mesh(config.mesh, jax.devices()[:1])
@@ -148,7 +155,7 @@ def test_meshes_that_are_tried_divide_devices_and_heads():
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     target = figures.Target("eight", jax.devices() * 8, None, None)
     tried = list(search.candidates(config, target, steps.read_model(config)))
-    assert {(c.mesh.data * c.mesh.fsdp * c.mesh.tensor) for c in tried} == {8}
+    assert {c.mesh.data * c.mesh.fsdp * c.mesh.tensor * c.mesh.expert for c in tried} == {8}
     assert all(c.batch.micro_batch_rows % (c.mesh.data * c.mesh.fsdp) == 0 for c in tried)
 
 

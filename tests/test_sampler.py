@@ -365,15 +365,16 @@ def test_bad_prompts_are_named(toy, params, prompts, options, message):
 ON_A_MESH = """
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from tests.test_sampler import KEY, PROMPTS, STOP, V, trigram
+from tpu_rl import sharding
 from tpu_rl.sampler import SamplerConfig, sample
 
 policy, counts = trigram()
 params = {"table": 1.5 * jax.random.normal(jax.random.key(7), (V, V, V))}
 config = SamplerConfig(max_new_tokens=140, stop_ids=(STOP,), samples_per_prompt=2)
 alone = sample(policy, params, PROMPTS[:3], KEY, config)
-mesh = jax.make_mesh((2, 2, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+mesh = sharding.make_mesh(2, 2)
 spread = jax.device_put(params, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
 with jax.set_mesh(mesh):
     once = sample(policy, spread, PROMPTS[:3], KEY, config, mesh=mesh)

@@ -12,32 +12,45 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from tpu_rl import sharding
 from tpu_rl.errors import InputError
 
-FOUR = AbstractMesh((1, 2, 2), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+def abstract(*sizes):
+    return AbstractMesh(sizes, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+FOUR = abstract(1, 2, 2, 1)
 
 
 def test_spec_cuts_what_divides():
     spec = sharding.spec
     assert spec(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 6), FOUR) == PartitionSpec(
-        None, ("fsdp",), ("tensor",), None
+        None, ("fsdp", "expert"), ("tensor",), None
     )
-    assert spec(("embed", "kv_heads", "head_dim"), (8, 1, 6), FOUR) == PartitionSpec(("fsdp",), None, None)
+    assert spec(("embed", "kv_heads", "head_dim"), (8, 1, 6), FOUR) == PartitionSpec(("fsdp", "expert"), None, None)
     assert spec(("vocab", "embed"), (131, 7), FOUR) == PartitionSpec(None, None)
 
 
+def test_a_mesh_axis_cuts_one_dimension_only():
+    mesh = abstract(1, 2, 1, 2)
+    wanted = PartitionSpec(("expert",), ("fsdp",), ("tensor",))
+    assert sharding.spec(("experts", "embed", "expert_mlp"), (6, 8, 5), mesh) == wanted
+    assert sharding.spec(("embed", "mlp"), (8, 5), mesh) == PartitionSpec(("fsdp", "expert"), ("tensor",))
+
+
 def test_rows_use_as_many_mesh_axes_as_divide_them():
-    mesh = AbstractMesh((2, 2, 1), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    assert sharding.spec((None, "rows"), (5, 8), mesh)[1] == ("data", "fsdp")
+    mesh = abstract(2, 2, 1, 2)
+    assert sharding.spec((None, "rows"), (5, 8), mesh)[1] == ("data", "fsdp", "expert")
+    assert sharding.spec((None, "rows"), (5, 4), mesh)[1] == ("data", "fsdp")
     assert sharding.spec((None, "rows"), (5, 6), mesh)[1] == "data"
     assert sharding.spec((None, "rows"), (5, 3), mesh)[1] is None
 
 
 def test_one_device_mesh_and_batches():
     mesh = sharding.make_mesh()
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
     batch = sharding.batch_sharding(mesh, (4, 8, 16), rows=1)
-    assert batch.spec == PartitionSpec(None, ("data", "fsdp"), None)
+    assert batch.spec == PartitionSpec(None, ("data", "fsdp", "expert"), None)
     placed = sharding.place({"up": np.ones((4, 6))}, {"up": ("embed", "mlp")}, mesh)
-    assert placed["up"].sharding.spec == PartitionSpec(("fsdp",), ("tensor",))
+    assert placed["up"].sharding.spec == PartitionSpec(("fsdp", "expert"), ("tensor",))
 
 
 def test_spread_is_over_the_mesh_that_is_set():
@@ -46,13 +59,13 @@ def test_spread_is_over_the_mesh_that_is_set():
         assert sharding.spread("rows", 8) == 2
         assert sharding.spread("rows", 3) == 1
         assert sharding.spread("outputs", 8) == 1
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 2, 1), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)):
+    with jax.sharding.use_abstract_mesh(abstract(2, 2, 1, 1)):
         assert sharding.spread("rows", 8) == 4
         assert sharding.spread("rows", 6) == 2
 
 
 def test_impossible_meshes_name_those_that_fit():
-    with pytest.raises(InputError, match=r"(?s)fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1\)") as error:
+    with pytest.raises(InputError, match=r"(?s)fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1, 1\)") as error:
         sharding.make_mesh(2, 3, devices=jax.devices() * 8)
     assert error.value.fix.count("(") == 4
     with pytest.raises(InputError, match="data 0"):

@@ -1,12 +1,14 @@
 """The device mesh, and one table of which logical axis is cut along which mesh axis.
 
 Mesh axes: "data" (rows; weights copied), "fsdp" (rows, and weights cut along their width), "tensor" (heads, MLP width
-and vocabulary). A dimension that the mesh does not divide is copied instead: slower, never wrong.
+and vocabulary), "expert" (a mixture's experts; to all else it is more of "fsdp"). A dimension that the mesh does not
+divide is copied instead: slower, never wrong.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,45 +20,54 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from tpu_rl.errors import InputError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
 RULES: Mapping[str, tuple[str, ...]] = {
-    "rows": ("data", "fsdp"),
+    "rows": ("data", "fsdp", "expert"),
     "vocab": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "experts": ("expert",),
+    "expert_mlp": ("tensor",),
     "head_dim": (),
     "layers": (),
     "outputs": (),
+    "routes": (),
     "rank": (),
 }
 """Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`)."""
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over `devices` (default: all there are), which data * fsdp * tensor must use up exactly.
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh over `devices` (default: all there are), which data * fsdp * tensor * expert must use up exactly.
 
     Raises InputError where the product does not fit, naming the nearest sizes that do.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = (data, fsdp, tensor)
+    sizes = (data, fsdp, tensor, expert)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
         raise InputError(
             "mesh of " + " x ".join(f"{name} {size}" for name, size in zip(MESH_AXES, sizes, strict=True)),
             why=f"it takes {math.prod(sizes)} devices and there are {len(devices)}",
-            fix="nearest that fit (data, fsdp, tensor): " + ", ".join(map(str, _nearest(sizes, len(devices)))),
+            fix=f"nearest that fit ({', '.join(MESH_AXES)}): " + ", ".join(map(str, _nearest(sizes, len(devices)))),
         )
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
-def _nearest(sizes: tuple[int, int, int], count: int) -> list[tuple[int, int, int]]:
-    """The three ways to write `count` as a product that change `sizes` least, in factors."""
+def _nearest(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """The three ways to write `count` as a product that change `sizes` least, in factors; a size of 1 stays."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
-    ways = [(count // (f * t), f, t) for f in divisors for t in divisors if count % (f * t) == 0]
+    ways = [
+        (count // math.prod(rest), *rest)
+        for rest in itertools.product(divisors, divisors, *([1] if size == 1 else divisors for size in sizes[3:]))
+        if count % math.prod(rest) == 0
+    ]
 
-    def distance(way: tuple[int, int, int]) -> float:
+    def distance(way: tuple[int, ...]) -> float:
         return sum(abs(math.log(new / max(old, 1))) for new, old in zip(way, sizes, strict=True))
 
     return sorted(ways, key=distance)[:3]
@@ -65,13 +76,16 @@ def _nearest(sizes: tuple[int, int, int], count: int) -> list[tuple[int, int, in
 def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How an array of `shape` with logical `axes` (None: never cut) is cut over the mesh.
 
-    Of the mesh axes that `RULES` gives a dimension, the longest prefix that divides it is used.
+    Of the mesh axes that `RULES` gives a dimension and that cut none before it, the longest prefix that divides it is
+    used.
     """
     parts: list[tuple[str, ...] | None] = []
+    used: set[str] = set()
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axes = RULES[axis] if axis is not None else ()
+        mesh_axes = tuple(name for name in (RULES[axis] if axis is not None else ()) if name not in used)
         while mesh_axes and size % math.prod(mesh.shape[name] for name in mesh_axes):
             mesh_axes = mesh_axes[:-1]
+        used |= {*mesh_axes}
         parts.append(mesh_axes or None)
     return PartitionSpec(*parts)
 

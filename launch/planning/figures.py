@@ -114,9 +114,15 @@ def model_flops(planned: Planned) -> float:
 
 
 def matmul_weights(config: DecoderConfig) -> int:
-    """Weights that each token meets in a matrix product: those of the layers and the unembedding, or the head."""
+    """Weights that each token meets in a matrix product: those of the layers and the unembedding, or the head;
+    of a mixture's experts those that see it."""
     attention, width = config.attention, config.width
-    layer = width * attention.head_dim * (2 * attention.heads + 2 * attention.kv_heads) + 3 * width * config.mlp.width
+    layer = width * attention.head_dim * (2 * attention.heads + 2 * attention.kv_heads)
+    mixture = config.experts
+    if mixture is None:
+        layer += 3 * width * config.mlp.width
+    else:
+        layer += width * mixture.count + 3 * width * mixture.width * mixture.chosen
     return len(config.kinds) * layer + width * (config.outputs or config.vocab.size)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import NamedTuple
 
 from launch import build
@@ -55,7 +55,7 @@ def make_plan(
         for line in _lines(planned, target, learning_only, compile_with):
             say(f"{name}: {line.step.name} compiled in {line.step.compiled.seconds:.0f} s")
             lines.append((name, line))
-    return Plan(config, MeshConfig(**{axis: mesh.shape[axis] for axis in ("data", "fsdp", "tensor")}), lines)
+    return Plan(config, MeshConfig(**{axis: mesh.shape[axis] for axis in sharding.MESH_AXES}), lines)
 
 
 def _lines(planned: Planned, target: Target, learning_only: bool, compile_with: Compile) -> Iterator[Line]:
@@ -99,14 +99,14 @@ def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
 def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, ExperimentConfig, dict[str, float]]]:
     """(flags, configuration, part of the memory -> what it is multiplied by)."""
     config, mesh, learns = plan.config, plan.mesh, line.step.name in ("make_batch", "update")
-    batch, sampling, width = config.batch, config.sampling, plan.mesh.data * plan.mesh.fsdp
+    batch, sampling, width = config.batch, config.sampling, mesh.data * mesh.fsdp * mesh.expert
     if mesh.data > 1:
         cut = {name: 1 / mesh.data for name in ("parameters", "frozen", "optimizer", "other", "gradients")}
-        other = MeshConfig(1, devices // mesh.tensor, mesh.tensor)
+        other = MeshConfig(1, devices // (mesh.tensor * mesh.expert), mesh.tensor, mesh.expert)
         yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", replace(config, mesh=other), cut
     if mesh.fsdp % 2 == 0:
         # As many rows a device, and its heads, MLP and vocabulary halved; the residual stream is not.
-        other = MeshConfig(mesh.data, mesh.fsdp // 2, 2 * mesh.tensor)
+        other = MeshConfig(mesh.data, mesh.fsdp // 2, 2 * mesh.tensor, mesh.expert)
         rows = max(1, batch.micro_batch_rows // 2)
         flags = f"--mesh.fsdp {other.fsdp} --mesh.tensor {other.tensor} --batch.micro-batch-rows {rows}"
         changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
@@ -148,7 +148,7 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
         plan = make_plan(candidate, target, model, learning_only=True)
         verdict = f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
         rows = candidate.batch.micro_batch_rows
-        say(f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {rows} rows a micro-batch: {verdict}")
+        say(f"mesh {' x '.join(map(str, astuple(mesh)))}, {rows} rows a micro-batch: {verdict}")
         tried += [plan] if plan.fits(target) else []
     for plan in sorted(tried, key=lambda plan: plan.seconds):
         whole = make_plan(plan.config, target, model, say=say)
@@ -160,16 +160,17 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
 def candidates(config: ExperimentConfig, target: Target, model: Model) -> Iterator[ExperimentConfig]:
     """Meshes of all devices whose train state may fit, with one to four packed rows a device in a micro-batch."""
     count = len(target.devices)
-    heads = model.config.attention.heads
-    for tensor in (1, 2, 4, 8):
-        for data in (1, 2, 4, 8):
-            if count % (tensor * data) or heads % tensor:
-                continue
-            meshed = replace(config, mesh=MeshConfig(data, count // (tensor * data), tensor))
-            mesh = sharding.make_mesh(data, count // (tensor * data), tensor, target.devices)
-            state = state_bytes(plan_stage(meshed, config.stages[-1], mesh, model))
-            if target.memory is not None and sum(state.values()) > NEAR * target.memory:
-                continue
-            for rows in (1, 2, 4):
-                wanted = rows * math.prod((meshed.mesh.data, meshed.mesh.fsdp))
-                yield replace(meshed, batch=replace(config.batch, micro_batch_rows=wanted))
+    heads, mixture = model.config.attention.heads, model.config.experts
+    axes = (1, 2, 4, 8)
+    experts = (1, 2, 4, 8, 16) if mixture else (1,)
+    for tensor, data, expert in itertools.product(axes, axes, experts):
+        if count % (tensor * data * expert) or heads % tensor or (mixture and mixture.count % expert):
+            continue
+        meshed = replace(config, mesh=MeshConfig(data, count // (tensor * data * expert), tensor, expert))
+        mesh = build.make_mesh(meshed.mesh, target.devices)
+        state = state_bytes(plan_stage(meshed, config.stages[-1], mesh, model))
+        if target.memory is not None and sum(state.values()) > NEAR * target.memory:
+            continue
+        for rows in (1, 2, 4):
+            wanted = rows * count // tensor
+            yield replace(meshed, batch=replace(config.batch, micro_batch_rows=wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,7 @@ def show(plan: Plan, target: Target, changes: list[Change]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     mesh = plan.mesh
     have = "" if target.memory is None else f", {target.memory / GIB:.2f} GiB each"
-    shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    shape = " x ".join(f"{axis} {size}" for axis, size in asdict(mesh).items())
     console.print(f"{target.name}: {len(target.devices)} devices{have}, mesh {shape}")
     console.print(memory_table(plan, target))
     console.print(speed_table(plan, target))
@@ -111,7 +112,7 @@ def as_json(plan: Plan, target: Target, changes: list[Change]) -> dict[str, Any]
     mesh = plan.mesh
     return {
         "target": {"name": target.name, "devices": len(target.devices), "bytes": target.memory},
-        "mesh": {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
+        "mesh": asdict(mesh),
         "micro_batch_rows": plan.config.batch.micro_batch_rows,
         "fits": plan.fits(target),
         "seconds": plan.seconds,

@@ -26,6 +26,8 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "value_bias": ("kv_heads", "head_dim"),
     "query_norm": ("head_dim",),
     "key_norm": ("head_dim",),
+    "query_wide_norm": ("heads", "head_dim"),
+    "key_wide_norm": ("kv_heads", "head_dim"),
     "output": ("heads", "head_dim", "embed"),
     "output_bias": ("embed",),
     "mlp_norm": ("embed",),
@@ -36,12 +38,19 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "gate_bias": ("mlp",),
     "up_bias": ("mlp",),
     "down_bias": ("embed",),
+    "router": ("routes", "embed"),
+    "expert_gate": ("experts", "embed", "expert_mlp"),
+    "expert_up": ("experts", "embed", "expert_mlp"),
+    "expert_down": ("experts", "expert_mlp", "embed"),
 }
 """Every weight there can be: name -> logical axes. A matrix's inputs come first, its outputs last; of the vocabulary's
-it is the other way round."""
+and the router's it is the other way round."""
 
 OUTPUTS = {"query": 2, "key": 2, "value": 2, "output": 1, "gate": 1, "up": 1, "down": 1}
 """The layers' matrices: how many of their last dimensions are outputs, the others being inputs."""
+
+EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
+"""Of a mixture, all its experts' stacked; of each of them one dimension is inputs and the last outputs."""
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """How the names end of an adapter's two matrices, [inputs, rank] and [rank, outputs], beside the weight's own."""
@@ -69,8 +78,8 @@ class LoraConfig:
     rank_stabilised: bool = False
     """The scale is alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Which matrices are adapted: all-linear (those of every layer), or names as PEFT has them (q_proj) or as they are
-    here (query, key, value, output, gate, up, down); also lm_head, where it is not the embedding."""
+    """Which matrices are adapted: all-linear (those of every layer, but experts'), or names as PEFT has them (q_proj)
+    or as they are here (query, key, value, output, gate, up, down); also lm_head, where it is not the embedding."""
 
     def __post_init__(self):
         unused = {field.name: field.default for field in dataclasses.fields(self)} | {"rank": self.rank}
@@ -115,6 +124,11 @@ class AttentionConfig:
     """Of query, key and value."""
     output_bias: bool = False
     query_key_norm: bool = False
+    """Of each head by itself."""
+    wide_norm: bool = False
+    """Norms of query and key over all heads at once (OLMoE)."""
+    clip: float | None = None
+    """Largest size of an element of query, key and value."""
     softcap: float | None = None
 
 
@@ -123,6 +137,19 @@ class MlpConfig:
     width: int
     activation: str = "silu"
     bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, each a gated MLP, in place of every layer's MLP; no token is dropped."""
+
+    count: int
+    chosen: int
+    """How many of them see a token."""
+    width: int
+    """Of each."""
+    renormalised: bool = True
+    """The chosen ones' weights add up to 1; else to their share of all experts' probability."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +179,8 @@ class DecoderConfig:
     """What is computed in. Norms, softmax, rotary angles and logits are float32 whatever it is."""
     param_dtype: str = "float32"
     """What weights are kept in."""
+    experts: Experts | None = None
+    """None: layers have an MLP."""
     outputs: int | None = None
     """A head of so many numbers in place of the vocabulary: what `logits` gives, and then there is no unembedding."""
     adapters: LoraConfig | None = None
@@ -179,6 +208,9 @@ class DecoderConfig:
             "kv_heads": self.attention.kv_heads,
             "head_dim": self.attention.head_dim,
             "mlp": self.mlp.width,
+            "routes": self.experts.count if self.experts else 0,
+            "experts": self.experts.count if self.experts else 0,
+            "expert_mlp": self.experts.width if self.experts else 0,
             "outputs": self.outputs or 0,
             "rank": self.adapters.rank if self.adapters else 0,
         }

@@ -17,8 +17,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models import layers
-from tpu_rl.models.architecture import LORA_A, LORA_B, WEIGHTS, DecoderConfig
+from tpu_rl.models import experts, layers
+from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
 from tpu_rl.models.layers import Slots
 from tpu_rl.sharding import constrain
 from tpu_rl.types import Array, Model, Params
@@ -52,8 +52,10 @@ def _spread(config: DecoderConfig, name: str) -> float:
     if name.endswith(LORA_A):
         return (3 * math.prod(config.shape(name)[:-1])) ** -0.5  # the variance of PEFT's uniform distribution
     shape = config.shape(name)
-    inputs = shape[0] * shape[1] if name == "output" else shape[0]
-    return (inputs * (2 * len(config.kinds) if name in ("output", "down") else 1)) ** -0.5
+    inputs = shape[1] if name in ("router", *EXPERT_MATRICES) else shape[0]
+    if name == "output":
+        inputs *= shape[1]
+    return (inputs * (2 * len(config.kinds) if name in ("output", "down", "expert_down") else 1)) ** -0.5
 
 
 def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Params:
@@ -104,7 +106,10 @@ class Weights(nn.Module):
     def norm(self, x: Array, name: str) -> Array:
         config = self.config
         scale = self.param(name, nn.initializers.zeros, config.shape(name), config.stored_dtype(name))
-        return layers.rms_norm(x, scale, config.norm.eps, config.norm.unit_offset)
+        if scale.ndim == 1:
+            return layers.rms_norm(x, scale, config.norm.eps, config.norm.unit_offset)
+        flat = x.reshape(*x.shape[: -scale.ndim], scale.size)
+        return layers.rms_norm(flat, scale.reshape(-1), config.norm.eps, config.norm.unit_offset).reshape(x.shape)
 
     def adapter(self, name: str) -> tuple[Array, Array]:
         return self.weight(name + LORA_A), self.weight(name + LORA_B)
@@ -131,7 +136,7 @@ class Layer(Weights):
         post = self.config.norm.post
         branch, cache = self.attend(self.norm(x, "attention_norm"), cache, layer, context)
         x = x + (self.norm(branch, "attention_post_norm") if post else branch)
-        branch = self.mlp(self.norm(x, "mlp_norm"))
+        branch = self.mixture(self.norm(x, "mlp_norm")) if self.config.experts else self.mlp(self.norm(x, "mlp_norm"))
         x = x + (self.norm(branch, "mlp_post_norm") if post else branch)
         return constrain(x, RESIDUAL), cache
 
@@ -142,6 +147,10 @@ class Layer(Weights):
         value = self.linear("btd,dke->btke", x, "value", config.bias)
         if config.query_key_norm:
             query, key = self.norm(query, "query_norm"), self.norm(key, "key_norm")
+        if config.wide_norm:
+            query, key = self.norm(query, "query_wide_norm"), self.norm(key, "key_wide_norm")
+        if config.clip is not None:
+            query, key, value = (jnp.clip(part, -config.clip, config.clip) for part in (query, key, value))
         query, key = (layers.apply_rope(part, context.angles[self.kind]) for part in (query, key))
         if cache is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -164,6 +173,14 @@ class Layer(Weights):
         config = self.config.mlp
         gate = ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
         return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
+
+    def mixture(self, x: Array) -> Array:
+        config = self.config
+        assert config.experts is not None
+        logits = jnp.einsum("btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32)
+        routing = experts.route(config.experts, logits)
+        matrices = experts.Matrices(*map(self.weight, EXPERT_MATRICES))
+        return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation])
 
 
 class Pattern(nn.Module):

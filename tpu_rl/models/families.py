@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
+from tpu_rl.models import expert_families
 from tpu_rl.models.architecture import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
 from tpu_rl.models.layers import RopeConfig
 
@@ -66,6 +67,11 @@ def _all_sliding(config: Mapping[str, Any]) -> list[str]:
     return ["sliding" if config["sliding_window"] else "full"] * config["num_hidden_layers"]
 
 
+def _sliding_if_used(config: Mapping[str, Any]) -> list[str]:
+    slides = config["use_sliding_window"] and config["sliding_window"]
+    return ["sliding" if slides else "full"] * config["num_hidden_layers"]
+
+
 def _upper_sliding(config: Mapping[str, Any]) -> list[str]:
     slides = config["use_sliding_window"] and config["sliding_window"]
     first = config["max_window_layers"] if slides else config["num_hidden_layers"]
@@ -88,7 +94,7 @@ class Family:
     kinds: Kinds = _full
     """Layer kinds where the configuration has no `layer_types`."""
     reads_layer_types: bool = True
-    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of layer weights, where they differ from `LAYER_NAMES`."""
     gemma: bool = False
     """Norm scales stored as distance from 1, norms at both ends of a branch, embeddings times sqrt(width)."""
@@ -103,6 +109,8 @@ _LLAMA = {
     "query_key_value_bias": False,  # ours: Qwen2 has these without saying so, and no bias on the output
     "mlp_bias": False,
     "query_key_norm": False,  # ours: Qwen3 and Gemma 3 have it without saying so
+    "wide_norm": False,  # ours: OLMoE has it without saying so
+    "clip_qkv": None,
     "sliding_window": None,
     "num_key_value_heads": None,
     "head_dim": None,
@@ -143,6 +151,9 @@ _GEMMA3 = {
     "rope_local_base_freq": 10_000.0,
     "vocab_size": 262_208,
 }
+_MIXTRAL = {**_LLAMA, **expert_families.MIXTRAL}
+_QWEN3_MOE = {**_QWEN3, **expert_families.QWEN3_MOE}
+_OLMOE = {**_LLAMA, **expert_families.OLMOE}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, reads_layer_types=False),
@@ -154,6 +165,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN2, kinds=_upper_sliding),
     "qwen3": Family("Qwen3ForCausalLM", _QWEN3, kinds=_upper_sliding),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _MIXTRAL,
+        kinds=_all_sliding,
+        reads_layer_types=False,
+        names=expert_families.MIXTRAL_NAMES,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _QWEN3_MOE,
+        kinds=_sliding_if_used,
+        reads_layer_types=False,
+        names=expert_families.NAMES,
+    ),
+    "olmoe": Family("OlmoeForCausalLM", _OLMOE, reads_layer_types=False, names=expert_families.OLMOE_NAMES),
     "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
 }
@@ -251,6 +277,8 @@ def _attention(hf: Mapping[str, Any], kinds: tuple[str, ...], where: str) -> Att
         bias=hf["query_key_value_bias"] or hf["attention_bias"],
         output_bias=hf["attention_bias"],
         query_key_norm=hf["query_key_norm"],
+        wide_norm=hf["wide_norm"],
+        clip=hf["clip_qkv"],
         softcap=hf["attn_logit_softcapping"],
     )
 
@@ -334,6 +362,7 @@ def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, where: 
         norm=NormConfig(hf["rms_norm_eps"], unit_offset=family.gemma, post=family.gemma),
         rope=rope,
         sliding_rope=sliding_rope,
+        experts=expert_families.experts(hf, where) if "router" in family.names else None,
         dtype=dtype,
         param_dtype=param_dtype,
         outputs=_outputs(source),
@@ -349,11 +378,11 @@ def _outputs(source: Mapping[str, Any]) -> int | None:
     return source["num_labels"] if "num_labels" in source else len(source.get("id2label", (0, 1)))
 
 
-def weight_name(family: Family, name: str, layer: int | None) -> str:
+def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -> str:
     """What Hugging Face calls our weight `name`, of a layer of the model or (None) outside the layers."""
     if layer is None:
         return TOP_NAMES[name]
-    return f"model.layers.{layer}.{(LAYER_NAMES | family.names)[name]}"
+    return f"model.layers.{layer}.{(LAYER_NAMES | {**family.names})[name].format(expert=expert)}"
 
 
 def plain_name(name: str) -> str | None:

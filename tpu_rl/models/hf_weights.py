@@ -18,10 +18,10 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from tpu_rl import model_files, sharding
 from tpu_rl.errors import InputError
 from tpu_rl.models import families, lora, peft_files, safetensors_files
-from tpu_rl.models.architecture import LORA_A, LORA_B, OUTPUTS, DecoderConfig
+from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, OUTPUTS, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.directories import find_directory, require_replaceable, written_whole
-from tpu_rl.models.slots import Slot, leaf_at, require_fit, split_shape, weight_slots
+from tpu_rl.models.slots import Slot, leaf_at, require_fit, tensor_of, weight_slots
 from tpu_rl.types import Array, Model, Params
 
 SHARD_BYTES = 5_000_000_000
@@ -133,10 +133,12 @@ def load(
         keys = tuple(key.key for key in path)
         tensors = members[keys]
         if keys[0] != "layers":
-            return _place(tensors[0], model.config, keys[-1], place)
+            return _place(tensors, model.config, keys[-1], place)
         stack = jnp.zeros(shape.shape, shape.dtype, device=place)
-        for row, tensor in enumerate(tensors):
-            stack = _fill(stack, _place(tensor, model.config, keys[-1], _without_layers(place)), row)
+        each = len(tensors) // shape.shape[0]  # of a mixture, a layer's experts
+        for row in range(shape.shape[0]):
+            own = tensors[row * each : (row + 1) * each]
+            stack = _fill(stack, _place(own, model.config, keys[-1], _without_layers(place)), row)
         return stack
 
     params = jax.tree_util.tree_map_with_path(assemble, shapes, places)
@@ -166,8 +168,7 @@ def _require_finite(directory: Path, slots: Mapping[str, Slot], params: Params) 
         return
 
     def is_finite(slot: Slot) -> bool:
-        leaf = leaf_at(params, slot.path)
-        return bool(jnp.isfinite(leaf if slot.row is None else leaf[slot.row]).all())
+        return bool(jnp.isfinite(tensor_of(params, slot)).all())
 
     names = [name for name, slot in slots.items() if not is_finite(slot)]
     raise InputError(
@@ -200,13 +201,20 @@ def check(directory: Path, model: Model) -> dict[str, safetensors_files.Stored]:
     return stored
 
 
-def _place(tensor: safetensors_files.Stored, config: DecoderConfig, name: str, place: Sharding) -> Array:
-    """A stored tensor as our weight `name` on its devices; only what this process holds of it is read."""
-    mapped, shape = tensor.read(), config.shape(name)
-    view = (mapped.T if name in OUTPUTS else mapped).reshape(shape)
-    # A copy, never the mapped file itself: arrays on the CPU may alias what they are given.
-    array = jax.make_array_from_callback(shape, place, lambda part: np.array(view[part], config.param_dtype, order="C"))
-    return array.block_until_ready()  # else many tensors could wait on the host at once
+def _place(tensors: list[safetensors_files.Stored], config: DecoderConfig, name: str, place: Sharding) -> Array:
+    """Stored tensors (one, or an expert each) as our weight `name` on its devices; only what this process holds of
+    them is read."""
+    shape, transposed = config.shape(name), name in (*OUTPUTS, *EXPERT_MATRICES)
+    inner = shape[1:] if name in EXPERT_MATRICES else shape
+    views = [(mapped.T if transposed else mapped).reshape(inner) for mapped in (one.read() for one in tensors)]
+
+    # Copies, never the mapped file itself: arrays on the CPU may alias what they are given.
+    def read(part: tuple[slice, ...]) -> np.ndarray:
+        if name in EXPERT_MATRICES:
+            return np.stack([view[part[1:]].astype(config.param_dtype) for view in views[part[0]]])
+        return np.array(views[0][part], config.param_dtype, order="C")
+
+    return jax.make_array_from_callback(shape, place, read).block_until_ready()  # else many could wait on the host
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -285,17 +293,18 @@ def _tensors(
         array = _merged(config, params, slot)
         if not array.is_fully_addressable:
             array = multihost_utils.process_allgather(array, tiled=True)
-        name = slot.path[-1]
-        tensor = np.asarray(array)
-        yield tensor.reshape(split_shape(config, name)).T if name in OUTPUTS else tensor.reshape(slot.shape)
+        name, tensor = slot.path[-1], np.asarray(array)
+        if name in (*OUTPUTS, *EXPERT_MATRICES):
+            yield tensor.reshape(slot.shape[::-1]).T
+        else:
+            yield tensor.reshape(slot.shape)
 
 
 def _merged(config: DecoderConfig, params: Params, slot: Slot) -> Array:
     """A slot's weight, with what its adapter adds where it has one."""
 
     def of_row(name: str) -> Array:
-        leaf = leaf_at(params, (*slot.path[:-1], name))
-        return leaf if slot.row is None else jax.lax.dynamic_index_in_dim(leaf, slot.row, keepdims=False)
+        return tensor_of(params, slot._replace(path=(*slot.path[:-1], name)))
 
     name = slot.path[-1]
     if config.adapter_scale(name) is None:

@@ -29,6 +29,9 @@ from tpu_rl.types import Array, Model, Params
 MATRICES = (*OUTPUTS, "unembedding")
 """What can be adapted, by our names."""
 
+MLP = {"gate", "up", "down"}
+"""Of these, those that a mixture of experts has in each expert."""
+
 PEFT_NAMES = {name: LAYER_NAMES[name].split(".")[-2] for name in OUTPUTS} | {"unembedding": "lm_head"}
 """Our names -> the modules' in PEFT."""
 
@@ -64,7 +67,14 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
             fix=f"did you mean {' or '.join(near)}? All: {', '.join([ALL_LINEAR, *ours])}",
         )
     chosen = {ours[target] for target in lora.targets if target != ALL_LINEAR}
-    chosen |= set(OUTPUTS) if ALL_LINEAR in lora.targets else set()
+    if config.experts and chosen & MLP:
+        raise InputError(
+            f"{', '.join(PEFT_NAMES[name] for name in MATRICES if name in chosen & MLP)} of a mixture's experts",
+            where="--model.lora.targets",
+            why="experts have no adapters: one of each would be as many weights as ranks times experts",
+            fix=f"use {ALL_LINEAR}, which is every matrix of attention in this model",
+        )
+    chosen |= set(OUTPUTS) - (MLP if config.experts else set()) if ALL_LINEAR in lora.targets else set()
     if "unembedding" in chosen and config.vocab.tied:
         raise InputError(
             "lm_head is the embedding of this model, which is not adapted",

@@ -25,8 +25,8 @@ from tpu_rl.models.architecture import LORA_A, LORA_B, DecoderConfig, LoraConfig
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.directories import find_directory, require_replaceable, written_whole
 from tpu_rl.models.safetensors_files import Stored
-from tpu_rl.models.slots import Slot, leaf_at, require_fit, weight_slots
-from tpu_rl.types import Array, Model, Params
+from tpu_rl.models.slots import Slot, leaf_at, require_fit, tensor_of, weight_slots
+from tpu_rl.types import Model, Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -228,8 +228,7 @@ def save_adapters(path: str | Path, model: Model, params: Params, base: str, tok
 
 def _tensor(params: Params, slot: Slot, shape: tuple[int, ...]) -> np.ndarray:
     """In PEFT's layout: A is [rank, inputs] and B [outputs, rank]."""
-    leaf: Array = leaf_at(params, slot.path)
-    row = np.asarray(sharding.to_host(leaf if slot.row is None else leaf[slot.row]))
+    row = np.asarray(sharding.to_host(tensor_of(params, slot)))
     return row if slot.path[-1] == "score" else row.reshape(shape[::-1]).T
 
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from tpu_rl.errors import InputError
 from tpu_rl.models import families
-from tpu_rl.models.architecture import OUTPUTS, WEIGHTS, DecoderConfig
+from tpu_rl.models.architecture import EXPERT_MATRICES, OUTPUTS, WEIGHTS, DecoderConfig
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.models.safetensors_files import Stored
 from tpu_rl.types import Model, Params
@@ -23,8 +25,8 @@ class Slot(NamedTuple):
 
     path: tuple[str, ...]
     """Keys of the leaf."""
-    row: int | None
-    """Of a stacked leaf: which."""
+    index: tuple[int, ...]
+    """Of a stacked leaf: which layer of the stack, which expert."""
     shape: tuple[int, ...]
     """In the Hugging Face file."""
 
@@ -37,14 +39,17 @@ def weight_slots(model: Model) -> dict[str, Slot]:
     slots = {}
     for name in WEIGHTS:
         if name in shapes:
-            slots[families.weight_name(family, name, None)] = Slot((name,), None, _hf_shape(config, name))
+            slots[families.weight_name(family, name, None)] = Slot((name,), (), _hf_shape(config, name))
     for layer in range(len(config.kinds)):
         repetition, place = divmod(layer, config.period)
         stacked = repetition < config.repetitions
         path = ("layers" if stacked else "tail", f"layer_{place}")
         for name in shapes[path[0]][path[1]]:
-            slot = Slot((*path, name), repetition if stacked else None, _hf_shape(config, name))
-            slots[families.weight_name(family, name, layer)] = slot
+            rows = (repetition,) if stacked else ()
+            for expert in range(config.shape(name)[0] if name in EXPERT_MATRICES else 1):
+                index = (*rows, expert) if name in EXPERT_MATRICES else rows
+                slot = Slot((*path, name), index, _hf_shape(config, name))
+                slots[families.weight_name(family, name, layer, expert)] = slot
     return slots
 
 
@@ -57,7 +62,17 @@ def split_shape(config: DecoderConfig, name: str) -> tuple[int, int]:
 def _hf_shape(config: DecoderConfig, name: str) -> tuple[int, ...]:
     if name in OUTPUTS:
         return split_shape(config, name)[::-1]
-    return (math.prod(config.shape(name)),) if name.endswith("_bias") else config.shape(name)
+    if name in EXPERT_MATRICES:
+        return config.shape(name)[:0:-1]
+    return (math.prod(config.shape(name)),) if name.endswith(("_bias", "_norm")) else config.shape(name)
+
+
+def tensor_of(params: Params, slot: Slot) -> Any:
+    """A slot's part of its leaf, in our layout."""
+    leaf = leaf_at(params, slot.path)
+    for at in slot.index:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
+    return leaf
 
 
 def leaf_at(params: Params, path: tuple[str, ...]) -> Any:

@@ -48,7 +48,7 @@ def sample(
     key: the use and the step are folded in already (`run_key`).
     limits: [N], most new tokens of each row; None: `max_new_tokens` for all. Rows of high limits are begun first.
     row_ids: [N], what is folded into each row's key; None: 0 .. N-1.
-    mesh: spreads rows over its "data" and "fsdp"; None: rows go where the params are.
+    mesh: spreads rows over its "data", "fsdp" and "expert"; None: rows go where the params are.
     on_finished: called at the borders of segments, with each row once: the others are still being decoded.
     stop_at: called there too; what a row has drawn past its end is dropped, so that segments leave no trace.
     at_border: called there too; what it raises ends the sampling.

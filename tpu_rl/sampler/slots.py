@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tpu_rl import sharding
 from tpu_rl.sampler.caches import put_row, resize, row_axis, take_rows
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.sampler.drawing import draw
 from tpu_rl.types import Array, Params, Policy
 
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = sharding.RULES["rows"]
 """Mesh axes that rows are spread over."""
 
 NO_TOKEN = -1

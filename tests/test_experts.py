@@ -1,0 +1,216 @@
+"""Mixtures of experts against all experts computed densely: values, gradients, on one device and on several."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.test_models import CONFIGS
+from tpu_rl import models
+from tpu_rl.errors import InputError
+from tpu_rl.models import LoraConfig, experts
+from tpu_rl.models.architecture import Experts
+
+COUNT, CHOSEN, WIDTH, INNER = 8, 3, 12, 10
+
+
+def dense(x, logits, matrices, config):
+    """What `experts.mixture` says, with every expert computing every token."""
+    probabilities = jax.nn.softmax(logits)
+    threshold = jnp.sort(probabilities, axis=-1)[..., -config.chosen, None]
+    weights = jnp.where(probabilities >= threshold, probabilities, 0.0)
+    if config.renormalised:
+        weights /= weights.sum(-1, keepdims=True)
+    gate, up = (jnp.einsum("btd,edf->btef", x, matrix) for matrix in matrices[:2])
+    each = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, matrices[2])
+    return jnp.einsum("bte,bted->btd", weights, each)
+
+
+def routed(x, logits, matrices, config):
+    return experts.mixture(x, experts.route(config, logits), matrices, jax.nn.silu)
+
+
+def case(rows=4, length=64, skew=0.0, seed=0):
+    """Tokens, router logits of which `skew` prefers the first experts, and matrices."""
+    noise = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(noise.standard_normal(shape, np.float32))
+
+    logits = normal(rows, length, COUNT) + skew * jnp.where(jnp.arange(COUNT) < CHOSEN, 1.0, 0.0)[None, None]
+    matrices = experts.Matrices(normal(COUNT, WIDTH, INNER), normal(COUNT, WIDTH, INNER), normal(COUNT, INNER, WIDTH))
+    return normal(rows, length, WIDTH), logits, matrices
+
+
+def value_and_gradients(function, config, *arguments):
+    """Of a sum in which each output counts differently."""
+
+    def total(*arguments):
+        out = function(*arguments, config)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*arguments)
+    return out, gradients
+
+
+def assert_close(first, second):
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * max(1.0, float(jnp.abs(other).max())))
+
+
+@pytest.mark.parametrize("renormalised", [True, False])
+def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(renormalised):
+    config = Experts(COUNT, CHOSEN, INNER, renormalised)
+    assert_close(value_and_gradients(routed, config, *case()), value_and_gradients(dense, config, *case()))
+
+
+def test_no_token_is_dropped_where_all_prefer_the_same_experts():
+    config = Experts(COUNT, CHOSEN, INNER)
+    skewed = case(skew=50.0)
+    chosen = experts.route(config, skewed[1]).chosen
+    assert int(chosen.max()) < CHOSEN
+    assert_close(value_and_gradients(routed, config, *skewed), value_and_gradients(dense, config, *skewed))
+
+
+def test_tokens_do_not_affect_each_other():
+    config = Experts(COUNT, CHOSEN, INNER)
+    x, logits, matrices = case()
+    mixed = jax.jit(routed, static_argnums=3)
+    apart = mixed(x, logits, matrices, config)
+    together = mixed(x.at[1:].set(9.0), logits.at[1:].set(0.0), matrices, config)
+    np.testing.assert_allclose(together[:1], apart[:1], atol=1e-5)
+    assert float(jnp.abs(together[1:] - apart[1:]).max()) > 1
+
+
+def test_the_kernel_of_gradients_equals_the_reference(monkeypatch):
+    """As the TPU computes it, interpreted: 300 rows, of which the last belong to no group, and a group without rows."""
+    gmm = pytest.importorskip("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    plain = gmm.tgmm
+    monkeypatch.setattr(gmm, "tgmm", lambda *arguments: plain(*arguments, interpret=True))
+    noise = np.random.default_rng(0)
+    x, gradient = (jnp.asarray(noise.standard_normal((300, n), np.float32)) for n in (16, 24))
+    sizes = jnp.array([130, 0, 41, 88], jnp.int32)
+    found = experts._matrices_gradient_kernel(x, gradient, sizes)
+    ends = np.cumsum(sizes)
+    for group, (start, end) in enumerate(zip(ends - np.asarray(sizes), ends, strict=True)):
+        np.testing.assert_allclose(found[group], x[start:end].T @ gradient[start:end], atol=2e-4)
+
+
+ON_A_MESH = """
+import sys
+import jax
+from tests.test_experts import CHOSEN, COUNT, INNER, Experts, assert_close, case, routed, value_and_gradients
+from tpu_rl import sharding
+jax.config.update("jax_default_matmul_precision", "highest")
+
+config = Experts(COUNT, CHOSEN, INNER)
+for arguments in eval(sys.argv[1]):
+    wanted = value_and_gradients(routed, config, *arguments)
+    for sizes in eval(sys.argv[2]):
+        with jax.set_mesh(sharding.make_mesh(**sizes)):
+            assert_close(value_and_gradients(routed, config, *arguments), wanted)
+print("four devices agree with one")
+"""
+
+
+def on_four_devices(program, *arguments):
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
+    assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
+
+
+def test_four_devices_equal_one():
+    """All tokens go to experts of one device, which takes several passes."""
+    on_four_devices(ON_A_MESH, "[case(skew=50.0)]", "[{'tensor': 2, 'expert': 2}]")
+
+
+@pytest.mark.slow
+def test_every_mesh_equals_one_device():
+    """Also with rows that no mesh axis divides."""
+    cases = "[case(), case(skew=50.0), case(rows=3, length=100), case(rows=3, length=100, skew=50.0)]"
+    on_four_devices(ON_A_MESH, cases, "[{'expert': 4}, {'fsdp': 2, 'expert': 2}, {'tensor': 2, 'expert': 2}]")
+
+
+MODEL_ON_A_MESH = """
+import jax, numpy as np
+import jax.numpy as jnp
+from tests.test_experts import assert_close
+from tests.test_models import LENGTH, plain, tiny, tokens_of
+from tpu_rl import models, sharding
+from tpu_rl.sampler import SamplerConfig, sample
+jax.config.update("jax_default_matmul_precision", "highest")
+
+mesh = sharding.make_mesh(fsdp=2, expert=2)
+model, params, logits, extend = tiny("mixtral")
+places = sharding.shardings(model.axes, mesh, params)
+cut = jax.device_put(params, places)
+gate = cut["layers"]["layer_0"]["expert_gate"]
+assert gate.addressable_shards[0].data.shape == (2, 3, 20, 20), gate.sharding
+query = cut["layers"]["layer_0"]["query"]
+assert query.addressable_shards[0].data.shape == (2, 10, 4, 10), query.sharding
+rows = [jnp.concatenate([part, part[:1]]) for part in (tokens_of((3, LENGTH)), *plain(3))]
+
+def loss(params, *rows):
+    return jnp.mean(jax.nn.log_softmax(model.logits(params, model.hidden(params, *rows)))[..., 0])
+
+one = jax.jit(jax.value_and_grad(loss))(params, *rows)
+prompts, key = [[1, 2, 3], [4], [5, 6], [7]], jax.random.key(1)
+sampled = SamplerConfig(max_new_tokens=6, samples_per_prompt=2)
+alone = sample(models.policy(model), params, prompts, key, sampled)
+with jax.set_mesh(mesh):
+    many = jax.jit(jax.value_and_grad(loss))(cut, *rows)
+    spread = sample(models.policy(model), cut, prompts, key, sampled, mesh=mesh)
+assert_close(many, one)
+np.testing.assert_array_equal(spread.tokens, alone.tokens)
+np.testing.assert_allclose(spread.log_probs, alone.log_probs, atol=2e-5)
+chosen = np.asarray(alone.action_mask)
+scored = jax.nn.log_softmax(models.apply(model, params, alone.tokens))[:, :-1]
+scored = np.take_along_axis(np.asarray(scored), np.asarray(alone.tokens)[:, 1:, None], 2)[..., 0]
+np.testing.assert_allclose(alone.log_probs[:, 1:][chosen[:, 1:]], scored[chosen[:, 1:]], atol=2e-5)
+print("four devices agree with one")
+"""
+
+
+@pytest.mark.slow
+def test_a_mixture_learns_and_samples_alike_on_four_devices():
+    """The sampler's log-probs are those of the whole sequence, too."""
+    on_four_devices(MODEL_ON_A_MESH)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [0]}, "layers without experts among layers with them"),
+        ({"decoder_sparse_step": 2}, "layers without experts among layers with them"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6"),
+        ({"num_experts": "many"}, "num_experts = many"),
+    ],
+)
+def test_configurations_that_are_not_supported(change, message):
+    with pytest.raises(InputError, match=message):
+        models.from_config(CONFIGS["qwen3_moe"] | change)
+
+
+def test_either_name_of_the_number_of_experts_is_read():
+    older = CONFIGS["qwen3_moe"]
+    newer = {**older, "num_local_experts": older["num_experts"]}
+    del newer["num_experts"]
+    assert models.from_config(newer).config.experts == models.from_config(older).config.experts
+
+
+def test_lora_adapts_attention_and_refuses_experts():
+    model = models.from_config(CONFIGS["mixtral"])
+    adapted = models.with_lora(model, LoraConfig(2)).config.adapters
+    assert adapted is not None
+    assert adapted.targets == ("query", "key", "value", "output")
+    with pytest.raises(InputError, match=r"gate_proj of a mixture's experts"):
+        models.with_lora(model, LoraConfig(2, targets=("all-linear", "gate_proj")))
