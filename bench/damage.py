@@ -24,7 +24,7 @@ import jax
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tpu_rl import checkpoint, manifests  # noqa: E402
+from tpu_rl import checkpoint, digests, manifests  # noqa: E402
 from tpu_rl.errors import DamagedDataError  # noqa: E402
 
 Damage = tuple[str, Path, Callable[[bytes], bytes | None]]
@@ -53,7 +53,7 @@ def restored(folder: Path, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -
     """The digest of what is restored, or "refused"."""
     reader = checkpoint.read_checkpoints(str(folder))
     try:
-        return checkpoint.digest(reader.restore(step, wanted)[0])
+        return digests.of_tree(reader.restore(step, wanted)[0])
     except DamagedDataError:
         return "refused"
     finally:

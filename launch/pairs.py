@@ -21,7 +21,7 @@ import numpy as np
 from launch import dataset, dataset_changes, sources, watchdog
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import checkpoint, data, evaluation, packing, processes, rollouts, sharding, training
+from tpu_rl import data, digests, evaluation, packing, processes, rollouts, sharding, training
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.log_probs import token_log_probs
 from tpu_rl.types import Algorithm, Experience, Pairs, Params, TrainState
@@ -200,7 +200,7 @@ def cached_log_probs(
     """
     path = log_probs_path(setup, stage)
     role = "reference" if "reference" in stage.algorithm.roles else "policy"
-    identity = {"data": data.fingerprint(rows), "model": checkpoint.digest(setup.params_of(role)(params))}
+    identity = {"data": data.fingerprint(rows), "model": digests.of_tree(setup.params_of(role)(params))}
     found = read_log_probs(path) if processes.from_first(path.exists) else None
     if found is not None:
         kept, values = found

@@ -48,7 +48,7 @@ from launch.peers import INTERRUPTED
 from launch.preemption import Preempted, Signals
 from launch.signs import Signs
 from launch.skips import Skips
-from tpu_rl import checkpoint, metrics, models, processes, redaction, report, reward_models, run_lock, training
+from tpu_rl import checkpoint, digests, metrics, models, processes, redaction, report, reward_models, run_lock, training
 from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
@@ -310,7 +310,7 @@ def finish(setup: sources.Setup, params: Params, began: float) -> None:
     config, run_dir = setup.config, setup.run_dir
     save_models(setup, params)
     audit.audit_run(setup, params)
-    digest = checkpoint.digest(params[roles.product(config.algorithm)])
+    digest = digests.of_tree(params[roles.product(config.algorithm)])
     if processes.index():
         return
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

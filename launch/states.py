@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.roles import BASE
-from tpu_rl import checkpoint
+from tpu_rl import checkpoint, digests
 from tpu_rl.errors import InputError
 from tpu_rl.types import Params, TrainState
 
@@ -20,7 +20,7 @@ DIGEST = "digest_under_adapters"
 def save(checkpoints: checkpoint.Checkpoints, step: int, state: TrainState, extra: dict[str, Any], wait: bool) -> None:
     """As `Checkpoints.save`."""
     kept, under = apart(state)
-    checkpoints.save(step, kept, extra | ({DIGEST: checkpoint.digest(under)} if under else {}), wait)
+    checkpoints.save(step, kept, extra | ({DIGEST: digests.of_tree(under)} if under else {}), wait)
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -35,7 +35,7 @@ def restore(checkpoints: checkpoint.Checkpoints, step: int, wanted: TrainState) 
     not those that the adapters were trained on."""
     kept, under = apart(wanted)
     state, extra = checkpoints.restore(step, kept)
-    if under and extra.get(DIGEST) != checkpoint.digest(under):
+    if under and extra.get(DIGEST) != digests.of_tree(under):
         raise InputError(
             "the model under the adapters is not the one that the run began with",
             where=f"checkpoint {step}",

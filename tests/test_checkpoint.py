@@ -14,7 +14,7 @@ import optax
 import pytest
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 
-from tpu_rl import checkpoint, manifests
+from tpu_rl import checkpoint, digests, manifests
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 from tpu_rl.types import TrainState
 
@@ -68,7 +68,7 @@ def test_everything_comes_back(tmp_path):
         assert one.aval == two.aval
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
     assert restored_extra == extra
-    assert checkpoint.digest(restored) == checkpoint.digest(state)
+    assert digests.of_tree(restored) == digests.of_tree(state)
 
 
 def test_keeps_the_newest_and_leaves_no_litter(tmp_path):
@@ -297,26 +297,26 @@ def test_what_cannot_be_read_though_nothing_changed_is_no_damage(tmp_path, monke
 def test_digest_sees_every_change(dtype):
     values = np.array([[0, 1, 1], [1, 0, 0]])
     variants = [values, values[::-1], values.reshape(3, 2), values.T, values ^ np.eye(2, 3, dtype=int)]
-    assert len({checkpoint.digest({"x": jnp.asarray(variant, dtype)}) for variant in variants}) == len(variants)
-    assert checkpoint.digest({"x": jnp.asarray(values, dtype)}) != checkpoint.digest({"y": jnp.asarray(values, dtype)})
+    assert len({digests.of_tree({"x": jnp.asarray(variant, dtype)}) for variant in variants}) == len(variants)
+    assert digests.of_tree({"x": jnp.asarray(values, dtype)}) != digests.of_tree({"y": jnp.asarray(values, dtype)})
 
 
 def test_digest_tells_zeros_and_nans_apart():
     kinds = [0.0, -0.0, np.nan, np.inf]
-    assert len({checkpoint.digest({"x": jnp.full((2,), value, jnp.float32)}) for value in kinds}) == 4
+    assert len({digests.of_tree({"x": jnp.full((2,), value, jnp.float32)}) for value in kinds}) == 4
 
 
 SAVE_SHARDED = """
 import sys, jax
 from jax.sharding import NamedSharding, PartitionSpec
-from tpu_rl import checkpoint
+from tpu_rl import checkpoint, digests
 from tests.test_checkpoint import make_state, save_one
 state, mesh = make_state(), jax.make_mesh((2,), ("fsdp",))
-digest = checkpoint.digest(state)
+digest = digests.of_tree(state)
 place = lambda x: NamedSharding(mesh, PartitionSpec(*["fsdp"] * (x.ndim and x.shape[0] % 2 == 0)))
 state = jax.device_put(state, jax.tree.map(place, state))
 assert not state.params["policy"]["kernel"].is_fully_replicated
-assert checkpoint.digest(state) == digest
+assert digests.of_tree(state) == digest
 save_one(sys.argv[1], state)
 """
 
@@ -325,7 +325,7 @@ def test_sharded_on_two_devices_restored_on_one(tmp_path):
     assert run_python(SAVE_SHARDED, tmp_path, devices=2).wait(timeout=120) == 0
     state = make_state()
     restored, _ = restore_one(tmp_path, checkpoint.abstract(state))
-    assert checkpoint.digest(restored) == checkpoint.digest(state)
+    assert digests.of_tree(restored) == digests.of_tree(state)
     assert restored.params["policy"]["kernel"].sharding == state.params["policy"]["kernel"].sharding
 
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "types": set(),
     "needs": {"types"},
     "masked": {"types"},
-    "log_probs": {"types", "masked", "sharding"},
+    "log_probs": {"types", "masked", "sharding", "packing"},
     "divergences": {"types"},
     "teachers": {"types", "divergences", "log_probs"},
     "advantages": {"types", "masked"},
@@ -47,7 +47,7 @@ ALLOWED = {
     "models": STATE | {"models", "model_files"},
     "algos": MATHEMATICS,
     "chat_templates": {"errors"},
-    "tokenizers": {"types", "chat_templates", "model_files", "errors"},
+    "tokenizers": {"tokenizers", "types", "chat_templates", "model_files", "errors"},
     "environments": {"types", "errors", "environments"},
     "reward_process": {"errors"},
     "reward_workers": {"reward_process", "errors"},
@@ -64,10 +64,10 @@ ALLOWED = {
     "charts": set(),
     "report_charts": set(),
     "report": {"report_charts", "charts", "metrics", "report_page", "errors"},
-    "report_page": set(),
+    "report_page": {"charts"},
 }
 
-TRANSFORMERS = {"tokenizers.py", "models/hf_weights.py"}
+TRANSFORMERS = {"tokenizers/hugging_face.py", "models/hf_weights.py"}
 # Slow to import, or missing on some machines: imported in the function that needs them.
 LAZY = {"transformers", "orbax", "grain", "tensorboardX", "matplotlib", "tensorstore", "pyarrow"}
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from tpu_rl import masked
+from tpu_rl.log_probs import TokenLogProbs
 from tpu_rl.policy_gradients import (
+    PolicyBatch,
     adapted_kl_scale,
     clip_shares,
     clipped_surrogate,
@@ -16,6 +18,7 @@ from tpu_rl.policy_gradients import (
     proximal_loss,
     reference_metrics,
 )
+from tpu_rl.types import Rows
 
 RATIO = jnp.array([0.5, 0.8, 1.0, 1.25, 2.0, 0.5, 0.8, 1.0, 1.25, 2.0])
 ADVANTAGES = jnp.array([3.0] * 5 + [-3.0] * 5)
@@ -134,9 +137,21 @@ def test_proximal_loss_by_hand():
     """Two tokens that count 0.25 and 0.5, one that counts nothing: ratios 1.1 and 2, the second clipped at 1.3."""
     old, advantages = jnp.log(jnp.array([[0.5, 0.2, 0.1]])), jnp.array([[2.0, 1.0, 9.0]])
     log_probs, entropy = jnp.log(jnp.array([[0.55, 0.4, 0.9]])), jnp.array([[0.6, 0.7, 0.8]])
-    weights, mask = jnp.array([[0.25, 0.5, 0.0]]), jnp.ones((1, 3), bool)
-    value, metrics = proximal_loss(log_probs, entropy, old, advantages, weights, mask, (0.25, 0.3), 0.1)
+    weights, mask = {"policy": jnp.array([[0.25, 0.5, 0.0]])}, jnp.ones((1, 3), bool)
+    ones = jnp.ones((1, 3), jnp.int32)
+    batch = PolicyBatch(Rows(ones, ones, ones, ones, ones, ones), weights, mask, advantages, old, None)
+    found = TokenLogProbs(log_probs, entropy)
+    value, metrics = proximal_loss(found, batch, (0.25, 0.3), entropy_coef=0.1)
     assert float(value) == pytest.approx(0.25 * (-2.2 - 0.06) + 0.5 * (-1.3 - 0.07))
     assert float(metrics["policy/loss"].weight) == 0.75
     assert float(metrics["policy/entropy"].value) == pytest.approx(2.1)
     assert float(metrics["policy/clip_high"].value) == 2
+
+    near = batch.replace(reference_log_probs=jnp.log(jnp.array([[0.55, 0.2, 0.1]])))
+    k3 = 0.5 - 1 - np.log(0.5)  # of the second token, whose ratio is 2; the first is where the reference is
+    assert float(proximal_loss(found, near, (0.25, 0.3), kl_coef=0.7)[0]) == pytest.approx(
+        0.25 * -2.2 + 0.5 * -1.3 + 0.7 * 0.5 * 2 * k3
+    )
+    scaled = near.replace(weights=weights | {"kl": 3 * weights["policy"]})
+    gained = proximal_loss(found, scaled, (0.25, 0.3), kl_coef=0.7)[0] - proximal_loss(found, near, (0.25, 0.3))[0]
+    assert float(gained) == pytest.approx(3 * 0.7 * 0.5 * 2 * k3)

@@ -10,9 +10,10 @@ import pytest
 
 from launch import build, config, run
 from launch.config import ExperimentConfig, Phase
-from tpu_rl import checkpoint, models
+from tpu_rl import models
 from tpu_rl.algos import AStarPoConfig, PpoConfig, ReinforceConfig, ValuePretrainingConfig
 from tpu_rl.critics import Critic
+from tpu_rl.digests import of_tree
 
 TINY = [
     "--batch.prompts", "8", "--batch.completions", "2", "--batch.row-length", "128", "--evaluation.rows", "0",
@@ -25,8 +26,8 @@ def rows_of(run_dir: Path) -> list[dict]:
     return [{name: x for name, x in row.items() if not name.startswith(("time", "perf/"))} for row in rows]
 
 
-def digests(run_dir: Path) -> list[str]:
-    return [checkpoint.digest(models.load(str(run_dir / name))[1]) for name in ("model", "value")]
+def digests_of(run_dir: Path) -> list[str]:
+    return [of_tree(models.load(str(run_dir / name))[1]) for name in ("model", "value")]
 
 
 @pytest.mark.slow
@@ -45,7 +46,7 @@ def test_a_run_with_value_pretraining_goes_on_with_the_same_bits(tmp_path):
 
     rows = rows_of(whole)[-5:]
     assert rows_of(apart)[-5:] == rows
-    assert digests(apart) == digests(whole)
+    assert digests_of(apart) == digests_of(whole)
     assert ["policy/loss" in row for row in rows] == [False, False, True, True, True]
     assert all("value/explained_variance" in row for row in rows)
     # The policy had kept its bits: it is still its reference's when it first moves.

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import hashlib
-import json
 import logging
 import shutil
 import sys
@@ -48,14 +46,6 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 def abstract(state: Tree) -> Tree:
     """Shape, dtype and sharding of every leaf: what `Checkpoints.restore` needs to know of a state."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-
-
-def digest(tree: Tree) -> str:
-    """Hex digest of paths, dtypes, shapes and bits of a tree's arrays; the same however they are sharded.
-
-    It tells accidents apart, not forgeries: each array enters with 64 bits of a position-mixed sum.
-    """
-    return _sha256(digests.describe(_flatten(tree)))
 
 
 def open_checkpoints(directory: str, keep: int = 2) -> Checkpoints:
@@ -112,7 +102,7 @@ class Checkpoints:
         wait |= self._settle()
         if step in self._manager.all_steps():
             raise ValueError(f"step {step} is saved already")
-        arrays = _flatten(state)
+        arrays = digests.flatten(state)
         weak = [path for path, array in arrays.items() if array.weak_type]
         if weak:
             raise ValueError(
@@ -121,7 +111,7 @@ class Checkpoints:
         self._refuse_non_finite(step, arrays)
         self._ask_for_space(step, arrays)
         record = {"format": FORMAT, "leaves": digests.describe(arrays), "extra": extra}
-        record["sha256"] = _sha256(record)
+        record["sha256"] = digests.sha256(record)
         error = _on_any(lambda: self._write(step, arrays, record, wait))
         if error is not None:
             self._forget_unfinished(f"checkpoint {step} was not written; trying once more", error)
@@ -258,9 +248,9 @@ class Checkpoints:
         its arrays are not those of `abstract_state`, DamagedDataError if they are not what was saved, and MachineError
         if its files are and yet cannot be read.
         """
-        expected = _flatten(abstract_state)
+        expected = digests.flatten(abstract_state)
         record = self._read(step, record=self._ocp.args.JsonRestore())["record"]
-        if processes.any_of(record.pop("sha256", None) != _sha256(record)):
+        if processes.any_of(record.pop("sha256", None) != digests.sha256(record)):
             raise self._damaged(step, "its record is not the one that was saved")
         self._compare_format(step, record.get("format", 1))
         self._compare_structure(step, record["leaves"], expected)
@@ -394,19 +384,6 @@ def _without_pages_of_errors() -> Iterator[None]:
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 
-def _flatten(tree: Tree) -> dict[str, Any]:
-    """Path -> leaf, in the tree's order; holes (None) have no leaf."""
-    leaves = jax.tree.leaves_with_path(tree)
-    flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(flat) != len(leaves):
-        raise ValueError("two leaves have the same path: a key contains a dot")
-    return flat
-
-
 def _storable(arrays: dict[str, Any]) -> dict[str, Any]:
     """Without arrays of size zero, which orbax refuses."""
     return {path: array for path, array in arrays.items() if array.size}
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

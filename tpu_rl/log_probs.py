@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tpu_rl import sharding
+from tpu_rl import packing, sharding
 from tpu_rl.types import Array, Params, Role, Rows
 
 CHUNK_TOKENS = 2048
@@ -55,6 +55,15 @@ def token_log_probs(
         entropy_gradient=entropy_gradient,
         chunk_tokens=chunk_tokens,
     )
+
+
+def of_frozen(role: Role, params: Params, rows: Rows, temperature: float = 1.0) -> Array:
+    """Log-probabilities of a whole batch [M, K, R, S], without gradients, one micro-batch at a time: for make_batch."""
+
+    def one(micro_batch: Rows) -> Array:
+        return token_log_probs(role, params, micro_batch, temperature).log_probs
+
+    return packing.over_micro_batches(one, rows)
 
 
 def of_hidden(

@@ -1,15 +1,29 @@
-"""Per-token objectives of policy-gradient methods: log-probabilities in, a loss for every token out.
-
-No reduction happens here: the algorithm multiplies by its weights and adds up.
-"""
+"""Objectives of policy-gradient methods: log-probabilities in, a loss for every token out; and what most of them share,
+the batch that they learn from and PPO's loss of it."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from flax import struct
 
 from tpu_rl import masked
-from tpu_rl.log_probs import k1, k3
-from tpu_rl.types import Array, First, Max, Metrics, Min, Sum
+from tpu_rl.log_probs import TokenLogProbs, k1, k3
+from tpu_rl.types import Array, First, Layout, Max, Metrics, Min, Rollout, Rows, Sum
+
+
+@struct.dataclass
+class PolicyBatch:
+    """What a method with an importance ratio learns from. Leaves [M, K, R, S]; the loss sees [R, S]."""
+
+    rows: Rows
+    weights: dict[str, Array]
+    """What a token counts as "policy"; as "kl", too, where the KL to the reference weighs otherwise."""
+    action_mask: Array
+    """Tokens that metrics are about."""
+    advantages: Array
+    old_log_probs: Array
+    reference_log_probs: Array | None
+    """None where nothing needs them."""
 
 
 def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
@@ -88,28 +102,48 @@ def policy_metrics(
     }
 
 
+def policy_batch(
+    rollout: Rollout, layout: Layout, advantages: Array, weights: Array, reference_log_probs: Array | None
+) -> PolicyBatch:
+    """Advantages and weights [N, T], one completion a row; the reference's log-probs are packed [M, K, R, S]."""
+    return PolicyBatch(
+        rows=layout.rows(rollout.tokens),
+        weights={"policy": layout.pack(weights)},
+        action_mask=layout.pack(rollout.action_mask),
+        advantages=layout.pack(advantages),
+        old_log_probs=layout.pack(rollout.log_probs),
+        reference_log_probs=reference_log_probs,
+    )
+
+
 def proximal_loss(
-    log_probs: Array,
-    entropy: Array,
-    old_log_probs: Array,
-    advantages: Array,
-    weights: Array,
-    mask: Array,
+    found: TokenLogProbs,
+    batch: PolicyBatch,
     clip: tuple[float, float],
+    *,
     entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
     bound: float | None = None,
 ) -> tuple[Array, Metrics]:
-    """(sum w [-min(ratio A, clip(ratio) A) - entropy_coef H], metrics); all [R, S], `clip` is (low, high).
+    """(sum w [-min(ratio A, clip(ratio) A) - entropy_coef H + kl_coef KL], metrics) of a micro-batch [R, S].
 
-    `bound` caps a bad action's loss (`dual_clip`).
-
-    `log_probs` hold a number, and no gradient, outside `mask`: zero times an infinite ratio would be NaN.
+    `found` is what the policy gives its tokens now, `clip` is (low, high), `bound` caps a bad action's loss
+    (`dual_clip`). The KL is `kl_loss`, to the reference whose log-probs the batch has, if any.
     """
-    losses = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, *clip)
+    mask, weights, old, advantages = batch.action_mask, batch.weights, batch.old_log_probs, batch.advantages
+    # A number, and no gradient, outside the mask: zero times an infinite ratio would be NaN.
+    log_probs = jnp.where(mask, found.log_probs, 0.0)
+    losses = clipped_surrogate(importance_ratio(log_probs, old), advantages, *clip)
     if bound is not None:
         losses = dual_clip(losses, advantages, bound)
-    value = masked.total(weights * (losses - entropy_coef * entropy), weights > 0)
-    return value, policy_metrics(mask, log_probs, old_log_probs, advantages, *clip) | {
-        "policy/loss": Sum(value, weights.sum()),
-        "policy/entropy": Sum(masked.total(entropy, mask), mask.sum().astype(jnp.float32)),
+    learned = weights["policy"] > 0
+    value = masked.total(weights["policy"] * (losses - entropy_coef * found.entropy), learned)
+    metrics = policy_metrics(mask, log_probs, old, advantages, *clip) | {
+        "policy/loss": Sum(value, weights["policy"].sum()),
+        "policy/entropy": Sum(masked.total(found.entropy, mask), mask.sum().astype(jnp.float32)),
     }
+    if batch.reference_log_probs is not None:
+        kl = kl_loss(log_probs, old, batch.reference_log_probs)
+        value += kl_coef * masked.total(weights.get("kl", weights["policy"]) * kl, learned)
+        metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids)
+    return value, metrics

@@ -6,27 +6,24 @@ run that is still going or was interrupted has no summary, supervised training h
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from tpu_rl import charts
+from tpu_rl import charts, report_page
 from tpu_rl.errors import InputError
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 from tpu_rl.report_charts import BEHAVIOUR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
-from tpu_rl.report_page import PAGE, STYLE
 
 GUIDED_FILE = "guided.json"
 SHOWN_PROMPTS = 6
-SHOWN_CHARACTERS = 900
 OTHER_CHARTS = 12
 """Charts of metrics that the page does not know by name, at most."""
 
@@ -61,12 +58,14 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
         _learning(run),
         _guided(run),
         _completions(run),
-        _section("Optimization", [_draw(run, chart) for chart in OPTIMIZATION + _other_charts(run)]),
+        report_page.section("Optimization", [_draw(run, chart) for chart in OPTIMIZATION + _other_charts(run)]),
         _machine(run),
         _faults(run),
         _configuration(run),
     )
-    page = PAGE.format(title=html.escape(run.name), style=STYLE, body="\n".join(filter(None, sections)))
+    page = report_page.PAGE.format(
+        title=html.escape(run.name), style=report_page.STYLE, body="\n".join(filter(None, sections))
+    )
     path = Path(run_dir) / "report.html"
     temporary = path.with_suffix(".html.tmp")
     temporary.write_text(page, encoding="utf-8")
@@ -156,7 +155,7 @@ def _headline(run: Run) -> str:
     planned = run.config.get("steps", last["step"])
     facts = [
         ("steps", f"{last['step']}" if last["step"] >= planned else f"{last['step']} of {planned}"),
-        ("duration", _duration(seconds)),
+        ("duration", report_page.duration(seconds)),
         ("device", run.summary.get("device")),
         ("peak memory", f"{memory.y.max() / 2**30:.2f} GiB" if memory else ""),
         ("algorithm", _lookup(run.config, "algorithm", "kind").removesuffix("Config")),
@@ -176,7 +175,7 @@ def _headline(run: Run) -> str:
     picture = _headline_figure(run)
     evaluated = _headline_metric(run) == "eval/accuracy"
     caption = "Accuracy on held-out problems; band: 95 % interval." if evaluated else "Loss."
-    curve = _figure_html("", caption, picture, wide=True) if picture else ""
+    curve = report_page.figure_html("", caption, picture, wide=True) if picture else ""
     head = f"<h1>{html.escape(run.name)}</h1>{note}{''.join(figures)}<dl class='facts'>{tiles}</dl>"
     return f"<header>{head}</header>{curve}"
 
@@ -251,7 +250,7 @@ def _draw(run: Run, chart: Chart) -> str:
     if not lines:
         return ""
     figure = charts.line_chart(lines, percent=chart.percent, log=chart.log)
-    return _figure_html(chart.title, chart.note, figure)
+    return report_page.figure_html(chart.title, chart.note, figure)
 
 
 def _where(series: charts.Series, kept: np.ndarray) -> charts.Series:
@@ -278,7 +277,7 @@ def _learning(run: Run) -> str:
             half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
             reward = reward._replace(low=reward.y - half, high=reward.y + half)
             note += " Band: 95 % interval of that mean, completions taken as independent."
-        figures.append(_figure_html("Reward", note, charts.line_chart([reward])))
+        figures.append(report_page.figure_html("Reward", note, charts.line_chart([reward])))
     parts = sorted({name for row in run.rows for name in row if re.fullmatch(r"reward/.+/mean", name)})
     if len(parts) > 1:
         labels = {name: name.removeprefix("reward/").removesuffix("/mean") for name in parts}
@@ -286,8 +285,10 @@ def _learning(run: Run) -> str:
     if run.early:
         parts = (run.early, run.late)
         groups = [(f"steps {_span(part)}", np.array([s["reward"] for s in part], float)) for part in parts]
-        figures.append(_figure_html("Rewards, early and late", "Share of completions.", charts.histogram(groups)))
-    return _section("Learning", figures + [_draw(run, chart) for chart in BEHAVIOUR])
+        figures.append(
+            report_page.figure_html("Rewards, early and late", "Share of completions.", charts.histogram(groups))
+        )
+    return report_page.section("Learning", figures + [_draw(run, chart) for chart in BEHAVIOUR])
 
 
 def _guided(run: Run) -> str:
@@ -302,7 +303,7 @@ def _guided(run: Run) -> str:
     if not curves:
         return ""
     note = "Share of right answers against KL to the model alone, nats a completion. Band: 95 % interval."
-    return _section("Guided", [_figure_html("", note, charts.trade_off(curves), wide=True)])
+    return report_page.section("Guided", [report_page.figure_html("", note, charts.trade_off(curves), wide=True)])
 
 
 def _span(samples: list[dict[str, Any]]) -> str:
@@ -320,9 +321,11 @@ def _machine(run: Run) -> str:
         other = np.maximum(total.y - sum(y for _, y in known), 0.0)
         figure = charts.stacked_areas(total.x, [*known, ("other", other)])
         figures.append(
-            _figure_html("Time of a step", "Seconds; where compilation took far longer, it is cut off.", figure)
+            report_page.figure_html(
+                "Time of a step", "Seconds; where compilation took far longer, it is cut off.", figure
+            )
         )
-    return _section("Machine", [*figures, _draw(run, THROUGHPUT)])
+    return report_page.section("Machine", [*figures, _draw(run, THROUGHPUT)])
 
 
 # --- completions -------------------------------------------------------------------------------------------------
@@ -357,24 +360,16 @@ def _evenly(values: list[Any]) -> list[Any]:
 def _cell(sample: dict[str, Any], middle: float) -> str:
     """One completion; its reward is coloured by which side of `middle` it is on."""
     parts = sample.get("parts") or {}
-    details = ", ".join(f"{name} {_number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
+    details = (
+        ", ".join(f"{name} {report_page.number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
+    )
     good = "good" if sample["reward"] >= middle else "poor"
     return (
-        f"<td><div class='prompt'>{_text(sample['prompt'])}</div>"
-        f"<div class='completion'>{_text(sample['completion'])}</div>"
-        f"<div class='reward'><span class='{good}'>reward {_number(sample['reward'])}</span> "
+        f"<td><div class='prompt'>{report_page.text(sample['prompt'])}</div>"
+        f"<div class='completion'>{report_page.text(sample['completion'])}</div>"
+        f"<div class='reward'><span class='{good}'>reward {report_page.number(sample['reward'])}</span> "
         f"{html.escape(details)}<span class='step'>step {sample['step']}</span></div></td>"
     )
-
-
-def _text(value: Any) -> str:
-    text = str(value)
-    cut = f"{text[:SHOWN_CHARACTERS]} … ({len(text)} characters)" if len(text) > SHOWN_CHARACTERS else text
-    return html.escape(cut)
-
-
-def _number(value: Any) -> str:
-    return "none" if value is None else f"{value:.3g}"
 
 
 # --- the rest ----------------------------------------------------------------------------------------------------
@@ -403,24 +398,3 @@ def _configuration(run: Run) -> str:
     return (
         f"<section><h2>Configuration</h2><details><summary>config.yaml</summary><pre>{text}</pre></details></section>"
     )
-
-
-def _section(title: str, figures: Sequence[str]) -> str:
-    shown = "".join(figures)
-    return f"<section><h2>{title}</h2><div class='grid'>{shown}</div></section>" if shown else ""
-
-
-def _figure_html(title: str, note: str, figure: Any, wide: bool = False) -> str:
-    """A figure with its words; the picture is isolated in an image, so that ids of several cannot clash."""
-    data = base64.b64encode(charts.as_svg(figure).encode()).decode()
-    heading = f"<b>{html.escape(title)}</b> " if title else ""
-    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(title or note)} over the steps">'
-    kind = ' class="wide"' if wide else ""
-    return f"<figure{kind}><figcaption>{heading}{html.escape(note)}</figcaption>{image}</figure>"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"

@@ -1,4 +1,15 @@
-"""The frame of report.html and its style sheet: light, one column of figures on a phone, two elsewhere."""
+"""The frame of report.html, its style sheet and its pieces: light, one column of figures on a phone, two elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from tpu_rl import charts
+
+SHOWN_CHARACTERS = 900
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -55,3 +66,34 @@ footer { margin-top: 48px; color: #9aa1ab; font-size: 12.5px; }
   main { padding-top: 28px; } .wide { overflow-x: auto; } .wide img { min-width: 620px; } }
 @media print { section { break-inside: avoid-page; } }
 """
+
+
+def section(title: str, figures: Sequence[str]) -> str:
+    shown = "".join(figures)
+    return f"<section><h2>{title}</h2><div class='grid'>{shown}</div></section>" if shown else ""
+
+
+def figure_html(title: str, note: str, figure: Any, wide: bool = False) -> str:
+    """A figure with its words; the picture is isolated in an image, so that ids of several cannot clash."""
+    data = base64.b64encode(charts.as_svg(figure).encode()).decode()
+    heading = f"<b>{html.escape(title)}</b> " if title else ""
+    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(title or note)} over the steps">'
+    kind = ' class="wide"' if wide else ""
+    return f"<figure{kind}><figcaption>{heading}{html.escape(note)}</figcaption>{image}</figure>"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
+
+
+def text(value: Any) -> str:
+    text = str(value)
+    cut = f"{text[:SHOWN_CHARACTERS]} … ({len(text)} characters)" if len(text) > SHOWN_CHARACTERS else text
+    return html.escape(cut)
+
+
+def number(value: Any) -> str:
+    return "none" if value is None else f"{value:.3g}"

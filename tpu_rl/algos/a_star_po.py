@@ -14,18 +14,16 @@ at that step, which is the same wherever no prompt comes twice. log-probs are at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
-from tpu_rl import masked, packing
+from tpu_rl import masked
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import token_log_probs
+from tpu_rl.log_probs import of_frozen, token_log_probs
 from tpu_rl.needs import Needs, PromptValue, RoleSpec
-from tpu_rl.policy_gradients import policy_metrics, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
+from tpu_rl.policy_gradients import PolicyBatch, policy_batch, policy_metrics, reference_metrics
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -52,44 +50,25 @@ class AStarPoConfig:
         return {"policy": RoleSpec(trainable=True), "reference": RoleSpec(trainable=False)}
 
 
-@struct.dataclass
-class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
-
-    rows: Rows
-    weights: dict[str, Array]
-    """"policy": every completion counts the same, its tokens share."""
-    action_mask: Array
-    advantages: Array
-    """r(x, y) - V*(x), at every token of the completion."""
-    old_log_probs: Array
-    reference_log_probs: Array
-
-
 def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout whose `baseline` is V*."""
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
+        """Advantages are r(x, y) - V*(x) at every token; every completion counts the same, its tokens share."""
         rollout, layout = experience
         assert rollout.baseline is not None
-        rows, learned = layout.rows(rollout.tokens), rollout.action_mask & rollout.scored[:, None]
-        frozen = partial(token_log_probs, roles["reference"], params, temperature=sampling.temperature)
+        learned = rollout.action_mask & rollout.scored[:, None]
         advantage = masked.total(rollout.rewards, rollout.action_mask, axis=-1) - rollout.baseline
+        advantage = jnp.where(learned, advantage[:, None], 0.0)
         weights = masked.sequence_mean(learned, layout.minibatch, layout.minibatches)
-        batch = Batch(
-            rows=rows,
-            weights={"policy": layout.pack(weights)},
-            action_mask=layout.pack(rollout.action_mask),
-            advantages=layout.pack(jnp.where(learned, advantage[:, None], 0.0)),
-            old_log_probs=layout.pack(rollout.log_probs),
-            reference_log_probs=packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows),
-        )
-        return batch, state
+        reference = of_frozen(roles["reference"], params, layout.rows(rollout.tokens), sampling.temperature)
+        return policy_batch(rollout, layout, advantage, weights, reference), state
 
-    def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
+    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         mask, weights, ids = batch.action_mask, batch.weights["policy"], batch.rows.sequence_ids
         log_probs, entropy = token_log_probs(roles["policy"], params, batch.rows, sampling.temperature)
         log_probs = jnp.where(mask, log_probs, 0.0)
+        assert batch.reference_log_probs is not None
         log_ratio = masked.sequence_total(jnp.where(mask, log_probs - batch.reference_log_probs, 0.0), ids)
         losses = jnp.square(config.beta * log_ratio - batch.advantages)
         value = masked.total(weights * losses, weights > 0)

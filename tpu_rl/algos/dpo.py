@@ -20,7 +20,7 @@ from flax import struct
 
 from tpu_rl import masked, packing, preferences
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import token_log_probs
+from tpu_rl.log_probs import of_frozen, token_log_probs
 from tpu_rl.needs import Needs, RoleSpec, pairs_from
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, Rows, Sampling, Sum
 
@@ -110,8 +110,7 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         )
         reference = layout.pack(pairs.reference_log_probs)
         if config.reference == "role":
-            frozen = partial(token_log_probs, roles["reference"], params)
-            reference = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
+            reference = of_frozen(roles["reference"], params, rows)
         preferred = layout.pack(jnp.broadcast_to((pairs.preferred ^ config.reverse)[:, None], mask.shape))
         batch = Batch(rows, {"preference": weights}, layout.pack(mask), preferred, weights > 0, reference)
         if config.robust_radius:

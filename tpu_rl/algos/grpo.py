@@ -23,14 +23,13 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-from flax import struct
 
-from tpu_rl import advantages, masked, packing
+from tpu_rl import advantages, masked
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.log_probs import k1, of_frozen, token_log_probs
 from tpu_rl.needs import Needs, RoleSpec
-from tpu_rl.policy_gradients import kl_loss, proximal_loss, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
+from tpu_rl.policy_gradients import PolicyBatch, policy_batch, proximal_loss
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 ADVANTAGES = {
     "group": advantages.group_scaled,
@@ -86,65 +85,36 @@ class GrpoConfig:
         return policy | reference if self.kl_reward_coef or self.kl_loss_coef else policy
 
 
-@struct.dataclass
-class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
-
-    rows: Rows
-    weights: dict[str, Array]
-    """"policy": what a token counts."""
-    action_mask: Array
-    """Tokens that metrics are about."""
-    advantages: Array
-    old_log_probs: Array
-    reference_log_probs: Array | None
-
-
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout."""
     policy, reference = roles["policy"], roles["reference"] if "reference" in config.roles else None
     length = {"length": sampling.max_new_tokens} if config.weights == "constant_length" else {}
     weigh = partial(WEIGHTS[config.weights], **length)
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
-        rows = layout.rows(rollout.tokens)
         returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
         if config.overlong_buffer:
             lengths = rollout.action_mask.sum(-1)
             returns += advantages.soft_overlong_penalty(lengths, sampling.max_new_tokens, config.overlong_buffer)
         reference_log_probs = None
         if reference is not None:
-            frozen = partial(token_log_probs, reference, params, temperature=sampling.temperature)
-            reference_log_probs = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
+            reference_log_probs = of_frozen(reference, params, layout.rows(rollout.tokens), sampling.temperature)
             kl = k1(rollout.log_probs, layout.unpack(reference_log_probs))
             returns -= config.kl_reward_coef * masked.total(kl, rollout.action_mask, axis=-1)
         advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, rollout.scored)
         learned = rollout.action_mask & rollout.scored[:, None] & ~(rollout.truncated[:, None] & config.mask_truncated)
         weights = weigh(learned, layout.minibatch, layout.minibatches)
-        batch = Batch(
-            rows=rows,
-            weights={"policy": layout.pack(weights)},
-            action_mask=layout.pack(rollout.action_mask),
-            advantages=layout.pack(jnp.where(rollout.action_mask, advantage[:, None], 0.0)),
-            old_log_probs=layout.pack(rollout.log_probs),
-            reference_log_probs=reference_log_probs,
-        )
-        return batch, state
+        advantage = jnp.where(rollout.action_mask, advantage[:, None], 0.0)
+        return policy_batch(rollout, layout, advantage, weights, reference_log_probs), state
 
-    def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        mask, weights, old = batch.action_mask, batch.weights["policy"], batch.old_log_probs
-        bonus = config.entropy_coef > 0
-        log_probs, entropy = token_log_probs(policy, params, batch.rows, sampling.temperature, entropy_gradient=bonus)
-        log_probs = jnp.where(mask, log_probs, 0.0)
+    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        found = token_log_probs(
+            policy, params, batch.rows, sampling.temperature, entropy_gradient=config.entropy_coef > 0
+        )
         clip = (config.clip_low, config.clip_high)
-        how = {"clip": clip, "entropy_coef": config.entropy_coef, "bound": config.dual_clip}
-        value, metrics = proximal_loss(log_probs, entropy, old, batch.advantages, weights, mask, **how)
-        if batch.reference_log_probs is not None:
-            losses = kl_loss(log_probs, old, batch.reference_log_probs)
-            value += config.kl_loss_coef * masked.total(weights * losses, weights > 0)
-            metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids)
-        return value, metrics
+        how = {"entropy_coef": config.entropy_coef, "kl_coef": config.kl_loss_coef, "bound": config.dual_clip}
+        return proximal_loss(found, batch, clip, **how)
 
     return Algorithm(make_batch, loss)

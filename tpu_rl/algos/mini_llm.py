@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import advantages, masked, packing, teachers
+from tpu_rl import advantages, masked, teachers
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.log_probs import k1, of_frozen
 from tpu_rl.needs import Needs, RoleSpec
 from tpu_rl.policy_gradients import clipped_surrogate, importance_ratio, policy_metrics
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
@@ -89,11 +89,7 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
         rows, mask = layout.rows(rollout.tokens), rollout.action_mask
-
-        def of_teacher(micro_batch: Rows) -> Array:
-            return token_log_probs(roles["teacher"], params, micro_batch, sampling.temperature).log_probs
-
-        teacher = layout.unpack(packing.over_micro_batches(of_teacher, rows))
+        teacher = layout.unpack(of_frozen(roles["teacher"], params, rows, sampling.temperature))
         log_ratios = jnp.where(mask, -k1(rollout.log_probs, teacher), 0.0)
         batch = Batch(
             rows=rows,

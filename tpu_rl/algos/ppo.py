@@ -27,10 +27,10 @@ from flax import struct
 from tpu_rl import advantages, critics, masked, packing
 from tpu_rl.critics import Critic, Targets
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, of_hidden, token_log_probs
+from tpu_rl.log_probs import k1, of_frozen, of_hidden
 from tpu_rl.needs import Needs, RoleSpec
-from tpu_rl.policy_gradients import adapted_kl_scale, kl_loss, proximal_loss, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling, Sum
+from tpu_rl.policy_gradients import PolicyBatch, adapted_kl_scale, proximal_loss
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling, Sum
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,10 @@ class PpoConfig:
 
 
 @struct.dataclass
-class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
+class Batch(PolicyBatch):
+    """Weights are "policy", "value", "positive" (an answer to imitate) and "kl" (the scale is in it)."""
 
-    rows: Rows
-    weights: dict[str, Array]
-    """What a token counts as "policy", "value", "positive" (an answer to imitate) and "kl" (the scale is in it)."""
-    action_mask: Array
-    advantages: Array
     targets: Targets
-    old_log_probs: Array
-    reference_log_probs: Array | None
 
 
 def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -97,8 +90,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rows, rewards, mask = layout.rows(rollout.tokens), rollout.rewards, rollout.action_mask
         reference_log_probs = None
         if "reference" in config.roles:
-            frozen = partial(token_log_probs, roles["reference"], params, temperature=temperature)
-            reference_log_probs = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
+            reference_log_probs = of_frozen(roles["reference"], params, rows, temperature)
             kl = k1(rollout.log_probs, layout.unpack(reference_log_probs))
             rewards = rewards - config.kl_reward_coef * kl_scale * kl
         values = layout.unpack(packing.over_micro_batches(partial(critics.values, roles["value"], params), rows))
@@ -123,22 +115,20 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         return batch, kl_scale
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        rows, mask, weights, old = batch.rows, batch.action_mask, batch.weights, batch.old_log_probs
+        rows, weights = batch.rows, batch.weights
         hidden = policy.hidden(params, rows)
-        bonus = config.entropy_coef > 0
-        log_probs, entropy = of_hidden(policy, params, hidden, rows, temperature, entropy_gradient=bonus)
-        log_probs = jnp.where(mask, log_probs, 0.0)
-        how = {"clip": (config.clip_low, config.clip_high), "entropy_coef": config.entropy_coef}
-        total, metrics = proximal_loss(log_probs, entropy, old, batch.advantages, weights["policy"], mask, **how)
+        found = of_hidden(policy, params, hidden, rows, temperature, entropy_gradient=config.entropy_coef > 0)
+        clip = (config.clip_low, config.clip_high)
+        how = {"entropy_coef": config.entropy_coef, "kl_coef": config.kl_loss_coef}
+        total, metrics = proximal_loss(found, batch, clip, **how)
         values = critics.values(roles["value"], params, rows, hidden if critic.trunk == "shared" else None)
-        value_loss, of_values = critics.value_loss(values, batch.targets, weights["value"], mask, critic.clip)
+        value_loss, of_values = critics.value_loss(
+            values, batch.targets, weights["value"], batch.action_mask, critic.clip
+        )
         total += critic.coef * value_loss
         if config.positive_coef:
-            total -= config.positive_coef * masked.total(weights["positive"] * log_probs, weights["positive"] > 0)
+            total -= config.positive_coef * masked.total(weights["positive"] * found.log_probs, weights["positive"] > 0)
         if batch.reference_log_probs is not None:
-            losses = kl_loss(log_probs, old, batch.reference_log_probs)
-            total += config.kl_loss_coef * masked.total(weights["kl"] * losses, weights["policy"] > 0)
-            metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, rows.sequence_ids)
             metrics["policy/kl_scale"] = Sum(weights["kl"].sum(), weights["policy"].sum())
         return total, metrics | of_values
 

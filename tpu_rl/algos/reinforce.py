@@ -20,14 +20,13 @@ from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from flax import struct
 
-from tpu_rl import advantages, masked, packing
+from tpu_rl import advantages, masked
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, token_log_probs
+from tpu_rl.log_probs import k1, of_frozen, token_log_probs
 from tpu_rl.needs import Needs, PromptValue, RoleSpec
-from tpu_rl.policy_gradients import kl_loss, proximal_loss, reference_metrics
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
+from tpu_rl.policy_gradients import PolicyBatch, policy_batch, proximal_loss
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
 @dataclass(frozen=True)
@@ -64,45 +63,24 @@ class ReinforceConfig:
         return {"policy": RoleSpec(trainable=True)} | (reference if self.kl_reward_coef or self.kl_loss_coef else {})
 
 
-@struct.dataclass
-class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
-
-    rows: Rows
-    weights: dict[str, Array]
-    """"policy": what a token counts."""
-    action_mask: Array
-    advantages: Array
-    old_log_probs: Array
-    reference_log_probs: Array | None
-
-
 def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout; with the greedy baseline, from one that has it as its `baseline`."""
     weigh = masked.token_mean
     if config.weights == "constant_length":
         weigh = partial(masked.constant_length, length=sampling.max_new_tokens)
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
-        rows, rewards, learned = layout.rows(rollout.tokens), rollout.rewards, rollout.action_mask
-        learned &= rollout.scored[:, None]
+        rewards, learned = rollout.rewards, rollout.action_mask & rollout.scored[:, None]
         reference_log_probs = None
         if "reference" in config.roles:
-            frozen = partial(token_log_probs, roles["reference"], params, temperature=sampling.temperature)
-            reference_log_probs = packing.over_micro_batches(lambda micro_batch: frozen(micro_batch).log_probs, rows)
+            rows = layout.rows(rollout.tokens)
+            reference_log_probs = of_frozen(roles["reference"], params, rows, sampling.temperature)
             rewards = rewards - config.kl_reward_coef * k1(rollout.log_probs, layout.unpack(reference_log_probs))
         advantage = advantages.returns_to_go(rewards, learned, config.gamma) - baseline(rollout)[:, None]
         advantage = masked.whiten(advantage, learned) if config.whiten else jnp.where(learned, advantage, 0.0)
-        batch = Batch(
-            rows=rows,
-            weights={"policy": layout.pack(weigh(learned, layout.minibatch, layout.minibatches))},
-            action_mask=layout.pack(rollout.action_mask),
-            advantages=layout.pack(advantage),
-            old_log_probs=layout.pack(rollout.log_probs),
-            reference_log_probs=reference_log_probs,
-        )
-        return batch, state
+        weights = weigh(learned, layout.minibatch, layout.minibatches)
+        return policy_batch(rollout, layout, advantage, weights, reference_log_probs), state
 
     def baseline(rollout: Rollout) -> Array:
         total = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
@@ -115,18 +93,10 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
                 assert rollout.baseline is not None
                 return rollout.baseline
 
-    def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        mask, weights, old = batch.action_mask, batch.weights["policy"], batch.old_log_probs
-        log_probs, entropy = token_log_probs(
-            roles["policy"], params, batch.rows, sampling.temperature, entropy_gradient=config.entropy_coef > 0
-        )
-        log_probs = jnp.where(mask, log_probs, 0.0)
-        how = {"clip": (config.clip_low, config.clip_high), "entropy_coef": config.entropy_coef}
-        total, metrics = proximal_loss(log_probs, entropy, old, batch.advantages, weights, mask, **how)
-        if batch.reference_log_probs is not None:
-            losses = kl_loss(log_probs, old, batch.reference_log_probs)
-            total += config.kl_loss_coef * masked.total(weights * losses, weights > 0)
-            metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids)
-        return total, metrics
+    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
+        bonus = config.entropy_coef > 0
+        found = token_log_probs(roles["policy"], params, batch.rows, sampling.temperature, entropy_gradient=bonus)
+        clip = (config.clip_low, config.clip_high)
+        return proximal_loss(found, batch, clip, entropy_coef=config.entropy_coef, kl_coef=config.kl_loss_coef)
 
     return Algorithm(make_batch, loss)
