@@ -14,11 +14,12 @@ import optax
 from jax.sharding import Mesh
 
 from launch import dataset, pairs, q_examples, reward_runs, roles, sources
+from launch.acting import Acting
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
-from tpu_rl import evaluation, guidance, optimizers, sampler, sharding, training
+from tpu_rl import evaluation, models, optimizers, sampler, sharding, training
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, ProcessRewardConfig, QSharpConfig
-from tpu_rl.types import Algorithm, Pairs, Params, Policy, Purpose, QExamples, Sampling, TrainState
+from tpu_rl.types import Algorithm, Pairs, Params, Purpose, QExamples, Sampling, TrainState
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
 """(the whole params tree, also greedily?) -> metrics of the held-out problems."""
@@ -90,29 +91,21 @@ def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) ->
     """The state before the stage's first step, which takes over the params, and the jitted step."""
     how = learning(setup.config, stage)
     state = training.init_train_state(params, algorithm, how.optimizer, how.trainable)
-    return state, update_step(algorithm, how, state)
+    return state, update_step(setup.config, algorithm, how, state)
 
 
-def update_step(algorithm: Algorithm, how: Learning, state: TrainState) -> training.UpdateStep:
+def update_step(
+    config: ExperimentConfig, algorithm: Algorithm, how: Learning, state: TrainState
+) -> training.UpdateStep:
     """The jitted step for states that lie as this one, of arrays or of their shapes."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return training.make_update_step(algorithm, how.optimizer, how.schedule, how.trainable, shardings)
-
-
-class Acting(NamedTuple):
-    """What answers."""
-
-    policy: Policy
-    params: Callable[[Params], Params]
-    """The whole params tree -> what the policy reads."""
+    narrow = partial(models.narrow, dtype=config.model.dtype)
+    return training.make_update_step(algorithm, how.optimizer, how.schedule, how.trainable, shardings, narrow)
 
 
 def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Acting:
     """The role "policy", guided by the role "q" where the algorithm is Q#; without an algorithm, as it is alone."""
-    if isinstance(algorithm, QSharpConfig):
-        policy = q_examples.guided_policy(setup.policy("policy"), setup.policy("q"), algorithm)
-        return Acting(policy, partial(guidance.with_kl_coef, kl_coef=algorithm.kl_coef))
-    return Acting(setup.policy("policy"), lambda params: params)
+    return q_examples.guided_acting(setup, algorithm) if isinstance(algorithm, QSharpConfig) else setup.acting("policy")
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------
@@ -136,7 +129,7 @@ def before(setup: Setup, stage: Stage, evaluate: Evaluate) -> Evaluate:
 
 def answering(setup: Setup, acting: Acting) -> Evaluate:
     """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
-    config, lang, mesh = setup.config, setup.language, setup.mesh
+    config, lang = setup.config, setup.language
     rows = dataset.evaluation_rows(config) if config.evaluation.rows else []
     judge = config.evaluation.reward or next(iter(config.reward), None)
     if not rows or judge is None:
@@ -145,8 +138,6 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
     if isinstance(config.data, FileData):
         rows = dataset.that_fit(config, lang, rows)
     reward = sources.resolve_reward(judge, config.reward_limits, config.allow_unsandboxed_code)
-    # The same problems are answered with the same luck, whatever the step or seed: differences are the model's.
-    key = sampler.run_key(0, Purpose.EVALUATION, 0)
     # Accuracy is the model's own: nothing of its distribution is cut off.
     plain = replace(
         sources.sampler_config(config, lang.tokenizer, 1),
@@ -160,11 +151,16 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
 
     def evaluate(params: Params, greedy: bool) -> dict[str, float]:
         found: dict[str, float] = {}
+        params = acting.params(params)
         for prefix, temperature in (("eval/", 1.0), ("eval/greedy_", 0.0))[: 1 + (greedy and config.evaluation.greedy)]:
             how = replace(plain, temperature=temperature)
-            result = evaluation.evaluate(
-                acting.policy, acting.params(params), lang.tokenizer, rows, reward, how, key, mesh=mesh, stop_at=ends
-            )
+            with jax.set_mesh(acting.mesh):
+                # The same problems are answered with the same luck, whatever the step or seed: differences are the
+                # model's.
+                key = sampler.run_key(0, Purpose.EVALUATION, 0)
+                result = evaluation.evaluate(
+                    acting.policy, params, lang.tokenizer, rows, reward, how, key, mesh=acting.mesh, stop_at=ends
+                )
             found |= {
                 f"{prefix}accuracy": result.accuracy,
                 f"{prefix}accuracy_low": result.low,

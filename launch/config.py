@@ -117,6 +117,9 @@ class SamplingConfig:
     """Token ids and what is added to their logits; -inf forbids a token."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these in its text."""
+    tensor: int | None = None
+    """Devices that cut heads, widths and vocabulary between them while completions are drawn, rows being spread over
+    the others, whatever the run's mesh is; null: the run's mesh. Decoding then gathers no weights."""
     segment: int = 128
     """Decode steps between two looks of the host, which asks for rewards of ended groups and finds stop strings."""
 

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from launch import dataset, sources, watchdog
+from launch.acting import Acting, acting
 from launch.config import Stage
 from launch.sources import Drawn, Setup, Source
 from tpu_rl import data, guidance, processes, rollouts, sampler
@@ -47,6 +48,18 @@ def guided_policy(policy: Policy, q: Policy, algorithm: QSharpConfig, method: gu
         algorithm.candidates,
         "own" if algorithm.q_type == "v" else "previous",
     )
+
+
+def guided_acting(setup: Setup, algorithm: QSharpConfig) -> Acting:
+    """The role "policy", guided by the role "q"."""
+    policy = guided_policy(setup.policy("policy"), setup.policy("q"), algorithm)
+    reads = [setup.params_of("policy"), setup.params_of("q")]
+    alone = acting(setup.config, policy, reads, setup.mesh)
+
+    def params_of(params: Params) -> Params:
+        return guidance.with_kl_coef(alone.params(params), algorithm.kl_coef)
+
+    return alone._replace(params=params_of)
 
 
 class Round(NamedTuple):
@@ -200,13 +213,11 @@ def roll_in(
     """Whole answers of the guided policy, or of the reference."""
     config, algorithm = setup.config, stage.algorithm
     assert isinstance(algorithm, QSharpConfig)
-    policy = setup.policy("policy")
-    if guided:
-        policy = guided_policy(policy, setup.policy("q"), algorithm)
-        params = guidance.with_kl_coef(params, algorithm.kl_coef)
+    answers = guided_acting(setup, algorithm) if guided else setup.acting("policy")
     how = sources.sampler_config(config, setup.language.tokenizer, config.batch.completions)
-    key = sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first)
-    return sampler.sample(policy, params, prompts, key, how, row_ids=row_ids, mesh=setup.mesh)
+    with jax.set_mesh(answers.mesh):
+        key, params = sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first), answers.params(params)
+        return sampler.sample(answers.policy, params, prompts, key, how, row_ids=row_ids, mesh=answers.mesh)
 
 
 def roll_out(
@@ -229,16 +240,18 @@ def roll_out(
         prompt_length=config.sampling.max_prompt_tokens + config.sampling.max_new_tokens,
     )
     prefixes = [row[: cut + 1].tolist() for row, cut in zip(tokens, cuts, strict=True)]
-    continued = sampler.sample(
-        setup.policy("policy"),
-        params,
-        prefixes,
-        sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first),
-        how,
-        limits=np.where(over, 1, room),
-        row_ids=len(row_ids) + row_ids,  # luck of their own, not that of the roll-in
-        mesh=setup.mesh,
-    )
+    reference = setup.acting("policy")
+    with jax.set_mesh(reference.mesh):
+        continued = sampler.sample(
+            reference.policy,
+            reference.params(params),
+            prefixes,
+            sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first),
+            how,
+            limits=np.where(over, 1, room),
+            row_ids=len(row_ids) + row_ids,  # luck of their own, not that of the roll-in
+            mesh=reference.mesh,
+        )
     width = tokens.shape[1]
     after = np.asarray(continued.action_mask).sum(1)
     ends = np.where(over, cuts + 1, cuts + 1 + after)

@@ -163,6 +163,13 @@ def weights_under(config: ExperimentConfig) -> dict[str, str]:
     return found
 
 
+def moves(config: ExperimentConfig, name: str) -> bool:
+    """Whether a role's weights change in the run. Those of one that stays are kept as its model computes with them,
+    which gives the same bits and takes half the memory of float32 masters that nobody needs."""
+    trains = any(name in roles and roles[name].trainable for roles in (s.algorithm.roles for s in config.stages))
+    return trains or bool(specs(config)[name].follows)
+
+
 def place(config: ExperimentConfig, name: str) -> Select:
     """Where a role is in the params tree: by its name, but for what is shared."""
     under, spec = weights_under(config), specs(config)[name]
@@ -195,6 +202,8 @@ def param_shapes(config: ExperimentConfig, base: Model) -> dict[str, Params]:
             found[name] = adapters | head
         elif place(config, name).name == name:
             found[name] = whole if spec.trunk_of is None else head
+        if name in found and not moves(config, name):
+            found[name] = models.narrow(found[name], config.model.dtype)
     shared = {BASE: jax.eval_shape(base.init, jax.random.key(0))} if BASE in under.values() else {}
     return shared | found
 
@@ -228,6 +237,8 @@ def first_params(config: ExperimentConfig, lang: Language, loaded: Params, mesh:
             head = {"score": weights.pop("score")} if cast[name].config.outputs else {}
             found |= {} if under[name] == BASE else {under[name]: jax.tree.map(own, weights)}
             begun = models.random_adapters(cast[name], key, mesh) | head
+        if not moves(config, name):
+            begun = models.narrow(begun, config.model.dtype)
         found[name] = jax.tree.map(own, begun)
     return found
 

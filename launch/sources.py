@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from launch import dataset, preemption, roles, watchdog
+from launch.acting import Acting, acting
 from launch.config import ExperimentConfig, Stage
 from launch.roles import Language, Select
 from tpu_rl import (
@@ -60,6 +61,10 @@ class Setup(NamedTuple):
 
     def policy(self, role: str) -> Policy:
         return models.policy(self.models[role], self.params_of(role))
+
+    def acting(self, role: str) -> Acting:
+        """The role as it answers."""
+        return acting(self.config, self.policy(role), [self.params_of(role)], self.mesh)
 
     def role(self, role: str) -> Role:
         return models.role(self.models[role], self.params_of(role))
@@ -130,7 +135,7 @@ def roller(
     """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings but for
     those given."""
     config, lang = setup.config, setup.language
-    policy = setup.policy(role)
+    answers = setup.acting(role)
     functions = reward_functions(config)
     group = config.batch.completions if completions is None else completions
     how, ends = sampler_config(config, lang.tokenizer, group), stop_at(config, lang.tokenizer)
@@ -138,24 +143,24 @@ def roller(
         how = replace(how, temperature=temperature)
 
     def roll_out(step: int, state: TrainState, rows: list[data.Row], first: int) -> rollouts.Scored:
-        key = sampler.run_key(config.seed, purpose, step)
         updates = int(state.step)
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
             watchdog.mark(f"the rollout of step {step}")
-            rollout = sampler.sample(
-                policy,
-                state.params,
-                prompts,
-                key,
-                how,
-                row_ids=row_ids,
-                policy_step=updates,
-                mesh=setup.mesh,
-                on_finished=on_finished,
-                stop_at=ends,
-                at_border=at_border,
-            )
+            with jax.set_mesh(answers.mesh):
+                rollout = sampler.sample(
+                    answers.policy,
+                    answers.params(state.params),
+                    prompts,
+                    sampler.run_key(config.seed, purpose, step),
+                    how,
+                    row_ids=row_ids,
+                    policy_step=updates,
+                    mesh=answers.mesh,
+                    on_finished=on_finished,
+                    stop_at=ends,
+                    at_border=at_border,
+                )
             watchdog.mark(f"the rewards of step {step}")
             return rollout
 

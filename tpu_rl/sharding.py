@@ -58,6 +58,12 @@ def make_mesh(
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
+def regroup(mesh: Mesh, **sizes: int) -> Mesh:
+    """The mesh's devices, in their order, as one whose other axes are 1. Arrays may move between the two in a jit."""
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    return Mesh(mesh.devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
 def _nearest(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """The three ways to write `count` as a product that change `sizes` least, in factors; a size of 1 stays."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]

@@ -189,15 +189,17 @@ def make_update_step(
     learning_rate: optax.Schedule,
     trainable: Trainable,
     shardings: TrainState | None = None,
+    narrow: Callable[[Params], Params] = lambda params: params,
 ) -> UpdateStep:
     """(state, batch with leaves [K, R, S]) -> (state, metrics), jitted; the state is donated and keeps its dtypes.
 
-    `shardings` (a TrainState of them) pins the new state to the old one's place on the mesh.
+    `shardings` (a TrainState of them) pins the new state to the old one's place on the mesh. `narrow` makes of params
+    what the models compute with: a micro-batch's gradient has its types, only their sum is float32.
     """
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         chosen, frozen = partition(state.params, trainable)
-        loss, metrics, gradients = accumulate(algorithm, chosen, frozen, batch)
+        loss, metrics, gradients = accumulate(algorithm, chosen, frozen, batch, narrow)
         norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, chosen)
         # A clipped ratio may hide an infinite log-prob from loss and gradient: the batch is looked at, too.
@@ -218,21 +220,28 @@ def make_update_step(
     return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
 
 
-def accumulate(algorithm: Algorithm, chosen: Params, frozen: Params, batch: Any) -> tuple[Array, Metrics, Params]:
+def accumulate(
+    algorithm: Algorithm,
+    chosen: Params,
+    frozen: Params,
+    batch: Any,
+    narrow: Callable[[Params], Params] = lambda params: params,
+) -> tuple[Array, Metrics, Params]:
     """(loss, stacked metrics, gradients in float32), summed over the micro-batches of one optimizer step.
 
     Nothing is averaged: the batch's weights are normalised over the whole step, so the sum is exact however it is cut.
     """
 
-    def loss_of(chosen: Params, micro_batch: Any) -> tuple[Array, Metrics]:
-        return algorithm.loss(combine(chosen, frozen), micro_batch)
+    def loss_of(trained: Params, micro_batch: Any) -> tuple[Array, Metrics]:
+        return algorithm.loss(combine(trained, frozen), micro_batch)
 
     def one(carry: tuple[Array, Params], micro_batch: Any) -> tuple[tuple[Array, Params], Metrics]:
         loss, gradients = carry
-        (value, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(chosen, micro_batch)
+        (value, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(narrowed, micro_batch)
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, gradient)
         return (loss + value, gradients), metrics
 
+    narrowed = narrow(chosen)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), chosen)
     (loss, gradients), metrics = jax.lax.scan(one, (jnp.zeros(()), zeros), batch)
     return loss, metrics, gradients

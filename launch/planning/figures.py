@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 def line_of(planned: Planned, step: Step, target: Target) -> Line:
     """What the compiled step costs."""
-    program, mesh = step.compiled.program, planned.setup.mesh
+    program, mesh = step.compiled.program, step.mesh or planned.setup.mesh
     if program is None:
         return Line(step, memory(planned, step), None, 0.0, {}, 0.0, None)
     operations = compiled.operations(compiled.read(step.compiled.text))

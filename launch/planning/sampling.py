@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launch import build, sources
+from launch.acting import Acting
 from launch.config import Stage
 from launch.planning.steps import Compile, Planned, Step, chip_bytes, compile_step, placed, results
 from tpu_rl import sampler
 from tpu_rl.sampler import slots
-from tpu_rl.types import Demonstrations, Params, Policy
+from tpu_rl.types import Demonstrations, Params
 
 
 def samples(stage: Stage) -> bool:
@@ -37,12 +38,15 @@ def sampling_steps(planned: Planned, compile_with: Compile = compile_step) -> It
         yield from _steps_of(planned, replace(how, max_new_tokens=new_tokens), how, compile_with)
 
 
-def _acting(planned: Planned) -> tuple[Policy, Params]:
-    by = planned.stage.algorithm.needs.sampled_by
-    if by == "policy":
-        acting = build.acting_policy(planned.setup, planned.stage.algorithm)
-        return acting.policy, acting.params(planned.state.params)
-    return planned.setup.policy(by or "policy"), planned.state.params
+def _acting(planned: Planned) -> Acting:
+    by = planned.stage.algorithm.needs.sampled_by or "policy"
+    return build.acting_policy(planned.setup, planned.stage.algorithm) if by == "policy" else planned.setup.acting(by)
+
+
+def copied(params: Params, read: Params) -> list[Any]:
+    """The leaves of what is read that are no leaves of the params themselves."""
+    own = {id(leaf) for leaf in jax.tree.leaves(params)}
+    return [leaf for leaf in jax.tree.leaves(read) if id(leaf) not in own and leaf.ndim]
 
 
 def _steps_of(
@@ -52,8 +56,9 @@ def _steps_of(
 
     A segment is the one in which no slot is filled anew: it takes as many steps as there are, and fills cost little.
     """
-    config, mesh = planned.setup.config, planned.setup.mesh
-    policy, params = _acting(planned)
+    config, (policy, read, mesh) = planned.setup.config, _acting(planned)
+    params = read(planned.state.params)
+    weights = {"decoding weights": chip_bytes(copied(planned.state.params, params))}
     asked, width, devices = config.batch.prompts, config.sampling.max_prompt_tokens, slots.device_count(mesh)
     rows = asked * how.samples_per_prompt
     rows, at_once = (-(-size // devices) * devices for size in (rows, min(how.max_rows, rows)))
@@ -62,11 +67,12 @@ def _steps_of(
     arguments = (policy, mesh, params, array(prompts, width), array(prompts))
     made = compile_with(mesh, slots.prefill, *arguments)
     if made.program is None:
-        yield Step("prefill", made, {}, asked / prompts, prompts * width)
+        yield Step("prefill", made, weights, asked / prompts, prompts * width, mesh=mesh)
         return
     pool = results(mesh, slots.prefill, arguments, made)
     if how == whole:
-        yield Step("prefill", made, {"cache": chip_bytes(pool)}, asked / prompts, prompts * width)
+        own = weights | {"cache": chip_bytes(pool)}
+        yield Step("prefill", made, own, asked / prompts, prompts * width, mesh=mesh)
 
     cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
     arguments = (policy, how, params, _keys(mesh, at_once), width + how.max_new_tokens, cut)
@@ -77,8 +83,8 @@ def _steps_of(
     steps = how.borders.steps
     times = rows / at_once * how.max_new_tokens / steps if how == whole else 0
     # Where more rows are asked than there are slots, the prompts of those that wait are there, too.
-    own = {"cache": chip_bytes((free, outputs)) + (chip_bytes(pool) if rows > at_once else 0)}
-    yield Step(f"decode, cache of {width + how.max_new_tokens:,}", made, own, times, at_once * steps, steps)
+    own = weights | {"cache": chip_bytes((free, outputs)) + (chip_bytes(pool) if rows > at_once else 0)}
+    yield Step(f"decode, cache of {width + how.max_new_tokens:,}", made, own, times, at_once * steps, steps, mesh)
 
 
 def _array(mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

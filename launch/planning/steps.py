@@ -60,6 +60,8 @@ class Step(NamedTuple):
     """That it computes each time, over all chips, padding included."""
     loops: int = 1
     """How often its outermost loop may run, where each is worth a line: the steps of a segment of decoding."""
+    mesh: Mesh | None = None
+    """Where it runs, if not on the run's."""
 
 
 class Planned(NamedTuple):
@@ -173,7 +175,7 @@ def learning_steps(planned: Planned, compile_with: Compile = compile_step) -> It
     yield Step("make_batch", made, own, 1, slots)
 
     part = jax.tree.map(_first_of, batch)
-    made = compile_with(mesh, build.update_step(algorithm, how, state), state, part)
+    made = compile_with(mesh, build.update_step(config, algorithm, how, state), state, part)
     updates = config.batch.minibatches * config.batch.epochs
     own = {"batch": own["batch"] + chip_bytes(part)}
     yield Step("update", made, own, updates, slots // config.batch.minibatches)

@@ -2,7 +2,7 @@
 `save` it."""
 
 from tpu_rl.models.architecture import DecoderConfig, LoraConfig
-from tpu_rl.models.decoder import decoder
+from tpu_rl.models.decoder import axes, decoder, narrow
 from tpu_rl.models.directories import find_directory
 from tpu_rl.models.heads import first_layers, first_layers_params, head_params, head_role, random_head, with_head
 from tpu_rl.models.hf_weights import check, from_config, load, save
@@ -14,6 +14,7 @@ __all__ = [
     "DecoderConfig",
     "LoraConfig",
     "apply",
+    "axes",
     "check",
     "decoder",
     "find_directory",
@@ -27,6 +28,7 @@ __all__ = [
     "load",
     "load_adapters",
     "merge",
+    "narrow",
     "policy",
     "random_adapters",
     "random_head",

@@ -324,6 +324,24 @@ def decoder(config: DecoderConfig) -> Model:
     return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)))
 
 
+def narrow(params: Any, dtype: Any) -> Any:
+    """Params (or their shapes) as a model of `dtype` computes with them: norms as they are stored, all else in `dtype`.
+
+    A forward pass reads the same bits from it as from the params themselves.
+    """
+
+    dtype = jnp.dtype(dtype)
+
+    def leaf(path: tuple, weight: Any) -> Any:
+        if path[-1].key.endswith("_norm") or weight.dtype == dtype:
+            return weight
+        if isinstance(weight, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=weight.sharding)
+        return weight.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def axes(params: Params) -> Any:
     """Logical axes of each leaf of a decoder's params: its name's, after "layers" where it is a stack of layers."""
 
