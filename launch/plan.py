@@ -92,8 +92,10 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
             print("--search: no mesh and micro-batch of this run fits")
         else:
             mesh, rows = best.mesh, best.config.batch.micro_batch_rows
-            flags_of_mesh = " ".join(f"--mesh.{axis} {size}" for axis, size in asdict(mesh).items())
-            print(f"the best that fits: {flags_of_mesh} --batch.micro-batch-rows {rows}")
+            chosen = " ".join(f"--mesh.{axis} {size}" for axis, size in asdict(mesh).items())
+            if best.config.sampling.tensor is not None:
+                chosen += f" --sampling.tensor {best.config.sampling.tensor}"
+            print(f"the best that fits: {chosen} --batch.micro-batch-rows {rows}")
             table.show(best, target, [])
             report["best"] = table.as_json(best, target, [])
     if flags.json:

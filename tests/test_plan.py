@@ -61,7 +61,13 @@ def test_shapes_are_found_however_they_are_spelt():
 
 
 @pytest.mark.parametrize(
-    "flags", [["arithmetic_ppo"], ["arithmetic_dpo"], ["arithmetic_grpo", "--model.lora.rank", "2"]]
+    "flags",
+    [
+        ["arithmetic_ppo"],
+        ["arithmetic_dpo"],
+        ["arithmetic_grpo", "--model.lora.rank", "2"],
+        ["arithmetic_grpo", "--model.dtype", "bfloat16", "--algorithm.kl-loss-coef", "0.1"],
+    ],
 )
 def test_the_planned_state_is_the_run_s(flags, tmp_path):
     config = configuration.parse([*flags, *SMALL])
@@ -104,7 +110,7 @@ def test_every_step_of_a_run_is_planned():
 def test_what_does_not_fit_is_said_with_changes_that_help():
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     target = here(memory=4 * 2**20)
-    made = search.make_plan(config, target, steps.read_model(config), learning_only=True)
+    made = search.make_plan(config, target, steps.read_model(config), ("learning",))
     assert not made.fits(target)
     found = search.changes(made, target)
     assert found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from launch import build
 from launch.config import ExperimentConfig, MeshConfig
@@ -18,6 +19,9 @@ from tpu_rl.types import Model
 
 NEAR = 1.25
 """State of up to so many times the memory is still tried: estimates of it are without the compiler's reuse."""
+
+
+Part = Literal["sampling", "learning"]
 
 
 class Plan(NamedTuple):
@@ -34,7 +38,7 @@ class Plan(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of a step of the run at best, the last stage's."""
-        last = self.lines[-1][0]
+        last = self.lines[-1][0] if self.lines else None
         return sum(line.step.times * line.step.loops * line.seconds for name, line in self.lines if name == last)
 
 
@@ -42,26 +46,27 @@ def make_plan(
     config: ExperimentConfig,
     target: Target,
     model: Model,
-    learning_only: bool = False,
+    parts: tuple[Part, ...] = ("sampling", "learning"),
     say: Callable[[str], None] = lambda line: None,
     compile_with: Compile = compile_step,
 ) -> Plan:
-    """Compiles every step of every stage for the target, or only those that learn. `say` is told of each."""
+    """Compiles every step of every stage for the target, or only such parts of them. `say` is told of each."""
     mesh = build.make_mesh(config.mesh, target.devices)
     lines = []
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model)
         name = type(stage.algorithm).__name__.removesuffix("Config")
-        for line in _lines(planned, target, learning_only, compile_with):
+        for line in _lines(planned, target, parts, compile_with):
             say(f"{name}: {line.step.name} compiled in {line.step.compiled.seconds:.0f} s")
             lines.append((name, line))
     return Plan(config, MeshConfig(**{axis: mesh.shape[axis] for axis in sharding.MESH_AXES}), lines)
 
 
-def _lines(planned: Planned, target: Target, learning_only: bool, compile_with: Compile) -> Iterator[Line]:
-    if samples(planned.stage) and not learning_only:
+def _lines(planned: Planned, target: Target, parts: tuple[Part, ...], compile_with: Compile) -> Iterator[Line]:
+    if samples(planned.stage) and "sampling" in parts:
         yield from (line_of(planned, step, target) for step in sampling_steps(planned, compile_with))
-    yield from (line_of(planned, step, target) for step in learning_steps(planned, compile_with))
+    if "learning" in parts:
+        yield from (line_of(planned, step, target) for step in learning_steps(planned, compile_with))
 
 
 # --- what would make it fit --------------------------------------------------------------------------------------
@@ -82,8 +87,8 @@ def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
     line = max((line for _, line in plan.lines), key=lambda line: line.memory.total)
     parts = dict(line.memory.parts)
     if line.step.name == "update":
-        # Gradients, summed and of a micro-batch, are as large as the moments, whatever its rows; weights are cast, too.
-        parts["gradients"] = min(parts["temporaries"], parts["optimizer"] + parts["parameters"] // 2)
+        # Whatever its rows: gradients, summed, as large as one of two moments; a micro-batch's, and narrowed weights.
+        parts["gradients"] = min(parts["temporaries"], parts["optimizer"] // 2 + parts["parameters"])
         parts["temporaries"] -= parts["gradients"]
 
     def total(scales: dict[str, float]) -> float:
@@ -125,9 +130,16 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
         share = rows / sampling.max_rows
         smaller = replace(config, sampling=replace(sampling, max_rows=rows))
         yield f"--sampling.max-rows {rows}", smaller, {"cache": share, "temporaries": share}
+    if not learns and sampling.tensor is None and devices % 2 == 0:
+        tensor = math.gcd(devices, 8)
+        apart = replace(config, sampling=replace(sampling, tensor=tensor))
+        # A whole layout of the weights for so many devices, and nothing that is gathered token by token.
+        copies = mesh.fsdp * mesh.tensor / tensor
+        yield f"--sampling.tensor {tensor}", apart, {"decoding weights": copies, "temporaries": 0.1}
     if config.model.param_dtype == "float32":
         half = replace(config, model=replace(config.model, param_dtype="bfloat16"))
-        yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": 0.5, "gradients": 0.5}
+        frozen = 0.5 if config.model.dtype == "float32" else 1.0
+        yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": frozen, "gradients": 0.75}
     if not config.model.lora.rank and "optimizer" in line.memory.parts:
         adapted = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=16)))
         # One frozen copy serves policy and reference, and only adapters have gradients and moments.
@@ -140,21 +152,36 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
 def search(config: ExperimentConfig, target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
     """The fastest configuration, by estimate, of those that fit: other meshes and micro-batches of the same run.
 
-    The update decides first; of what fits, the fastest is then compiled whole.
+    The update decides first; for the fastest that fits, how completions are drawn is then tried, too.
     """
     tried: list[Plan] = []
     for candidate in candidates(config, target, model):
         mesh = candidate.mesh
-        plan = make_plan(candidate, target, model, learning_only=True)
+        plan = make_plan(candidate, target, model, ("learning",))
         verdict = f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
         rows = candidate.batch.micro_batch_rows
         say(f"mesh {' x '.join(map(str, astuple(mesh)))}, {rows} rows a micro-batch: {verdict}")
         tried += [plan] if plan.fits(target) else []
     for plan in sorted(tried, key=lambda plan: plan.seconds):
-        whole = make_plan(plan.config, target, model, say=say)
-        if whole.fits(target):
-            return whole
+        drawing = search_sampling(plan.config, target, model, say)
+        if drawing is not None:
+            return Plan(drawing.config, plan.mesh, drawing.lines + plan.lines)
     return None
+
+
+def search_sampling(config: ExperimentConfig, target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
+    """The fastest way that fits to draw completions on the run's mesh, or on one of their own."""
+    tried = []
+    for tensor in (None, 2, 4, 8):
+        if tensor is not None and (len(target.devices) % tensor or model.config.attention.heads % tensor):
+            continue
+        drawing = replace(config, sampling=replace(config.sampling, tensor=tensor))
+        plan = make_plan(drawing, target, model, ("sampling",))
+        if not plan.lines:
+            return plan
+        say(f"--sampling.tensor {tensor}: {f'{plan.seconds:.3g} s' if plan.fits(target) else 'does not fit'}")
+        tried += [plan] if plan.fits(target) else []
+    return min(tried, key=lambda plan: plan.seconds, default=None)
 
 
 def candidates(config: ExperimentConfig, target: Target, model: Model) -> Iterator[ExperimentConfig]:

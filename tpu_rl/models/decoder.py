@@ -325,7 +325,7 @@ def decoder(config: DecoderConfig) -> Model:
 
 
 def narrow(params: Any, dtype: Any) -> Any:
-    """Params (or their shapes) as a model of `dtype` computes with them: norms as they are stored, all else in `dtype`.
+    """Params (or their shapes) in no wider a type than a model of `dtype` computes with them: norms as they are stored.
 
     A forward pass reads the same bits from it as from the params themselves.
     """
@@ -333,7 +333,7 @@ def narrow(params: Any, dtype: Any) -> Any:
     dtype = jnp.dtype(dtype)
 
     def leaf(path: tuple, weight: Any) -> Any:
-        if path[-1].key.endswith("_norm") or weight.dtype == dtype:
+        if path[-1].key.endswith("_norm") or weight.dtype.itemsize <= dtype.itemsize:
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=weight.sharding)
