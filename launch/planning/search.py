@@ -134,7 +134,7 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
         tensor = math.gcd(devices, 8)
         apart = replace(config, sampling=replace(sampling, tensor=tensor))
         # A whole layout of the weights for so many devices, and nothing that is gathered token by token.
-        copies = mesh.fsdp * mesh.tensor / tensor
+        copies = mesh.fsdp * mesh.tensor * mesh.expert / tensor
         yield f"--sampling.tensor {tensor}", apart, {"decoding weights": copies, "temporaries": 0.1}
     if config.model.param_dtype == "float32":
         half = replace(config, model=replace(config.model, param_dtype="bfloat16"))
