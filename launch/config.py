@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from launch import membership, presets
+from launch import membership, presets, profiling
 from launch.watchdog import WatchdogConfig
 from tpu_rl.algos import AlgorithmConfig, QSharpConfig
 from tpu_rl.environments import Arithmetic, StarGraph
@@ -209,6 +209,8 @@ class ExperimentConfig:
     watchdog: WatchdogConfig = WatchdogConfig()
     debug_nans: bool = False
     """End at the first step that is not finite, with the line of the operation that made it so."""
+    profile: str = ""
+    """FROM:TO, steps whose trace is written to RUN_DIR/profile."""
     dry_run: bool = False
     """Print what would run, and stop."""
     accept_dataset_change: bool = False
@@ -237,6 +239,7 @@ class ExperimentConfig:
             raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
         if "" in self.sampling.stop_strings:
             raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
+        profiling.require(self.profile, self.steps)
         ends = [0, *(phase.until for phase in self.phases), self.steps]
         if self.steps > 0 and sorted(set(ends)) != ends:
             raise InputError(
@@ -369,7 +372,7 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
-MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh")
+MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh", "sampling.tensor", "profile")
 """What a run may be continued with: where it lies, on what devices, what it writes when, what its rewards may take, how
 long it may stand still, and, at a constant rate, how long it is."""
 

@@ -46,6 +46,7 @@ from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, seconds_since_start
 from launch.peers import INTERRUPTED
 from launch.preemption import Preempted, Signals
+from launch.profiling import Profile
 from launch.signs import Signs
 from launch.skips import Skips
 from tpu_rl import checkpoint, digests, metrics, models, processes, redaction, report, reward_models, run_lock, training
@@ -166,7 +167,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
         checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
         done, seconds, begun = resume(setup, checkpoints, params)
         began, signs = began - seconds, Signs()
-        saves = Saves(checkpoints, began, done)
+        saves, profile = Saves(checkpoints, began, done), Profile(config.profile, run_dir)
         begins = max(done, 0) + 1
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             skips = Skips(run_dir, setup.language.tokenizer)
@@ -183,7 +184,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                     watchdog.mark(f"the border before step {step}, where all processes meet")
                     data = parts.source.get_state()
                     try:
-                        with signals.at_borders():
+                        with signals.at_borders(), profile.of(step):
                             state, row, drawn = learn(config, parts, state, step)
                     except preemption.Asked:
                         saves.leave(step - 1, state, data)
