@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
 from tpu_rl import evaluation, models, optimizers, sampler, sharding, training
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, ProcessRewardConfig, QSharpConfig
-from tpu_rl.types import Algorithm, Pairs, Params, Purpose, QExamples, Sampling, TrainState
+from tpu_rl.types import Algorithm, Model, Pairs, Params, Probe, Purpose, QExamples, Sampling, TrainState
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
 """(the whole params tree, also greedily?) -> metrics of the held-out problems."""
@@ -91,16 +91,25 @@ def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) ->
     """The state before the stage's first step, which takes over the params, and the jitted step."""
     how = learning(setup.config, stage)
     state = training.init_train_state(params, algorithm, how.optimizer, how.trainable)
-    return state, update_step(setup.config, algorithm, how, state)
+    return state, update_step(setup, stage, algorithm, how, state)
 
 
 def update_step(
-    config: ExperimentConfig, algorithm: Algorithm, how: Learning, state: TrainState
+    setup: Setup, stage: Stage, algorithm: Algorithm, how: Learning, state: TrainState
 ) -> training.UpdateStep:
     """The jitted step for states that lie as this one, of arrays or of their shapes."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    narrow = partial(models.narrow, dtype=config.model.dtype)
-    return training.make_update_step(algorithm, how.optimizer, how.schedule, how.trainable, shardings, narrow)
+    narrow = partial(models.narrow, dtype=setup.config.model.dtype)
+    probe = router_probe(setup.config, setup.models, stage)
+    return training.make_update_step(algorithm, how.optimizer, how.schedule, how.trainable, shardings, narrow, probe)
+
+
+def router_probe(config: ExperimentConfig, cast: Mapping[str, Model], stage: Stage) -> Probe | None:
+    """What measures the routers of the models that the stage trains, of the roles' models `cast`; None where none of
+    them is a mixture of experts."""
+    roles_of = stage.algorithm.roles.items()
+    trained = {name: cast[name] for name, spec in roles_of if spec.trainable and spec.trunk_of is None}
+    return models.probe(trained, config.model.router_balance)
 
 
 def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Acting:

@@ -41,6 +41,10 @@ class ModelConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and the optimizer's moments."""
     lora: LoraConfig = LoraConfig()
+    router_balance: float = 0.0
+    """Of a mixture of experts: how much of its load-balance loss is added to what is learned. Published ones come
+    balanced, and their configurations add none where they are fine-tuned (output_router_logits is false); 0.001 to 0.01
+    is what they were pretrained with."""
 
 
 @dataclass(frozen=True)

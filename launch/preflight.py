@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from launch import compilation_cache, dataset, hosts, roles, sources
+from launch import build, compilation_cache, dataset, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
 from tpu_rl import data, models, redaction, rewards, row_files, tokenizers
@@ -75,7 +75,10 @@ def check_models(config: ExperimentConfig, directory: Path) -> Model:
         if spec.path is not None:
             other = models.find_directory(roles.model_path(spec.path))
             models.check(other, models.from_config(other))
-    roles.role_models(config, model)
+    cast = roles.role_models(config, model)
+    if config.model.router_balance and not any(build.router_probe(config, cast, stage) for stage in config.stages):
+        fix = "leave it out, or train a mixture"
+        raise InputError("no model that learns is a mixture of experts", where="--model.router-balance", fix=fix)
     return model
 
 

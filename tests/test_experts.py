@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.test_models import CONFIGS
-from tpu_rl import models
+from tests.topologies import needs_libtpu, tpu_devices
+from tpu_rl import compiled, models, sharding
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig, experts
-from tpu_rl.models.architecture import Experts
+from tpu_rl.models.architecture import EXPERT_MATRICES, WEIGHTS, Experts
 
 COUNT, CHOSEN, WIDTH, INNER = 8, 3, 12, 10
 
@@ -214,3 +216,35 @@ def test_lora_adapts_attention_and_refuses_experts():
     assert adapted.targets == ("query", "key", "value", "output")
     with pytest.raises(InputError, match=r"gate_proj of a mixture's experts"):
         models.with_lora(model, LoraConfig(2, targets=("all-linear", "gate_proj")))
+
+
+# --- the TPU's compiler ------------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_tpu_multiplies_each_token_with_its_experts_only(parts):
+    """Products of a gradient as counted: three matrices, forwards and twice backwards, and once more to compute the
+    first two anew where experts are spread, where buffers have some room besides."""
+    rows, length, width, inner = 4, 512, 256, 384
+    mesh = sharding.make_mesh(expert=parts, devices=tpu_devices("v5e:2x2")[:parts])
+    config = Experts(COUNT, CHOSEN, inner)
+
+    def loss(x, logits, matrices):
+        return jnp.sum(routed(x, logits, matrices, config).astype(jnp.float32) ** 2)
+
+    def shape(*sizes, axes, dtype=jnp.bfloat16) -> Any:
+        place = jax.NamedSharding(mesh, sharding.spec(axes, sizes, mesh))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    axes = [WEIGHTS[name] for name in EXPERT_MATRICES]
+    shapes = [(COUNT, width, inner), (COUNT, width, inner), (COUNT, inner, width)]
+    matrices = experts.Matrices(*(shape(*sizes, axes=names) for sizes, names in zip(shapes, axes, strict=True)))
+    x = shape(rows, length, width, axes=("rows", None, None))
+    logits = shape(rows, length, COUNT, axes=("rows", None, None), dtype=jnp.float32)
+    with jax.default_matmul_precision("default"), jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, logits, matrices).compile().as_text()
+    flops = sum(one.times * one.flops for one in compiled.operations(compiled.read(text or "")))
+    product = 2.0 * rows * length * CHOSEN * width * inner / parts
+    wanted = 9 * product if parts == 1 else (3 + 2 + 6) * product * experts.ROOM
+    assert flops == pytest.approx(wanted, rel=0.02)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.test_models import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tpu_rl import models
+from tpu_rl.models import routers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -99,3 +100,21 @@ def test_bfloat16_checkpoints_load_without_loss(tmp_path):
         _, params = models.load(tmp_path, dtype=dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
         np.testing.assert_array_equal(params["layers"]["layer_0"]["up"][1].astype(jnp.float32), expected)
+
+
+def test_the_balance_of_routers_is_that_of_transformers():
+    """On the same logits of four layers, with padding."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    noise = np.random.default_rng(0)
+    logits = [noise.standard_normal((3, 7, 5), np.float32) for _ in range(4)]
+    mask = np.arange(7)[None, :] < np.array([[7], [4], [1]])
+    layers = []
+    for layer in logits:
+        probabilities = jax.nn.softmax(layer)
+        chosen = jax.lax.top_k(probabilities, 2)[1]
+        layers.append(routers.usage(chosen, probabilities, jnp.asarray(mask)))
+    found = routers.balance(jax.tree.map(lambda *parts: jnp.stack(parts), *layers))
+    theirs = tuple(torch.tensor(layer).reshape(-1, 5) for layer in logits)
+    expected = load_balancing_loss_func(theirs, 5, 2, torch.tensor(mask).long())
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)

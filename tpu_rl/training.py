@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from tpu_rl.types import Algorithm, Array, First, Max, Metric, Metrics, Min, Params, Sum, TrainState
+from tpu_rl.types import Algorithm, Array, First, Max, Metric, Metrics, Min, Params, Probe, Sum, TrainState
 
 Trainable = Callable[[str], bool]
 """Path of a leaf, "policy/blocks/..." -> does it train?"""
@@ -190,27 +190,37 @@ def make_update_step(
     trainable: Trainable,
     shardings: TrainState | None = None,
     narrow: Callable[[Params], Params] = lambda params: params,
+    probe: Probe | None = None,
 ) -> UpdateStep:
     """(state, batch with leaves [K, R, S]) -> (state, metrics), jitted; the state is donated and keeps its dtypes.
 
     `shardings` (a TrainState of them) pins the new state to the old one's place on the mesh. `narrow` makes of params
-    what the models compute with: a micro-batch's gradient has its types, only their sum is float32.
+    what the models compute with: a micro-batch's gradient has its types, only their sum is float32. `probe` measures,
+    and may add to the loss.
     """
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         chosen, frozen = partition(state.params, trainable)
-        loss, metrics, gradients = accumulate(algorithm, chosen, frozen, batch, narrow)
+        if probe is None:
+            loss, stacked, gradients = accumulate(algorithm, chosen, frozen, batch, narrow)
+            measured = {}
+        else:
+            loss, stacked, gradients, measured = _accumulate_probed(probe, algorithm, chosen, frozen, batch, narrow)
         norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, chosen)
         # A clipped ratio may hide an infinite log-prob from loss and gradient: the batch is looked at, too.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & all_finite(batch)
         one = jnp.ones(())
-        metrics = add_up(metrics) | {
-            "optim/loss": Sum(loss, one),
-            "optim/grad_norm": Sum(norm, one),
-            "optim/learning_rate": Sum(jnp.asarray(learning_rate(state.step), jnp.float32), one),
-            "optim/skipped": Max(1.0 - finite),
-        }
+        metrics = (
+            add_up(stacked)
+            | measured
+            | {
+                "optim/loss": Sum(loss, one),
+                "optim/grad_norm": Sum(norm, one),
+                "optim/learning_rate": Sum(jnp.asarray(learning_rate(state.step), jnp.float32), one),
+                "optim/skipped": Max(1.0 - finite),
+            }
+        )
         params = combine(optax.apply_updates(chosen, updates), frozen)
         params, algorithm_state = algorithm.after_update(params, state.algorithm_state, reduce_metrics(metrics))
         new_state = TrainState(state.step + 1, params, opt_state, algorithm_state)
@@ -245,3 +255,42 @@ def accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), chosen)
     (loss, gradients), metrics = jax.lax.scan(one, (jnp.zeros(()), zeros), batch)
     return loss, metrics, gradients
+
+
+def _accumulate_probed(
+    probe: Probe,
+    algorithm: Algorithm,
+    chosen: Params,
+    frozen: Params,
+    batch: Any,
+    narrow: Callable[[Params], Params],
+) -> tuple[Array, Metrics, Params, Metrics]:
+    """`accumulate`, and the metrics of the probe over the whole step."""
+
+    def loss_of(params: tuple[Params, Params], micro_batch: Any) -> tuple[Array, Metrics]:
+        return algorithm.loss(_with_leaves(*params), micro_batch)
+
+    weights, nothing = probe.zeros, jax.tree.map(lambda _: None, probe.zeros)
+    if probe.weights is not None:
+        weights = probe.weights(_measure(loss_of, combine(narrow(chosen), frozen), probe.zeros, batch))
+    probing = algorithm._replace(loss=loss_of)
+    loss, metrics, (gradients, measured) = accumulate(
+        probing, (chosen, weights), (frozen, nothing), batch, lambda both: (narrow(both[0]), both[1])
+    )
+    added = jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, weights, measured), jnp.zeros(()))
+    return loss + added, metrics, gradients, probe.metrics(measured)
+
+
+def _measure(loss_of: Callable[..., Any], params: Params, leaves: Params, batch: Any) -> Params:
+    """The gradient of the probe's leaves alone, which does not depend on the loss: no more than forward passes."""
+
+    def one(total: Params, micro_batch: Any) -> tuple[Params, None]:
+        part, _ = jax.grad(lambda leaves: loss_of((params, leaves), micro_batch), has_aux=True)(leaves)
+        return jax.tree.map(jnp.add, total, part), None
+
+    return jax.lax.scan(one, leaves, batch)[0]
+
+
+def _with_leaves(params: Params, leaves: Params) -> Params:
+    """Params with a role's leaves beside its own."""
+    return params | {name: params[name] | added for name, added in leaves.items()}

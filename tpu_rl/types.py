@@ -352,6 +352,22 @@ class Algorithm(NamedTuple):
     """(params, state, reduced metrics) -> (params, state) after each optimizer step: controllers, EMA references."""
 
 
+class Probe(NamedTuple):
+    """Measures inside models while they learn, without the algorithm knowing.
+
+    It adds leaves to the params that the loss is differentiated for. A model that finds its own adds to that loss the
+    product of the leaf and what it measures, so that the gradient of the leaf is the measurement.
+    """
+
+    zeros: Params
+    """Role -> name -> leaf, beside the role's own leaves."""
+    metrics: Callable[[Params], Metrics]
+    """What was measured over one optimizer step (a tree like `zeros`) -> metrics."""
+    weights: Callable[[Params], Params] | None = None
+    """What was measured -> what the leaves hold while the step is learned from, the weight of each measured number in
+    the loss; for this the step is measured first. None: it only measures."""
+
+
 # --- the run -----------------------------------------------------------------------------------------------------
 
 

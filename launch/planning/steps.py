@@ -175,7 +175,7 @@ def learning_steps(planned: Planned, compile_with: Compile = compile_step) -> It
     yield Step("make_batch", made, own, 1, slots)
 
     part = jax.tree.map(_first_of, batch)
-    made = compile_with(mesh, build.update_step(config, algorithm, how, state), state, part)
+    made = compile_with(mesh, build.update_step(setup, stage, algorithm, how, state), state, part)
     updates = config.batch.minibatches * config.batch.epochs
     own = {"batch": own["batch"] + chip_bytes(part)}
     yield Step("update", made, own, updates, slots // config.batch.minibatches)

@@ -9,6 +9,7 @@ from tpu_rl.models.hf_weights import check, from_config, load, save
 from tpu_rl.models.lora import join, merge, random_adapters, split, with_lora
 from tpu_rl.models.peft_files import is_adapter, load_adapters, save_adapters, tokenizer_directory
 from tpu_rl.models.roles import apply, policy, role
+from tpu_rl.models.routers import probe
 
 __all__ = [
     "DecoderConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "merge",
     "narrow",
     "policy",
+    "probe",
     "random_adapters",
     "random_head",
     "role",

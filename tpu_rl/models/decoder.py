@@ -17,9 +17,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models import experts, layers
+from tpu_rl.models import experts, layers, routers
 from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
 from tpu_rl.models.layers import Slots
+from tpu_rl.models.routers import Usage
 from tpu_rl.sharding import constrain
 from tpu_rl.types import Array, Model, Params
 
@@ -128,17 +129,24 @@ class Layer(Weights):
     kind: str = "full"
 
     @nn.compact
-    def __call__(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
-        """x [B, T, D] -> the same shape, and the cache with this layer's keys and values written (None stays None).
+    def __call__(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any, Usage | None]:
+        """x [B, T, D] -> the same shape, the cache with this layer's keys and values written (None stays None), and
+        without a cache what the router of a mixture did.
 
         `layer` counts the layers of this kind from 0.
         """
         post = self.config.norm.post
         branch, cache = self.attend(self.norm(x, "attention_norm"), cache, layer, context)
         x = x + (self.norm(branch, "attention_post_norm") if post else branch)
-        branch = self.mixture(self.norm(x, "mlp_norm")) if self.config.experts else self.mlp(self.norm(x, "mlp_norm"))
+        branch, usage = self.norm(x, "mlp_norm"), None
+        if self.config.experts is None:
+            branch = self.mlp(branch)
+        else:
+            branch, routing = self.mixture(branch)
+            if cache is None:
+                usage = routers.usage(routing.chosen, routing.probabilities, context.queries.segment_ids > 0)
         x = x + (self.norm(branch, "mlp_post_norm") if post else branch)
-        return constrain(x, RESIDUAL), cache
+        return constrain(x, RESIDUAL), cache, usage
 
     def attend(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
         config = self.config.attention
@@ -174,13 +182,13 @@ class Layer(Weights):
         gate = ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
         return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
 
-    def mixture(self, x: Array) -> Array:
+    def mixture(self, x: Array) -> tuple[Array, experts.Routing]:
         config = self.config
         assert config.experts is not None
         logits = jnp.einsum("btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32)
         routing = experts.route(config.experts, logits)
         matrices = experts.Matrices(*map(self.weight, EXPERT_MATRICES))
-        return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation])
+        return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation]), routing
 
 
 class Pattern(nn.Module):
@@ -193,18 +201,20 @@ class Pattern(nn.Module):
     @nn.compact
     def __call__(self, carry: tuple[Array, Any], repetition: Array | int, context: Context):
         x, cache = carry
+        found = []
         for i, kind in enumerate(self.kinds):
             layer = repetition * self.config.kinds[: self.config.period].count(kind) + self.kinds[:i].count(kind)
-            x, cache = self.layer_type(self.config, kind, name=f"layer_{i}")(x, cache, layer, context)
-        return (x, cache), None
+            x, cache, usage = self.layer_type(self.config, kind, name=f"layer_{i}")(x, cache, layer, context)
+            found.append(usage)
+        return (x, cache), found
 
 
 class Decoder(Weights):
     """The whole model up to the final norm."""
 
     @nn.compact
-    def __call__(self, tokens: Array, cache: Any, context: Context) -> tuple[Array, Any]:
-        """tokens [B, T] -> [B, T, D] after the final norm, and the cache.
+    def __call__(self, tokens: Array, cache: Any, context: Context) -> tuple[Array, Any, Usage | None]:
+        """tokens [B, T] -> [B, T, D] after the final norm, the cache, and without one what a mixture's routers did.
 
         Without a cache (training) each layer's activations are computed again in the backward pass. In the scan's
         body that needs no guard against common subexpressions, as forward and backward are two loops.
@@ -228,12 +238,14 @@ class Decoder(Weights):
         )
         body = nn.remat(Layer, prevent_cse=False) if training else Layer
         scanned = pattern(config, config.kinds[: config.period], body, name="layers")
-        (x, cache), _ = scanned((x, cache), jnp.arange(config.repetitions), context)
+        (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
         tail = config.kinds[config.repetitions * config.period :]
         if tail:
             rest = Pattern(config, tail, nn.remat(Layer) if training else Layer, name="tail")
-            (x, cache), _ = rest((x, cache), config.repetitions, context)
-        return self.norm(x, "final_norm"), cache
+            (x, cache), last = rest((x, cache), config.repetitions, context)
+            found = [*found, *jax.tree.map(lambda part: part[None], last)]
+        usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found) if found[0] is not None else None
+        return self.norm(x, "final_norm"), cache, usage
 
 
 def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
@@ -300,7 +312,9 @@ def decoder(config: DecoderConfig) -> Model:
     ) -> Array:
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         slots = Slots(index, positions, segment_ids, branch_ids)
-        return module.apply({"params": params}, tokens, None, context(config, slots, slots, key_tiles))[0]
+        out: Any = module.apply({"params": params}, tokens, None, context(config, slots, slots, key_tiles))
+        found, _, usage = out
+        return routers.reported(found, usage, params[routers.REPORT]) if routers.REPORT in params else found
 
     def init(key: Array) -> Params:
         return random_params(config, key)
@@ -318,8 +332,8 @@ def decoder(config: DecoderConfig) -> Model:
         lengths, stacks = cache["lengths"], {kind: stack for kind, stack in cache.items() if kind != "lengths"}
         capacity = next(iter(stacks.values()))["k"].shape[3]
         queries, keys = layers.cache_slots(lengths, capacity, positions, branch_ids)
-        hidden, stacks = module.apply({"params": params}, tokens, stacks, context(config, queries, keys))
-        return unembed(config, params, hidden), {"lengths": lengths + commit, **stacks}
+        out: Any = module.apply({"params": params}, tokens, stacks, context(config, queries, keys))
+        return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
 
     return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)))
 

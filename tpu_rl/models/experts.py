@@ -138,9 +138,9 @@ def _of_tokens(
     most = len(expert)
     at_once = min(most, max(128, 8 * math.ceil(ROOM * most / share.parts / 8)))
     inputs = (x.reshape(tokens, -1), weights.reshape(tokens, choices).astype(x.dtype), matrices)
-    if at_once == most:
-        return _pass(activation, most, order, 0, *inputs).reshape(x.shape)
-    return _passes(activation, at_once, order, *inputs).reshape(x.shape)
+    whole = at_once == most
+    y: Any = _pass(activation, most, order, 0, *inputs) if whole else _passes(activation, at_once, order, *inputs)
+    return y.reshape(x.shape)
 
 
 class _Block(NamedTuple):

@@ -209,7 +209,7 @@ def _place(tensors: list[safetensors_files.Stored], config: DecoderConfig, name:
     views = [(mapped.T if transposed else mapped).reshape(inner) for mapped in (one.read() for one in tensors)]
 
     # Copies, never the mapped file itself: arrays on the CPU may alias what they are given.
-    def read(part: tuple[slice, ...]) -> np.ndarray:
+    def read(part: Any) -> np.ndarray:
         if name in EXPERT_MATRICES:
             return np.stack([view[part[1:]].astype(config.param_dtype) for view in views[part[0]]])
         return np.array(views[0][part], config.param_dtype, order="C")
