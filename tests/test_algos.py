@@ -66,6 +66,7 @@ class Case(NamedTuple):
 CASES = {
     "sft": Case(sft, SftConfig(), texts),
     "grpo": Case(grpo, GrpoConfig(weights="sequence_mean"), off_policy),
+    "grpo_decoupled": Case(grpo, GrpoConfig(old_log_probs="recomputed", importance_cap=1.2), off_policy),
     "dr_grpo": Case(grpo, GrpoConfig(advantages="centred", weights="constant_length"), off_policy),
     "rloo": Case(grpo, GrpoConfig(advantages="leave_one_out", kl_reward_coef=0.1), off_policy),
     "dapo": Case(grpo, GrpoConfig(clip_high=0.28, overlong_buffer=3, mask_truncated=True), off_policy),
@@ -437,7 +438,8 @@ def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_the_loss_is_its_formula(float64, name):
     config, data = CASES[name].config, off_policy()
     log_probs, entropy, reference = plain_policy()
-    old = np.asarray(data.log_probs)
+    old = log_probs if config.old_log_probs == "recomputed" else np.asarray(data.log_probs)
+    importance = np.exp(old - np.asarray(data.behaviour_log_probs))
     weights, advantages = plain_weights(config, data), plain_advantages(config, data, reference)
     expected = 0.0
     for n, t in np.argwhere(weights > 0):
@@ -446,6 +448,7 @@ def test_the_loss_is_its_formula(float64, name):
         loss = -min(ratio * advantage, clipped * advantage)
         if config.dual_clip and advantage < 0:
             loss = min(loss, config.dual_clip * -advantage)
+        loss *= 1 if config.importance_cap is None else min(importance[n, t], config.importance_cap)
         log_ratio = reference[n, t] - log_probs[n, t]
         loss += config.kl_loss_coef * ratio * (np.exp(log_ratio) - 1 - log_ratio)
         expected += weights[n, t] * (loss - config.entropy_coef * entropy[n, t])

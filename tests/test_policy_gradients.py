@@ -14,6 +14,7 @@ from tpu_rl.policy_gradients import (
     clipped_surrogate,
     dual_clip,
     importance_ratio,
+    importance_weights,
     kl_loss,
     proximal_loss,
     reference_metrics,
@@ -120,6 +121,36 @@ def test_the_kl_scale_moves_by_at_most_a_fifth_in_a_horizon():
         np.testing.assert_allclose(adapted_kl_scale(scale, jnp.float32(kl), 6.0, 4.0), expected, rtol=1e-6)
 
 
+def test_importance_weights_make_expectations_those_of_the_old_policy():
+    """A bandit of five arms, sampled from its three likeliest ones and a uniform part: the gradient that learns from
+    every arm as often as the behaviour draws it is the old policy's own; capped, it is not."""
+    logits = jnp.array([1.0, 0.5, 0.0, -0.5, -2.0])
+    rewards = jnp.array([0.0, 1.0, 0.3, -1.0, 4.0])
+    old = jax.nn.log_softmax(logits)
+    behaviour = 0.8 * jnp.where(old >= old[2], jnp.exp(old), 0.0) / jnp.exp(old[:3]).sum() + 0.2 / 5
+    ids = jnp.arange(5)[None]
+
+    def gradient(drawn_from, importance):
+        rows = Rows(ids, ids, ids, ids, ids + 1, ids)
+        batch = PolicyBatch(
+            rows, {"policy": drawn_from[None]}, ids >= 0, rewards[None], old[None], None, importance[None]
+        )
+
+        def loss(logits):
+            found = TokenLogProbs(jax.nn.log_softmax(logits)[None], jnp.zeros((1, 5)))
+            return proximal_loss(found, batch, (0.2, 0.2))[0]
+
+        return jax.grad(loss)(logits)
+
+    exact = gradient(jnp.exp(old), jnp.ones(5))
+    weights = importance_weights(old, jnp.log(behaviour), jnp.inf)
+    np.testing.assert_allclose(gradient(behaviour, weights), exact, atol=1e-6)
+    assert np.abs(gradient(behaviour, jnp.ones(5)) - exact).max() > 0.05
+    capped = importance_weights(old, jnp.log(behaviour), 1.05)
+    np.testing.assert_allclose(capped, np.minimum(np.exp(old) / behaviour, 1.05), rtol=1e-6)
+    assert float(capped.max()) == pytest.approx(1.05)
+
+
 def test_reference_metrics_by_hand():
     """Two completions of two tokens and one; the fourth slot is padding."""
     log_probs, reference = jnp.array([[-1.0, -2.0, -1.0, 7.0]]), jnp.array([[-1.5, -1.0, -3.0, 0.0]])
@@ -139,7 +170,7 @@ def test_proximal_loss_by_hand():
     log_probs, entropy = jnp.log(jnp.array([[0.55, 0.4, 0.9]])), jnp.array([[0.6, 0.7, 0.8]])
     weights, mask = {"policy": jnp.array([[0.25, 0.5, 0.0]])}, jnp.ones((1, 3), bool)
     ones = jnp.ones((1, 3), jnp.int32)
-    batch = PolicyBatch(Rows(ones, ones, ones, ones, ones, ones), weights, mask, advantages, old, None)
+    batch = PolicyBatch(Rows(ones, ones, ones, ones, ones, ones), weights, mask, advantages, old, None, None)
     found = TokenLogProbs(log_probs, entropy)
     value, metrics = proximal_loss(found, batch, (0.25, 0.3), entropy_coef=0.1)
     assert float(value) == pytest.approx(0.25 * (-2.2 - 0.06) + 0.5 * (-1.3 - 0.07))

@@ -241,7 +241,8 @@ def sampled_near(data: Rollout, model: Model, policy: Params, noise: float, seed
     """The rollout as if sampled by a policy whose log-probs are off `policy`'s by `noise` (0: on policy)."""
     log_probs = plain_log_probs(model, policy, data.tokens, SAMPLING.temperature)
     log_probs += noise * np.random.default_rng(seed).normal(size=log_probs.shape).astype(log_probs.dtype)
-    return data.replace(log_probs=jnp.where(data.action_mask, log_probs, 0.0))
+    log_probs = jnp.where(data.action_mask, log_probs, 0.0)
+    return data.replace(log_probs=log_probs, behaviour_log_probs=log_probs)
 
 
 def demonstrations(seed: int = 0, groups: Groups = GROUPS, columns: int | None = None) -> Demonstrations:

@@ -24,6 +24,9 @@ class PolicyBatch:
     old_log_probs: Array
     reference_log_probs: Array | None
     """None where nothing needs them."""
+    importance: Array | None
+    """What a token's loss is multiplied by as it was drawn from another distribution; None: it was not, or so it is
+    taken."""
 
 
 def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
@@ -102,17 +105,44 @@ def policy_metrics(
     }
 
 
+def importance_weights(log_probs: Array, behaviour_log_probs: Array, cap: float) -> Array:
+    """min(old policy / behaviour, cap) of each token: truncated importance sampling (Ionides 2008).
+
+    Without a cap the loss's expectation is that under the old policy, wherever the behaviour draws what that may draw;
+    the cap bounds the variance and leaves a bias. The behaviour is what really drew: top-k and its like, penalties, a
+    guide, or the same weights in other programs. With the proximal policy's log-probs as `log_probs` it is the weight
+    of the decoupled objective (AReaL, arXiv 2505.24298, eq. 5).
+    """
+    return jnp.minimum(jnp.exp(log_probs - behaviour_log_probs), cap)
+
+
 def policy_batch(
-    rollout: Rollout, layout: Layout, advantages: Array, weights: Array, reference_log_probs: Array | None
+    rollout: Rollout,
+    layout: Layout,
+    advantages: Array,
+    weights: Array,
+    reference_log_probs: Array | None,
+    *,
+    old_log_probs: Array | None = None,
+    importance_cap: float | None = None,
 ) -> PolicyBatch:
-    """Advantages and weights [N, T], one completion a row; the reference's log-probs are packed [M, K, R, S]."""
+    """Advantages and weights [N, T], one completion a row; log-probs of models are packed [M, K, R, S].
+
+    `old_log_probs`: the ratio's, in place of the sampler's. With a cap, losses are weighted by `importance_weights`.
+    """
+    old = layout.pack(rollout.log_probs) if old_log_probs is None else old_log_probs
+    importance, drawn = None, layout.pack(rollout.action_mask)
+    if importance_cap is not None:
+        found = importance_weights(old, layout.pack(rollout.behaviour_log_probs), importance_cap)
+        importance = jnp.where(drawn, found, 1.0)
     return PolicyBatch(
         rows=layout.rows(rollout.tokens),
         weights={"policy": layout.pack(weights)},
-        action_mask=layout.pack(rollout.action_mask),
+        action_mask=drawn,
         advantages=layout.pack(advantages),
-        old_log_probs=layout.pack(rollout.log_probs),
+        old_log_probs=old,
         reference_log_probs=reference_log_probs,
+        importance=importance,
     )
 
 
@@ -125,7 +155,9 @@ def proximal_loss(
     kl_coef: float = 0.0,
     bound: float | None = None,
 ) -> tuple[Array, Metrics]:
-    """(sum w [-min(ratio A, clip(ratio) A) - entropy_coef H + kl_coef KL], metrics) of a micro-batch [R, S].
+    """(sum w [-c min(ratio A, clip(ratio) A) - entropy_coef H + kl_coef KL], metrics) of a micro-batch [R, S].
+
+    c is the batch's `importance`, if it has one.
 
     `found` is what the policy gives its tokens now, `clip` is (low, high), `bound` caps a bad action's loss
     (`dual_clip`). The KL is `kl_loss`, to the reference whose log-probs the batch has, if any.
@@ -136,12 +168,16 @@ def proximal_loss(
     losses = clipped_surrogate(importance_ratio(log_probs, old), advantages, *clip)
     if bound is not None:
         losses = dual_clip(losses, advantages, bound)
+    if batch.importance is not None:
+        losses *= batch.importance
     learned = weights["policy"] > 0
     value = masked.total(weights["policy"] * (losses - entropy_coef * found.entropy), learned)
     metrics = policy_metrics(mask, log_probs, old, advantages, *clip) | {
         "policy/loss": Sum(value, weights["policy"].sum()),
         "policy/entropy": Sum(masked.total(found.entropy, mask), mask.sum().astype(jnp.float32)),
     }
+    if batch.importance is not None:
+        metrics["policy/importance"] = Sum(masked.total(batch.importance, mask), mask.sum().astype(jnp.float32))
     if batch.reference_log_probs is not None:
         kl = kl_loss(log_probs, old, batch.reference_log_probs)
         value += kl_coef * masked.total(weights.get("kl", weights["policy"]) * kl, learned)

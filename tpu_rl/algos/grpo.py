@@ -11,6 +11,8 @@ The variants differ in functions, chosen by name: which baseline and scale (ADVA
     GRPO       advantages "group",  weights "sequence_mean"
     Dr. GRPO   advantages "centred", weights "constant_length"                       arXiv 2503.20783
     RLOO       advantages "leave_one_out", kl_reward_coef > 0                        arXiv 2402.14740
+    decoupled  old_log_probs "recomputed", importance_cap 2: the ratio to the proximal policy, a weight for what sampled
+               (AReaL, arXiv 2505.24298)
     DAPO       weights "token_mean", clip_high 0.28, overlong_buffer, and dynamic sampling in `rollouts`  2503.14476
 
 Deviations: none known. The group deviation is the sample one (n - 1), as in TRL and verl.
@@ -59,6 +61,11 @@ class GrpoConfig:
     kl_loss_coef: float = 0.0
     """KL to the reference of each token's distribution, added to the loss with its exact gradient."""
     entropy_coef: float = 0.0
+    importance_cap: float | None = None
+    """Weigh each token's loss by min(old policy / what it was sampled from, cap): for top-k and the like, penalties,
+    and, with recomputed log-probs, a sampler that rounds otherwise; 2 is usual."""
+    old_log_probs: Literal["sampler", "recomputed"] = "sampler"
+    """Whose the ratio's are: the sampler's, at no cost, or another forward pass of the policy, before its update."""
     overlong_buffer: int = 0
     """Soft overlong penalty over the last so many tokens before the limit; 0 is off."""
     mask_truncated: bool = False
@@ -71,6 +78,7 @@ class GrpoConfig:
             f"dual clip {self.dual_clip} is not above 1": self.dual_clip is not None and self.dual_clip <= 1,
             f"clip_low {self.clip_low} is not between 0 and 1": not 0 < self.clip_low < 1,
             f"clip_high {self.clip_high} is not above 0": self.clip_high <= 0,
+            "the importance cap is not above 0": self.importance_cap is not None and self.importance_cap <= 0,
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             raise InputError(what, where="--algorithm", fix="see --help")
@@ -106,8 +114,20 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, rollout.scored)
         learned = rollout.action_mask & rollout.scored[:, None] & ~(rollout.truncated[:, None] & config.mask_truncated)
         weights = weigh(learned, layout.minibatch, layout.minibatches)
-        advantage = jnp.where(rollout.action_mask, advantage[:, None], 0.0)
-        return policy_batch(rollout, layout, advantage, weights, reference_log_probs), state
+        old_log_probs = None
+        if config.old_log_probs == "recomputed":
+            old_log_probs = of_frozen(policy, params, layout.rows(rollout.tokens), sampling.temperature)
+            old_log_probs = jnp.where(layout.pack(rollout.action_mask), old_log_probs, 0.0)
+        batch = policy_batch(
+            rollout,
+            layout,
+            jnp.where(rollout.action_mask, advantage[:, None], 0.0),
+            weights,
+            reference_log_probs,
+            old_log_probs=old_log_probs,
+            importance_cap=config.importance_cap,
+        )
+        return batch, state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         found = token_log_probs(

@@ -111,6 +111,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             targets=critics.targets(returns, values, learned, layout),
             old_log_probs=layout.pack(rollout.log_probs),
             reference_log_probs=reference_log_probs,
+            importance=None,
         )
         return batch, kl_scale
 
