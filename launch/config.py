@@ -26,6 +26,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.optimizers import OptimizerConfig
 from tpu_rl.reward_workers import RewardLimits
+from tpu_rl.sampler import Speculation
 
 DEFAULT_PRESET = "arithmetic_grpo"
 
@@ -126,6 +127,8 @@ class SamplingConfig:
     the others, whatever the run's mesh is; null: the run's mesh. Decoding then gathers no weights."""
     segment: int = 128
     """Decode steps between two looks of the host, which asks for rewards of ended groups and finds stop strings."""
+    speculation: Speculation = Speculation()
+    """The same completions in fewer steps, for training's; evaluation and Q#'s decode plainly."""
 
 
 @dataclass(frozen=True)
@@ -255,17 +258,13 @@ class ExperimentConfig:
         if batch.completions < self.algorithm.needs.smallest_group:
             raise InputError(
                 f"a group of {batch.completions} completion teaches nothing: its advantage is always 0",
-                where="--batch.completions",
-                why=grouped,
-                fix="use at least 2; 8 is usual",
-            )
+                where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
+            )  # fmt: skip
         if self.algorithm.needs.smallest_group > 1 and self.sampling.temperature <= 0:
             raise InputError(
                 f"sampling temperature {self.sampling.temperature} makes all completions of a prompt equal",
-                where="--sampling.temperature",
-                why=grouped,
-                fix="use 1.0",
-            )
+                where="--sampling.temperature", why=grouped, fix="use 1.0",
+            )  # fmt: skip
         if batch.prompts % batch.minibatches:
             valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
             nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]

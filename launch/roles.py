@@ -66,6 +66,9 @@ def model_path(path: str | None) -> str:
 
 # --- the cast ----------------------------------------------------------------------------------------------------
 
+DRAFT = "draft"
+"""The small model of speculative decoding: no algorithm's, and frozen."""
+
 
 def specs(config: ExperimentConfig) -> dict[str, RoleSpec]:
     """Every role of every stage: the params tree is the same in all of them, only what trains differs."""
@@ -75,7 +78,8 @@ def specs(config: ExperimentConfig) -> dict[str, RoleSpec]:
             one = spec._replace(trainable=False, learning_rate_scale=1.0)
             if found.setdefault(name, one) != one:
                 raise InputError(f"the run's phases want the role {name!r} to begin differently", where="--phases")
-    return found
+    drafter = config.sampling.speculation.model
+    return found if drafter is None else found | {DRAFT: RoleSpec(trainable=False, path=drafter)}
 
 
 def product(algorithm: AlgorithmConfig) -> str:

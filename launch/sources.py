@@ -63,8 +63,14 @@ class Setup(NamedTuple):
         return models.policy(self.models[role], self.params_of(role))
 
     def acting(self, role: str) -> Acting:
-        """The role as it answers."""
-        return acting(self.config, self.policy(role), [self.params_of(role)], self.mesh)
+        """The role as it answers, with what drafts for it."""
+        names = [role, *filter(None, [self.drafter])]
+        return acting(self.config, self.policy(role), map(self.params_of, names), self.mesh)
+
+    @property
+    def drafter(self) -> str | None:
+        """The role of the small model that drafts; None where there is none."""
+        return roles.DRAFT if self.config.sampling.speculation.model else None
 
     def role(self, role: str) -> Role:
         return models.role(self.models[role], self.params_of(role))
@@ -139,11 +145,15 @@ def roller(
     functions = reward_functions(config)
     group = config.batch.completions if completions is None else completions
     how, ends = sampler_config(config, lang.tokenizer, group), stop_at(config, lang.tokenizer)
+    how = replace(how, speculation=config.sampling.speculation)
     if temperature is not None:
         how = replace(how, temperature=temperature)
+    looks: dict[str, Any] = {"stop_at": ends, "at_border": at_border}
+    looks["drafter"] = setup.policy(setup.drafter) if setup.drafter else None
 
     def roll_out(step: int, state: TrainState, rows: list[data.Row], first: int) -> rollouts.Scored:
         updates = int(state.step)
+        verified: list[tuple[int, int]] = []
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
             watchdog.mark(f"the rollout of step {step}")
@@ -158,15 +168,16 @@ def roller(
                     policy_step=updates,
                     mesh=answers.mesh,
                     on_finished=on_finished,
-                    stop_at=ends,
-                    at_border=at_border,
+                    on_verified=lambda drafts, tokens: verified.append((drafts, tokens)),
+                    **looks,
                 )
             watchdog.mark(f"the rewards of step {step}")
             return rollout
 
         row_ids = first + np.arange(len(rows) * group)
         longest, limits = config.sampling.max_prompt_tokens, config.reward_limits
-        return rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest, limits.fault_share)
+        scored = rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest, limits.fault_share)
+        return replace(scored, drafts=sum(one for one, _ in verified), tokens_of_drafts=sum(one for _, one in verified))
 
     return roll_out
 

@@ -14,7 +14,7 @@ from tests import tiny
 from tpu_rl import guidance, models, sampler
 from tpu_rl.errors import InputError
 from tpu_rl.guidance import Support, bernoulli_offset, guide, histogram_offset, offset, with_kl_coef
-from tpu_rl.sampler import slots
+from tpu_rl.sampler import segments, slots
 from tpu_rl.types import Model, Policy, Purpose
 
 KEY = sampler.run_key(0, Purpose.ROLLOUT, 0)
@@ -457,10 +457,10 @@ def test_an_infinite_coefficient_is_the_reference_token_by_token(kind):
 def test_one_program_serves_every_coefficient():
     policy, _, params = guided("q_sharp", "own", None, 11)
     completions(policy, with_kl_coef(params, 0.5))
-    compiled = slots.decode_segment._cache_size(), slots.prefill._cache_size()
+    compiled = segments.decode_segment._cache_size(), slots.prefill._cache_size()
     for kl_coef in (0.1, 0.05, np.inf):
         completions(policy, with_kl_coef(params, kl_coef))
-    assert (slots.decode_segment._cache_size(), slots.prefill._cache_size()) == compiled
+    assert (segments.decode_segment._cache_size(), slots.prefill._cache_size()) == compiled
 
 
 def test_equal_parts_make_one_policy():

@@ -319,7 +319,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 from tests.test_sampler import KEY, PROMPTS
 from tests.test_sampler_refill import decoder
 from tpu_rl import models, sharding
-from tpu_rl.sampler import Borders, SamplerConfig, sample, slots
+from tpu_rl.sampler import Borders, SamplerConfig, sample, segments
 
 model, params = decoder()
 policy, prompts, limits = models.policy(model), PROMPTS + PROMPTS[:3], np.arange(21) * 7 % 20 + 1
@@ -327,7 +327,7 @@ config = SamplerConfig(20, samples_per_prompt=3, max_rows=8, prompt_length=8, st
 alone = sample(policy, params, prompts, KEY, config, limits=limits)
 mesh = sharding.make_mesh(2, 1, 2)
 cut = sharding.place(params, model.axes, mesh)
-segment, moved, shardings = slots.decode_segment, [], []
+segment, moved, shardings = segments.decode_segment, [], []
 
 def look(*arguments):
     if arguments[4] is not None and not moved:
@@ -338,7 +338,7 @@ def look(*arguments):
         shardings.append(arguments[6].cache["full"]["k"].sharding.spec)
     return segment(*arguments)
 
-slots.decode_segment = look
+segments.decode_segment = look
 with jax.set_mesh(mesh):
     spread = sample(policy, cut, prompts, KEY, config, limits=limits, mesh=mesh)
 np.testing.assert_array_equal(alone.tokens, spread.tokens)

@@ -53,6 +53,9 @@ class Scored:
     seconds_rollout: float
     seconds_reward: float
     """After the last row had ended; earlier rewards cost no time."""
+    drafts: int = 0
+    """Of speculative decoding, that were verified; with `tokens_of_drafts`, what this drew."""
+    tokens_of_drafts: int = 0
     chosen_from: tuple[Scored, ...] = ()
     """All that was sampled, where dynamic sampling took these completions from more: what metrics are about."""
 
@@ -314,6 +317,8 @@ def _take(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
         faults=texts(lambda scored: scored.faults),
         seconds_rollout=sum(scored.seconds_rollout for scored in rounds),
         seconds_reward=sum(scored.seconds_reward for scored in rounds),
+        drafts=sum(scored.drafts for scored in rounds),
+        tokens_of_drafts=sum(scored.tokens_of_drafts for scored in rounds),
     )
 
 
@@ -327,6 +332,7 @@ def metrics(scored: Scored) -> dict[str, float]:
     """The rollout's and the rewards' part of a metrics row, about all that was sampled. Lengths are tokens.
 
     "rollout/kept" is the share of the sampled groups that are learned from: in the batch, with a scored completion.
+    "rollout/tokens_per_draft", at least 1, is there where decoding was speculative.
     """
     sampled = _all_sampled(scored)
     finite = sampled.rewards[np.isfinite(sampled.rewards)]
@@ -343,6 +349,7 @@ def metrics(scored: Scored) -> dict[str, float]:
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean(sampled.rollout.truncated)),
         "rollout/tokens": float(lengths.sum()),
+        **({"rollout/tokens_per_draft": sampled.tokens_of_drafts / sampled.drafts} if sampled.drafts else {}),
         "time/rollout": sampled.seconds_rollout,
         "time/reward": sampled.seconds_reward,
         "perf/rollout_tokens_per_second": float(lengths.sum()) / sampled.seconds_rollout,

@@ -66,7 +66,8 @@ class Policy(NamedTuple):
     """Something that continues token sequences: all that the sampler knows of a model, a guided reference, a draft.
 
     A cache is a pytree of arrays, among them `lengths [B]`, the number of tokens it holds a row. Rows are on axis 0 of
-    1-D leaves and on axis 1 of all others, so that `sampler.take_rows` gathers rows of any such tree.
+    1-D leaves and on axis 1 of all others, so that `sampler.take_rows` gathers rows of any such tree. 1-D leaves are
+    lengths; where each token has a place of its own, smaller ones make it a cache of fewer tokens.
     """
 
     init_cache: Callable[[Params, int, int], Any]

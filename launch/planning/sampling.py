@@ -16,7 +16,7 @@ from launch.acting import Acting
 from launch.config import Stage
 from launch.planning.steps import Compile, Planned, Step, chip_bytes, compile_step, placed, results
 from tpu_rl import sampler
-from tpu_rl.sampler import slots
+from tpu_rl.sampler import segments, slots
 from tpu_rl.types import Demonstrations, Params
 
 
@@ -55,6 +55,7 @@ def _steps_of(
     """Those with a cache for as many new tokens as `how` says; `whole` are the run's settings.
 
     A segment is the one in which no slot is filled anew: it takes as many steps as there are, and fills cost little.
+    It has no drafts, which are made for few rows only: with them it is faster, and needs hardly more memory.
     """
     config, (policy, read, mesh) = planned.setup.config, _acting(planned)
     params = read(planned.state.params)
@@ -79,7 +80,7 @@ def _steps_of(
     free = results(mesh, slots.empty_slots, arguments, compile_step(mesh, slots.empty_slots, *arguments))
     outputs = slots.Drawn(*(array(rows, whole.max_new_tokens, dtype=kind) for kind in (jnp.int32, *2 * [jnp.float32])))
     arguments = (policy, how, mesh, params, None, None, free, array(devices), outputs)
-    made = compile_with(mesh, slots.decode_segment, *arguments)
+    made = compile_with(mesh, segments.decode_segment, *arguments)
     steps = how.borders.steps
     times = rows / at_once * how.max_new_tokens / steps if how == whole else 0
     # Where more rows are asked than there are slots, the prompts of those that wait are there, too.

@@ -1,12 +1,14 @@
 """Completions from a policy, on token ids.
 
 Unique prompts are prefilled once, into a pool; so many rows as there are slots are decoded at once, in jitted segments;
-a row that ends leaves its slot, on the device, to the next that waits.
+a row that ends leaves its slot, on the device, to the next that waits. The last few may draw some tokens a step.
 
     config      the settings
     drawing     keys, and one token from logits
     caches      rows of any policy's cache
-    slots       the device's part: pool, slots, one segment
+    slots       the device's part: pool and slots
+    speculation drafts of tokens, and the step that verifies them
+    segments    one segment of steps
     decoding    the host's part: `sample`, and what happens at the borders of segments
 
 What a row draws depends on its own key and its logits alone, never on its slot, the order, the batch size or the other
@@ -18,14 +20,16 @@ rows:
 """
 
 from tpu_rl.sampler.caches import take_rows
-from tpu_rl.sampler.config import Borders, SamplerConfig
-from tpu_rl.sampler.decoding import OnFinished, StopAt, sample
+from tpu_rl.sampler.config import Borders, SamplerConfig, Speculation
+from tpu_rl.sampler.decoding import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.drawing import draw, invert_cdf, row_keys, run_key
 
 __all__ = [
     "Borders",
     "OnFinished",
+    "OnVerified",
     "SamplerConfig",
+    "Speculation",
     "StopAt",
     "draw",
     "invert_cdf",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,22 @@ def put_row(cache: Any, slot: Array, pool: Any, row: Array) -> Any:
         return jax.lax.dynamic_update_slice(leaf, one, start)
 
     return jax.tree.map(put, cache, pool)
+
+
+def with_lengths(cache: Any, lengths: Array) -> Any:
+    """The cache with only the first tokens of each row, so many [B]: what it holds behind them is nobody's."""
+    return jax.tree.map(lambda leaf: lengths if leaf.ndim == 1 else leaf, cache)
+
+
+def forgets(init_cache: Callable[[int], Any], length: int) -> bool:
+    """Whether `with_lengths` can drop any tokens of a cache of so many: it has a place for each, none is overwritten by
+    one that comes later (as in a ring) and nothing sums them up (as a recurrent state does).
+
+    init_cache: length -> an empty cache.
+    """
+    now, longer = (jax.eval_shape(lambda size=size: init_cache(size)) for size in (length, length + 1))
+    pairs = zip(jax.tree.leaves(now), jax.tree.leaves(longer), strict=True)
+    return all(one.ndim == 1 or one.shape != other.shape for one, other in pairs)
 
 
 def row_axis(leaf: Array) -> int:

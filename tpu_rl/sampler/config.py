@@ -22,6 +22,33 @@ class Borders:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding (arXiv 2211.17192): something cheap drafts a row's next tokens, and the policy reads them
+    all in one step. Each position is then drawn with its own uniform, as without a draft, and tokens count up to the
+    first that the draft did not foresee. So the completions are those of plain decoding but for the rounding of
+    differently shaped programs, and only speed depends on the draft."""
+
+    tokens: int = 0
+    """Tokens of a draft; 0 is plain decoding."""
+    model: str | None = None
+    """A small model that drafts, of the same tokenizer: directory or hub id. None: what followed the row's last tokens
+    where they stood before (prompt look-up)."""
+    ngram: int = 3
+    """Look-up: at most so many last tokens are looked for; the longest match counts, of equal ones the latest."""
+    most_rows: int = 8
+    """Drafts are made while at most so many rows are decoded, over all devices: more fill a device by themselves."""
+
+    def __post_init__(self):
+        for name, least in (("tokens", 0), ("ngram", 1), ("most_rows", 1)):
+            if self.__dict__[name] < least:
+                why = f"it must be at least {least}"
+                raise InputError(f"Speculation.{name} is {self.__dict__[name]}", why=why, fix=f"set {name}")
+        if self.model is not None and not self.tokens:
+            why, fix = "drafts have no tokens", "set tokens, e.g. to 4, or name no model"
+            raise InputError(f"Speculation.model is {self.model!r}", why=why, fix=fix)
+
+
+@dataclass(frozen=True)
 class SamplerConfig:
     """How completions are drawn.
 
@@ -55,6 +82,7 @@ class SamplerConfig:
     prompt_length: int | None = None
     """Columns reserved for prompts; None: the next power of two of the longest. Fix it to compile once."""
     borders: Borders = Borders()
+    speculation: Speculation = Speculation()
 
     def __post_init__(self):
         def check(good: bool, name: str, needs: str) -> None:

@@ -36,6 +36,11 @@ def row_keys(key: Array, row_ids: Any) -> Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.asarray(row_ids, jnp.uint32))
 
 
+def uniforms(keys: Array, positions: Array) -> Array:
+    """row keys [B], positions of tokens [B] -> [B] in [0, 1): what each token is drawn with."""
+    return jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)))(keys, positions)
+
+
 # --- one token ---------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_rl import sharding
 from tpu_rl.sampler.caches import put_row, resize, row_axis, take_rows
 from tpu_rl.sampler.config import SamplerConfig
-from tpu_rl.sampler.drawing import draw
 from tpu_rl.types import Array, Params, Policy
 
 BATCH_AXES = sharding.RULES["rows"]
@@ -106,6 +105,8 @@ class Border(NamedTuple):
     """[B] int32, of `Slots`."""
     taken: Rows
     """[D] int32: how many places of each queue have been taken."""
+    tally: Rows | None = None
+    """[2] int32, of a segment with drafts: how many were verified, and how many tokens this drew."""
 
 
 # --- devices -------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def device_count(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def _each_device(mesh: Mesh | None, function: Callable[..., Any], *arguments: Any, results: int = 1) -> Any:
+def each_device(mesh: Mesh | None, function: Callable[..., Any], *arguments: Any, results: int = 1) -> Any:
     """The function of each device's own rows of the arguments: Slots, Pool, Queue, Drawn or arrays.
 
     It returns a tuple of so many results, which have rows like as many of the first arguments. Left to itself the
@@ -150,21 +151,21 @@ def prefill(policy: Policy, mesh: Mesh | None, params: Params, tokens: Array, le
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.init_cache(params, *tokens.shape)
     _, cache = policy.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), lengths - 1)
-    return Pool(_spread(mesh, cache), tokens, lengths)
+    return Pool(spread(mesh, cache), tokens, lengths)
 
 
-def _spread(mesh: Mesh | None, cache: Any) -> Any:
+def spread(mesh: Mesh | None, cache: Any) -> Any:
     """The cache with its rows over the mesh, its other axes wherever the compiler wants them."""
     if mesh is None:
         return cache
     free = PartitionSpec.UNCONSTRAINED
 
-    def spread(leaf: Array) -> Array:
+    def place(leaf: Array) -> Array:
         axes: list[Any] = [free] * leaf.ndim
         axes[row_axis(leaf)] = BATCH_AXES
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 
-    return jax.tree.map(spread, cache)
+    return jax.tree.map(place, cache)
 
 
 def cut(mesh: Mesh | None, cache: Any) -> tuple[Any, ...] | None:
@@ -221,8 +222,8 @@ def empty_outputs(mesh: Mesh | None, rows: int, columns: int) -> Drawn:
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("slots",))
 def pull(mesh: Mesh | None, pool: Pool, queue: Queue, slots: Slots, taken: Array) -> tuple[Slots, Border]:
     """Free slots take the next rows of their queues, of which so many are taken [D]."""
-    slots, taken = _each_device(mesh, _pull, slots, taken, pool, queue, results=2)
-    return slots, _border(mesh, slots, taken)
+    slots, taken = each_device(mesh, pull_rows, slots, taken, pool, queue, results=2)
+    return slots, border_of(mesh, slots, taken)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "mesh", "rows", "length", "cut"))
@@ -237,7 +238,7 @@ def fit(
         return (others._replace(cache=take_rows(slots.cache, order)),)
 
     if rows < len(slots.live):
-        (slots,) = _each_device(mesh, first, slots)
+        (slots,) = each_device(mesh, first, slots)
     return slots._replace(cache=resize(slots.cache, _empty_cache(policy, params, rows, length, cut)))
 
 
@@ -247,61 +248,25 @@ def release(slots: Slots, stopped: Array) -> Slots:
     return slots._replace(live=slots.live & ~stopped)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "config", "mesh"), donate_argnames=("slots", "drawn"))
-def decode_segment(
-    policy: Policy,
-    config: SamplerConfig,
-    mesh: Mesh | None,
-    params: Params,
-    pool: Pool | None,
-    queue: Queue | None,
-    slots: Slots,
-    taken: Array,
-    drawn: Drawn,
-) -> tuple[Slots, Drawn, Border]:
-    """At most `config.borders.steps` steps. Without a pool nothing waits: fewer when all rows have ended.
-
-    With a pool, free slots take the next rows of their queue, and the segment is over when all queues are empty, or one
-    of a device that has more rows for the next pool.
-    """
-
-    def going(carry: tuple[Array, Slots, Drawn]) -> Array:
-        return (carry[0] < config.borders.steps) & jnp.any(carry[1].live)
-
-    def step(carry: tuple[Array, Slots, Drawn]) -> tuple[Array, Slots, Drawn]:
-        return carry[0] + 1, *_decode_step(policy, config, mesh, params, carry[1], carry[2])
-
-    if pool is None or queue is None:
-        _, slots, drawn = jax.lax.while_loop(going, step, (jnp.int32(0), slots, drawn))
-        return slots, drawn, _border(mesh, slots, taken)
-
-    def all_busy(slots: Slots, taken: Array) -> Array:
-        free = jnp.any(~slots.live.reshape(len(taken), -1), axis=1)
-        return ~jnp.any(free & (taken < queue.size))
-
-    def served(carry: tuple[Any, Array]) -> Array:
-        empty = carry[1] >= queue.size
-        return going(carry[0]) & ~jnp.all(empty) & ~jnp.any(empty & queue.more)
-
-    def serve(carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        rows, taken = carry
-        count, slots, drawn = jax.lax.while_loop(lambda rows: going(rows) & all_busy(rows[1], taken), step, rows)
-        slots, taken = _each_device(mesh, _pull, slots, taken, pool, queue, results=2)
-        return (count, slots, drawn), taken
-
-    (_, slots, drawn), taken = jax.lax.while_loop(served, serve, ((jnp.int32(0), slots, drawn), taken))
-    return slots, drawn, _border(mesh, slots, taken)
-
-
-def _border(mesh: Mesh | None, slots: Slots, taken: Array) -> Border:
+def border_of(mesh: Mesh | None, slots: Slots, taken: Array, tally: Array | None = None) -> Border:
     # Copies: the slots are donated to the next segment, which may begin before the host has read these.
-    border = Border(slots.live | False, slots.length + 0, slots.row + 0, taken + 0)
+    border = Border(slots.live | False, slots.length + 0, slots.row + 0, taken + 0, tally)
     if mesh is None:
         return border
     return jax.lax.with_sharding_constraint(border, NamedSharding(mesh, PartitionSpec()))
 
 
-def _pull(slots: Slots, taken: Array, pool: Pool, queue: Queue) -> tuple[Slots, Array]:
+def write(mesh: Mesh | None, drawn: Drawn, row: Array, column: Array, values: tuple[Array, ...]) -> Drawn:
+    """The outputs with values at (row, column), all of one shape [B, ...]; columns beyond the end are dropped."""
+
+    def put(drawn: Drawn, row: Array, column: Array, *values: Array) -> tuple[Drawn]:
+        parts = zip(drawn, values, strict=True)
+        return (Drawn(*(part.at[row, column].set(value, mode="drop") for part, value in parts)),)
+
+    return each_device(mesh, put, drawn, row, column, *values)[0]
+
+
+def pull_rows(slots: Slots, taken: Array, pool: Pool, queue: Queue) -> tuple[Slots, Array]:
     """One device's free slots take the next rows of its queue, in the order of the slots."""
     free = ~slots.live
     place = taken + jnp.cumsum(free) - 1
@@ -341,36 +306,3 @@ def _tokens_of_prompts(seen: Array, fill: Array, pool: Pool, prompt: Array) -> A
     tokens = jnp.where(inside, pool.tokens[prompt], vocabulary)
     fresh = jnp.zeros_like(seen).at[jnp.arange(rows)[:, None], tokens].set(True, mode="drop")
     return jnp.where(fill[:, None], fresh, seen)
-
-
-def _decode_step(
-    policy: Policy, config: SamplerConfig, mesh: Mesh | None, params: Params, slots: Slots, drawn: Drawn
-) -> tuple[Slots, Drawn]:
-    """Every live row reads its last token and draws the next; the others stay as they are."""
-    live = slots.live.astype(jnp.int32)
-    current, position = slots.token[:, None], slots.length[:, None] - 1
-    logits, cache = policy.extend(params, slots.cache, current, position, jnp.zeros_like(current), live)
-    uniform = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)))(slots.key, slots.length)
-    found = draw(logits[:, 0].astype(jnp.float32), uniform, config, slots.seen)
-
-    def write(drawn: Drawn, row: Array, column: Array, *values: Array) -> tuple[Drawn]:
-        parts = zip(drawn, values, strict=True)
-        return (Drawn(*(part.at[row, column].set(value, mode="drop") for part, value in parts)),)
-
-    outside = drawn.tokens.shape[1]
-    column = jnp.where(slots.live, slots.drawn, outside)
-    (drawn,) = _each_device(mesh, write, drawn, slots.row, column, *found)
-    token = jnp.where(slots.live, found[0], slots.token)
-    seen = slots.seen
-    if seen is not None:
-        seen = seen.at[jnp.arange(len(token)), token].set(True)
-    ended = jnp.isin(token, jnp.asarray(config.stop_ids, jnp.int32)) | (slots.drawn + live >= slots.limit)
-    after = slots._replace(
-        cache=cache,
-        token=token,
-        length=slots.length + live,
-        drawn=slots.drawn + live,
-        live=slots.live & ~ended,
-        seen=seen,
-    )
-    return after, drawn
