@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_models import CONFIGS
+from tests.test_models import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tests.topologies import needs_libtpu, tpu_devices
 from tpu_rl import compiled, models, sharding
 from tpu_rl.errors import InputError
@@ -86,6 +86,19 @@ def test_tokens_do_not_affect_each_other():
     together = mixed(x.at[1:].set(9.0), logits.at[1:].set(0.0), matrices, config)
     np.testing.assert_allclose(together[:1], apart[:1], atol=1e-5)
     assert float(jnp.abs(together[1:] - apart[1:]).max()) > 1
+
+
+@pytest.mark.slow
+def test_tokens_are_sorted_once_a_layer():
+    """And not again in the backward pass, where layers are computed anew."""
+    model = tiny("olmoe").model
+    rows = (tokens_of((3, LENGTH)), *plain(3))
+
+    def loss(params):
+        return jnp.sum(model.hidden(params, *rows) ** 2)
+
+    text = jax.jit(jax.grad(loss)).lower(tiny("olmoe").params).compile().as_text() or ""
+    assert text.count(" sort(") == 2  # assignments by expert, and the inverse of that
 
 
 def test_the_kernel_of_gradients_equals_the_reference(monkeypatch):

@@ -236,12 +236,13 @@ class Decoder(Weights):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one entry an argument)
             length=config.repetitions,
         )
-        body = nn.remat(Layer, prevent_cse=False) if training else Layer
+        kept = jax.checkpoint_policies.save_only_these_names(experts.ORDER)
+        body = nn.remat(Layer, prevent_cse=False, policy=kept) if training else Layer
         scanned = pattern(config, config.kinds[: config.period], body, name="layers")
         (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
         tail = config.kinds[config.repetitions * config.period :]
         if tail:
-            rest = Pattern(config, tail, nn.remat(Layer) if training else Layer, name="tail")
+            rest = Pattern(config, tail, nn.remat(Layer, policy=kept) if training else Layer, name="tail")
             (x, cache), last = rest((x, cache), config.repetitions, context)
             found = [*found, *jax.tree.map(lambda part: part[None], last)]
         usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found) if found[0] is not None else None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl import sharding
 from tpu_rl.models.architecture import EXPERT_MATRICES, WEIGHTS, Experts
@@ -24,6 +25,10 @@ Activation = Callable[[Array], Array]
 ROOM = 1.25
 """Where experts are spread over devices: assignments that a device takes at once, of an even share of them. What is
 beyond that takes it further passes."""
+
+ORDER = "expert_order"
+"""Name, for `jax.checkpoint` policies, of a layer's assignments in order: a few integers, worth keeping for the
+backward pass, as sorting takes long, and the TPU's compiler longer (16 s of a CPU for a sort of 131,072)."""
 
 TILES = (512, 512, 1024)
 """Rows, inputs and outputs that the TPU's kernel for weights' gradients takes at once. Twice as many inputs do not fit
@@ -129,18 +134,23 @@ def _of_tokens(
     activation: Activation, share: _Share, x: Array, chosen: Array, weights: Array, matrices: Matrices
 ) -> Array:
     """[B, T, D]: the part of the device's experts."""
-    tokens, choices, held = x.shape[0] * x.shape[1], chosen.shape[-1], len(matrices.gate)
-    expert = (chosen.reshape(-1) - share.first) % (held * share.parts)
-    by_expert = jnp.argsort(expert).astype(jnp.int32)
-    place = jnp.argsort(by_expert).astype(jnp.int32).reshape(tokens, choices)
-    ends = jnp.searchsorted(expert[by_expert], jnp.arange(held), side="right").astype(jnp.int32)
-    order = _Order(by_expert, place, ends)
-    most = len(expert)
+    tokens, choices = x.shape[0] * x.shape[1], chosen.shape[-1]
+    order = checkpoint_name(_order(chosen.reshape(tokens, choices), share, len(matrices.gate)), ORDER)
+    most = tokens * choices
     at_once = min(most, max(128, 8 * math.ceil(ROOM * most / share.parts / 8)))
     inputs = (x.reshape(tokens, -1), weights.reshape(tokens, choices).astype(x.dtype), matrices)
     whole = at_once == most
     y: Any = _pass(activation, most, order, 0, *inputs) if whole else _passes(activation, at_once, order, *inputs)
     return y.reshape(x.shape)
+
+
+def _order(chosen: Array, share: _Share, held: int) -> _Order:
+    """Of the assignments of chosen [N, k], for a device that holds so many experts."""
+    expert = (chosen.reshape(-1) - share.first) % (held * share.parts)
+    by_expert = jnp.argsort(expert).astype(jnp.int32)
+    place = jnp.argsort(by_expert).astype(jnp.int32).reshape(chosen.shape)
+    ends = jnp.searchsorted(expert[by_expert], jnp.arange(held), side="right").astype(jnp.int32)
+    return _Order(by_expert, place, ends)
 
 
 class _Block(NamedTuple):
