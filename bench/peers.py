@@ -192,8 +192,8 @@ def run_arm(arm: str, shape: str, round_: int, work: Work, pythons: dict[str, st
     load = os.getloadavg()[0]
     place = folder / f"{shape}-{round_}-{arm.replace(' ', '-')}"
     result = do(pythons[engine], engine, replace(work, folder=str(place), variant=variant))
-    said = "failed" if result is None else f"{result['seconds']}"
-    print(f"{time.strftime('%H:%M:%S')} round {round_ + 1} {shape} {arm}: {said} (load {load:.1f})", flush=True)
+    said = "failed" if result is None else json.dumps(result["seconds"])
+    print(f"{time.strftime('%H:%M:%S')} round {round_ + 1} {shape} {arm}: {said} s (load {load:.1f})", flush=True)
     return Run(round_, shape, arm, load, result)
 
 

@@ -40,7 +40,12 @@ class Spread:
     most: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+        return f"{readable(self.median)} ({readable(self.least)} to {readable(self.most)})"
+
+
+def readable(value: float) -> str:
+    """Three digits or more of a positive number."""
+    return f"{value:.{2 if value >= 0.995 else 3}f}" if value < 9.995 else f"{value:.{1 if value < 99.95 else 0}f}"
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -44,8 +44,20 @@ def test_a_failed_round_does_not_count():
 
 def test_of_memory_the_ratio_is_our_share():
     ours, theirs = [Sample((100.0,), (64,))], [Sample((400.0,), (64,))]
-    assert side_by_side.rows({"ours": ours, "trl": theirs}, ours_over_peer=True)[1][2] == "0.25 (0.25 to 0.25)"
+    assert side_by_side.rows({"ours": ours, "trl": theirs}, ours_over_peer=True)[1][2] == "0.250 (0.250 to 0.250)"
     assert side_by_side.rows({"ours": ours, "trl": theirs})[1][2] == "4.00 (4.00 to 4.00)"
+
+
+def test_numbers_have_three_digits():
+    assert [side_by_side.readable(x) for x in (0.0123, 0.5, 1.0, 9.996, 47.26, 99.96, 1211.26)] == [
+        "0.012",
+        "0.500",
+        "1.00",
+        "10.0",
+        "47.3",
+        "100",
+        "1211",
+    ]
 
 
 def test_work_is_the_same_whenever_it_is_asked_for():

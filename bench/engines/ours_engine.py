@@ -98,7 +98,7 @@ def step(work: protocol.Work) -> dict[str, Any]:
 
 def experiment(work: protocol.Work) -> config.ExperimentConfig:
     longest = work.prompt_tokens + work.new_tokens
-    whole_groups = work.prompt_tokens + work.group * work.new_tokens
+    whole_group = work.prompt_tokens + work.group * work.new_tokens
     prompts = len(work.prompts[0])
     return config.ExperimentConfig(
         algorithm=GrpoConfig(),
@@ -109,7 +109,7 @@ def experiment(work: protocol.Work) -> config.ExperimentConfig:
         batch=config.BatchConfig(
             prompts=prompts,
             completions=work.group,
-            row_length=max(longest, min(whole_groups, ROW)),
+            row_length=max(longest, ROW) if work.lengths else whole_group,
             micro_batch_rows=MICRO_BATCH,
         ),
         sampling=config.SamplingConfig(
@@ -124,8 +124,8 @@ def experiment(work: protocol.Work) -> config.ExperimentConfig:
     )
 
 
-ROW, MICRO_BATCH, SLOTS = 1024, 2, 32
-"""Tokens of a packed row, at most; packed rows of a micro-batch; rows decoded at once where lengths differ."""
+ROW, MICRO_BATCH, SLOTS = 512, 2, 32
+"""Where lengths differ: tokens of a packed row, and rows decoded at once; everywhere: packed rows of a micro-batch."""
 
 
 class InTurn(decoding._Shares):
