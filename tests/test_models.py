@@ -242,6 +242,20 @@ def test_gradients_are_finite_and_blind_to_padding():
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(first))
 
 
+def test_products_have_the_gradients_of_einsum():
+    for equation, inputs, weights in (
+        ("btd,dhe->bthe", (2, 3, 6), (6, 2, 4)),
+        ("bthe,hed->btd", (2, 3, 2, 4), (2, 4, 6)),
+    ):
+        x, weight = jax.random.normal(jax.random.key(0), inputs), jax.random.normal(jax.random.key(1), weights)
+
+        def gradients(multiply, equation=equation, x=x, weight=weight):
+            return jax.grad(lambda x, weight: jnp.sum(jnp.sin(multiply(equation, x, weight))), (0, 1))(x, weight)
+
+        for own, plain in zip(gradients(layers.product), gradients(jnp.einsum), strict=True):
+            np.testing.assert_allclose(own, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_visible_by_hand():
     """One row: prompt p p, branch 1 a a, branch 2 b b, then another segment q, then padding."""
     slots = layers.Slots(

@@ -116,7 +116,7 @@ class Weights(nn.Module):
         return self.weight(name + LORA_A), self.weight(name + LORA_B)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
-        y = jnp.einsum(equation, x, self.weight(name))
+        y = layers.product(equation, x, self.weight(name))
         if bias:
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
         scale = self.config.adapter_scale(name)

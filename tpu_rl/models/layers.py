@@ -8,6 +8,7 @@ G = H / K, D model width, E head width.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -172,6 +173,38 @@ def low_rank(x: Array, a: Array, b: Array, scale: float) -> Array:
     """scale (x A) B: x [..., inputs], a [inputs, rank], b [rank, outputs]. The product of A and B is never made."""
     inner = scale * jnp.tensordot(x, a, a.ndim - 1)
     return jnp.tensordot(inner, b, 1)
+
+
+def product(equation: str, x: Array, weight: Array) -> Array:
+    """jnp.einsum of x and a weight; the weight's gradient is one of x and the output's gradient, in this order.
+
+    jax's own rule has it the other way round. XLA for CPUs transposes what stands first, and computes the elementwise
+    chain before it once more, transposed: a sixth of an update's time was the gradient of silu.
+    """
+    result: Any = _product(equation, x, weight)
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(equation: str, x: Array, weight: Array) -> Array:
+    return jnp.einsum(equation, x, weight)
+
+
+def _product_forward(equation: str, x: Any, weight: Any) -> tuple[Array, tuple[Array, Array, tuple | None]]:
+    # The backward pass is told by the structure of what is saved whether the weight learns.
+    learns = () if weight.perturbed else None
+    return jnp.einsum(equation, x.value, weight.value), (x.value, weight.value, learns)
+
+
+def _product_backward(equation: str, saved: tuple[Array, Array, tuple | None], gradient: Array) -> tuple[Any, Any]:
+    x, weight, learns = saved
+    inputs, _, output = equation.partition("->")
+    of_x, _, of_weight = inputs.partition(",")
+    x_gradient = jnp.einsum(f"{output},{of_weight}->{of_x}", gradient, weight)
+    return x_gradient, None if learns is None else jnp.einsum(f"{of_x},{output}->{of_weight}", x, gradient)
+
+
+_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
 def rms_norm(x: Array, scale: Array, eps: float, unit_offset: bool) -> Array:
