@@ -122,6 +122,10 @@ class SamplingConfig:
     """Token ids and what is added to their logits; -inf forbids a token."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these in its text."""
+    cache: Literal["computed", "int8"] = "computed"
+    """What keys and values are kept in: the type that they are computed in, or int8 with a scale a token and head, half
+    of bfloat16's memory. The log-probs of what is drawn are then those of rounded keys and values, not the trainer's:
+    policy/log_prob_gap_mean says by how much, --algorithm.importance-cap corrects for it."""
     tensor: int | None = None
     """Devices that cut heads, widths and vocabulary between them while completions are drawn, rows being spread over
     the others, whatever the run's mesh is; null: the run's mesh. Decoding then gathers no weights."""

@@ -60,7 +60,11 @@ class Setup(NamedTuple):
         return roles.place(self.config, role)
 
     def policy(self, role: str) -> Policy:
-        return models.policy(self.models[role], self.params_of(role))
+        """How the role continues sequences, its cache as the run's settings want it."""
+        model = self.models[role]
+        if self.config.sampling.cache == "int8":
+            model = models.with_int8_cache(model)
+        return models.policy(model, self.params_of(role))
 
     def acting(self, role: str) -> Acting:
         """The role as it answers, with what drafts for it."""

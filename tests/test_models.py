@@ -193,6 +193,44 @@ def test_cache_equals_whole_sequences(family):
     assert cache["lengths"].tolist() == [17, 10, 6]
 
 
+def test_numbers_are_quantised_to_half_a_step():
+    x = jax.random.normal(jax.random.key(0), (3, 5, 2, 16)) * jnp.array([1e-3, 1.0, 40.0])[:, None, None, None]
+    x = x.at[0, 0].set(0.0)
+    numbers, scale = layers.quantise(x)
+    assert numbers.dtype == jnp.int8
+    assert int(jnp.abs(numbers).max()) == 127
+    assert float((jnp.abs(numbers * scale[..., None] - x) / jnp.maximum(scale, 1e-30)[..., None]).max()) <= 0.5 + 1e-4
+    np.testing.assert_array_equal((numbers * scale[..., None])[0, 0], 0.0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_an_int8_cache_equals_whole_sequences_of_rounded_keys_and_values(family, monkeypatch):
+    model, params, _, _ = tiny(family)
+    model = models.with_int8_cache(model)
+    tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
+    plainly = log_probs(family, tokens, *plain(3))
+    cache = models.policy(model).init_cache(params, 3, CAPACITY)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(cache["full"])} == {"int8", "float32"}
+    positions, _, branches = plain(3)
+    extend = jax.jit(models.policy(model).extend)
+    logits, cache = extend(params, cache, tokens, positions, branches, lengths)
+    at = cache["lengths"][:, None] + jnp.arange(2)[None, :]
+    after, _ = extend(params, cache, jnp.take_along_axis(tokens, at, 1), at, jnp.zeros_like(at), jnp.full(3, 2))
+
+    def rounded(x):
+        numbers, scale = layers.quantise(x)
+        return numbers * scale[..., None]
+
+    attention = layers.attention
+    monkeypatch.setattr(layers, "attention", lambda q, k, v, *a, **how: attention(q, rounded(k), rounded(v), *a, **how))
+    whole = jax.jit(model.hidden)(params, tokens, *plain(3))
+    expected = jax.nn.log_softmax(model.logits(params, whole))
+    assert 1e-4 < float(jnp.abs(expected - plainly).max()) < 0.1
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(jax.nn.log_softmax(logits)[row, :length], expected[row, :length], atol=2e-5)
+    np.testing.assert_allclose(jax.nn.log_softmax(after), jnp.take_along_axis(expected, at[..., None], 1), atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["llama3", "gemma3"])
 def test_candidates_are_branches_that_leave_no_trace(family):
     _, params, _, extend = tiny(family)

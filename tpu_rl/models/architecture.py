@@ -179,6 +179,9 @@ class DecoderConfig:
     """What is computed in. Norms, softmax, rotary angles and logits are float32 whatever it is."""
     param_dtype: str = "float32"
     """What weights are kept in."""
+    cache_dtype: str | None = None
+    """What keys and values of past tokens are kept in while sampling: "int8", a scale for each token and head beside
+    them; None: what is computed in."""
     experts: Experts | None = None
     """None: layers have an MLP."""
     outputs: int | None = None

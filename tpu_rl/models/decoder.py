@@ -284,7 +284,8 @@ def context(config: DecoderConfig, queries: Slots, keys: Slots, key_tiles: Array
 
 
 def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
-    """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens.
+    """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens; of
+    integers also "k_scale" and "v_scale" [layers, B, K, S].
 
     A committed token's slot is its position. All of `extend`'s tokens are written behind the committed ones, the next
     call overwrites those that were only looked at, and a token beyond the cache's end is dropped and seen by nobody:
@@ -294,7 +295,9 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
     for kind in sorted(set(config.kinds)):
         shape = (config.kinds.count(kind), rows, attention.kv_heads, length, attention.head_dim)
-        cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("k", "v")}
+        cache[kind] = {name: jnp.zeros(shape, config.cache_dtype or config.dtype) for name in ("k", "v")}
+        if config.cache_dtype is not None:
+            cache[kind] |= {f"{name}_scale": jnp.zeros(shape[:-1], jnp.float32) for name in ("k", "v")}
     return cache
 
 

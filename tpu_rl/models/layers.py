@@ -80,14 +80,33 @@ def write_cache(
 ) -> tuple[Any, Array, Array]:
     """The cache with key and value [B, T, K, E] at slots [B, T] of a layer, and that layer's [B, K, S, E] of each.
 
-    What lies beyond the cache's end is dropped.
+    What lies beyond the cache's end is dropped. A cache of integers holds scales, too; what is read from it, new tokens
+    included, is rounded.
     """
-    rows = jnp.arange(slots.shape[0])[:, None]
+    rows, new = jnp.arange(slots.shape[0])[:, None], {"k": key, "v": value}
+    if "k_scale" in cache[kind]:
+        for name in ("k", "v"):
+            new[name], new[name + "_scale"] = quantise(new[name])
     stack = {
-        name: cache[kind][name].at[layer, rows, :, slots].set(new, mode="drop", unique_indices=True)
-        for name, new in (("k", key), ("v", value))
+        name: cache[kind][name].at[layer, rows, :, slots].set(part, mode="drop", unique_indices=True)
+        for name, part in new.items()
     }
-    return {**cache, kind: stack}, stack["k"][layer], stack["v"][layer]
+
+    def read(name: str) -> Array:
+        stored = stack[name][layer]
+        if name + "_scale" not in stack:
+            return stored
+        return (stored * stack[name + "_scale"][layer][..., None]).astype(key.dtype)
+
+    return {**cache, kind: stack}, read("k"), read("v")
+
+
+def quantise(x: Array) -> tuple[Array, Array]:
+    """x [..., E] -> (int8 of the same shape, float32 scales [...]): x is their product but for half a step at most, a
+    step being a 127th of the largest of E numbers."""
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / 127
+    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale
 
 
 def attention(

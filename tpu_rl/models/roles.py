@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
+from tpu_rl.models.decoder import decoder
 from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
 
 
@@ -33,6 +35,11 @@ def _selecting(policy: Policy, select: Callable[[Params], Params]) -> Policy:
         return policy.extend(select(params), cache, tokens, positions, branch_ids, commit)
 
     return Policy(init_cache, extend)
+
+
+def with_int8_cache(model: Model) -> Model:
+    """The same model, whose caches keep keys and values in int8 (`layers.quantise`)."""
+    return decoder(replace(model.config, cache_dtype="int8"))
 
 
 def role(model: Model, select: Callable[[Params], Params]) -> Role:
