@@ -3,8 +3,8 @@
     python bench/overheads.py --to runs/overheads [--steps 100] [--rounds 3]
 
 The default run, in turn with its built-in reward, which the trainer calls itself, and with the same function from a
-file, which worker processes call. Time in digests (those of every checkpoint, and the check that parameters are finite) is
-added up inside the run; rewards' is `time/reward` of metrics.jsonl. One table.
+file, which worker processes call. Time in digests (those of every checkpoint, and the check that parameters are
+finite) is added up inside the run; rewards' is `time/reward` of metrics.jsonl. One table.
 """
 
 from __future__ import annotations
