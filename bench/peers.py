@@ -19,7 +19,7 @@ process of its own, in rotating order; first steps, which compile, do not count.
 Ours is launch/run.py itself, with logging and checkpoints; peers write no checkpoints. The peers' environments are made
 once by `python -m venv` and pip, in the user's cache folder, and take gigabytes. Gates: our sampler's log-probs against
 transformers' of the same tokens, below 1e-4; no ratio where numbers of tokens differ. Writes TO/peers.json (everything)
-and TO/peers.md (the tables).
+and TO/peers.md (the tables); the same command on the same folder goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -189,12 +189,18 @@ def arms_of(shape: str, axes: list[str], engines: list[str]) -> list[str]:
 
 def run_arm(arm: str, shape: str, round_: int, work: Work, pythons: dict[str, str], folder: Path) -> Run:
     engine, _, variant = arm.partition(" ")
-    load = os.getloadavg()[0]
     place = folder / f"{shape}-{round_}-{arm.replace(' ', '-')}"
-    result = do(pythons[engine], engine, replace(work, folder=str(place), variant=variant))
-    said = "failed" if result is None else json.dumps(result["seconds"])
-    print(f"{time.strftime('%H:%M:%S')} round {round_ + 1} {shape} {arm}: {said} s (load {load:.1f})", flush=True)
-    return Run(round_, shape, arm, load, result)
+    work = replace(work, folder=str(place), variant=variant)
+    kept = place / "run.json"
+    if kept.is_file() and (place / "work.json").read_text(encoding="utf-8") == work.text():
+        return Run(**json.loads(kept.read_text(encoding="utf-8")))
+    load = os.getloadavg()[0]
+    run = Run(round_, shape, arm, load, do(pythons[engine], engine, work))
+    if run.result is not None:
+        kept.write_text(json.dumps(vars(run)), encoding="utf-8")
+    said = "failed" if run.result is None else f"{json.dumps(run.result['seconds'])} s"
+    print(f"{time.strftime('%H:%M:%S')} round {round_ + 1} {shape} {arm}: {said} (load {load:.1f})", flush=True)
+    return run
 
 
 def do(python: str, engine: str, work: Work) -> dict[str, Any] | None:
@@ -204,7 +210,7 @@ def do(python: str, engine: str, work: Work) -> dict[str, Any] | None:
         shutil.rmtree(place)
     place.mkdir(parents=True)
     given, answer, log = place / "work.json", place / "result.json", place / "log.txt"
-    work.write(given)
+    given.write_text(work.text(), encoding="utf-8")
     command = [python, str(HERE / "engines" / f"{engine}_engine.py"), str(given), str(answer)]
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if engine != OURS:  # which keeps what it compiles by itself

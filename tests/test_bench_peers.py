@@ -72,6 +72,28 @@ def test_work_is_the_same_whenever_it_is_asked_for():
     assert lengths[-1] == shape.new_tokens
 
 
+def test_what_has_run_is_not_run_again(tmp_path, monkeypatch):
+    calls = []
+
+    def do(python, engine, work):
+        calls.append((engine, work.variant))
+        place = Path(work.folder)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "work.json").write_text(work.text())
+        return {"seconds": [1.0]} if engine == "trl" else None
+
+    monkeypatch.setattr(peers, "do", do)
+    work = peers.work_of(peers.SMALL["step"], "model", warmup=1, steps=1)
+    pythons = {"trl": "python", "tunix": "python"}
+    first = peers.run_arm("trl checkpointing", "step", 0, work, pythons, tmp_path)
+    assert peers.run_arm("trl checkpointing", "step", 0, work, pythons, tmp_path) == first
+    longer = peers.work_of(peers.SMALL["step"], "model", warmup=1, steps=2)
+    peers.run_arm("trl checkpointing", "step", 0, longer, pythons, tmp_path)
+    assert calls == [("trl", "checkpointing")] * 2
+    assert [peers.run_arm("tunix", "step", 0, work, pythons, tmp_path).result for _ in range(2)] == [None, None]
+    assert calls[2:] == [("tunix", "")] * 2
+
+
 def test_arms_belong_to_the_axes_that_ask_for_them():
     engines = ["ours", "trl", "tunix"]
     assert peers.arms_of("step", ["step", "update"], engines) == engines

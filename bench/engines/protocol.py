@@ -57,8 +57,9 @@ class Work:
     def prompt_tokens(self) -> int:
         return len(self.prompts[0][0])
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def text(self) -> str:
+        """As it is written to a file."""
+        return json.dumps(asdict(self))
 
 
 def word(token: int) -> str:
