@@ -484,6 +484,10 @@ def test_the_cases_reach_every_branch_of_the_loss(float64):
     """Otherwise the battery would prove less than it says."""
     for name in GRPO:
         metrics = original(name)[1].metrics
+        if CASES[name].config.old_log_probs == "recomputed":
+            # Before the first update nothing is clipped; some weights are capped, and some are below the cap.
+            assert 0.9 < metrics["policy/importance"] < CASES[name].config.importance_cap - 0.05, name
+            continue
         assert metrics["policy/clip_low"] > 0.02, name
         assert metrics["policy/clip_high"] > 0.02, name
     data, config = off_policy(), CASES["batch_scaled"].config
