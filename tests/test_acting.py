@@ -82,6 +82,7 @@ print("drawn alike on both meshes")
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_of_its_own_draws_the_same(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, "-c", FOUR_DEVICES, str(tmp_path)]

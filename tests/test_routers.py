@@ -84,6 +84,7 @@ def test_the_balance_is_learned_as_if_it_were_in_the_loss(micro_batches):
     assert metrics["router/balance"] == pytest.approx(float(routers.balance(found)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing_that_is_learned():
     params, metrics = updated(0.0, 2)
     gradient = jax.jit(jax.grad(lambda params: loss(params, batch())[0]))(PARAMS)
