@@ -287,6 +287,7 @@ def test_only_what_computation_does_not_hide_is_exposed():
 
 
 @needs_libtpu
+@pytest.mark.timeout(900)  # three minutes of the compiler's, and nobody else's, time
 def test_scanned_layers_cost_what_unrolled_ones_do_on_a_tpu():
     mesh = jax.sharding.Mesh(tpu_devices("v5e:2x2"), ("x",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
