@@ -10,9 +10,9 @@ of the undisturbed run; `save`, `purge` and `export` are entered when their file
 
 Checked at once: verify.py finds no fault, and the checkpoints take no more than (2 + 1.5) times the size of one. After
 a SIGTERM: exit code 75 within 10 s, and the last step in metrics.jsonl is the one saved; or 0, if it had just finished;
-or the signal's own end, before there was a step. Of several processes the signal goes to one, any of them, and all must
-end, within a minute. Checked at the end: nothing that was saved is lost, and parameters,
-metrics rows and samples are those of the undisturbed run. One JSON line each in TO/kills.jsonl.
+or the signal's own end, before there was a step or after its summary was written. Of several processes the signal goes
+to one, any of them, and all must end, within a minute. Checked at the end: nothing that was saved is lost, and
+parameters, metrics rows and samples are those of the undisturbed run. One JSON line each in TO/kills.jsonl.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def kill(
     seconds = time.monotonic() - sent
     saved, rows = newest_checkpoint(folder), rows_of(folder)
     if number == signal.SIGTERM:
-        faults += left_badly(job.codes[0], seconds, saved, len(rows) - 1, said)
+        done = (folder / verify.SUMMARY).exists()
+        faults += left_badly(job.codes[0], seconds, saved, len(rows) - 1, said, done)
         if job.codes[0] in (0, 75) and len(set(job.codes)) > 1:
             faults.append(f"they ended with {job.codes}")
     elif runs.processes > 1 and job.codes[0] and (set(job.codes[1:]) != {75} or seconds > SECONDS_TO_NOTICE):
@@ -278,12 +279,13 @@ def faults_of(folder: Path) -> list[verify.Finding]:
     return [finding for finding in verify.verify(folder) if finding.is_fault] if rows_of(folder) else []
 
 
-def left_badly(code: int, seconds: float, saved: int, last: int, said: str) -> list[str]:
-    """What was wrong with how a run ended after SIGTERM; `last` is the step of its last row."""
+def left_badly(code: int, seconds: float, saved: int, last: int, said: str, done: bool) -> list[str]:
+    """What was wrong with how a run ended after SIGTERM; `last` is the step of its last row. One that is `done` only
+    has its process to end."""
     faults = []
     if code == 75 and last > 0 and saved != last:
         faults.append(f"step {last} was taken and step {saved} is saved")
-    if code == -signal.SIGTERM and last > 0:
+    if code == -signal.SIGTERM and last > 0 and not done:
         faults.append("the signal ended it in the midst of the run")
     if code not in (0, 75, -signal.SIGTERM):
         faults.append(f"it ended with {code}: {said[-500:]}")
