@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from llama import LLAMA
 
 from launch import config as configuration
 from launch import dataset, roles, sources
@@ -27,18 +28,6 @@ from tpu_rl import models, sampler, tokenizers
 from tpu_rl.sampler import Borders, SamplerConfig, Speculation
 from tpu_rl.types import Purpose, Rollout
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 8192,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 KEY = sampler.run_key(0, Purpose.ROLLOUT, 0)
 NEVER = 10**6
 

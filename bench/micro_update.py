@@ -19,23 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from llama import LLAMA
 
 from tpu_rl import compiled, models, packing, training
 from tpu_rl.algos import GrpoConfig, grpo
 from tpu_rl.types import Experience, Layout, Rollout, Sampling
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 8192,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 2048,
-}
 
 
 class Case(NamedTuple):

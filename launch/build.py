@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from launch import dataset, pairs, q_examples, reward_runs, roles, sources
-from launch.acting import Acting
+from launch.acting import Acting, sampling_mesh
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
 from tpu_rl import evaluation, models, optimizers, sampler, sharding, training
@@ -34,6 +34,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 def make_setup(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[Setup, Params]:
     """What all stages of a run share, and the whole params tree before the first step."""
+    sampling_mesh(config, mesh)  # what is wrong with it is said before weights are read
     language, loaded = roles.language(config, mesh)
     setup = Setup(config, language, roles.role_models(config, language.model), mesh, run_dir)
     return setup, roles.first_params(config, language, loaded, mesh, roles.specs(config))
@@ -120,6 +121,12 @@ def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Act
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
+def exactly(setup: Setup) -> Setup:
+    """As the run, with caches that round nothing: accuracy is the model's own."""
+    sampling = replace(setup.config.sampling, cache="computed")
+    return setup._replace(config=replace(setup.config, sampling=sampling))
+
+
 def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) -> Evaluate:
     """Ranks the held-out pairs where the stage learns from given ones or trains a reward model, and else answers the
     held-out problems."""
@@ -128,12 +135,12 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     if pairs.are_given(stage):
         rank = pairs.evaluator(setup, stage, algorithm, params)
         return lambda params, greedy: rank(params)
-    return answering(setup, acting_policy(setup, stage.algorithm))
+    return answering(setup, acting_policy(exactly(setup), stage.algorithm))
 
 
 def before(setup: Setup, stage: Stage, evaluate: Evaluate) -> Evaluate:
     """What evaluates the run before its first step: of Q# the reference alone, which nothing has learned to guide."""
-    return answering(setup, acting_policy(setup)) if isinstance(stage.algorithm, QSharpConfig) else evaluate
+    return answering(setup, acting_policy(exactly(setup))) if isinstance(stage.algorithm, QSharpConfig) else evaluate
 
 
 def answering(setup: Setup, acting: Acting) -> Evaluate:

@@ -125,7 +125,8 @@ class SamplingConfig:
     cache: Literal["computed", "int8"] = "computed"
     """What keys and values are kept in: the type that they are computed in, or int8 with a scale a token and head, half
     of bfloat16's memory. The log-probs of what is drawn are then those of rounded keys and values, not the trainer's:
-    policy/log_prob_gap_mean says by how much, --algorithm.importance-cap corrects for it."""
+    policy/log_prob_gap_mean says by how much, GRPO's --algorithm.importance-cap with recomputed old log-probs corrects
+    for it. Evaluation rounds nothing."""
     tensor: int | None = None
     """Devices that cut heads, widths and vocabulary between them while completions are drawn, rows being spread over
     the others, whatever the run's mesh is; null: the run's mesh. Decoding then gathers no weights."""

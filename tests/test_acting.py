@@ -55,9 +55,8 @@ def test_a_bfloat16_model_draws_the_same_from_its_copy_as_from_float32_masters(t
 
 
 def test_groups_that_do_not_fit_name_those_that_do(tmp_path):
-    setup, _ = made(["--sampling.tensor", "3"], tmp_path)
     with pytest.raises(InputError, match="1 devices cannot be cut into groups of 3"):
-        setup.acting("policy")
+        made(["--sampling.tensor", "3"], tmp_path)
 
 
 FOUR_DEVICES = """
@@ -88,3 +87,15 @@ def test_a_mesh_of_its_own_draws_the_same(tmp_path):
     command = [sys.executable, "-c", FOUR_DEVICES, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert "drawn alike" in done.stdout, done.stderr[-3000:]
+
+
+def test_evaluation_rounds_nothing(tmp_path):
+    setup, params = made(["--sampling.cache", "int8"], tmp_path)
+
+    def kinds(setup: Setup) -> set[str]:
+        answers = setup.acting("policy")
+        cache = answers.policy.init_cache(answers.params(params), 2, 4)
+        return {leaf.dtype.name for leaf in jax.tree.leaves(cache["full"])}
+
+    assert "int8" in kinds(setup)
+    assert kinds(build.exactly(setup)) == {"float32"}

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import protocol  # noqa: E402
+from llama import LLAMA  # noqa: E402
 
 from launch import compilation_cache, config, run  # noqa: E402
 from tpu_rl import models, sampler  # noqa: E402
@@ -24,20 +25,11 @@ from tpu_rl.optimizers import OptimizerConfig  # noqa: E402
 from tpu_rl.sampler import SamplerConfig, decoding  # noqa: E402
 from tpu_rl.types import Purpose  # noqa: E402
 
-LLAMA = {
-    "model_type": "llama",
+SHAPE = LLAMA | {
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
     "vocab_size": protocol.VOCABULARY,
-    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
     "bos_token_id": None,
     "eos_token_id": protocol.EOS,
     "pad_token_id": protocol.PAD,
@@ -49,7 +41,7 @@ def write_model(work: protocol.Work) -> dict[str, Any]:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = models.from_config(LLAMA)
+    model = models.from_config(SHAPE)
     models.save(work.model, model, jax.jit(model.init)(jax.random.key(0)))
     named = {"<pad>": protocol.PAD, "<end>": protocol.END, "<unk>": protocol.UNKNOWN}
     words = {protocol.word(token): token for token in range(protocol.FIRST_WORD, protocol.VOCABULARY)}

@@ -1,0 +1,14 @@
+"""The model of the benchmarks of speed: a Llama of 12.6 million weights, as a Hugging Face configuration."""
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
