@@ -209,15 +209,14 @@ def moment_of(phase: str, whole: Whole, chance: random.Random) -> Moment:
             return Moment(lambda folder: len(rows_of(folder)) >= rows, chance.uniform(*whole.step[phase]))
 
 
-def send(process: subprocess.Popen, folder: Path, moment: Moment, number: signal.Signals) -> None:
-    """Send the signal at the moment, unless the process ends before."""
+def reached_by(process: subprocess.Popen, folder: Path, moment: Moment) -> bool:
+    """Wait for the moment; False if the process ends before."""
     while process.poll() is None and not moment.reached(folder):
         time.sleep(0.001)
     until = time.monotonic() + moment.delay
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.0005)
-    if process.poll() is None:
-        process.send_signal(number)
+    return process.poll() is None
 
 
 # --- one kill ----------------------------------------------------------------------------------------------------
@@ -241,7 +240,8 @@ def kill(
     """What was found: `faults` is empty where all is well."""
     faults = []
     job = start(runs.yaml, folder, runs.cache, runs.processes, victim)
-    send(job.victim, folder, moment, number)
+    if reached_by(job.victim, folder, moment):
+        job.victim.send_signal(number)
     sent = time.monotonic()
     said = job.said()
     seconds = time.monotonic() - sent
@@ -259,19 +259,23 @@ def kill(
     if used > MOST_CHECKPOINTS:
         faults.append(f"the checkpoints take {used:.2f} times the size of one")
 
+    faults += faults_of_going_on(runs, folder, whole, saved)
+    return {"codes": job.codes, "seconds": round(seconds, 2), "rows": len(rows), "saved": saved,
+            "checkpoints": round(used, 2), "faults": faults}  # fmt: skip
+
+
+def faults_of_going_on(runs: Runs, folder: Path, whole: Whole, saved: int) -> list[str]:
+    """What is wrong after the same command, which is to go on from step `saved` at least."""
     again = start(runs.yaml, folder, runs.cache, runs.processes)
     said = again.said()
     resumed = re.search(r"resumed at step (\d+)", said)
     if any(again.codes):
-        faults.append(f"the same command ended with {again.codes}: {said[-500:]}")
-    else:
-        found = zip(("digest", "rows", "samples"), results(folder), whole[:3], strict=True)
-        faults += [f"other {name}" for name, now, then in found if now != then]
-        if saved >= 0 and "finished" not in said and (resumed is None or int(resumed.group(1)) < saved):
-            faults.append(f"step {saved} was saved, and the run resumed at {resumed and resumed.group(1)}")
-        faults += [finding.text for finding in faults_of(folder)]
-    return {"codes": job.codes, "seconds": round(seconds, 2), "rows": len(rows), "saved": saved,
-            "checkpoints": round(used, 2), "faults": faults}  # fmt: skip
+        return [f"the same command ended with {again.codes}: {said[-500:]}"]
+    found = zip(("digest", "rows", "samples"), results(folder), whole[:3], strict=True)
+    faults = [f"other {name}" for name, now, then in found if now != then]
+    if saved >= 0 and "finished" not in said and (resumed is None or int(resumed.group(1)) < saved):
+        faults.append(f"step {saved} was saved, and the run resumed at {resumed and resumed.group(1)}")
+    return faults + [finding.text for finding in faults_of(folder)]
 
 
 def faults_of(folder: Path) -> list[verify.Finding]:

@@ -73,6 +73,7 @@ def joined(member: Member | None) -> Iterator[None]:
             console.give_back()
         watch = _Watch(console)
         watch.start()
+        _joined.append(watch)
         try:
             yield
         except Preempted:
@@ -80,7 +81,21 @@ def joined(member: Member | None) -> Iterator[None]:
             raise
         except BaseException as error:
             watch.fail(error)
+        finally:
+            _joined.clear()
         watch.leave()
+
+
+def end_all(text: str, code: int, after: float = 0.0) -> None:
+    """From any thread, `after` seconds from now: end all processes of the run, this one too, with this text unless
+    another has been said. Returns at once where this process is the only one."""
+    for watch in _joined:
+        time.sleep(after)
+        watch.end_all(text, code)
+
+
+_joined: list[_Watch] = []
+"""What watches over the run that this process is in, if it is one of several."""
 
 
 class _Console(NamedTuple):
@@ -210,9 +225,12 @@ class _Watch:
                 text, code = "", error.code if isinstance(error.code, int) else 1
             case _:
                 text, code = redact("".join(traceback.format_exception(error)).rstrip()), 1
+        self.end_all(text, code)
+        raise AssertionError("the thread ends the process")
+
+    def end_all(self, text: str, code: int) -> None:
         self._say_ended(text, code, self._index)
         self._thread.join()
-        raise AssertionError("the thread ends the process")
 
     def _say_ended(self, text: str, code: int, index: int) -> None:
         with suppress(jax.errors.JaxRuntimeError):  # who says it first is right

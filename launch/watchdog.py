@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from launch import peers
 from tpu_rl import reward_workers
 from tpu_rl.errors import InputError
 
@@ -96,7 +97,7 @@ def _look_on(limit: float, run_dir: Path, command: str, is_over: threading.Event
 
     Time in which this thread did not run either is not silence: a run that was stopped (Ctrl-Z) goes on.
     """
-    tick = min(limit / 10, TICK)
+    tick = _tick(limit)
     marks, silence, looked, warned = _progress.marks, 0.0, time.monotonic(), False
     _bite_without_the_interpreter(limit)
     while not is_over.wait(tick):
@@ -115,13 +116,18 @@ def _look_on(limit: float, run_dir: Path, command: str, is_over: threading.Event
     faulthandler.cancel_dump_traceback_later()
 
 
+def _tick(limit: float) -> float:
+    """Seconds between two looks."""
+    return min(limit / 10, TICK)
+
+
 def _bite_without_the_interpreter(limit: float) -> None:
     """From now on, unless this is said again in time."""
     faulthandler.dump_traceback_later(2 * limit + LAST_WORDS, file=2, exit=True)
 
 
 def _end(silence: float, limit: float, run_dir: Path, command: str) -> NoReturn:
-    """The stacks of all threads, one message, and the end of the process, whatever comes in between."""
+    """The stacks of all threads, one message, and the end of all processes, whatever comes in between."""
     try:
         _report(silence, limit, run_dir, command)
         reward_workers.kill_all()
@@ -130,7 +136,7 @@ def _end(silence: float, limit: float, run_dir: Path, command: str) -> NoReturn:
 
 
 def _report(silence: float, limit: float, run_dir: Path, command: str) -> None:
-    """To stderr, the stacks also to the run folder."""
+    """To stderr, the stacks also to the run folder. Of several processes the first says it, and all end here."""
     path = run_dir / STACKS
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, host {socket.gethostname()}, pid {os.getpid()}: "
     head += f"{_minutes(silence)} without progress at {_progress.what}\n"
@@ -147,14 +153,16 @@ def _report(silence: float, limit: float, run_dir: Path, command: str) -> None:
         f"error: stalled at {_progress.what}: no progress for {_minutes(silence)}\n"
         f"  where: what every thread was doing: {where}\n"
         f"  fix: if it was only slow, --watchdog.minutes {2 * limit / 60:g}; 0 waits for ever\n"
-        f"  to go on: {command}\n"
+        f"  to go on: {command}"
     )
+    others = 2 * _tick(limit)  # until those that stand still too have kept their stacks
 
     def tell() -> None:
         faulthandler.dump_traceback(2)
-        os.write(2, message.encode())
+        peers.end_all(message, STALLED, after=others)
+        os.write(2, f"{message}\n".encode())
 
-    _within(LAST_WORDS, tell)
+    _within(LAST_WORDS + others, tell)
 
 
 def _within(seconds: float, action: Callable[[], None]) -> bool:

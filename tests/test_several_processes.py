@@ -111,6 +111,36 @@ def test_the_end_of_one_is_the_end_of_all_in_one_message(how, codes, said):
     assert ("ZeroDivisionError" in speaker) == ("Traceback" in speaker) == (how == "bug")
 
 
+STALLED = (
+    MEETING.replace(
+        "with peers.joined(member):",
+        """
+from pathlib import Path
+from launch import watchdog
+peers.SILENCE = 20.0
+WHAT["stalled"] = {1: lambda: time.sleep(600)}
+limit = watchdog.WatchdogConfig(0.05 if member.index in map(int, sys.argv[2]) else 0)
+with peers.joined(member), watchdog.watch(limit, Path(sys.argv[1]), "go on"):
+""",
+    )
+    .replace("    if step == 3", "    watchdog.beat()\n        if step == 3")
+    .replace("(how,)", "(*_, how)")
+)
+
+
+@pytest.mark.parametrize("watched", ["1", "01"])
+def test_the_watchdog_of_one_is_the_end_of_all_in_one_message(tmp_path, watched):
+    """The second stands still, the first waits for it in a collective; only the second is watched, or both."""
+    ended = several.run(2, ["-c", STALLED, str(tmp_path), watched, "stalled"], limit=60)
+    assert [one.code for one in ended] == [75, 75]
+    assert not ended[1].err
+    assert ended[0].err.count("error: stalled at the start: no progress for 3 s\n") == 1
+    assert ("process 1 on host" in ended[0].err) >= (watched == "1")
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert stacks.count("without progress at the start") == len(watched)
+    assert "in <lambda>" in stacks
+
+
 def test_a_flag_that_differs_ends_all_before_anything_is_touched(tmp_path):
     command = [*RUN, "--steps", "1", "--run-dir", str(tmp_path / "run")]
     ended = several.wait(several.start(2, command, each=[["--seed", "0"], ["--seed", "1"]]), 120)
