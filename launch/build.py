@@ -36,7 +36,7 @@ def make_setup(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[Set
     """What all stages of a run share, and the whole params tree before the first step."""
     sampling_mesh(config, mesh)  # what is wrong with it is said before weights are read
     language, loaded = roles.language(config, mesh)
-    setup = Setup(config, language, roles.role_models(config, language.model), mesh, run_dir)
+    setup = Setup(config, language, roles.fast_models(config, language.model, mesh), mesh, run_dir)
     return setup, roles.first_params(config, language, loaded, mesh, roles.specs(config))
 
 

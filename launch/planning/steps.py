@@ -86,7 +86,7 @@ def read_model(config: ExperimentConfig) -> Model:
 def plan_stage(config: ExperimentConfig, stage: Stage, mesh: Mesh, model: Model) -> Planned:
     """What a stage's steps share. No weight and no tokenizer is read: which tokens are drawn does not change costs."""
     language = Language(model, tokenizers.characters("0"))
-    setup = Setup(config, language, roles.role_models(config, model), mesh, Path(config.run_dir))
+    setup = Setup(config, language, roles.fast_models(config, model, mesh), mesh, Path(config.run_dir))
     how = build.learning(config, stage)
     algorithm = build.build_algorithm(setup, stage)
     params = first_params(config, model, mesh)

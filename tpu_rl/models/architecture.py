@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -130,6 +130,8 @@ class AttentionConfig:
     clip: float | None = None
     """Largest size of an element of query, key and value."""
     softcap: float | None = None
+    kernel: Literal["none", "tpu", "interpreted"] = "none"
+    """Whether rows that can be cut into blocks go through `flash_attention`; interpreted, it runs anywhere, slowly."""
 
 
 @dataclasses.dataclass(frozen=True)

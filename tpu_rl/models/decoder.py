@@ -17,8 +17,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models import experts, layers, routers
+from tpu_rl.models import experts, flash_attention, layers, routers
 from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
+from tpu_rl.models.flash_kernels import How
 from tpu_rl.models.layers import Slots
 from tpu_rl.models.routers import Usage
 from tpu_rl.sharding import constrain
@@ -164,17 +165,14 @@ class Layer(Weights):
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
             cache, keys, values = layers.write_cache(cache, self.kind, layer, context.queries.index, key, value)
-        seen = layers.attention(
-            query,
-            keys,
-            values,
-            context.queries,
-            context.keys,
-            scale=config.scale,
-            window=config.window if self.kind == "sliding" else None,
-            softcap=config.softcap,
-            key_tiles=context.key_tiles,
-        )
+        window = config.window if self.kind == "sliding" else None
+        inputs = (query, keys, values, context.queries, context.keys)
+        if config.kernel != "none" and flash_attention.fits(query.shape[1], keys.shape[2]):
+            how = How(config.scale, window, config.softcap, config.kernel == "interpreted")
+            seen = flash_attention.flash_attention(*inputs, how)
+        else:
+            rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
+            seen = layers.attention(*inputs, **rules, key_tiles=context.key_tiles)
         return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
 
     def mlp(self, x: Array) -> Array:

@@ -45,20 +45,20 @@ class Slots(NamedTuple):
     branch_ids: Array
 
 
-def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
-    """Which key each query sees, [B, T, S] bool: the one rule for packed rows and for the cache.
+def sees(query: Slots, key: Slots, window: int | None) -> Array:
+    """Whether a query sees a key, bool, of slots that broadcast: the one rule for packed rows and for the cache.
 
     A token sees those of its own segment that do not stand behind it, are trunk (branch 0) or of its own branch, and
     lie less than `window` positions back. Padding is a segment like any other (0), so it sees at least itself.
     """
+    seen = (query.segment_ids == key.segment_ids) & (key.index <= query.index)
+    seen &= (key.branch_ids == 0) | (key.branch_ids == query.branch_ids)
+    return seen if window is None else seen & (query.positions - key.positions < window)
 
-    same_segment = queries.segment_ids[:, :, None] == keys.segment_ids[:, None, :]
-    not_behind = keys.index[:, None, :] <= queries.index[:, :, None]
-    trunk = (keys.branch_ids == 0)[:, None, :]
-    seen = same_segment & not_behind & (trunk | (keys.branch_ids[:, None, :] == queries.branch_ids[:, :, None]))
-    if window is not None:
-        seen &= queries.positions[:, :, None] - keys.positions[:, None, :] < window
-    return seen
+
+def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
+    """Which key each query `sees`, [B, T, S] bool."""
+    return sees(Slots(*(part[:, :, None] for part in queries)), Slots(*(part[:, None, :] for part in keys)), window)
 
 
 def cache_slots(lengths: Array, capacity: int, positions: Array, branch_ids: Array) -> tuple[Slots, Slots]:

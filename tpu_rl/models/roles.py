@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -40,6 +40,11 @@ def _selecting(policy: Policy, select: Callable[[Params], Params]) -> Policy:
 def with_int8_cache(model: Model) -> Model:
     """The same model, whose caches keep keys and values in int8 (`layers.quantise`)."""
     return decoder(replace(model.config, cache_dtype="int8"))
+
+
+def with_attention_kernel(model: Model, kernel: Literal["tpu", "interpreted"] = "tpu") -> Model:
+    """The same model, which attends by the Pallas kernel wherever rows can be cut into blocks."""
+    return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
 
 
 def role(model: Model, select: Callable[[Params], Params]) -> Role:
