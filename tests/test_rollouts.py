@@ -171,6 +171,10 @@ def test_metrics_of_a_round_that_nothing_scored():
     assert (measured["reward/zero_std_groups"], measured["rollout/kept"]) == (1, 0)
 
 
+def test_one_completion_of_a_prompt_equals_no_other():
+    assert "reward/zero_std_groups" not in rollouts.metrics(roll(["12"], {"digit": digit}, group=1))
+
+
 # --- dynamic sampling ----------------------------------------------------------------------------------------------
 
 

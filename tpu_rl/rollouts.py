@@ -332,6 +332,7 @@ def metrics(scored: Scored) -> dict[str, float]:
     """The rollout's and the rewards' part of a metrics row, about all that was sampled. Lengths are tokens.
 
     "rollout/kept" is the share of the sampled groups that are learned from: in the batch, with a scored completion.
+    "reward/zero_std_groups", the share whose rewards are all equal, is there where a prompt has several completions.
     "rollout/tokens_per_draft", at least 1, is there where decoding was speculative.
     """
     sampled = _all_sampled(scored)
@@ -342,7 +343,7 @@ def metrics(scored: Scored) -> dict[str, float]:
         "reward/mean": _finite_mean(sampled.rewards),
         "reward/std": float(finite.std()) if finite.size else float("nan"),
         **{f"reward/{name}/mean": _finite_mean(part) for name, part in sampled.parts.items()},
-        "reward/zero_std_groups": float(zero_variance(sampled).mean()),
+        **({"reward/zero_std_groups": float(zero_variance(sampled).mean())} if _group_size(sampled) > 1 else {}),
         "reward/errors": float(len(sampled.errors)),
         "rollout/kept": float(learned.sum() * _group_size(sampled) / len(lengths)),
         "rollout/length_mean": float(lengths.mean()),
