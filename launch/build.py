@@ -92,7 +92,15 @@ def learner(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) ->
     """The state before the stage's first step, which takes over the params, and the jitted step."""
     how = learning(setup.config, stage)
     state = training.init_train_state(params, algorithm, how.optimizer, how.trainable)
+    state = with_moments_placed(setup.config, state)
     return state, update_step(setup, stage, algorithm, how, state)
+
+
+def with_moments_placed(config: ExperimentConfig, state: TrainState) -> TrainState:
+    """The state, or its shapes and places, with the optimizer's state in the memory that the configuration wants."""
+    if not config.optimizer.offload:
+        return state
+    return replace(state, opt_state=sharding.in_memory(state.opt_state, sharding.HOST))
 
 
 def update_step(

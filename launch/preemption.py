@@ -1,4 +1,5 @@
-"""SIGTERM, which machines that are about to be taken away send: the run saves its last whole step and ends.
+"""SIGTERM, which machines that are about to be taken away send: the run saves its last whole step and ends; at once
+where it has taken none, as while its programs are compiled.
 
 Python runs handlers of its own between two bytecodes only, and so not while a program compiles or runs on the device.
 The kernel's side of `signal.set_wakeup_fd` does not wait for that: a thread reads there what came.
@@ -11,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tpu_rl import processes
@@ -36,6 +37,8 @@ class Signals:
 
     def __init__(self):
         self.terminate = threading.Event()
+        self.has_begun = threading.Event()
+        """This process has taken a step: there is something to save, which a border must be waited for."""
 
     @contextmanager
     def at_borders(self) -> Iterator[None]:
@@ -62,15 +65,18 @@ _asking: list[Signals] = []
 
 
 @contextmanager
-def watch() -> Iterator[Signals]:
-    """From here on a SIGTERM is only noted; a second one ends the process at once. Only the main thread can watch."""
+def watch(leave: Callable[[], None] = lambda: None) -> Iterator[Signals]:
+    """From here on a SIGTERM is only noted; a second one ends the process at once. Only the main thread can watch.
+
+    One that comes before `Signals.has_begun` calls `leave` in a thread, which may end the process.
+    """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
     reading, writing = socket.socketpair()
     writing.setblocking(False)
-    reader = threading.Thread(target=_read, args=(reading, signals), name="signals", daemon=True)
+    reader = threading.Thread(target=_read, args=(reading, signals, leave), name="signals", daemon=True)
     reader.start()
     handler_before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -86,7 +92,7 @@ def watch() -> Iterator[Signals]:
         reading.close()
 
 
-def _read(reading: socket.socket, signals: Signals) -> None:
+def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None]) -> None:
     """Note each SIGTERM until the other end is closed."""
     while received := reading.recv(1):
         if received[0] != signal.SIGTERM:
@@ -95,6 +101,8 @@ def _read(reading: socket.socket, signals: Signals) -> None:
             os.write(2, b"SIGTERM again: ended at once\n")
             os._exit(AT_ONCE)
         signals.terminate.set()
+        if not signals.has_begun.is_set():
+            leave()
         print("SIGTERM: the run ends, saved, after this step; a second one ends it at once", file=sys.stderr)
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -49,7 +51,19 @@ from launch.preemption import Preempted, Signals
 from launch.profiling import Profile
 from launch.signs import Signs
 from launch.skips import Skips
-from tpu_rl import checkpoint, digests, metrics, models, processes, redaction, report, reward_models, run_lock, training
+from tpu_rl import (
+    checkpoint,
+    digests,
+    metrics,
+    models,
+    processes,
+    redaction,
+    report,
+    reward_models,
+    reward_workers,
+    run_lock,
+    training,
+)
 from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
@@ -90,7 +104,7 @@ def start(config: ExperimentConfig, command: str) -> None:
     if config.dry_run:
         print_plan(config)
         return
-    with preemption.watch() as signals, lock(Path(config.run_dir)):
+    with preemption.watch(partial(leave_at_once, command)) as signals, lock(Path(config.run_dir)):
         run_dir = Path(config.run_dir)
         if processes.from_first(lambda: finished(config, open_run_dir(config))):
             print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
@@ -99,6 +113,17 @@ def start(config: ExperimentConfig, command: str) -> None:
         preflight.prepare(config)
         with watchdog.watch(config.watchdog, run_dir, command):
             run(config, run_dir, signals)
+
+
+def leave_at_once(command: str) -> NoReturn:
+    """Before this process has taken a step nothing is unsaved: it need not wait for a compilation to end."""
+    try:
+        text = f"pre-empted before a step was taken: what is saved stands\n  to go on: {command}"
+        peers.end_all(text, Preempted.code)
+        print(text, file=sys.stderr, flush=True)
+        reward_workers.kill_all()
+    finally:
+        os._exit(Preempted.code)
 
 
 def lock(run_dir: Path) -> AbstractContextManager[None]:
@@ -188,6 +213,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                             state, row, drawn = learn(config, parts, state, step)
                     except preemption.Asked:
                         saves.leave(step - 1, state, data)
+                    signals.has_begun.set()
                     if step == begins:
                         print(f"time to first step: {seconds_since_start():.1f} s")
                     signs.warn(step, row, drawn.records)

@@ -93,6 +93,33 @@ def test_the_second_sigterm_ends_a_busy_process_at_once():
     assert process.returncode == preemption.AT_ONCE
 
 
+COMPILES = """
+import hashlib, sys
+from launch import run
+def compiles(*arguments):
+    print("compiling", flush=True)
+    open(sys.argv[1], "w").close()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+run.run = compiles
+sys.exit(run.main(sys.argv[2:]))
+"""
+
+
+def test_a_sigterm_before_the_first_step_waits_for_no_compilation(tmp_path):
+    flags = ["arithmetic_grpo", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-c", COMPILES, str(tmp_path / "there"), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "compiling\n"
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    said = process.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 5
+    assert process.returncode == 75
+    assert said.startswith("pre-empted before a step was taken")
+    assert said.endswith(f"to go on: python launch/run.py {' '.join(flags)}\n")
+
+
 TWO_PROCESSES = """
 import sys, time
 import jax

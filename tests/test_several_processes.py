@@ -14,6 +14,7 @@ import pytest
 from launch import run, verify
 from tests import several
 from tests.test_launch import TINY, rows_of
+from tests.test_preemption import COMPILES
 from tests.test_survival import digest
 
 RUN = ["-m", "launch.run", *TINY, "--batch.micro-batch-rows", "2", "--sampling.temperature", "1.5"]
@@ -139,6 +140,21 @@ def test_the_watchdog_of_one_is_the_end_of_all_in_one_message(tmp_path, watched)
     stacks = (tmp_path / "stacks.txt").read_text()
     assert stacks.count("without progress at the start") == len(watched)
     assert "in <lambda>" in stacks
+
+
+def test_a_sigterm_to_one_before_the_first_step_ends_both_at_once(tmp_path):
+    there = tmp_path / "there"
+    flags = ["arithmetic_grpo", "--run-dir", str(tmp_path / "run")]
+    processes = several.start(2, ["-c", COMPILES, str(there), *flags])
+    deadline = time.monotonic() + 100
+    while not there.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = several.wait(processes, 30)
+    assert (first.code, second.code) == (75, 75)
+    assert first.err.startswith(f"process 1 on host {HOST}: pre-empted before a step was taken")
+    assert not second.err
 
 
 def test_a_flag_that_differs_ends_all_before_anything_is_touched(tmp_path):

@@ -1,10 +1,12 @@
 """The update step: the same step however the batch is cut, and nothing moves that should not."""
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from launch import states
 from tests import tiny
-from tpu_rl import optimizers, training
+from tpu_rl import checkpoint, optimizers, sharding, training
 from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
 from tpu_rl.types import Algorithm, First, Max, Metrics, Min, Sum, TrainState
 
@@ -151,6 +154,30 @@ def optimizer_state_of_cut_params() -> dict[str, Any]:
         state, _ = update(state, jnp.ones((1, 1, 1)))
     stayed = jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, state, shardings))
     return {"moments": moments, "copies": copies, "stayed": stayed, "programs": update._cache_size()}
+
+
+def test_moments_in_the_hosts_memory_change_no_bit_and_stay_there(tmp_path):
+    """Nor do they when they have been saved and restored."""
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def two_steps(kind: str) -> TrainState:
+        params = jax.device_put(copied(tiny.init_params(MODEL)), everywhere)
+        state = training.init_train_state(params, CASES["grpo"][0], OPTIMIZER, tiny.train_policy)
+        state = replace(state, opt_state=sharding.in_memory(state.opt_state, kind))
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        update = training.make_update_step(CASES["grpo"][0], OPTIMIZER, SCHEDULE, tiny.train_policy, places)
+        for step in range(2):
+            state, _ = update(state, batch_of("grpo"))
+            with contextlib.closing(checkpoint.open_checkpoints(str(tmp_path / kind))) as checkpoints:
+                states.save(checkpoints, step, state, {}, wait=True)
+                state, _ = states.restore(checkpoints, step, states.abstract(state))
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {kind}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)} == {sharding.DEVICE}
+        return state
+
+    on_host, on_device = two_steps(sharding.HOST), two_steps(sharding.DEVICE)
+    jax.tree.map(np.testing.assert_array_equal, on_host, on_device)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,9 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     clip_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    offload: bool = False
+    """Keep the moments in the hosts' memory between optimizer steps, twice the parameters' bytes in float32. A step
+    fetches them and brings them back; plan.py says what that takes."""
 
     def __post_init__(self):
         if not 0 < self.learning_rate < float("inf"):

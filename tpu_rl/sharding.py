@@ -117,6 +117,31 @@ def place(params: Any, axes: Any, mesh: Mesh) -> Any:
     return put(params, shardings(axes, mesh, params))
 
 
+# --- a device's memory and its host's ----------------------------------------------------------------------------
+
+HOST, DEVICE = "pinned_host", "device"
+"""Kinds of memory, as jax names them: of the machine that a device is in, where its copies are asynchronous, and its
+own."""
+
+
+def in_memory(tree: Any, kind: str) -> Any:
+    """The arrays of a tree, or their shapes and places, in one kind of memory. Numbers stay where they are."""
+
+    def one(leaf: Any) -> Any:
+        if not leaf.ndim or leaf.sharding.memory_kind == kind:
+            return leaf
+        place = leaf.sharding.with_memory_kind(kind)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        return jax.device_put(leaf, place)
+
+    return jax.tree.map(one, tree)
+
+
+def is_on_host(place: Sharding) -> bool:
+    return place.memory_kind == HOST
+
+
 # --- between hosts and the mesh ----------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ applies optax and returns a new TrainState. A step whose batch, loss or gradient
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from tpu_rl import sharding
 from tpu_rl.types import Algorithm, Array, First, Max, Metric, Metrics, Min, Params, Probe, Sum, TrainState
 
 Trainable = Callable[[str], bool]
@@ -76,8 +78,8 @@ def abstract_train_state(
         chosen = jax.tree.map(lambda x: x.astype(jnp.float32), partition(params, trainable)[0])
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(chosen), algorithm.init_state(params))
 
-    def place(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    def place(leaf: Any, where: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     state = jax.eval_shape(init, params)
     return jax.tree.map(place, state, moment_shardings(state, params, everywhere))
@@ -100,8 +102,8 @@ def moment_shardings(opt_state: Any, params: Params, otherwise: Sharding) -> Any
 
 def replicated(params: Params) -> Sharding | None:
     """The sharding of an array copied to every device of the mesh that `params` lie on; None where there is no mesh."""
-    sharding = jax.tree.leaves(params)[0].sharding
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    place = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
 
 
 def make_batch_step(algorithm: Algorithm) -> Callable[..., tuple[Any, Any]]:
@@ -194,12 +196,14 @@ def make_update_step(
 ) -> UpdateStep:
     """(state, batch with leaves [K, R, S]) -> (state, metrics), jitted; the state is donated and keeps its dtypes.
 
-    `shardings` (a TrainState of them) pins the new state to the old one's place on the mesh. `narrow` makes of params
+    `shardings` (a TrainState of them) pins the new state to the old one's place on the mesh; what of the optimizer's
+    state lies in the hosts' memory is fetched for the step and brought back. `narrow` makes of params
     what the models compute with: a micro-batch's gradient has its types, only their sum is float32. `probe` measures,
     and may add to the loss.
     """
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def update(stored: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        state = stored if shardings is None else _fetched(stored, shardings)
         chosen, frozen = partition(state.params, trainable)
         if probe is None:
             loss, stacked, gradients = accumulate(algorithm, chosen, frozen, batch, narrow)
@@ -224,10 +228,29 @@ def make_update_step(
         params = combine(optax.apply_updates(chosen, updates), frozen)
         params, algorithm_state = algorithm.after_update(params, state.algorithm_state, reduce_metrics(metrics))
         new_state = TrainState(state.step + 1, params, opt_state, algorithm_state)
-        return jax.tree.map(lambda new, old: jnp.where(finite, new.astype(old.dtype), old), new_state, state), metrics
+        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new.astype(old.dtype), old), new_state, state)
+        return new_state if shardings is None else _brought_back(new_state, shardings), metrics
 
     out_shardings = None if shardings is None else (shardings, None)
     return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
+
+
+def _fetched(state: TrainState, places: TrainState) -> TrainState:
+    """Inside jit: the state with all of it in the devices' memory."""
+
+    def one(leaf: Array, place: Sharding) -> Array:
+        return jax.device_put(leaf, place.with_memory_kind(sharding.DEVICE)) if sharding.is_on_host(place) else leaf
+
+    return replace(state, opt_state=jax.tree.map(one, state.opt_state, places.opt_state))
+
+
+def _brought_back(state: TrainState, places: TrainState) -> TrainState:
+    """Inside jit: the state with each array in the memory that its place is in."""
+
+    def one(leaf: Array, place: Sharding) -> Array:
+        return jax.device_put(leaf, place) if sharding.is_on_host(place) else leaf
+
+    return replace(state, opt_state=jax.tree.map(one, state.opt_state, places.opt_state))
 
 
 def accumulate(

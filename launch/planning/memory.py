@@ -19,6 +19,9 @@ class Memory(NamedTuple):
     """Bytes of one chip by what they are for."""
     largest: list[tuple[int, str]]
     """Of the temporaries: bytes, and shape with what it was traced from."""
+    on_host: int = 0
+    """Bytes of the optimizer's state that lie in the host's memory, for one chip. A step that uses them moves them to
+    the chip and back."""
 
     @property
     def total(self) -> int:
@@ -41,7 +44,8 @@ def memory(planned: Planned, step: Step) -> Memory:
     parts["temporaries"] = stats.temp_size_in_bytes
     parts["outputs"] = max(made - sum(step.own.values()), 0)
     parts["code"] = stats.generated_code_size_in_bytes
-    return Memory({name: size for name, size in parts.items() if size}, largest_arrays(step.compiled.text))
+    fetched = chip_bytes(planned.state.opt_state, on_host=True) if step.name == "update" else 0
+    return Memory({name: size for name, size in parts.items() if size}, largest_arrays(step.compiled.text), fetched)
 
 
 def state_bytes(planned: Planned) -> dict[str, int]:

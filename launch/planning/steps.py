@@ -91,6 +91,7 @@ def plan_stage(config: ExperimentConfig, stage: Stage, mesh: Mesh, model: Model)
     algorithm = build.build_algorithm(setup, stage)
     params = first_params(config, model, mesh)
     state = training.abstract_train_state(params, algorithm, how.optimizer, how.trainable)
+    state = build.with_moments_placed(config, state)
     return Planned(setup, stage, state)
 
 
@@ -110,10 +111,13 @@ def placed(shapes: Any, places: Any) -> Any:
     return jax.tree.map(one, shapes, each)
 
 
-def chip_bytes(tree: Any) -> int:
-    """Of a tree of shapes with places, on one chip, without the padding of tiled layouts."""
+def chip_bytes(tree: Any, *, on_host: bool = False) -> int:
+    """Of a tree of shapes with places, in one chip's memory, without the padding of tiled layouts; or of those that lie
+    in its host's memory."""
 
     def one(leaf: Any) -> int:
+        if (leaf.sharding is not None and sharding.is_on_host(leaf.sharding)) != on_host:
+            return 0
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return math.prod(shape) * (8 if is_key else jnp.dtype(leaf.dtype).itemsize)

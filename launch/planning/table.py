@@ -27,6 +27,9 @@ def show(plan: Plan, target: Target, changes: list[Change]) -> None:
     _show_what_is_large(console, plan, target)
     if plan.seconds and plan.fits(target):
         console.print(f"a step of the run: at least {plan.seconds:,.3g} s, besides rewards and what waits for the host")
+    for name, line in plan.lines:
+        if line.memory.on_host:
+            console.print(f"{name}: {line.step.name}: {host_traffic(line, target)}", markup=False)
     uncounted = sorted({name for _, line in plan.lines if line.estimate for name in line.estimate.uncounted})
     if uncounted:
         console.print(f"kernels whose products are not counted: {', '.join(uncounted)}", markup=False)
@@ -94,6 +97,13 @@ def bound_by(line: Line) -> str:
     )[0]  # fmt: skip
 
 
+def host_traffic(line: Line, target: Target) -> str:
+    """What of a step lies in the host's memory, and how long it takes to the chip and back."""
+    size = line.memory.on_host
+    seconds = f", {2 * size / target.chip.host_rate:,.3g} s if nothing hides it" if target.chip else ""
+    return f"{size / GIB:.2f} GiB a device in the host's memory, {2 * size / 1e9:,.3g} GB to and fro{seconds}"
+
+
 def _show_what_is_large(console: Console, plan: Plan, target: Target) -> None:
     for name, line in plan.lines:
         if line.fits(target):
@@ -128,6 +138,7 @@ def step_json(name: str, line: Line, target: Target) -> dict[str, Any]:
         "step": step.name,
         "fits": line.fits(target),
         "bytes": line.memory.parts | {"total": line.memory.total},
+        "on_host": line.memory.on_host,
         "largest": [{"bytes": size, "what": label} for size, label in line.memory.largest],
         "times": step.times,
         "loops": step.loops,

@@ -2,7 +2,8 @@
 
 Figures are those of Google's public pages (Cloud TPU documentation, "TPU architecture": the pages of v4, v5e, v5p and
 v6e), per chip, decimal units. A link's rate is the chip's bandwidth over its ports, one way: where a page gives the sum
-of both ways, half of it.
+of both ways, half of it. Only the rate to the host is on none of them: it is what "How to Scale Your Model" (Austin et
+al., 2025, chapter 2) calculates with.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ class Chip(NamedTuple):
     """Floating-point operations a second, matrix products of bfloat16."""
     link_rate: float
     """Bytes a second, one way over one link to a neighbour."""
+    host_rate: float
+    """Bytes a second, one way, between the chip's memory and its host's."""
     wraps: str
     """Which dimensions of a slice close to rings: "16" those of 16 chips, "cubes" all, where all are multiples of 4."""
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, "cubes"),
-    "v5e": Chip("TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, "16"),
-    "v5p": Chip("TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, "cubes"),
-    "v6e": Chip("TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, "16"),
+    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, 16e9, "cubes"),
+    "v5e": Chip("TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, 16e9, "16"),
+    "v5p": Chip("TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, 16e9, "cubes"),
+    "v6e": Chip("TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, 32e9, "16"),
 }
 
 
