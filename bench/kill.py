@@ -3,10 +3,11 @@
     python bench/kill.py --to runs/kill [--presets arithmetic_grpo=100 arithmetic_ppo=20 ...] [--signal kill|term]
                          [--phases compile rollout ...] [--seed 0] [--processes 2]
 
-Small versions of the presets. Each is first left in peace, twice: the second time, with a warm compilation cache, gives
-the digest, the rows and how long each phase takes. Then, for each kill, a fresh run folder; a phase, in turn; and a
-moment drawn uniformly from its time. `rollout`, `reward` and `update` are places in a random step by the median times
-of the undisturbed run; `save`, `purge` and `export` are entered when their files appear.
+Small versions of the presets; "default" is the default run itself. Each is first left in peace, twice: the second
+time, with a warm compilation cache, gives the digest, the rows and how long each phase takes. Then, for each kill, a
+fresh run folder; a phase, in turn; and a moment drawn uniformly from its time. `rollout`, `reward` and `update` are
+places in a random step by the median times of the undisturbed run; `save`, `purge` and `export` are entered when their
+files appear.
 
 Checked at once: verify.py finds no fault, and the checkpoints take no more than (2 + 1.5) times the size of one. After
 a SIGTERM: exit code 75 within 10 s, and the last step in metrics.jsonl is the one saved; or 0, if it had just finished;
@@ -42,6 +43,7 @@ from launch.config import ExperimentConfig, Phase  # noqa: E402
 from tpu_rl.algos import DistillConfig, QSharpConfig  # noqa: E402
 
 STEPS = 8
+DEFAULT_RUN = "default"
 DEFAULT = ("arithmetic_grpo", "arithmetic_ppo", "arithmetic_dpo", "arithmetic_q_sharp", "arithmetic_gkd")
 PHASES = ("compile", "rollout", "reward", "update", "save", "purge", "export")
 SECONDS_TO_LEAVE = 10
@@ -52,6 +54,8 @@ MOST_CHECKPOINTS = 3.5
 
 def small(name: str, teacher: Path) -> ExperimentConfig:
     """A version of a preset of seconds: 8 steps, a checkpoint every 2."""
+    if name == DEFAULT_RUN:
+        return config.preset("arithmetic_grpo")
     one = config.preset(name)
     changes: dict[str, Any] = {}
     if isinstance(one.algorithm, QSharpConfig):
@@ -86,6 +90,9 @@ class Whole(NamedTuple):
     export: float
     """Seconds from the last row to the end."""
     checkpoint_bytes: int
+    steps: int
+    every: int
+    """Steps from one checkpoint to the next."""
 
 
 class Job:
@@ -157,8 +164,10 @@ def undisturbed(yaml: Path, folder: Path, cache: Path, processes: int) -> Whole:
 
     rolled, rewarded = median("time/rollout"), median("time/rollout") + median("time/reward")
     moments = {"rollout": (0, rolled), "reward": (rolled, rewarded), "update": (rewarded, median("time/step"))}
-    one = size_of(folder / "checkpoints" / str(STEPS))
-    return Whole(*results(folder), rows[1]["time"] - began, moments, ended - rows[-1]["time"], one)
+    given = config.load(yaml)
+    one = size_of(folder / "checkpoints" / str(given.steps))
+    ends = ended - rows[-1]["time"]
+    return Whole(*results(folder), rows[1]["time"] - began, moments, ends, one, given.steps, given.checkpoint_every)
 
 
 def size_of(folder: Path) -> int:
@@ -183,10 +192,10 @@ class Moment(NamedTuple):
 
 
 def moment_of(phase: str, whole: Whole, chance: random.Random) -> Moment:
-    rows = chance.randint(1, STEPS)
+    rows = chance.randint(1, whole.steps)
 
     def some_checkpoint(pattern: str) -> Callable[[Path], bool]:
-        wanted = 2 * chance.randint(1, STEPS // 2)
+        wanted = whole.every * chance.randint(1, whole.steps // whole.every)
 
         def reached(folder: Path) -> bool:
             names = [path.name for path in folder.glob(f"checkpoints/{pattern}")]
@@ -201,10 +210,10 @@ def moment_of(phase: str, whole: Whole, chance: random.Random) -> Moment:
             return Moment(some_checkpoint("*.orbax-checkpoint-tmp*"), chance.uniform(0, 0.2))
         case "purge":
             # The third checkpoint has the first renamed away, and so on.
-            last = 2 * chance.randint(3, STEPS // 2)
+            last = whole.every * chance.randint(3, whole.steps // whole.every)
             return Moment(lambda folder: (folder / f"checkpoints/{last}").exists(), chance.uniform(0, 0.05))
         case "export":
-            return Moment(lambda folder: len(rows_of(folder)) > STEPS, chance.uniform(0, whole.export))
+            return Moment(lambda folder: len(rows_of(folder)) > whole.steps, chance.uniform(0, whole.export))
         case _:
             return Moment(lambda folder: len(rows_of(folder)) >= rows, chance.uniform(*whole.step[phase]))
 
@@ -321,7 +330,7 @@ def main() -> int:
     chance, bad, total = random.Random(flags.seed), 0, 0
     cache = flags.to / "compiled"
     presets = dict(kills_of(word, flags.kills) for word in flags.presets)
-    if any(isinstance(config.preset(name).algorithm, DistillConfig) for name in presets):
+    if any(isinstance(small(name, flags.to).algorithm, DistillConfig) for name in presets):
         presets = {"arithmetic_grpo": 0} | presets  # whose model teaches
     teacher = flags.to / "arithmetic_grpo" / "warm" / "model"
     for name, kills in presets.items():
