@@ -1,6 +1,6 @@
 """DPO and its relatives on the default problems, from the model's own right and wrong answers.
 
-python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms rpo dpo online reverse ipo worst_case kto]
+python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms rpo dpo online reverse ipo worst_case bco kto]
 """
 
 from arms import main
@@ -12,7 +12,8 @@ ARMS = {
     "reverse": ["arithmetic_dpo", "--algorithm.reverse"],
     "ipo": ["arithmetic_dpo", "--algorithm.loss", "ipo"],
     "worst_case": ["arithmetic_dpo", "--algorithm.robust-radius", "0.2"],
-    "kto": ["arithmetic_kto"],
+    "bco": ["arithmetic_bco"],
+    "kto": ["arithmetic_bco", "--algorithm.loss", "kto"],
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,16 @@
+"""BCO on the shipped model's own answers, each judged right or wrong by itself: arithmetic_dpo without pairs.
+
+`--algorithm.loss kto` or `apo_zero` for its relatives. KTO gains greedily, but not sampled (docs/benchmarks.md): it
+pushes wrong answers so far away that right ones lose likelihood, too.
+"""
+
+from dataclasses import replace
+
+from launch.presets import arithmetic_dpo
+from tpu_rl.algos import KtoConfig
+
+CONFIG = replace(
+    arithmetic_dpo.CONFIG,
+    algorithm=KtoConfig(loss="bco", beta=0.3, pairs="reference"),
+    batch=replace(arithmetic_dpo.CONFIG.batch, prompts=32),
+)
