@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,7 @@ def main() -> int:
             file.write(json.dumps({"phase": phase, "time": index} | found) + "\n")
         print(phase, found, flush=True)
         bad += bool(found["faults"])
+        shutil.rmtree(disk / str(index))
     print(f"{flags.times - bad} of {flags.times} without a fault")
     return bool(bad)
 

@@ -41,9 +41,9 @@ class ModelConfig:
     """Of the computation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and the optimizer's moments."""
-    attention: Literal["auto", "tiles", "kernel"] = "auto"
-    """Of rows whose length 128 divides: a Pallas kernel, which never holds a layer's scores, or XLA's products of the
-    tiles that see each other. auto: the kernel on TPUs, which alone can run it."""
+    attention: Literal["auto", "tiles"] = "auto"
+    """auto: on TPUs, of rows whose length 128 divides, a Pallas kernel that never holds a layer's scores. tiles: XLA's
+    products of the tiles that see each other, as everywhere else."""
     lora: LoraConfig = LoraConfig()
     router_balance: float = 0.0
     """Of a mixture of experts: how much of its load-balance loss is added to what is learned. Published ones come

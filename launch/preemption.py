@@ -102,7 +102,7 @@ def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None]) -
             os._exit(AT_ONCE)
         signals.terminate.set()
         if not signals.has_begun.is_set():
-            leave()
+            threading.Thread(target=leave, name="leave", daemon=True).start()
         print("SIGTERM: the run ends, saved, after this step; a second one ends it at once", file=sys.stderr)
 
 

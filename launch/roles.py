@@ -118,17 +118,14 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
     return found
 
 
-def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
-    """`role_models`, with what is fastest on the mesh's devices.
+def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
+    return config.model.attention == "auto" and mesh.devices.flat[0].platform == "tpu"
 
-    Raises InputError where they cannot do what is asked for.
-    """
-    platform = mesh.devices.flat[0].platform
-    if config.model.attention == "kernel" and platform != "tpu":
-        why, fix = f"the devices are {platform}s", "leave it out, and the platform chooses"
-        raise InputError("the attention kernel is one for TPUs", where="--model.attention kernel", why=why, fix=fix)
+
+def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
+    """`role_models`, with what is fastest on the mesh's devices."""
     found = role_models(config, base)
-    if config.model.attention == "tiles" or platform != "tpu":
+    if not has_attention_kernel(config, mesh):
         return found
     return {name: models.with_attention_kernel(model) for name, model in found.items()}
 

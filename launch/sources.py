@@ -28,6 +28,7 @@ from tpu_rl import (
     sandbox,
     sharding,
 )
+from tpu_rl.models import flash_attention
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import (
     Completions,
@@ -302,7 +303,10 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
     def place(array: Any) -> jax.Array:
         return sharding.put(array, experience_sharding(mesh, np.shape(array)))
 
-    return jax.tree.map(place, Experience(experience, layout_of(config, experience)))
+    layout = layout_of(config, experience)
+    if roles.has_attention_kernel(config, mesh) and flash_attention.fits(config.batch.row_length):
+        layout = replace(layout, key_tiles=None)  # whose sizes differ from batch to batch: programs compiled in vain
+    return jax.tree.map(place, Experience(experience, layout))
 
 
 def layout_of(config: ExperimentConfig, experience: Any) -> Layout:

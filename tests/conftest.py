@@ -12,6 +12,9 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# Nearly all time goes to compiling what runs for milliseconds; also in the processes that tests start.
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 # Runs of the whole program compile the same steps again and again: within one session they need not.
 _cache = tempfile.mkdtemp(prefix="tpu_rl_xla_")

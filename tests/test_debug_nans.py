@@ -43,6 +43,7 @@ def test_a_clean_run_has_the_digest_of_one_without_the_flag(tmp_path):
     assert digest(tmp_path / "with") == digest(tmp_path / "without")
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_the_line_of_the_loss(tmp_path, monkeypatch, capsys):
     make = ALGORITHMS[GrpoConfig]
 

@@ -41,6 +41,7 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(("time", "perf/"))} for row in rows]
 
 
+@pytest.mark.slow
 def test_two_steps_then_four_equal_four(file, tmp_path, capsys):
     """The reference's log-probs are computed once; a resumed run, whose policy is another by then, reads them."""
     apart, whole = tmp_path / "apart", tmp_path / "whole"

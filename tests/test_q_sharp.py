@@ -241,6 +241,7 @@ def test_a_run_interrupted_at_and_after_the_border_of_rounds_ends_with_the_same_
     assert start(apart, "--steps", "5") == DamagedDataError.code
 
 
+@pytest.mark.slow
 def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
     flags = ["--guide", whole.run_dir, "--kl-coef", "inf", "0.05", "--baseline", "cd", "--rows", "12"]
     assert evaluate.main(["builtin:arithmetic", *flags, "--samples", "3"]) == 0

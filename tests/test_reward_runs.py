@@ -98,6 +98,7 @@ def test_a_trained_model_is_a_reward_by_its_path(folder, trained, capsys):
     assert "not a reward model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_trunks_is_one_reward(folder):
     run_dir = reward_run(folder, "trunks", 1, "--algorithm.trunks", "2", "--algorithm.bootstrap")
     reading = reward_models.read_reading(run_dir / "model")

@@ -171,6 +171,7 @@ def test_refilled_compacted_and_grown_equals_static():
     assert len(set(static.action_mask.sum(1))) > 5
 
 
+@pytest.mark.slow
 def test_a_guided_policy_refills_both_of_its_caches():
     """{reference, q}, of different models; q's has room for the candidates."""
     reference, reference_params = decoder()

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_rl import digests, manifests, processes
+from tpu_rl import digests, manifests, processes, sharding
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 
 Tree = Any
@@ -102,7 +102,8 @@ class Checkpoints:
         wait |= self._settle()
         if step in self._manager.all_steps():
             raise ValueError(f"step {step} is saved already")
-        arrays = digests.flatten(state)
+        # Those in the host's memory orbax would not copy, and the next step is given them to write over.
+        arrays = digests.flatten(sharding.in_device_memory(state))
         weak = [path for path, array in arrays.items() if array.weak_type]
         if weak:
             raise ValueError(
@@ -265,7 +266,7 @@ class Checkpoints:
             if not leaf.size
         }
         arrays |= self._read(step, arrays=self._ocp.args.StandardRestore(_storable(target)))["arrays"]
-        found = digests.describe(arrays)
+        found = digests.describe(sharding.in_device_memory(arrays))
         for path, leaf in record["leaves"].items():
             if found[path] != leaf:
                 raise self._damaged(step, f"array {path} is not the one that was saved", why="Its digest differs.")

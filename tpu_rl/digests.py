@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_rl import sharding
-
 
 def of_tree(tree: Any) -> str:
     """Hex digest of paths, dtypes, shapes and bits of a pytree's arrays; the same however they are sharded.
@@ -43,13 +41,7 @@ def shape_and_dtype(leaf: Any) -> dict[str, Any]:
 def describe(arrays: dict[str, jax.Array]) -> dict[str, dict[str, Any]]:
     """Path -> dtype, shape and digest (16 hex digits) of each array."""
     seeds = np.array([0x243F6A88, 0x85A308D3], np.uint32)
-
-    def mixed(array: jax.Array) -> list[jax.Array]:
-        if isinstance(array, jax.Array) and sharding.is_on_host(array.sharding):
-            array = sharding.in_memory(array, sharding.DEVICE)
-        return [_position_mixed_sum(array, seed) for seed in seeds]
-
-    sums = {path: mixed(array) for path, array in arrays.items()}
+    sums = {path: [_position_mixed_sum(array, seed) for seed in seeds] for path, array in arrays.items()}
     return {
         path: {**shape_and_dtype(arrays[path]), "digest": "".join(f"{half:08x}" for half in halves)}
         for path, halves in jax.device_get(sums).items()

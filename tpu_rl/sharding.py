@@ -138,6 +138,11 @@ def in_memory(tree: Any, kind: str) -> Any:
     return jax.tree.map(one, tree)
 
 
+def in_device_memory(tree: Any) -> Any:
+    """The arrays of a tree, of which those in the hosts' memory are copied to their devices'."""
+    return jax.tree.map(lambda leaf: in_memory(leaf, DEVICE) if is_on_host(leaf.sharding) else leaf, tree)
+
+
 def is_on_host(place: Sharding) -> bool:
     return place.memory_kind == HOST
 

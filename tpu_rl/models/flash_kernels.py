@@ -21,6 +21,8 @@ Array = jax.Array
 
 BLOCKS = (512, 256, 128)
 """Tokens of a block, the largest that divides the row."""
+WIDE = 512
+"""Bytes of a head's vector above which blocks are half as long at most, for the chip's vector memory."""
 LANES = 128
 """Of a vector register: the smallest block."""
 
@@ -53,7 +55,9 @@ class Grid(NamedTuple):
 
 def grid_of(query: Array, key: Array) -> Grid:
     rows, heads, tokens, width = query.shape
-    query_block, key_block = (next(b for b in BLOCKS if n % b == 0) for n in (tokens, key.shape[2]))
+    most = BLOCKS[0] if width * query.dtype.itemsize <= WIDE else BLOCKS[0] // 2
+    sizes = [size for size in BLOCKS if size <= most]
+    query_block, key_block = (next(size for size in sizes if n % size == 0) for n in (tokens, key.shape[2]))
     blocks = (query_block, key_block, tokens // query_block, key.shape[2] // key_block)
     return Grid(rows, heads, key.shape[1], *blocks, width)
 
@@ -118,7 +122,9 @@ def _scores(how: How, query: Array, key: Array, of_queries: Array, of_keys: Arra
     return jnp.where(layers.sees(looking, seen, how.window), scores, MASKED), slope
 
 
-def _mixing(how: How, fetched: Any, of_queries, of_keys, query, key, value, mixed, total, greatest, sums, mixing):
+def _mixing(
+    how: How, others: int, fetched: Any, of_queries, of_keys, query, key, value, mixed, total, greatest, sums, mixing
+):
     """Of one block of queries, over its blocks of keys: what they see, and the log-sum-exp of their scores."""
     step, last = pl.program_id(3), pl.num_programs(3) - 1
 
@@ -127,7 +133,7 @@ def _mixing(how: How, fetched: Any, of_queries, of_keys, query, key, value, mixe
         greatest[...], sums[...] = jnp.full_like(greatest, MASKED), jnp.zeros_like(sums)
         mixing[...] = jnp.zeros_like(mixing)
 
-    @pl.when(_is_seen(fetched))
+    @pl.when(_is_seen(others, fetched))
     def _():
         scores, _ = _scores(how, query[0, 0], key[0, 0], of_queries[0], of_keys[0])
         greater = jnp.maximum(greatest[...], scores.max(0, keepdims=True))
@@ -161,7 +167,7 @@ def _of_scores(how: How, block: tuple[Any, ...], saved: Saved) -> tuple[Array, A
     return weights, weights * (by_value - saved.share[0, 0]) * slope
 
 
-def _for_queries(how: How, fetched: Any, *refs: Any) -> None:
+def _for_queries(how: How, others: int, fetched: Any, *refs: Any) -> None:
     """Of one block of queries, over its blocks of keys: the gradient of the queries."""
     block, saved, (of_query, sums) = refs[:5], Saved(*refs[5:8]), refs[8:]
     key, step, last = block[3], pl.program_id(3), pl.num_programs(3) - 1
@@ -170,7 +176,7 @@ def _for_queries(how: How, fetched: Any, *refs: Any) -> None:
     def _():
         sums[...] = jnp.zeros_like(sums)
 
-    @pl.when(_is_seen(fetched))
+    @pl.when(_is_seen(others, fetched))
     def _():
         _, of_scores = _of_scores(how, block, saved)
         sums[...] += _dot(key[0, 0], of_scores.astype(key.dtype), _COLUMNS)
@@ -180,7 +186,7 @@ def _for_queries(how: How, fetched: Any, *refs: Any) -> None:
         of_query[0, 0] = (how.scale * sums[...]).T.astype(of_query.dtype)
 
 
-def _for_keys(how: How, fetched: Any, *refs: Any) -> None:
+def _for_keys(how: How, others: int, fetched: Any, *refs: Any) -> None:
     """Of one block of keys, over the blocks of queries of all heads that share it: the gradients of keys and values."""
     block, saved, (of_key, of_value, key_sums, value_sums) = refs[:5], Saved(*refs[5:8]), refs[8:]
     query, step, last = block[2], pl.program_id(3), pl.num_programs(3) - 1
@@ -189,7 +195,7 @@ def _for_keys(how: How, fetched: Any, *refs: Any) -> None:
     def _():
         key_sums[...], value_sums[...] = jnp.zeros_like(key_sums), jnp.zeros_like(value_sums)
 
-    @pl.when(_is_seen(fetched))
+    @pl.when(_is_seen(others, fetched))
     def _():
         weights, of_scores = _of_scores(how, block, saved)
         value_sums[...] += _dot(weights.astype(saved.gradient.dtype), saved.gradient[0, 0], _MATRICES)
@@ -201,15 +207,15 @@ def _for_keys(how: How, fetched: Any, *refs: Any) -> None:
         of_value[0, 0] = value_sums[...].astype(of_value.dtype)
 
 
-def _is_seen(fetched: Any) -> Array:
-    """Whether the block that stands ready is the one of this step."""
+def _is_seen(others: int, fetched: Any) -> Array:
+    """Whether the block that stands ready is the one of this step, of `others` that take turns."""
     row, block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    return _ready(fetched, row, block, step) == step
+    return _ready(others, fetched, row, block, step) == step % others
 
 
-def _ready(fetched: Any, row: Any, block: Any, step: Any) -> Any:
-    """`_fetched` [row, block, step] of the flat array that is in scalar memory, where further dimensions are padded."""
-    return fetched[(row * pl.num_programs(2) + block) * pl.num_programs(3) + step]
+def _ready(others: int, fetched: Any, row: Any, block: Any, step: Any) -> Any:
+    """`_fetched` [row, block, other] of the flat array: in scalar memory further dimensions are padded."""
+    return fetched[(row * pl.num_programs(2) + block) * others + step % others]
 
 
 # --- calls -------------------------------------------------------------------------------------------------------
@@ -241,8 +247,21 @@ def _specs(grid: Grid, at: Any) -> _Specs:
     )
 
 
-def _call(how: How, kernel: Any, grid: Grid, steps: tuple[int, ...], products: int, scratch: Any, **parts: Any) -> Any:
-    """A kernel over rows x `steps`, which makes `products` matrix products of a block."""
+class _Steps(NamedTuple):
+    """What a kernel runs over, for each row."""
+
+    heads: int
+    blocks: int
+    count: int
+    """Of blocks of the other kind, for all heads that share the first."""
+    others: int
+    """Blocks of the other kind."""
+
+
+def _call(
+    how: How, kernel: Any, grid: Grid, steps: _Steps, *, products: int, scratch: Any, out_shape: Any, **specs: Any
+) -> Any:
+    """A kernel over rows and `steps`, which makes `products` matrix products of a block."""
     # Half of the blocks, and the diagonal, where as many queries see as many keys; the data may hide more.
     all_blocks, square = grid.query_blocks * grid.key_blocks, grid.query_blocks == grid.key_blocks
     blocks = grid.rows * grid.heads * ((all_blocks + grid.key_blocks) // 2 if square else all_blocks)
@@ -253,10 +272,10 @@ def _call(how: How, kernel: Any, grid: Grid, steps: tuple[int, ...], products: i
         bytes_accessed=4 * blocks * grid.key_block * grid.width,
     )
     scratch_shapes = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
-    out_shape, all_steps = parts.pop("out_shape"), (grid.rows, *steps)
+    all_steps = (grid.rows, steps.heads, steps.blocks, steps.count)
     return pl.pallas_call(
-        functools.partial(kernel, how),
-        grid_spec=pltpu.PrefetchScalarGridSpec(1, grid=all_steps, scratch_shapes=scratch_shapes, **parts),
+        functools.partial(kernel, how, steps.others),
+        grid_spec=pltpu.PrefetchScalarGridSpec(1, grid=all_steps, scratch_shapes=scratch_shapes, **specs),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=cost,
@@ -269,7 +288,7 @@ def _by_queries(grid: Grid) -> _Specs:
     """Steps over the blocks of keys of each head's blocks of queries."""
 
     def at(row: Any, head: Any, block: Any, step: Any, fetched: Any) -> tuple[Any, ...]:
-        return head, block, head * grid.kv_heads // grid.heads, _ready(fetched, row, block, step)
+        return head, block, head * grid.kv_heads // grid.heads, _ready(grid.key_blocks, fetched, row, block, step)
 
     return _specs(grid, at)
 
@@ -279,73 +298,76 @@ def _by_keys(grid: Grid) -> _Specs:
     group = grid.heads // grid.kv_heads
 
     def at(row: Any, kv_head: Any, block: Any, step: Any, fetched: Any) -> tuple[Any, ...]:
-        ready = _ready(fetched, row, block, step)
-        return kv_head * group + ready // grid.query_blocks, ready % grid.query_blocks, kv_head, block
+        ready = _ready(grid.query_blocks, fetched, row, block, step)
+        return kv_head * group + step // grid.query_blocks, ready, kv_head, block
 
     return _specs(grid, at)
 
 
-def _operands(fetched: Array, query: Array, key: Array, value: Array, queries: Slots, keys: Slots) -> tuple[Array, ...]:
-    return fetched.reshape(-1), jnp.stack(queries, 1), jnp.stack(keys, 2), query, key, value
-
-
-def mixed(how: How, *inputs: Any) -> tuple[Array, Array]:
-    """query [B, H, T, E], key and value [B, K, S, E], the slots of both -> (mixed [B, H, T, E], log-sum-exp of scores
-    [B, H, 1, T])."""
-    query, key, _, *slots = inputs
+def mixed(how: How, query: Array, key: Array, value: Array, queries: Slots, keys: Slots) -> tuple[Array, Array]:
+    """query [B, H, T, E], key and value [B, K, S, E] -> (mixed [B, H, T, E], log-sum-exp of scores [B, H, 1, T])."""
     grid = grid_of(query, key)
     specs = _by_queries(grid)
     call = _call(
         how,
         _mixing,
         grid,
-        (grid.heads, grid.query_blocks, grid.key_blocks),
+        _Steps(grid.heads, grid.query_blocks, grid.key_blocks, grid.key_blocks),
         products=2,
         scratch=[(1, grid.query_block), (1, grid.query_block), (grid.width, grid.query_block)],
         in_specs=[specs.of_queries, specs.of_keys, specs.query, specs.key, specs.key],
         out_specs=[specs.query, specs.total],
         out_shape=[_like(query), jax.ShapeDtypeStruct((grid.rows, grid.heads, 1, query.shape[2]), jnp.float32)],
     )
-    output, total = call(*_operands(_fetched(seen_blocks(how, grid, *slots)), *inputs))
+    fetched = _fetched(seen_blocks(how, grid, queries, keys))
+    output, total = call(*_tables(fetched, queries, keys), query, key, value)
     return output, total
 
 
-def gradient_of_queries(how: How, inputs: tuple[Any, ...], saved: Saved) -> Array:
-    query, key, _, *slots = inputs
+def gradient_of_queries(how: How, query: Array, key: Array, value: Array, *rest: Any) -> Array:
+    """rest: the parts of `Saved` [B, H, ...], and the slots of queries and keys."""
+    *saved, queries, keys = rest
     grid = grid_of(query, key)
     specs = _by_queries(grid)
     call = _call(
         how,
         _for_queries,
         grid,
-        (grid.heads, grid.query_blocks, grid.key_blocks),
+        _Steps(grid.heads, grid.query_blocks, grid.key_blocks, grid.key_blocks),
         products=3,
         scratch=[(grid.width, grid.query_block)],
         in_specs=_backward_specs(specs),
         out_specs=specs.query,
         out_shape=_like(query),
     )
-    return call(*_operands(_fetched(seen_blocks(how, grid, *slots)), *inputs), *saved)
+    fetched = _fetched(seen_blocks(how, grid, queries, keys))
+    return call(*_tables(fetched, queries, keys), query, key, value, *saved)
 
 
-def gradients_of_keys(how: How, inputs: tuple[Any, ...], saved: Saved) -> tuple[Array, Array]:
-    query, key, value, *slots = inputs
+def gradients_of_keys(how: How, query: Array, key: Array, value: Array, *rest: Any) -> tuple[Array, Array]:
+    """As `gradient_of_queries`, of keys and values."""
+    *saved, queries, keys = rest
     grid = grid_of(query, key)
     group, specs = grid.heads // grid.kv_heads, _by_keys(grid)
     call = _call(
         how,
         _for_keys,
         grid,
-        (grid.kv_heads, grid.key_blocks, group * grid.query_blocks),
+        _Steps(grid.kv_heads, grid.key_blocks, group * grid.query_blocks, grid.query_blocks),
         products=4,
         scratch=[(grid.key_block, grid.width)] * 2,
         in_specs=_backward_specs(specs),
         out_specs=[specs.key, specs.key],
         out_shape=[_like(key), _like(value)],
     )
-    seen = jnp.tile(seen_blocks(how, grid, *slots).swapaxes(1, 2), (1, 1, group))
-    of_key, of_value = call(*_operands(_fetched(seen), *inputs), *saved)
+    fetched = _fetched(seen_blocks(how, grid, queries, keys).swapaxes(1, 2))
+    of_key, of_value = call(*_tables(fetched, queries, keys), query, key, value, *saved)
     return of_key, of_value
+
+
+def _tables(fetched: Array, queries: Slots, keys: Slots) -> tuple[Array, ...]:
+    """The kernels' first operands: `fetched` in scalar memory, the slots of queries [B, 4, T] and of keys [B, S, 4]."""
+    return fetched.reshape(-1), jnp.stack(queries, 1), jnp.stack(keys, 2)
 
 
 def _backward_specs(specs: _Specs) -> list[pl.BlockSpec]:
