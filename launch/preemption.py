@@ -65,10 +65,10 @@ _asking: list[Signals] = []
 
 
 @contextmanager
-def watch(leave: Callable[[], None] = lambda: None) -> Iterator[Signals]:
+def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
     """From here on a SIGTERM is only noted; a second one ends the process at once. Only the main thread can watch.
 
-    One that comes before `Signals.has_begun` calls `leave` in a thread, which may end the process.
+    One that comes before `Signals.has_begun` calls `leave`, if given, in a thread: it ends the process.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -92,7 +92,7 @@ def watch(leave: Callable[[], None] = lambda: None) -> Iterator[Signals]:
         reading.close()
 
 
-def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None]) -> None:
+def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None] | None) -> None:
     """Note each SIGTERM until the other end is closed."""
     while received := reading.recv(1):
         if received[0] != signal.SIGTERM:
@@ -101,8 +101,9 @@ def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None]) -
             os.write(2, b"SIGTERM again: ended at once\n")
             os._exit(AT_ONCE)
         signals.terminate.set()
-        if not signals.has_begun.is_set():
+        if leave is not None and not signals.has_begun.is_set():
             threading.Thread(target=leave, name="leave", daemon=True).start()
+            continue
         print("SIGTERM: the run ends, saved, after this step; a second one ends it at once", file=sys.stderr)
 
 
