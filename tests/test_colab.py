@@ -1,6 +1,7 @@
 """docs/colab.ipynb, cell by cell, on the machine that runs the tests."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,10 +26,11 @@ def program(run_dir: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(620)
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", program(tmp_path / "colab")], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    as_a_user = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    command = [sys.executable, "-c", program(tmp_path / "colab")]
+    done = subprocess.run(command, cwd=ROOT, env=as_a_user, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert re.search(r"after: \d", done.stdout)
     assert (tmp_path / "colab" / "curve.png").stat().st_size > 1000
