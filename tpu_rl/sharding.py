@@ -96,6 +96,11 @@ def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | Abstract
     return PartitionSpec(*parts)
 
 
+def mesh_axes(part: Any) -> tuple[str, ...]:
+    """Of one dimension of a PartitionSpec: the mesh axes that cut it."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
 def shardings(axes: Any, mesh: Mesh, shapes: Any) -> Any:
     """A tree of NamedSharding for a tree of logical axes and a like tree of arrays (or of their shapes and dtypes)."""
     return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec(names, leaf.shape, mesh)), shapes, axes)

@@ -203,7 +203,7 @@ def make_update_step(
     """
 
     def update(stored: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        state = stored if shardings is None else _fetched(stored, shardings)
+        state = stored if shardings is None else _moved(stored, shardings, sharding.DEVICE)
         chosen, frozen = partition(state.params, trainable)
         if probe is None:
             loss, stacked, gradients = accumulate(algorithm, chosen, frozen, batch, narrow)
@@ -229,26 +229,17 @@ def make_update_step(
         params, algorithm_state = algorithm.after_update(params, state.algorithm_state, reduce_metrics(metrics))
         new_state = TrainState(state.step + 1, params, opt_state, algorithm_state)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new.astype(old.dtype), old), new_state, state)
-        return new_state if shardings is None else _brought_back(new_state, shardings), metrics
+        return new_state if shardings is None else _moved(new_state, shardings, sharding.HOST), metrics
 
     out_shardings = None if shardings is None else (shardings, None)
     return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
 
 
-def _fetched(state: TrainState, places: TrainState) -> TrainState:
-    """Inside jit: the state with all of it in the devices' memory."""
+def _moved(state: TrainState, places: TrainState, kind: str) -> TrainState:
+    """Inside jit: the state with what of the optimizer's state has its place in the hosts' memory in this one."""
 
     def one(leaf: Array, place: Sharding) -> Array:
-        return jax.device_put(leaf, place.with_memory_kind(sharding.DEVICE)) if sharding.is_on_host(place) else leaf
-
-    return replace(state, opt_state=jax.tree.map(one, state.opt_state, places.opt_state))
-
-
-def _brought_back(state: TrainState, places: TrainState) -> TrainState:
-    """Inside jit: the state with each array in the memory that its place is in."""
-
-    def one(leaf: Array, place: Sharding) -> Array:
-        return jax.device_put(leaf, place) if sharding.is_on_host(place) else leaf
+        return jax.device_put(leaf, place.with_memory_kind(kind)) if sharding.is_on_host(place) else leaf
 
     return replace(state, opt_state=jax.tree.map(one, state.opt_state, places.opt_state))
 

@@ -87,9 +87,9 @@ def _on_a_device(
     """`mixture` of a device's parts, cut over the mesh as `specs` say (None: they are whole)."""
     if specs is None:
         return _of_tokens(activation, _Share(), x, chosen, weights, Matrices(gate, up, down))
-    rows, experts, inner = (_named(part) for part in (specs[0][0], specs[3][0], specs[3][2]))
-    gate, up = (_gathered(part, _named(spec[1]), 1) for part, spec in ((gate, specs[3]), (up, specs[4])))
-    down = _gathered(down, _named(specs[5][2]), 2)
+    rows, experts, inner = (sharding.mesh_axes(part) for part in (specs[0][0], specs[3][0], specs[3][2]))
+    gate, up = (_gathered(part, sharding.mesh_axes(spec[1]), 1) for part, spec in ((gate, specs[3]), (up, specs[4])))
+    down = _gathered(down, sharding.mesh_axes(specs[5][2]), 2)
     between = tuple(name for name in rows if name in experts)
     x, chosen, weights = (_gathered(part, between, 0) for part in (x, chosen, weights))
     parts = math.prod(jax.lax.axis_size(name) for name in experts)
@@ -97,11 +97,6 @@ def _on_a_device(
     y = _of_tokens(activation, _Share(first, parts), x, chosen, weights, Matrices(gate, up, down))
     y = jax.lax.psum(y, tuple(name for name in (*experts, *inner) if name not in between))
     return jax.lax.psum_scatter(y, between, tiled=True) if between else y
-
-
-def _named(part: Any) -> tuple[str, ...]:
-    """Mesh axes of one dimension of a PartitionSpec."""
-    return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def _gathered(x: Array, axes: tuple[str, ...], dimension: int) -> Array:

@@ -1,7 +1,7 @@
 """Attention as a Pallas kernel for TPUs: scores stay in the chip's vector memory, block by block.
 
 The same function as `layers.dense_attention` over packed rows, gradients included, for any `Slots`: shared prompts,
-branches and sliding windows are one rule (`layers.visible`), which the kernels apply to the slots of a block's queries
+branches and sliding windows are one rule (`layers.sees`), which the kernels apply to the slots of a block's queries
 and keys. Blocks in which nobody sees anybody are neither loaded nor multiplied. Softmax without all scores at hand:
 Milakov and Gimelshein, arXiv 1805.02867; gradients from the saved log-sum-exp: Dao et al., arXiv 2205.14135.
 
@@ -44,16 +44,11 @@ def flash_attention(query: Array, key: Array, value: Array, queries: Slots, keys
     query = query.swapaxes(1, 2)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        parts = math.prod(mesh.shape[name] for name in _named(sharding.spec(HEADS, query.shape, mesh)[1]))
+        parts = math.prod(mesh.shape[name] for name in sharding.mesh_axes(sharding.spec(HEADS, query.shape, mesh)[1]))
         copies = math.lcm(key.shape[1], parts) // key.shape[1]
         key, value = (jnp.repeat(part, copies, axis=1) if copies > 1 else part for part in (key, value))
     mixed: Any = _attend(how, query, key, value, queries, keys)
     return mixed.swapaxes(1, 2)
-
-
-def _named(part: Any) -> tuple[str, ...]:
-    """Mesh axes of one dimension of a PartitionSpec."""
-    return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def _on_devices(function: Any, how: How, results: int, heads: tuple[Array, ...], slots: tuple[Slots, ...]) -> Any:

@@ -284,16 +284,16 @@ def _call(
     )
 
 
-def _by_queries(grid: Grid) -> _Specs:
+def _by_queries(grid: Grid) -> tuple[_Steps, _Specs]:
     """Steps over the blocks of keys of each head's blocks of queries."""
 
     def at(row: Any, head: Any, block: Any, step: Any, fetched: Any) -> tuple[Any, ...]:
         return head, block, head * grid.kv_heads // grid.heads, _ready(grid.key_blocks, fetched, row, block, step)
 
-    return _specs(grid, at)
+    return _Steps(grid.heads, grid.query_blocks, grid.key_blocks, grid.key_blocks), _specs(grid, at)
 
 
-def _by_keys(grid: Grid) -> _Specs:
+def _by_keys(grid: Grid) -> tuple[_Steps, _Specs]:
     """Steps over the blocks of queries of all heads that share a block of keys, one head after the other."""
     group = grid.heads // grid.kv_heads
 
@@ -301,18 +301,19 @@ def _by_keys(grid: Grid) -> _Specs:
         ready = _ready(grid.query_blocks, fetched, row, block, step)
         return kv_head * group + step // grid.query_blocks, ready, kv_head, block
 
-    return _specs(grid, at)
+    steps = _Steps(grid.kv_heads, grid.key_blocks, group * grid.query_blocks, grid.query_blocks)
+    return steps, _specs(grid, at)
 
 
 def mixed(how: How, query: Array, key: Array, value: Array, queries: Slots, keys: Slots) -> tuple[Array, Array]:
     """query [B, H, T, E], key and value [B, K, S, E] -> (mixed [B, H, T, E], log-sum-exp of scores [B, H, 1, T])."""
     grid = grid_of(query, key)
-    specs = _by_queries(grid)
+    steps, specs = _by_queries(grid)
     call = _call(
         how,
         _mixing,
         grid,
-        _Steps(grid.heads, grid.query_blocks, grid.key_blocks, grid.key_blocks),
+        steps,
         products=2,
         scratch=[(1, grid.query_block), (1, grid.query_block), (grid.width, grid.query_block)],
         in_specs=[specs.of_queries, specs.of_keys, specs.query, specs.key, specs.key],
@@ -328,12 +329,12 @@ def gradient_of_queries(how: How, query: Array, key: Array, value: Array, *rest:
     """rest: the parts of `Saved` [B, H, ...], and the slots of queries and keys."""
     *saved, queries, keys = rest
     grid = grid_of(query, key)
-    specs = _by_queries(grid)
+    steps, specs = _by_queries(grid)
     call = _call(
         how,
         _for_queries,
         grid,
-        _Steps(grid.heads, grid.query_blocks, grid.key_blocks, grid.key_blocks),
+        steps,
         products=3,
         scratch=[(grid.width, grid.query_block)],
         in_specs=_backward_specs(specs),
@@ -348,12 +349,12 @@ def gradients_of_keys(how: How, query: Array, key: Array, value: Array, *rest: A
     """As `gradient_of_queries`, of keys and values."""
     *saved, queries, keys = rest
     grid = grid_of(query, key)
-    group, specs = grid.heads // grid.kv_heads, _by_keys(grid)
+    steps, specs = _by_keys(grid)
     call = _call(
         how,
         _for_keys,
         grid,
-        _Steps(grid.kv_heads, grid.key_blocks, group * grid.query_blocks, grid.query_blocks),
+        steps,
         products=4,
         scratch=[(grid.key_block, grid.width)] * 2,
         in_specs=_backward_specs(specs),
