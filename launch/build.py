@@ -28,8 +28,9 @@ Evaluate = Callable[[Params, bool], dict[str, float]]
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over `devices` (default: all there are); fsdp -1 is what the others leave."""
     count = jax.device_count() if devices is None else len(devices)
-    fsdp = config.fsdp if config.fsdp > 0 else max(count // max(config.data * config.tensor * config.expert, 1), 1)
-    return sharding.make_mesh(config.data, fsdp, config.tensor, config.expert, devices)
+    others = config.data * config.tensor * config.expert * config.context
+    fsdp = config.fsdp if config.fsdp > 0 else max(count // max(others, 1), 1)
+    return sharding.make_mesh(config.data, fsdp, config.tensor, config.expert, config.context, devices)
 
 
 def make_setup(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[Setup, Params]:

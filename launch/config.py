@@ -159,6 +159,8 @@ class MeshConfig:
     tensor: int = 1
     expert: int = 1
     """Over which the experts of a mixture are spread; to all else it is more of fsdp."""
+    context: int = 1
+    """Over which the tokens of each packed row are spread, where a row is too long for one device."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,15 @@ class ExperimentConfig:
                 where="--batch.row-length",
                 why=f"they may have {self.sampling.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
                 fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
+            )
+        parts = 2 * self.mesh.context
+        if self.mesh.context > 1 and batch.row_length % parts:
+            whole = 128 * parts
+            raise InputError(
+                f"packed rows of {batch.row_length} tokens cannot be cut evenly over {self.mesh.context} devices",
+                where="--batch.row-length, --mesh.context",
+                why="each takes a stretch from the front and one from the end, so that all attend to as much",
+                fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
             )
         for name, value in (
             ("--steps", self.steps),

@@ -18,6 +18,7 @@ from tpu_rl import models, sharding
 from tpu_rl.models import flash_attention, flash_kernels, layers
 from tpu_rl.models.flash_kernels import How
 from tpu_rl.models.layers import Slots
+from tpu_rl.types import Model
 
 WIDTH = 8
 
@@ -118,7 +119,7 @@ ON_MESHES = """
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 from tests import test_flash_attention as here
-from tpu_rl import sharding
+from tpu_rl import models, sharding
 
 key, value = (here.heads(seed, 2, 384).swapaxes(1, 2) for seed in (1, 2))
 slots, how = here.ROWS["shared prompts"], here.HOWS["window"]
@@ -126,6 +127,11 @@ wanted = here.both(here.heads(0, 4, 384), key, value, slots, slots, how)[1]
 for data, tensor in ((2, 2), (1, 4), (4, 1)):  # rows and heads are cut; more parts than heads of keys, or than rows
     with jax.set_mesh(sharding.make_mesh(data, 1, tensor)):
         here.require_alike(here.both(here.heads(0, 4, 384), key, value, slots, slots, how)[0], wanted)
+
+model = here.tiny("gemma2").model
+wanted = here.of_model(model)
+with jax.set_mesh(sharding.make_mesh(context=3, devices=jax.devices()[:3])):  # the tokens of each row are cut
+    here.require_same(here.of_model(models.with_attention_kernel(model, "interpreted")), wanted)
 """
 
 
@@ -133,6 +139,24 @@ for data, tensor in ((2, 2), (1, 4), (4, 1)):  # rows and heads are cut; more pa
 def test_on_a_mesh_it_is_the_same():
     ended = subprocess.run([sys.executable, "-c", ON_MESHES], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def of_model(model: Model) -> tuple[jax.Array, np.ndarray]:
+    """(a sum over the hidden states of packed rows, its gradients)."""
+    slots = ROWS["shared prompts"]
+    params, tokens = model.init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 384), 0, 7)
+
+    def total(params):
+        hidden = model.hidden(params, tokens, slots.positions, slots.segment_ids, slots.branch_ids)
+        return (jnp.sin(hidden) * (slots.segment_ids > 0)[..., None]).sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(total))(params)
+    return value, np.asarray(ravel_pytree(gradients)[0])
+
+
+def require_same(found, wanted):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    assert np.linalg.norm(found[1] - wanted[1]) <= 1e-5 * np.linalg.norm(wanted[1])
 
 
 TAKEN = {
@@ -155,20 +179,7 @@ def test_every_block_that_sees_is_taken_and_hidden_ones_are_not(rows, how, small
 def test_a_model_by_the_kernel_is_the_model(small_blocks):
     """Hidden states and gradients of packed rows, through layers of both kinds, remade in the backward pass."""
     model = tiny("gemma2").model
-    slots = ROWS["shared prompts"]
-    params, tokens = model.init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 384), 0, 7)
-
-    def found(of):
-        def total(params):
-            hidden = of.hidden(params, tokens, slots.positions, slots.segment_ids, slots.branch_ids)
-            return (jnp.sin(hidden) * (slots.segment_ids > 0)[..., None]).sum()
-
-        value, gradients = jax.jit(jax.value_and_grad(total))(params)
-        return value, ravel_pytree(gradients)[0]
-
-    kernels, reference = found(models.with_attention_kernel(model, "interpreted")), found(model)
-    np.testing.assert_allclose(kernels[0], reference[0], rtol=1e-5)
-    assert jnp.linalg.norm(kernels[1] - reference[1]) <= 1e-5 * jnp.linalg.norm(reference[1])
+    require_same(of_model(models.with_attention_kernel(model, "interpreted")), of_model(model))
 
 
 def test_without_a_tpu_the_kernel_is_left_out():
@@ -180,17 +191,18 @@ def test_without_a_tpu_the_kernel_is_left_out():
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize(
-    ("how", "dtype", "width", "kv_heads"),
+    ("how", "dtype", "width", "kv_heads", "axis"),
     [
-        pytest.param(How(0.1), "bfloat16", 128, 2, id="llama"),
-        pytest.param(How(0.1, window=300, softcap=50.0), "bfloat16", 256, 1, id="gemma2"),
-        pytest.param(How(0.1), "float32", 24, 4, id="small"),
-        pytest.param(How(0.1), "float32", 128, 2, id="llama_float32"),
-        pytest.param(How(0.1, window=300, softcap=50.0), "float32", 256, 1, id="gemma2_float32"),
+        pytest.param(How(0.1), "bfloat16", 128, 2, "data", id="llama"),
+        pytest.param(How(0.1), "bfloat16", 128, 2, "context", id="llama_long"),
+        pytest.param(How(0.1, window=300, softcap=50.0), "bfloat16", 256, 1, "data", id="gemma2"),
+        pytest.param(How(0.1), "float32", 24, 4, "data", id="small"),
+        pytest.param(How(0.1), "float32", 128, 2, "data", id="llama_float32"),
+        pytest.param(How(0.1, window=300, softcap=50.0), "float32", 256, 1, "data", id="gemma2_float32"),
     ],
 )
-def test_the_tpus_compiler_takes_the_kernels(topology, how, dtype, width, kv_heads):
-    mesh = sharding.make_mesh(data=2, tensor=2, devices=tpu_devices(topology))
+def test_the_tpus_compiler_takes_the_kernels(topology, how, dtype, width, kv_heads, axis):
+    mesh = sharding.make_mesh(**{axis: 2}, tensor=2, devices=tpu_devices(topology))
 
     def array(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))

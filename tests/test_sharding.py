@@ -14,26 +14,30 @@ from tpu_rl.errors import InputError
 
 
 def abstract(*sizes):
+    sizes += (1,) * (len(sharding.MESH_AXES) - len(sizes))
     return AbstractMesh(sizes, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 FOUR = abstract(1, 2, 2, 1)
+ROWS, WIDTHS = ("data", "fsdp", "expert"), ("fsdp", "expert", "context")
 
 
 def test_spec_cuts_what_divides():
     spec = sharding.spec
     assert spec(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 6), FOUR) == PartitionSpec(
-        None, ("fsdp", "expert"), ("tensor",), None
+        None, WIDTHS, ("tensor",), None
     )
-    assert spec(("embed", "kv_heads", "head_dim"), (8, 1, 6), FOUR) == PartitionSpec(("fsdp", "expert"), None, None)
+    assert spec(("embed", "kv_heads", "head_dim"), (8, 1, 6), FOUR) == PartitionSpec(
+        ("fsdp", "expert", "context"), None, None
+    )
     assert spec(("vocab", "embed"), (131, 7), FOUR) == PartitionSpec(None, None)
 
 
 def test_a_mesh_axis_cuts_one_dimension_only():
     mesh = abstract(1, 2, 1, 2)
-    wanted = PartitionSpec(("expert",), ("fsdp",), ("tensor",))
+    wanted = PartitionSpec(("expert",), ("fsdp", "context"), ("tensor",))
     assert sharding.spec(("experts", "embed", "expert_mlp"), (6, 8, 5), mesh) == wanted
-    assert sharding.spec(("embed", "mlp"), (8, 5), mesh) == PartitionSpec(("fsdp", "expert"), ("tensor",))
+    assert sharding.spec(("embed", "mlp"), (8, 5), mesh) == PartitionSpec(WIDTHS, ("tensor",))
 
 
 def test_rows_use_as_many_mesh_axes_as_divide_them():
@@ -46,11 +50,20 @@ def test_rows_use_as_many_mesh_axes_as_divide_them():
 
 def test_one_device_mesh_and_batches():
     mesh = sharding.make_mesh()
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1, "context": 1}
     batch = sharding.batch_sharding(mesh, (4, 8, 16), rows=1)
     assert batch.spec == PartitionSpec(None, ("data", "fsdp", "expert"), None)
     placed = sharding.place({"up": np.ones((4, 6))}, {"up": ("embed", "mlp")}, mesh)
-    assert placed["up"].sharding.spec == PartitionSpec(("fsdp", "expert"), ("tensor",))
+    assert placed["up"].sharding.spec == PartitionSpec(WIDTHS, ("tensor",))
+
+
+def test_a_long_row_s_tokens_lie_on_several_devices_and_decoded_rows_do_not():
+    mesh = abstract(1, 2, 1, 1, 4)
+    assert sharding.spec(("rows", "tokens", None), (2, 64, 8), mesh) == PartitionSpec(
+        ("data", "fsdp", "expert"), "context", None
+    )
+    assert sharding.spec(("rows", "tokens"), (2, 3), mesh) == PartitionSpec(ROWS, None)
+    assert sharding.spec(("slots", None), (8, 1), mesh) == PartitionSpec((*ROWS, "context"), None)
 
 
 def test_spread_is_over_the_mesh_that_is_set():
@@ -65,7 +78,7 @@ def test_spread_is_over_the_mesh_that_is_set():
 
 
 def test_impossible_meshes_name_those_that_fit():
-    with pytest.raises(InputError, match=r"(?s)fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1, 1\)") as error:
+    with pytest.raises(InputError, match=r"(?s)fsdp 3.*takes 6 devices and there are 8.*\(2, 4, 1, 1, 1\)") as error:
         sharding.make_mesh(2, 3, devices=jax.devices() * 8)
     assert error.value.fix.count("(") == 4
     with pytest.raises(InputError, match="data 0"):

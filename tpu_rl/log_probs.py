@@ -125,8 +125,10 @@ def over_actions(function: Callable[..., Any], rows: Rows, *hidden: Array, chunk
     row_count, slots = rows.tokens.shape
     every = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (row_count, slots))
     actions = every if rows.actions is None else rows.actions
-    most = max(1, chunk_tokens * sharding.spread("rows", row_count) // row_count)
+    parts = sharding.spread("tokens", slots)
+    most = max(1, chunk_tokens * sharding.spread("rows", row_count) * parts // row_count)
     chunk = -(-actions.shape[1] // -(-actions.shape[1] // most))  # as few as need be, of one size, without a rest
+    chunk += -chunk % parts
     actions = jnp.pad(actions, ((0, 0), (0, -actions.shape[1] % chunk)), constant_values=slots)
     at = jnp.minimum(actions, slots - 1)
 
@@ -143,8 +145,19 @@ def over_actions(function: Callable[..., Any], rows: Rows, *hidden: Array, chunk
     tokens, previous = cut(rows.tokens), cut(rows.previous)
     states = (jax.ShapeDtypeStruct((row_count, chunk, *h.shape[2:]), h.dtype) for h in hidden)
     # What the function has closed over and is differentiated (weights) must be an argument of a custom gradient.
+    function = function if parts == 1 else _shared(function)
     closed, weights = jax.closure_convert(function, jax.ShapeDtypeStruct((row_count, chunk), tokens.dtype), *states)
     return jax.tree.map(put_back, _over_chunks(closed, tokens, previous, tuple(weights), hidden))
+
+
+def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of tokens and states, of which each device that a row is spread over takes its part."""
+
+    def apart(tokens: Array, *states: Array) -> Any:
+        states = tuple(sharding.constrain(h, ("rows", "tokens", *(None for _ in h.shape[2:]))) for h in states)
+        return function(sharding.constrain(tokens, ("rows", "tokens")), *states)
+
+    return apart
 
 
 def _over_chunks(

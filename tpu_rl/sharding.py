@@ -1,8 +1,9 @@
 """The device mesh, and one table of which logical axis is cut along which mesh axis.
 
 Mesh axes: "data" (rows; weights copied), "fsdp" (rows, and weights cut along their width), "tensor" (heads, MLP width
-and vocabulary), "expert" (a mixture's experts; to all else it is more of "fsdp"). A dimension that the mesh does not
-divide is copied instead: slower, never wrong.
+and vocabulary), "expert" (a mixture's experts; to all else it is more of "fsdp"), "context" (the tokens of a packed
+row, for rows too long for one device; to weights and to the sampler it is more of "fsdp"). A dimension that the mesh
+does not divide is copied instead: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from tpu_rl.errors import InputError
 
-MESH_AXES = ("data", "fsdp", "tensor", "expert")
+MESH_AXES = ("data", "fsdp", "tensor", "expert", "context")
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp", "expert"),
+    "tokens": ("context",),
+    "slots": ("data", "fsdp", "expert", "context"),
     "vocab": ("tensor",),
-    "embed": ("fsdp", "expert"),
+    "embed": ("fsdp", "expert", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -37,18 +40,24 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "routes": (),
     "rank": (),
 }
-"""Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`)."""
+"""Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`). Packed rows
+are "rows" of "tokens"; "slots" are what the sampler decodes rows in."""
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over `devices` (default: all there are), which data * fsdp * tensor * expert must use up exactly.
+    """A mesh over `devices` (default: all there are), which the product of all axes must use up exactly.
 
     Raises InputError where the product does not fit, naming the nearest sizes that do.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = (data, fsdp, tensor, expert)
+    sizes = (data, fsdp, tensor, expert, context)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
         raise InputError(
             "mesh of " + " x ".join(f"{name} {size}" for name, size in zip(MESH_AXES, sizes, strict=True)),
@@ -199,7 +208,7 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int], rows: int) -> NamedSharding
     return NamedSharding(mesh, spec(axes, shape, mesh))
 
 
-def spread(axis: str, size: int) -> int:
+def spread(axis: str | None, size: int) -> int:
     """Over how many devices of the mesh of `jax.set_mesh` a dimension of `size` with a logical axis is cut; 1 where
     none is set."""
     mesh = jax.sharding.get_abstract_mesh()

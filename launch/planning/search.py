@@ -88,7 +88,8 @@ def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
     parts = dict(line.memory.parts)
     if line.step.name == "update":
         # Whatever its rows: gradients, summed, as large as one of two moments; a micro-batch's, and narrowed weights.
-        parts["gradients"] = min(parts["temporaries"], parts["optimizer"] // 2 + parts["parameters"])
+        moments = parts.get("optimizer", 0) + line.memory.on_host
+        parts["gradients"] = min(parts["temporaries"], moments // 2 + parts["parameters"])
         parts["temporaries"] -= parts["gradients"]
 
     def total(scales: dict[str, float]) -> float:
@@ -107,11 +108,11 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
     batch, sampling, width = config.batch, config.sampling, mesh.data * mesh.fsdp * mesh.expert
     if mesh.data > 1:
         cut = {name: 1 / mesh.data for name in ("parameters", "frozen", "optimizer", "other", "gradients")}
-        other = MeshConfig(1, devices // (mesh.tensor * mesh.expert), mesh.tensor, mesh.expert)
+        other = replace(mesh, data=1, fsdp=mesh.data * mesh.fsdp)
         yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", replace(config, mesh=other), cut
     if mesh.fsdp % 2 == 0:
         # As many rows a device, and its heads, MLP and vocabulary halved; the residual stream is not.
-        other = MeshConfig(mesh.data, mesh.fsdp // 2, 2 * mesh.tensor, mesh.expert)
+        other = replace(mesh, fsdp=mesh.fsdp // 2, tensor=2 * mesh.tensor)
         rows = max(1, batch.micro_batch_rows // 2)
         flags = f"--mesh.fsdp {other.fsdp} --mesh.tensor {other.tensor} --batch.micro-batch-rows {rows}"
         changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
@@ -134,8 +135,18 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
         tensor = math.gcd(devices, 8)
         apart = replace(config, sampling=replace(sampling, tensor=tensor))
         # A whole layout of the weights for so many devices, and nothing that is gathered token by token.
-        copies = mesh.fsdp * mesh.tensor * mesh.expert / tensor
+        copies = mesh.fsdp * mesh.tensor * mesh.expert * mesh.context / tensor
         yield f"--sampling.tensor {tensor}", apart, {"decoding weights": copies, "temporaries": 0.1}
+    if learns and batch.micro_batch_rows <= width and mesh.fsdp % 2 == 0 and batch.row_length % (4 * mesh.context) == 0:
+        # A device has a row at most: it can only have a part of one.
+        other, rows = replace(mesh, fsdp=mesh.fsdp // 2, context=2 * mesh.context), max(1, batch.micro_batch_rows // 2)
+        flags = f"--mesh.fsdp {other.fsdp} --mesh.context {other.context} --batch.micro-batch-rows {rows}"
+        changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
+        yield flags, changed, {"temporaries": rows / batch.micro_batch_rows}
+    if not config.optimizer.offload and "optimizer" in line.memory.parts:
+        # The update fetches them: it has been seen to keep three quarters of what they took as temporaries.
+        moved = replace(config, optimizer=replace(config.optimizer, offload=True))
+        yield "--optimizer.offload", moved, {"optimizer": 0.75 if line.step.name == "update" else 0.0}
     if config.model.param_dtype == "float32":
         half = replace(config, model=replace(config.model, param_dtype="bfloat16"))
         frozen = 0.5 if config.model.dtype == "float32" else 1.0
@@ -185,15 +196,17 @@ def search_sampling(config: ExperimentConfig, target: Target, model: Model, say:
 
 
 def candidates(config: ExperimentConfig, target: Target, model: Model) -> Iterator[ExperimentConfig]:
-    """Meshes of all devices whose train state may fit, with one to four packed rows a device in a micro-batch."""
-    count = len(target.devices)
+    """Meshes of all devices whose train state may fit, with one to four packed rows a device in a micro-batch. Devices
+    share a row's tokens as in `config`."""
+    count = len(target.devices) // config.mesh.context
     heads, mixture = model.config.attention.heads, model.config.experts
     axes = (1, 2, 4, 8)
     experts = (1, 2, 4, 8, 16) if mixture else (1,)
     for tensor, data, expert in itertools.product(axes, axes, experts):
         if count % (tensor * data * expert) or heads % tensor or (mixture and mixture.count % expert):
             continue
-        meshed = replace(config, mesh=MeshConfig(data, count // (tensor * data * expert), tensor, expert))
+        fsdp = count // (tensor * data * expert)
+        meshed = replace(config, mesh=MeshConfig(data, fsdp, tensor, expert, config.mesh.context))
         mesh = build.make_mesh(meshed.mesh, target.devices)
         state = state_bytes(plan_stage(meshed, config.stages[-1], mesh, model))
         if target.memory is not None and sum(state.values()) > NEAR * target.memory:

@@ -13,4 +13,6 @@ CONFIG = replace(
     arithmetic_dpo.CONFIG,
     algorithm=KtoConfig(loss="bco", beta=0.3, pairs="reference"),
     batch=replace(arithmetic_dpo.CONFIG.batch, prompts=32),
+    evaluation=replace(arithmetic_dpo.CONFIG.evaluation, rows=1000, every=40),
+    steps=160,
 )

@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpu_rl.models import experts, flash_attention, layers, routers
 from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
 from tpu_rl.models.flash_kernels import How
-from tpu_rl.models.layers import Slots
+from tpu_rl.models.layers import CACHED, PACKED, Cut, Slots
 from tpu_rl.models.routers import Usage
-from tpu_rl.sharding import constrain
+from tpu_rl.sharding import constrain, spread
 from tpu_rl.types import Array, Model, Params
 
-RESIDUAL = ("rows", None, None)
-"""Logical axes of the residual stream [B, T, D]."""
+KEYS = ("rows", "kv_heads", None, None)
+"""Logical axes of a packed row's keys and values [B, K, S, E], which all its tokens look at."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
 
@@ -143,11 +144,11 @@ class Layer(Weights):
         if self.config.experts is None:
             branch = self.mlp(branch)
         else:
-            branch, routing = self.mixture(branch)
+            branch, routing = self.mixture(branch, _cut(cache))
             if cache is None:
                 usage = routers.usage(routing.chosen, routing.probabilities, context.queries.segment_ids > 0)
         x = x + (self.norm(branch, "mlp_post_norm") if post else branch)
-        return constrain(x, RESIDUAL), cache, usage
+        return constrain(x, (*_cut(cache), None)), cache, usage
 
     def attend(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
         config = self.config.attention
@@ -166,13 +167,16 @@ class Layer(Weights):
         else:
             cache, keys, values = layers.write_cache(cache, self.kind, layer, context.queries.index, key, value)
         window = config.window if self.kind == "sliding" else None
-        inputs = (query, keys, values, context.queries, context.keys)
-        if config.kernel != "none" and flash_attention.fits(query.shape[1], keys.shape[2]):
+        slots, cut = (context.queries, context.keys), _cut(cache)
+        parts = spread(cut.tokens, query.shape[1])
+        if config.kernel != "none" and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
             how = How(config.scale, window, config.softcap, config.kernel == "interpreted")
-            seen = flash_attention.flash_attention(*inputs, how)
+            seen = flash_attention.flash_attention(query, keys, values, *slots, how, cut)
         else:
+            if parts > 1:
+                keys, values = constrain(keys, KEYS), constrain(values, KEYS)
             rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
-            seen = layers.attention(*inputs, **rules, key_tiles=context.key_tiles)
+            seen = layers.attention(query, keys, values, *slots, **rules, key_tiles=context.key_tiles)
         return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
 
     def mlp(self, x: Array) -> Array:
@@ -180,13 +184,17 @@ class Layer(Weights):
         gate = ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
         return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
 
-    def mixture(self, x: Array) -> tuple[Array, experts.Routing]:
+    def mixture(self, x: Array, cut: Cut) -> tuple[Array, experts.Routing]:
         config = self.config
         assert config.experts is not None
         logits = jnp.einsum("btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32)
         routing = experts.route(config.experts, logits)
         matrices = experts.Matrices(*map(self.weight, EXPERT_MATRICES))
-        return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation]), routing
+        return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation], cut), routing
+
+
+def _cut(cache: Any) -> Cut:
+    return PACKED if cache is None else CACHED
 
 
 class Pattern(nn.Module):
@@ -224,8 +232,12 @@ class Decoder(Weights):
             self.weight("unembedding")
         if config.adapter_scale("unembedding") is not None:
             self.adapter("unembedding")
+        cut = _cut(cache)
         x = jnp.take(self.weight("embedding"), tokens, axis=0)
-        x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), RESIDUAL)
+        if spread(cut.tokens, tokens.shape[1]) > 1:
+            # From widths to rows and tokens in two steps: the compiler finds one for each, and none for both at once.
+            x = constrain(x, (cut.rows, None, cut.tokens))
+        x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), (*cut, None))
         training = cache is None
         pattern = nn.scan(
             Pattern,
@@ -312,10 +324,17 @@ def decoder(config: DecoderConfig) -> Model:
         branch_ids: Array,
         key_tiles: Array | None = None,
     ) -> Array:
-        index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        slots = Slots(index, positions, segment_ids, branch_ids)
+        length = tokens.shape[1]
+        slots = Slots(jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape), positions, segment_ids, branch_ids)
+        parts = spread(PACKED.tokens, length)
+        order = layers.balanced_order(length, parts)
+        if parts > 1:  # the tiles are of tokens in their order
+            tokens, slots, key_tiles = tokens[:, order], Slots(*(part[:, order] for part in slots)), None
         out: Any = module.apply({"params": params}, tokens, None, context(config, slots, slots, key_tiles))
         found, _, usage = out
+        if parts > 1:
+            # A prediction may be of any other token: whole rows, as those who take states by `previous` want them.
+            found = constrain(found, (PACKED.rows, None, None))[:, np.argsort(order)]
         return routers.reported(found, usage, params[routers.REPORT]) if routers.REPORT in params else found
 
     def init(key: Array) -> Params:

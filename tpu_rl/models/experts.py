@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl import sharding
 from tpu_rl.models.architecture import EXPERT_MATRICES, WEIGHTS, Experts
+from tpu_rl.models.layers import PACKED, Cut
 
 Array = jax.Array
 Activation = Callable[[Array], Array]
@@ -64,7 +65,7 @@ def route(config: Experts, logits: Array) -> Routing:
     return Routing(chosen, weights, probabilities)
 
 
-def mixture(x: Array, routing: Routing, matrices: Matrices, activation: Activation) -> Array:
+def mixture(x: Array, routing: Routing, matrices: Matrices, activation: Activation, cut: Cut = PACKED) -> Array:
     """[B, T, D]: of each token x [B, T, D] the weighted sum of what its experts make of it.
 
     Inside `jax.set_mesh` each device computes the part of the experts that it holds, for the tokens of all devices with
@@ -74,8 +75,7 @@ def mixture(x: Array, routing: Routing, matrices: Matrices, activation: Activati
     arguments = (x, routing.chosen, routing.weights, *matrices)
     if mesh.empty or mesh.size == 1:
         return _on_a_device(activation, None, *arguments)
-    rows = ("rows", None, None)
-    axes = (rows, rows, rows, *(WEIGHTS[name] for name in EXPERT_MATRICES))
+    axes = (*((*cut, None),) * 3, *(WEIGHTS[name] for name in EXPERT_MATRICES))
     specs = tuple(sharding.spec(names, part.shape, mesh) for names, part in zip(axes, arguments, strict=True))
     function = functools.partial(_on_a_device, activation, specs)
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arguments)

@@ -262,9 +262,8 @@ def _call(
     how: How, kernel: Any, grid: Grid, steps: _Steps, *, products: int, scratch: Any, out_shape: Any, **specs: Any
 ) -> Any:
     """A kernel over rows and `steps`, which makes `products` matrix products of a block."""
-    # Half of the blocks, and the diagonal, where as many queries see as many keys; the data may hide more.
-    all_blocks, square = grid.query_blocks * grid.key_blocks, grid.query_blocks == grid.key_blocks
-    blocks = grid.rows * grid.heads * ((all_blocks + grid.key_blocks) // 2 if square else all_blocks)
+    # Half of the blocks, and the diagonal; of a row that lies on several devices each has as many. Data may hide more.
+    blocks = grid.rows * grid.heads * (grid.query_blocks + 1) * grid.key_blocks // 2
     scores = blocks * grid.query_block * grid.key_block
     cost = pl.CostEstimate(
         flops=2 * products * scores * grid.width,

@@ -35,6 +35,30 @@ class RopeConfig:
     """llama3: context length, in tokens, before the model was stretched."""
 
 
+class Cut(NamedTuple):
+    """How devices share activations [B, T, ...]: the logical axes of their first two dimensions."""
+
+    rows: str
+    tokens: str | None
+
+
+PACKED = Cut("rows", "tokens")
+CACHED = Cut("slots", None)
+"""In decoding each row lies on one device, and few tokens are new."""
+
+
+def balanced_order(length: int, parts: int) -> np.ndarray:
+    """Of the tokens of a row, [length], such that so many devices, which take equally long stretches of it, attend to
+    equally many tokens before them: each has a stretch from the front and the one as far from the end.
+
+    As they are where the row does not divide into twice as many stretches.
+    """
+    if length % (2 * parts):
+        return np.arange(length, dtype=np.int32)
+    stretches = np.arange(length, dtype=np.int32).reshape(2 * parts, -1)
+    return np.stack([stretches[:parts], stretches[parts:][::-1]], axis=1).reshape(-1)
+
+
 class Slots(NamedTuple):
     """What decides who sees whom, one entry a token. All [B, T] (or [B, S]) int32."""
 

@@ -21,7 +21,7 @@ from tpu_rl.sampler.caches import put_row, resize, row_axis, take_rows
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.types import Array, Params, Policy
 
-BATCH_AXES = sharding.RULES["rows"]
+BATCH_AXES = sharding.RULES["slots"]
 """Mesh axes that rows are spread over."""
 
 NO_TOKEN = -1
