@@ -120,7 +120,9 @@ def target_of(topology: str | None) -> Any:
         chip = next((chip for chip in CHIPS.values() if chip.kind == devices[0].device_kind), None)
         return Target(devices[0].device_kind, devices, chip, device_memory(devices[0]))
     kind = topology.partition(":")[0]
-    how = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    how: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if set(topology.partition(":")[2].split("x")) == {"1"}:  # one chip is not a part of a host's four by itself
+        how["chips_per_host_bounds"] = [1, 1, 1]
     try:
         devices = topologies.get_topology_desc(topology_name=topology, platform="tpu", **how).devices
     except jax.errors.JaxRuntimeError as error:

@@ -119,6 +119,16 @@ def test_what_does_not_fit_is_said_with_changes_that_help():
     assert configuration.parse(["arithmetic_grpo", *flags.split()]) is not None
 
 
+def test_a_cache_that_exceeds_the_memory_is_a_step_that_does_not_fit(monkeypatch):
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = here()
+    refused = steps.Compiled(None, "RESOURCE_EXHAUSTED", 0.0)
+    monkeypatch.setattr(sampling, "compile_step", lambda *arguments: refused)  # with which empty slots are made
+    made = search.make_plan(config, target, steps.read_model(config), ("sampling",))
+    assert [line.step.name.partition(",")[0] for _, line in made.lines] == ["prefill", "decode", "decode"]
+    assert not made.fits(target)
+
+
 def test_a_mixture_s_token_meets_the_experts_that_see_it():
     mixture = models.from_config(model_shapes.SHAPES["Qwen3-30B-A3B"]).config
     active = figures.matmul_weights(mixture) + mixture.width * mixture.vocab.size  # the embedding, which is looked up

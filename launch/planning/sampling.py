@@ -77,15 +77,19 @@ def _steps_of(
 
     cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
     arguments = (policy, how, params, _keys(mesh, at_once), width + how.max_new_tokens, cut)
-    free = results(mesh, slots.empty_slots, arguments, compile_step(mesh, slots.empty_slots, *arguments))
+    made, name = compile_step(mesh, slots.empty_slots, *arguments), f"decode, cache of {width + how.max_new_tokens:,}"
+    steps = how.borders.steps
+    if made.program is None:
+        yield Step(name, made, weights, 0, at_once * steps, steps, mesh)
+        return
+    free = results(mesh, slots.empty_slots, arguments, made)
     outputs = slots.Drawn(*(array(rows, whole.max_new_tokens, dtype=kind) for kind in (jnp.int32, *2 * [jnp.float32])))
     arguments = (policy, how, mesh, params, None, None, free, array(devices), outputs)
     made = compile_with(mesh, segments.decode_segment, *arguments)
-    steps = how.borders.steps
     times = rows / at_once * how.max_new_tokens / steps if how == whole else 0
     # Where more rows are asked than there are slots, the prompts of those that wait are there, too.
     own = weights | {"cache": chip_bytes((free, outputs)) + (chip_bytes(pool) if rows > at_once else 0)}
-    yield Step(f"decode, cache of {width + how.max_new_tokens:,}", made, own, times, at_once * steps, steps, mesh)
+    yield Step(name, made, own, times, at_once * steps, steps, mesh)
 
 
 def _array(mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpu_rl import sharding
 from tpu_rl.models import flash_kernels
@@ -67,9 +67,13 @@ class _Places(NamedTuple):
 def _places(cut: Cut, query: Array) -> _Places:
     mesh, at = jax.sharding.get_abstract_mesh(), PartitionSpec
     axes = (cut.rows, "heads", cut.tokens)
-    row, head, token = (None,) * 3 if mesh.empty else sharding.spec(axes, query.shape[:3], mesh)
+    row, head, token = sharding.spec(axes, query.shape[:3], mesh) if _is_shared(mesh) else (None,) * 3
     slots = at(row, token), at(row, None)
     return _Places(at(row, head, token, None), at(row, head, None, None), at(row, head, None, token), slots)
+
+
+def _is_shared(mesh: AbstractMesh) -> bool:
+    return not mesh.empty and mesh.size > 1
 
 
 def _on_devices(function: Any, how: How, operands: tuple[Any, ...], places: Any, of_results: Any) -> Any:
@@ -77,8 +81,7 @@ def _on_devices(function: Any, how: How, operands: tuple[Any, ...], places: Any,
 
     Inside the gradient's rule and not around it: jax's own rule would add up what devices hold alike.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not _is_shared(jax.sharding.get_abstract_mesh()):
         return function(how, *operands)
     part = functools.partial(function, how)
     return jax.shard_map(part, in_specs=places, out_specs=of_results, check_vma=False)(*operands)
