@@ -14,7 +14,7 @@ import optax
 import pytest
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 
-from tpu_rl import checkpoint, digests, manifests
+from tpu_rl import checkpoint, digests, manifests, step_folders
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 from tpu_rl.types import TrainState
 
@@ -178,7 +178,7 @@ def test_a_full_disk_is_said_at_the_latest_when_waiting(tmp_path, monkeypatch, e
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints._manager, "wait_until_finished", fail)
+        patch.setattr(checkpoints._steps._manager, "wait_until_finished", fail)
         with pytest.raises(MachineError, match="disk is full"):
             checkpoints.wait()
     checkpoints.close()
@@ -229,7 +229,7 @@ def test_a_write_is_tried_twice(tmp_path, monkeypatch, capsys):
 
 def test_a_disk_without_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1_999_999)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(MachineError, match=r"checkpoint 3 needs 2\.1 MB and the disk has 2\.0 MB"):
         save_one(tmp_path, {"x": jnp.zeros(525_000, jnp.int32)})
     assert os.listdir(tmp_path) == []
@@ -285,7 +285,7 @@ def test_what_cannot_be_read_though_nothing_changed_is_no_damage(tmp_path, monke
     def fail(*args, **kwargs):
         raise ValueError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(checkpoints._manager, "restore", fail)
+    monkeypatch.setattr(checkpoints._steps._manager, "restore", fail)
     with pytest.raises(MachineError, match=r"(?s)Checkpoint 3 is whole, but cannot be read here.*out of memory"):
         checkpoints.restore(3, checkpoint.abstract(numbered(3)))
     (tmp_path / "3" / "record" / "metadata").write_text("{}")

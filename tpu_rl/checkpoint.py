@@ -1,14 +1,12 @@
 """Checkpoints: everything that a run needs to go on, in one atomic step, with a digest of every array.
 
 A step holds the arrays of a pytree (parameters, optimizer state, algorithm state) and one JSON object (`extra`: data
-position, counters, fingerprint of the configuration). Orbax commits both or neither, also under kill -9. What Orbax
-lacks is added here: it restores flipped bits silently, so each array's digest is saved beside it and compared after
-reading; and it deletes old steps file by file, so a kill in between leaves a step that looks whole: old steps are
-renamed away first and deleted afterwards. As soon as a step is committed, a manifest of its files (see `manifests`) is
-written into it; a step that a kill left without one gets it once it has been restored.
+position, counters, fingerprint of the configuration). Both are committed or neither, also under kill -9: by orbax in a
+folder (see `step_folders`), by one last object in a store (see `step_objects`). Neither sees flipped bits, so each
+array's digest is saved beside it and compared after reading.
 
-A step that proves damaged is set aside: renamed into the folder `damaged`, never deleted, never used again. So whoever
-resumes takes `latest`, restores it, and on DamagedDataError sets it aside and asks again.
+A step that proves damaged is set aside: named `damaged`, never deleted, never used again. So whoever resumes takes
+`latest`, restores it, and on DamagedDataError sets it aside and asks again.
 
 Arrays are saved as a flat dict from path ("params.policy.embedding") to array, so that what is saved does not depend
 on container types, and holes (None) and optax's named tuples come back exactly as the abstract tree has them.
@@ -18,29 +16,25 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
-import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl import digests, manifests, processes, sharding
+from tpu_rl import digests, processes, sharding, stores
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
+from tpu_rl.step_folders import StepFolders
+from tpu_rl.step_objects import StepObjects
 
+T = TypeVar("T")
 Tree = Any
 """Any pytree of jax.Array; `restore` takes one of jax.ShapeDtypeStruct."""
 
 FORMAT = 1
 """Of what a step holds. A record without a number is of format 1; whatever its format, `sha256` is of all the rest."""
-
-SET_ASIDE = "damaged"
-_TRASH = "deleted"
-_TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 def abstract(state: Tree) -> Tree:
@@ -65,29 +59,12 @@ class Checkpoints:
     """The checkpoints of one run, newest last. All processes of the run call every method together."""
 
     def __init__(self, directory: str, keep: int | None):
-        import orbax.checkpoint as ocp  # imported here: it takes seconds
-        from etils import epath
-
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every file it touches
-        self._ocp = ocp
-        self._directory = epath.Path(directory).resolve()
+        kind = StepObjects if stores.is_address(directory) else StepFolders
         self._writes = keep is not None
-        if not self._writes and not self._directory.exists():
-            raise InputError("There are no checkpoints.", where=str(self._directory), fix="Give the folder of a run.")
-        self._purge()
+        if not self._writes and not kind.exists(directory):
+            raise InputError("There are no checkpoints.", where=directory, fix="Give the folder of a run.")
         self._saving = -1
-        self._manifest: threading.Thread | None = None
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            cleanup_tmp_directories=self._writes,
-            todelete_subdir=_TRASH if self._writes else None,
-            read_only=not self._writes,
-        )
-        self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=options,
-            item_handlers={"arrays": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()},
-        )
+        self._steps = kind(directory, keep)
 
     def save(self, step: int, state: Tree, extra: dict[str, Any], wait: bool = False) -> None:
         """Save a step. `state` may be donated right after; the step counts only once it is committed, in the background
@@ -100,7 +77,7 @@ class Checkpoints:
         if not self._writes:
             raise ValueError("these checkpoints are open for reading")
         wait |= self._settle()
-        if step in self._manager.all_steps():
+        if step in self._steps.all():
             raise ValueError(f"step {step} is saved already")
         # Those in the host's memory orbax would not copy, and the next step is given them to write over.
         arrays = digests.flatten(sharding.in_device_memory(state))
@@ -121,34 +98,10 @@ class Checkpoints:
                 raise self._explain_write(step, error) from error
 
     def _write(self, step: int, arrays: dict[str, Any], record: dict[str, Any], wait: bool) -> None:
-        args = self._ocp.args
         self._saving = step
-        # force: orbax otherwise skips, without a word, a step that is not newer than all others.
-        self._manager.save(
-            step,
-            args=args.Composite(arrays=args.StandardSave(_storable(arrays)), record=args.JsonSave(record)),
-            force=True,
-        )
-        self._write_manifest_once_committed(step)
+        self._steps.write(step, _storable(arrays), record)
         if wait:
-            self._manager.wait_until_finished()
-
-    def _write_manifest_once_committed(self, step: int) -> None:
-        """In the background, on process 0."""
-
-        def write() -> None:
-            try:
-                self._manager.wait_until_finished()
-            except (OSError, ValueError):
-                return  # `wait` raises it too
-            try:
-                manifests.write(self._directory / str(step))
-            except OSError as error:
-                print(f"warning: checkpoint {step} is whole, but has no manifest: {error}", file=sys.stderr)
-
-        if self._writes and processes.index() == 0:
-            self._manifest = threading.Thread(target=write, name="manifest")
-            self._manifest.start()
+            self._steps.wait()
 
     def _settle(self) -> bool:
         """Wait for the save before; whether it failed. Nothing can be written again by then: the run has gone on."""
@@ -160,16 +113,10 @@ class Checkpoints:
         return False
 
     def _forget_unfinished(self, what: str, error: Exception) -> None:
-        """Say what failed and clear it away, also from orbax's list of steps, where a failed save may stand."""
-
-        def forget() -> None:
+        """Say what failed and clear it away."""
+        if processes.index() == 0:
             print(f"warning: {what}: {str(error).partition(chr(10))[0][:200]}", file=sys.stderr)
-            for path in self._directory.iterdir():
-                if _TEMPORARY in path.name:
-                    path.rmtree()
-
-        processes.from_first(forget)
-        self._manager.reload()
+        self._steps.forget_unfinished()
 
     def _refuse_non_finite(self, step: int, arrays: dict[str, jax.Array]) -> None:
         params = {path: array for path, array in arrays.items() if path.startswith("params.")}
@@ -184,24 +131,22 @@ class Checkpoints:
 
     def _ask_for_space(self, step: int, arrays: dict[str, jax.Array]) -> None:
         """Raise MachineError unless the arrays fit on the disk as they are (they are stored compressed)."""
-        if str(self._directory).startswith("gs://"):
+        need, have = sum(array.nbytes for array in arrays.values()), self._steps.free_bytes()
+        if have is None:
             return
-        need, have = sum(array.nbytes for array in arrays.values()), shutil.disk_usage(self._directory).free
         if processes.any_of(need > have):
             raise MachineError(
                 f"checkpoint {step} needs {need / 1e6:,.1f} MB and the disk has {have / 1e6:,.1f} MB free",
-                where=str(self._directory),
+                where=self._steps.where,
                 fix="free some space and run the same command again: it goes on from the checkpoint before",
             )
 
     def wait(self) -> None:
         """Return when every save so far is durable and old steps are gone from the disk, or raise MachineError."""
-        error = _on_any(self._manager.wait_until_finished)
+        error = _on_any(self._steps.wait)
         if error is not None:
             raise self._explain_write(self._saving, error) from error
-        if self._manifest is not None:
-            self._manifest.join()
-        self._purge()
+        self._steps.settle()
 
     def latest(self) -> int | None:
         """The newest step that is committed and not set aside, or None where none was ever saved.
@@ -209,37 +154,21 @@ class Checkpoints:
         Raises DamagedDataError if all that were saved are set aside.
         """
         self.wait()
-        place = self._directory / SET_ASIDE
-
-        def look() -> tuple[int | None, list[str]]:
-            return self._manager.latest_step(), sorted(path.name for path in place.iterdir()) if place.exists() else []
-
-        newest, aside = processes.from_first(look)
+        newest, aside = processes.from_first(lambda: (max(self._steps.all(), default=None), self._steps.aside()))
         if newest is None and aside:
             raise DamagedDataError(
                 "No checkpoint of this run is whole.",
-                where=str(self._directory),
+                where=self._steps.where,
                 why=f"damaged and set aside: {', '.join(aside)}",
-                fix=f"Put a good copy of one back, or begin anew in another --run-dir (or without {place}).",
+                fix="Put a good copy of one back, or begin anew in another --run-dir (or without those).",
             )
         return newest
 
     def set_aside(self, step: int) -> str:
-        """Rename a damaged step into the folder of damaged ones, so that `latest` is the one before; its new place."""
-
-        def move() -> str:
-            place = self._directory / SET_ASIDE / str(step)
-            for again in range(1, 1000):
-                if not place.exists():
-                    break
-                place = self._directory / SET_ASIDE / f"{step}.{again}"
-            place.parent.mkdir(exist_ok=True)
-            (self._directory / str(step)).rename(place)
-            return str(place)
-
+        """Name a step damaged, so that `latest` is the one before; its new place."""
         processes.gather(None)  # all have read what is there before it changes
-        moved = processes.from_first(move)
-        self._manager.reload()
+        moved = processes.from_first(lambda: self._steps.set_aside(step))
+        self._steps.reload()
         return moved
 
     def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, dict[str, Any]]:
@@ -250,7 +179,7 @@ class Checkpoints:
         if its files are and yet cannot be read.
         """
         expected = digests.flatten(abstract_state)
-        record = self._read(step, record=self._ocp.args.JsonRestore())["record"]
+        record = self._read(step, self._steps.read_record)
         if processes.any_of(record.pop("sha256", None) != digests.sha256(record)):
             raise self._damaged(step, "its record is not the one that was saved")
         self._compare_format(step, record.get("format", 1))
@@ -265,43 +194,41 @@ class Checkpoints:
             for path, leaf in target.items()
             if not leaf.size
         }
-        arrays |= self._read(step, arrays=self._ocp.args.StandardRestore(_storable(target)))["arrays"]
+        arrays |= self._read(step, lambda step: self._steps.read_arrays(step, _storable(target)))
         found = digests.describe(sharding.in_device_memory(arrays))
         for path, leaf in record["leaves"].items():
             if found[path] != leaf:
                 raise self._damaged(step, f"array {path} is not the one that was saved", why="Its digest differs.")
-        if not (self._directory / str(step) / manifests.MANIFEST).exists():
-            self._write_manifest_once_committed(step)
+        self._steps.was_restored(step)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in expected])
         return state, record["extra"]
 
     def close(self) -> None:
         """Wait for everything and stop the background threads."""
         self.wait()
-        self._manager.close()
+        self._steps.close()
 
-    def _read(self, step: int, **items: Any) -> Any:
-        if step not in self._manager.all_steps():
+    def _read(self, step: int, read: Callable[[int], T]) -> T:
+        if step not in self._steps.all():
             raise InputError(
                 f"There is no checkpoint of step {step}.",
-                where=str(self._directory),
-                fix=f"Choose one of {sorted(self._manager.all_steps())}.",
+                where=self._steps.where,
+                fix=f"Choose one of {self._steps.all()}.",
             )
-        found, why = None, ""
+        found, failed, why = None, None, ""
         with _without_pages_of_errors():
             try:
-                found = self._manager.restore(step, args=self._ocp.args.Composite(**items))
+                found = read(step)
             except Exception as error:  # tensorstore's errors arrive as bare Exception, with neither step nor remedy
-                why = str(error).partition("\n")[0][:200] or type(error).__name__
-        if not processes.any_of(bool(why)):
-            return found
+                failed, why = error, str(error).partition("\n")[0][:200] or type(error).__name__
+        if not processes.any_of(failed is not None):
+            return cast(T, found)
+        at_fault = failed is not None and self._steps.is_at_fault(step, failed)
         why = why or "another process cannot read it"
-        # A lack of memory or of rights is no damage: nothing may be set aside for it.
-        as_written = manifests.compare(self._directory / str(step)) == manifests.Differences([], [], [])
-        if processes.any_of(not as_written):
+        if processes.any_of(at_fault):
             raise self._damaged(step, "it cannot be read", why)
         raise MachineError(
-            f"Checkpoint {step} is whole, but cannot be read here.", where=str(self._directory / str(step)), why=why
+            f"Checkpoint {step} is whole, but cannot be read here.", where=self._steps.place(step), why=why
         )
 
     def _compare_format(self, step: int, number: int) -> None:
@@ -309,7 +236,7 @@ class Checkpoints:
             newer = number > FORMAT
             raise InputError(
                 f"Checkpoint {step} has format {number}; this program reads format {FORMAT}.",
-                where=str(self._directory / str(step)),
+                where=self._steps.place(step),
                 why=f"a{' newer' if newer else 'n older'} tpu_rl wrote it",
                 fix=f"Go on with the {'newer' if newer else 'older'} tpu_rl, or begin in another --run-dir.",
             )
@@ -329,16 +256,15 @@ class Checkpoints:
             more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
             raise InputError(
                 f"Checkpoint {step} is not of this model, optimizer and algorithm.",
-                where=str(self._directory / str(step)),
+                where=self._steps.place(step),
                 why=shown + more,
                 fix="Use the configuration that the run was started with, or another --run-dir.",
             )
 
     def _damaged(self, step: int, what: str, why: str = "") -> DamagedDataError:
-        where = self._directory / str(step)
         return DamagedDataError(
             f"Checkpoint {step} is damaged: {what}.",
-            where=str(where),
+            where=self._steps.place(step),
             why=why,
             fix="Run the run's own command: it sets this step aside and goes on from the one before. Check the disk.",
         )
@@ -348,16 +274,10 @@ class Checkpoints:
         full |= "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
         return MachineError(
             f"Checkpoint {step} was not saved{': the disk is full' if full else ''}. Earlier ones are whole.",
-            where=str(self._directory),
+            where=self._steps.where,
             why=str(error).partition("\n")[0][:200],
             fix=f"{'Free some space' if full else 'See to the disk'} and run the same command again.",
         )
-
-    def _purge(self) -> None:
-        """Delete what orbax renamed away; process 0 does the writing in this directory."""
-        trash = self._directory / _TRASH
-        if self._writes and processes.index() == 0 and trash.exists():
-            trash.rmtree()
 
 
 def _on_any(work: Callable[[], Any]) -> OSError | ValueError | None:

@@ -1,0 +1,238 @@
+"""Steps of checkpoints in a store (gs://), where there are no folders and nothing can be renamed.
+
+    CHECKPOINTS/STEP.json             a step: its record, the folder of its arrays and the names of all objects in it
+    CHECKPOINTS/arrays/STEP-RANDOM/   an array each, in tensorstore's zarr3
+    CHECKPOINTS/damaged/STEP.json     a step that was set aside
+
+Each process writes the shards of its devices, straight from them; when all have, the first creates STEP.json, which is
+what commits the step: one object, whole or not there. To delete a step or to set it aside is to delete or to move that
+one object, so that no kill leaves half of one; arrays that no such object names are litter, which the next job clears
+away. Every save has a folder of its own, so that nobody writes where another one has.
+
+This is not orbax's format: on gs:// orbax needs gcsfs, google-cloud-storage and the right to look at the bucket itself
+(storage.buckets.get), which the roles for objects do not have, and commits by several objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import sys
+import threading
+from typing import Any
+
+import jax
+from jax.experimental.array_serialization import serialization
+
+from tpu_rl import processes
+from tpu_rl.errors import TpuRlError
+from tpu_rl.stores import Store, is_passing
+
+ARRAYS, SET_ASIDE = "arrays", "damaged"
+_HELD = "tpu_rl/saved"
+
+_saves = itertools.count()
+
+
+class StepObjects:
+    """The steps of one run; all processes call every method together, unless it says otherwise."""
+
+    def __init__(self, address: str, keep: int | None):
+        """Of which the `keep` newest stay; None: nothing is ever written."""
+        run, _, name = address.rpartition("/")
+        self._store, self._name, self._keep = Store(run), name, keep
+        self.where = f"{self._store.address}/{name}"
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        self.purge()
+
+    def place(self, step: int) -> str:
+        return f"{self.where}/{step}.json"
+
+    @staticmethod
+    def exists(address: str) -> bool:
+        run, _, name = address.rpartition("/")
+        return bool(Store(run).names(f"{name}/"))
+
+    def all(self) -> list[int]:
+        """Those that are committed and not set aside; one that is being written is waited for."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._committed()
+
+    def _committed(self) -> list[int]:
+        return sorted(int(name) for name in self._records("") if name.isdecimal())
+
+    def aside(self) -> list[str]:
+        """The names of those that are set aside."""
+        return self._records(f"{SET_ASIDE}/")
+
+    def _records(self, prefix: str) -> list[str]:
+        """The names of the records that lie there, without their ending."""
+        start = f"{self._name}/{prefix}"
+        names = self._store.numbered(start)  # of the arrays, which are many, none is listed
+        return [name.removeprefix(start).removesuffix(".json") for name in names if name.endswith(".json")]
+
+    def free_bytes(self) -> int | None:
+        """Of the store; None: there is no end."""
+        return None
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, step: int, arrays: dict[str, Any], record: dict[str, Any]) -> None:
+        """Begin to write a step; the arrays may be donated when this returns. `wait` says whether it is committed."""
+        number, self._error = next(_saves), ""
+        folder = processes.from_first(lambda: f"{ARRAYS}/{step}-{secrets.token_hex(4)}")
+        written: list[Any] = []
+
+        async def copy() -> None:
+            some = (
+                serialization.async_serialize(array, self._spec(folder, path), written, self._store.context)
+                for path, array in arrays.items()
+            )
+            await asyncio.gather(*some)
+
+        asyncio.run(copy())
+        content = {"record": record, "folder": folder}
+        self._thread = threading.Thread(target=self._commit, args=(step, content, written, number), name="commit")
+        self._thread.start()
+
+    def _commit(self, step: int, content: dict[str, Any], written: list[Any], number: int) -> None:
+        """In the background: when all processes have written their part, the first creates the record."""
+        error = ""
+        try:
+            for future in written:
+                future.result()
+        except Exception as found:  # tensorstore's errors are of several types
+            error = str(found) or type(found).__name__
+        try:
+            errors = filter(None, _gather(f"{number}/parts", error))
+            error = next(errors, "")
+            if not error and processes.index() == 0:
+                folder = f"{self._name}/{content['folder']}"
+                names = [name.removeprefix(f"{folder}/") for name in self._store.names(f"{folder}/")]
+                whole = json.dumps(content | {"objects": names}, sort_keys=True)
+                self._store.create(f"{self._name}/{step}.json", whole.encode())
+        except (TpuRlError, RuntimeError) as found:  # jax's service raises the latter
+            error = str(found)
+        try:
+            self._error = next(filter(None, _gather(f"{number}/commit", error)), "")
+        except RuntimeError as found:
+            self._error = str(found)
+        if not self._error and processes.index() == 0:
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        try:
+            for step in self._committed()[: -self._keep] if self._keep else ():
+                content = self._content(f"{step}")
+                self._store.delete(f"{self._name}/{step}.json")
+                self._store.delete_folder(f"{self._name}/{content['folder']}")
+        except (TpuRlError, ValueError, KeyError) as error:
+            print(f"warning: an old checkpoint was not deleted: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+
+    def wait(self) -> None:
+        """Return when what was written is committed. Raises OSError where it is not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, ""
+        if error:
+            raise OSError(error)
+
+    def settle(self) -> None:
+        """After a `wait` that went well everywhere: nothing of it is left to do."""
+
+    def purge(self) -> None:
+        """Delete the arrays that no record names; by the first process."""
+        if self._keep is None or processes.index():
+            return
+        start = f"{self._name}/{ARRAYS}/"
+        found = {name.removeprefix(start).partition("/")[0] for name in self._store.names(start)}
+        named = self._records("") + [f"{SET_ASIDE}/{name}" for name in self.aside()] if found else []
+        contents = self._store.read_all(f"{self._name}/{name}.json" for name in named)
+        for folder in found:
+            # Also where a record is damaged, and cannot be read as one.
+            if not any(f"{ARRAYS}/{folder}".encode() in content for content in contents.values()):
+                self._store.delete_folder(f"{start}{folder}")
+
+    def forget_unfinished(self) -> None:
+        """Clear away a write that failed."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._error = None, ""
+        processes.gather(None)
+        self.purge()
+
+    def set_aside(self, step: int) -> str:
+        """Move the record of a step to those of damaged ones; its new place. Only on the first process."""
+        content = self._store.read(f"{self._name}/{step}.json") or b""
+        taken = self.aside()
+        name = next(name for n in range(1000) if (name := f"{step}.{n}" if n else f"{step}") not in taken)
+        self._store.create(f"{self._name}/{SET_ASIDE}/{name}.json", content)
+        self._store.delete(f"{self._name}/{step}.json")
+        return f"{self.where}/{SET_ASIDE}/{name}.json"
+
+    def reload(self) -> None:
+        """Look again which steps there are: a store is asked each time."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        return self._content(f"{step}")["record"]
+
+    def read_arrays(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
+        """Path -> array, as `target` has them: jax.ShapeDtypeStruct with a sharding."""
+        folder = self._content(f"{step}")["folder"]
+
+        async def read() -> list[jax.Array]:
+            limit = serialization._LimitInFlightBytes(32 * 10**9)
+            some = (
+                serialization.async_deserialize(
+                    leaf.sharding, self._spec(folder, path), leaf.shape, leaf.dtype, limit, self._store.context
+                )
+                for path, leaf in target.items()
+            )
+            return await asyncio.gather(*some)
+
+        return dict(zip(target, asyncio.run(read()), strict=True))
+
+    def is_at_fault(self, step: int, error: Exception) -> bool:
+        """Whether a step that could not be read is not as it was written: the store was there, and let us read."""
+        del step
+        return not isinstance(error, TpuRlError) and not is_passing(error)
+
+    def was_restored(self, step: int) -> None:
+        """It is whole: nothing is to be added."""
+
+    def missing(self, step: int) -> list[str]:
+        """The names of a step's objects that are gone. Raises ValueError or KeyError where its record is damaged."""
+        content = self._content(f"{step}")
+        folder = f"{self._name}/{content['folder']}"
+        return sorted({f"{folder}/{name}" for name in content["objects"]} - set(self._store.names(f"{folder}/")))
+
+    def _content(self, name: str) -> dict[str, Any]:
+        content = self._store.read(f"{self._name}/{name}.json")
+        if content is None:
+            raise ValueError(f"{self.where}/{name}.json is gone")
+        return json.loads(content)
+
+    def _spec(self, folder: str, path: str) -> dict[str, Any]:
+        kvstore = self._store.spec(f"{self._name}/{folder}/{path}/")
+        # Otherwise what equals zero would not be written, and -0.0 does.
+        return {"driver": "zarr3", "kvstore": kvstore, "store_data_equal_to_fill_value": True}
+
+
+def _gather(name: str, value: str) -> list[str]:
+    """The text of each process, on all of them: as `processes.gather`, for a thread beside the main one."""
+    if processes.count() == 1:
+        return [value]
+    client, everyone = processes.service(), range(processes.count())
+    client.key_value_set(f"{_HELD}/{name}/{processes.index()}", value or " ")
+    found = [client.blocking_key_value_get(f"{_HELD}/{name}/{one}", processes.FOREVER_MS) for one in everyone]
+    return [text.strip() for text in found]
