@@ -84,7 +84,7 @@ def swept(
         rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
         task = guide.Task(language, rows, reward, how, key, mesh)
         lines, judged = guide.sweep(guided, task, coefficients, baselines)
-    guide.record(Path(one.run_dir), lines, judged)
+    guide.record(one.run_dir, lines, judged)
     return json.loads(file.read_text(encoding="utf-8"))
 
 

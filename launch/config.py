@@ -20,6 +20,7 @@ import yaml
 from launch import membership, presets, profiling
 from launch.plain_values import from_dict, to_dict
 from launch.watchdog import WatchdogConfig
+from tpu_rl import stores
 from tpu_rl.algos import AlgorithmConfig, QSharpConfig
 from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
@@ -248,9 +249,11 @@ class ExperimentConfig:
         return tuple(stages)
 
     def __post_init__(self):
-        if "://" in self.run_dir:
-            fix = "give a local folder, and copy it when the run is done"
-            raise InputError(f"the run folder {self.run_dir} is not a local path", where="--run-dir", fix=fix)
+        if stores.is_address(self.run_dir):
+            stores.split(self.run_dir)
+        elif "://" in self.run_dir:
+            fix = "give a local folder, or one in a bucket of Google Cloud Storage, as in gs://bucket/name"
+            raise InputError(f"the run folder {self.run_dir} is neither local nor gs://", where="--run-dir", fix=fix)
         if self.sampling.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in self.stages):
             why = "its answers are continued from the middle, where half of such a string may stand"
             raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")

@@ -96,8 +96,9 @@ def changed(config: ExperimentConfig, what: str, first: int, rows: Sequence[data
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """Its step; -1 where there is none."""
-    return max((int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdecimal()), default=-1)
+    """Its step; -1 where there is none. Of a run in a store, those at the start of this job: records in STEP.json."""
+    names = (path.name.removesuffix(".json") for path in run_dir.glob("checkpoints/*"))
+    return max((int(name) for name in names if name.isdecimal()), default=-1)
 
 
 def read(path: Path) -> Digests:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import build, compilation_cache, dataset, guide, phases, reward_runs, roles, sources
+from launch import build, compilation_cache, dataset, guide, phases, reward_runs, roles, sources, stored_runs
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
@@ -104,18 +103,16 @@ def check(flags: Flags) -> None:
 
 def settings(flags: Flags) -> ExperimentConfig:
     """What to judge by: the preset's data, reward and lengths, or the run's."""
-    saved = Path(flags.model) / "config.yaml"
-    if flags.preset is None and saved.is_file():
-        return configuration.load(saved)
-    if flags.preset is None and flags.guide is not None and (Path(flags.guide) / "config.yaml").is_file():
-        return configuration.load(Path(flags.guide) / "config.yaml")
+    for run_dir in filter(None, (flags.model, flags.guide)):
+        if flags.preset is None and stored_runs.is_run(run_dir):
+            return configuration.load(stored_runs.fetched(run_dir) / "config.yaml")
     return configuration.preset(flags.preset or (FILE_PRESET if flags.data.path else DEFAULT_PRESET))
 
 
 def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Language, Params]:
     """The model to judge: a run's at its newest checkpoint; any other in float32, whatever its training would use."""
-    if (Path(flags.model) / "config.yaml").is_file():
-        setup, params, step = load_run(Path(flags.model))
+    if stored_runs.is_run(flags.model):
+        setup, params, step = load_run(flags.model)
         print(f"{flags.model}, step {step}")
         language = setup.language._replace(model=setup.models["policy"])
         return language, setup.params_of("policy")(params)
@@ -195,7 +192,7 @@ def report_guided(
     task = guide.Task(language, problems, reward, how, sampler.run_key(flags.seed, Purpose.EVALUATION, 0), mesh)
     with jax.set_mesh(mesh):
         lines, judged = guide.sweep(guided, task, flags.kl_coef or (guided.algorithm.kl_coef,), flags.baseline)
-    guide.record(Path(flags.guide), lines, judged)
+    guide.record(flags.guide, lines, judged)
     guide.report(f"{flags.model} guided by {flags.guide}", lines, judged, flags.samples)
 
 
@@ -216,7 +213,7 @@ def report(flags: Flags, found: dict[str, Evaluation]) -> None:
 
 def report_reward_model(flags: Flags) -> None:
     """The table of a run that trains a reward model: how it judges what was held out, beside simple rules."""
-    setup, params, step = load_run(Path(flags.model))
+    setup, params, step = load_run(flags.model)
     print(f"{flags.model}, step {step}")
     stages = phases.stages(setup.config, setup.run_dir, step)
     stage = next(stage for stage in stages if step <= stage.last)

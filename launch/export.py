@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import tyro
 
-from launch import build, phases, roles, states
+from launch import build, phases, roles, states, stored_runs
 from launch import config as configuration
 from launch.config import MeshConfig
 from launch.sources import Setup
@@ -38,7 +37,7 @@ class Flags:
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog="launch/export.py", description=__doc__)
     try:
-        setup, params, step = load_run(Path(flags.run_dir))
+        setup, params, step = load_run(flags.run_dir)
         name = flags.role or roles.product(setup.config.algorithm)
         if name not in setup.models:
             raise InputError(f"the run has no model {name!r}", where="--role", fix=f"it has {', '.join(setup.models)}")
@@ -63,23 +62,22 @@ def write(setup: Setup, params: Params, name: str, flags: Flags) -> None:
     models.save_adapters(flags.to, setup.models[name], own, base, tokenizer)
 
 
-def load_run(run_dir: Path) -> tuple[Setup, Params, int]:
+def load_run(address: str) -> tuple[Setup, Params, int]:
     """A run's setup, its whole params tree at the newest checkpoint, over all devices here, and that step.
 
     Raises InputError where there is no run or no checkpoint, DamagedDataError where the checkpoint is not as saved.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise InputError("not a run folder", where=str(run_dir), why="it has no config.yaml", fix="give a --run-dir")
+    run_dir = stored_runs.fetched(address)
     if not (run_dir / "checkpoints").is_dir():
-        raise InputError("the run has no checkpoints yet", where=str(run_dir), fix="let it reach its first one")
+        raise InputError("the run has no checkpoints yet", where=address, fix="let it reach its first one")
     config = configuration.load(run_dir / "config.yaml")
     mesh = build.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
         setup, params = build.make_setup(config, run_dir, mesh)
-    checkpoints = checkpoint.read_checkpoints(str(run_dir / "checkpoints"))  # the run may still be going on
+    checkpoints = checkpoint.read_checkpoints(stored_runs.checkpoints_of(address))  # the run may still be going on
     newest = checkpoints.latest()
     if newest is None:
-        raise InputError("the run has no whole checkpoint yet", where=str(run_dir), fix="let it reach its first one")
+        raise InputError("the run has no whole checkpoint yet", where=address, fix="let it reach its first one")
     with jax.set_mesh(mesh):
         stage = next(stage for stage in phases.stages(config, run_dir, newest) if newest <= stage.last)
         state, _ = build.learner(setup, stage, build.build_algorithm(setup, stage), params)

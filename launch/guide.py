@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import q_examples
+from launch import q_examples, stored_runs
 from launch.export import load_run
 from launch.roles import Language, Select
 from tpu_rl import evaluation, guidance, models, rewards, sampler
@@ -65,7 +64,7 @@ class Line(NamedTuple):
 
 def load(guide: str, language: Language, params: Params) -> Guided:
     """q of a Q# run at its newest checkpoint, beside the model to guide."""
-    setup, trained, step = load_run(Path(guide))
+    setup, trained, step = load_run(guide)
     algorithm = setup.config.algorithm
     if not isinstance(algorithm, QSharpConfig):
         raise InputError("not a run of Q#", where=f"--guide {guide}", fix="train one: launch/run.py arithmetic_q_sharp")
@@ -169,12 +168,14 @@ def judge(guided: Guided, found: Evaluation, how: sampler.SamplerConfig) -> list
     return lines
 
 
-def record(folder: Path, lines: Sequence[Line], judged: Sequence[tuple[str, Estimate]]) -> None:
+def record(run_dir: str, lines: Sequence[Line], judged: Sequence[tuple[str, Estimate]]) -> None:
     """Writes guided.json into q's run folder, and its report anew."""
+    folder = stored_runs.fetched(run_dir)
     finite = [one._replace(kl_coef=None if one.kl_coef == math.inf else one.kl_coef) for one in lines]
     found = {"lines": [one._asdict() for one in finite], "judge": judged}
     (folder / GUIDED_FILE).write_text(json.dumps(found), encoding="utf-8")
     write_report(folder)
+    stored_runs.write_back(run_dir, folder, (GUIDED_FILE, "report.html"))
 
 
 def report(title: str, lines: Sequence[Line], judged: Sequence[tuple[str, Estimate]], samples: int) -> None:

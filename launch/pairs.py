@@ -208,7 +208,8 @@ def cached_log_probs(
             return values
         same_model = kept["model"] == identity["model"]
         accepted = same_model and setup.config.accept_dataset_change
-        if (setup.run_dir / "metrics.jsonl").stat().st_size and not accepted:
+        has_begun = processes.from_first(lambda: (setup.run_dir / "metrics.jsonl").stat().st_size > 0)
+        if has_begun and not accepted:
             changed = "data" if kept["data"] != identity["data"] else "reference model"
             fix = "restore it, or start a new run"
             raise InputError(f"the {changed} changed since the run began", where=str(path), fix=fix)

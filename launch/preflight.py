@@ -15,7 +15,7 @@ import yaml
 from launch import build, compilation_cache, dataset, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
-from tpu_rl import data, models, redaction, rewards, row_files, tokenizers
+from tpu_rl import data, models, processes, redaction, rewards, row_files, stores, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.reward_workers import IsolatedReward
 from tpu_rl.types import Model, QExamples, Rollout
@@ -37,6 +37,7 @@ def check(config: ExperimentConfig) -> list[str]:
     What is quick comes first: to load a tokenizer takes seconds, to download a model minutes.
     """
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
+    check_run_dir(config)
     path = roles.model_path(config.model.path)
     rows, notes = check_rows(config)
     check_rewards(config, rows)
@@ -60,6 +61,18 @@ def refuse_secrets(words: Sequence[str], where: str = "") -> None:
                 why="settings are kept in config.yaml, in the shell's history and in lists of processes",
                 fix="set an environment variable such as HF_TOKEN or WANDB_API_KEY, and revoke this secret",
             )
+
+
+def check_run_dir(config: ExperimentConfig) -> None:
+    """Raises InputError where the run folder is in a store and the run cannot do with that."""
+    learns_q = any(stage.algorithm.needs.experience is QExamples for stage in config.stages)
+    if stores.is_address(config.run_dir) and processes.count() > 1 and learns_q:
+        raise InputError(
+            "Q# on several processes needs a run folder that they share",
+            where=f"--run-dir {config.run_dir}",
+            why="the examples of a round are written by the first process and read by all, from the run folder",
+            fix="give a --run-dir on a disk that all hosts share, or run it on one process",
+        )
 
 
 # --- models ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from launch import (
     preflight,
     reward_runs,
     roles,
+    run_folders,
     sources,
     states,
     watchdog,
@@ -49,6 +50,7 @@ from launch.machine import peak_memory_bytes, seconds_since_start
 from launch.peers import INTERRUPTED
 from launch.preemption import Preempted, Signals
 from launch.profiling import Profile
+from launch.run_folders import RunFolder
 from launch.signs import Signs
 from launch.skips import Skips
 from tpu_rl import (
@@ -61,7 +63,6 @@ from tpu_rl import (
     report,
     reward_models,
     reward_workers,
-    run_lock,
     training,
 )
 from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError
@@ -104,15 +105,18 @@ def start(config: ExperimentConfig, command: str) -> None:
     if config.dry_run:
         print_plan(config)
         return
-    with preemption.watch(partial(leave_at_once, command)) as signals, lock(Path(config.run_dir)):
-        run_dir = Path(config.run_dir)
-        if processes.from_first(lambda: finished(config, open_run_dir(config))):
-            print(f"this run is finished: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
+    with (
+        preemption.watch(partial(leave_at_once, command)) as signals,
+        run_folders.opened(config.run_dir, end_without_lock) as folder,
+    ):
+        if processes.from_first(lambda: finished(config, open_run_dir(config, folder))):
+            print(f"this run is finished: {folder.address}/report.html, model in {folder.address}/model")
             return
-        hosts.require_shared(run_dir)
+        folder.require_shared()
         preflight.prepare(config)
-        with watchdog.watch(config.watchdog, run_dir, command):
-            run(config, run_dir, signals)
+        config = replace(config, run_dir=str(folder.path))  # what follows knows the folder on this machine only
+        with watchdog.watch(config.watchdog, folder.path, command):
+            run(config, folder, signals)
 
 
 def leave_at_once(command: str) -> NoReturn:
@@ -126,29 +130,35 @@ def leave_at_once(command: str) -> NoReturn:
         os._exit(Preempted.code)
 
 
-def lock(run_dir: Path) -> AbstractContextManager[None]:
-    """The run folder's lock, which the first process holds for all."""
-    return run_lock.hold(run_dir) if processes.index() == 0 else nullcontext()
+def end_without_lock(why: str) -> NoReturn:
+    """Another job works in the run folder now: nothing may be written there any more."""
+    try:
+        peers.end_all(f"error: {why}", InputError.code)
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        reward_workers.kill_all()
+    finally:
+        os._exit(InputError.code)
 
 
-def open_run_dir(config: ExperimentConfig) -> Path:
+def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
     """The run folder, made or found; one where a run of another configuration has begun is refused.
 
     A run begins with its first metrics: who mends a flag after an error may use the same folder.
     """
-    run_dir = Path(config.run_dir)
+    run_dir = folder.path
     saved = run_dir / "config.yaml"
     if saved.exists() and (run_dir / "metrics.jsonl").exists():
         changes = configuration.differences(configuration.load(saved), config)
         if changes:
             raise InputError(
                 "the run folder belongs to another configuration",
-                where=str(run_dir),
+                where=folder.address,
                 why="; ".join(changes[:8]),
                 fix="use another --run-dir, or the flags of the first run",
             )
     run_dir.mkdir(parents=True, exist_ok=True)
     configuration.save(config, saved)
+    folder.publish_files()
     return run_dir
 
 
@@ -183,16 +193,17 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
     return Parts(setup.mesh, make_batch, update, source, evaluate), state
 
 
-def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
+def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     """The loop. A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once."""
-    began = time.perf_counter()
+    began, run_dir = time.perf_counter(), folder.path
     mesh = build.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         setup, params = build.make_setup(config, run_dir, mesh)
-        checkpoints = checkpoint.open_checkpoints(str(run_dir / "checkpoints"))
+        checkpoints = checkpoint.open_checkpoints(folder.checkpoints)
         done, seconds, begun = resume(setup, checkpoints, params)
         began, signs = began - seconds, Signs()
-        saves, profile = Saves(checkpoints, began, done), Profile(config.profile, run_dir)
+        saves, profile = Saves(folder, checkpoints, began, done), Profile(config.profile, run_dir)
+        folder.begin(done)
         begins = max(done, 0) + 1
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
             skips = Skips(run_dir, setup.language.tokenizer)
@@ -233,7 +244,7 @@ def run(config: ExperimentConfig, run_dir: Path, signals: Signals) -> None:
                 params = state.params
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
-        finish(setup, params, began)
+        finish(setup, params, began, folder)
 
 
 def resume(
@@ -265,12 +276,13 @@ def resume(
 class Saves:
     """Writes the checkpoints of a run that has been going on since `began`, and has saved the step `last` last."""
 
-    def __init__(self, checkpoints: checkpoint.Checkpoints, began: float, last: int):
-        self._checkpoints, self._began, self._last = checkpoints, began, last
+    def __init__(self, folder: RunFolder, checkpoints: checkpoint.Checkpoints, began: float, last: int):
+        self._folder, self._checkpoints, self._began, self._last = folder, checkpoints, began, last
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], wait: bool) -> None:
         """`data` is the state of the source that the next step draws from."""
         watchdog.mark(f"the checkpoint of step {step}")
+        self._folder.publish(step)
         extra = {"data": data, "seconds": time.perf_counter() - self._began}
         states.save(self._checkpoints, step, state, extra, wait)
         self._last = step
@@ -332,7 +344,7 @@ def save_models(setup: sources.Setup, params: Params) -> None:
         reward_models.write_reading(setup.run_dir / "model", reading)
 
 
-def finish(setup: sources.Setup, params: Params, began: float) -> None:
+def finish(setup: sources.Setup, params: Params, began: float, folder: RunFolder) -> None:
     """The models and the audit of given pairs; then, by the first process, summary.json and report.html."""
     config, run_dir = setup.config, setup.run_dir
     save_models(setup, params)
@@ -350,7 +362,8 @@ def finish(setup: sources.Setup, params: Params, began: float) -> None:
     }
     metrics.write_summary(run_dir, summary)
     report.write_report(run_dir)
-    print(f"done: {run_dir / 'report.html'}, model in {run_dir / 'model'}")
+    folder.finish()
+    print(f"done: {folder.address}/report.html, model in {folder.address}/model")
 
 
 def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:

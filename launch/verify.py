@@ -2,8 +2,8 @@
 
     python launch/verify.py RUN_DIR
 
-Compares every file of every checkpoint with the manifest that was written right after it, and reads each row of
-metrics.jsonl and samples.jsonl: whole, and each step once. Exit code 0: whole; 4: not.
+Compares every file of every checkpoint with the manifest that was written right after it (in a store: every array with
+its digest), and reads each row of metrics.jsonl and samples.jsonl: whole, each step once. Exit code 0: whole; 4: not.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from tpu_rl import manifests
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
+from launch import stored_runs
+from tpu_rl import manifests, stores
+from tpu_rl.errors import DamagedDataError, TpuRlError
 
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
 
 
 @dataclass(frozen=True)
 class Flags:
-    run_dir: tyro.conf.Positional[Path]
-    """A run folder."""
+    run_dir: tyro.conf.Positional[str]
+    """A run folder, also in a store (gs://)."""
 
 
 class Finding(NamedTuple):
@@ -52,13 +53,14 @@ def main(argv: list[str]) -> int:
     return DamagedDataError.code if faults else 0
 
 
-def verify(run_dir: Path) -> list[Finding]:
-    """All that is to be said of a run folder; InputError if it is none."""
-    if not (run_dir / "config.yaml").is_file():
-        raise InputError("not a run folder", where=str(run_dir), why="it has no config.yaml", fix="give a --run-dir")
+def verify(address: str) -> list[Finding]:
+    """All that is to be said of a run folder; InputError if it is none, DamagedDataError if its rows are in a store and
+    not as they were published."""
+    run_dir = stored_runs.fetched(address)
     metrics, samples = Rows.read(run_dir / METRICS), Rows.read(run_dir / SAMPLES)
+    in_store = stores.is_address(address)
     return [
-        *of_checkpoints(run_dir / "checkpoints"),
+        *(of_stored_checkpoints(address) if in_store else of_checkpoints(run_dir / "checkpoints")),
         *of_metrics(metrics),
         *of_samples(samples, metrics.steps),
         *of_summary(run_dir, metrics.steps),
@@ -89,6 +91,27 @@ def of_checkpoint(path: Path) -> Iterator[Finding]:
             yield Finding(f"checkpoint {path.name}: {what} {path / name}")
     if not any(found):
         yield Finding(f"checkpoint {path.name}: all files as they were written", is_fault=False)
+
+
+def of_stored_checkpoints(address: str) -> Iterator[Finding]:
+    """Every array is read, on the CPU, and its digest compared."""
+    import jax  # imported here: it takes a second, and folders are verified without
+
+    from tpu_rl import checkpoint
+
+    jax.config.update("jax_platforms", "cpu")
+    checkpoints = checkpoint.read_checkpoints(stored_runs.checkpoints_of(address))
+    steps = checkpoints.steps()
+    if not steps:
+        yield Finding("no checkpoints yet", is_fault=False)
+    for step in steps:
+        try:
+            checkpoints.check(step)
+            yield Finding(f"checkpoint {step}: all arrays as they were written", is_fault=False)
+        except DamagedDataError as error:
+            yield Finding(f"{error.what} {error.where} {error.why}".rstrip())
+    for name in checkpoints.aside():
+        yield Finding(f"checkpoint {name} is damaged and was set aside: {address}", is_fault=False)
 
 
 # --- rows --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """An object store on this machine that speaks the part of Google's JSON API that tensorstore uses, over HTTP.
 
 Objects are whole, have generations, and are written under conditions, as on the real one. Tests may look into
-`objects`, change them, and make requests fail. What it lacks: permissions of single objects, versions, resumable uploads.
+`objects`, change them, and make requests fail. It has no permissions, no versions and no resumable uploads.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ FLAGS = {
         "needs a column 'solution'",
     ),
     76: (["--sampling.max-new-tokens", "0"], "use at least 1"),
-    82: (["--run-dir", "gs://bucket/run"], "not a local path"),
+    82: (["--run-dir", "s3://bucket/run"], "neither local nor gs://"),
     93: (["--hub-token", SECRET], "revoke this secret"),
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import config, run
+from launch.run_folders import RunFolder
 
 TINY = [
     "arithmetic_grpo", "--batch.prompts", "4", "--batch.completions", "4", "--batch.row-length", "128",
@@ -117,7 +118,7 @@ def test_an_unknown_flag_names_the_nearest(tmp_path, capsys):
 
 def test_a_folder_of_another_configuration_is_refused(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir)]))
+    run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir)]), RunFolder(run_dir))
     (run_dir / "metrics.jsonl").touch()
     assert run.main([*TINY, "--run-dir", str(run_dir), "--seed", "1"]) == 2
     assert "seed: 0 -> 1" in capsys.readouterr().err
@@ -126,7 +127,7 @@ def test_a_folder_of_another_configuration_is_refused(tmp_path, capsys):
 def test_a_flag_may_be_mended_in_the_same_folder_before_the_run_has_begun(tmp_path):
     run_dir = tmp_path / "run"
     for seed in ("0", "1"):
-        run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir), "--seed", seed]))
+        run.open_run_dir(config.parse([*TINY, "--run-dir", str(run_dir), "--seed", seed]), RunFolder(run_dir))
     assert config.load(run_dir / "config.yaml").seed == 1
 
 

@@ -223,7 +223,7 @@ def test_a_run_goes_on_from_what_trains_and_only_over_the_same_weights(run_dir, 
     longer = [*flags[: flags.index("--steps")], "--steps", "3", *flags[flags.index("--steps") + 2 :]]
     assert run.main(longer) == 0
     assert "resumed at step 2 (digest ok)" in capsys.readouterr().out
-    setup, params, step = export.load_run(folder)
+    setup, params, step = export.load_run(str(folder))
     assert step == 3
     jax.tree.map(np.testing.assert_array_equal, params[BASE], models.load(folder.parent / "base")[1])
     whole = models.merge(setup.models["policy"], setup.params_of("policy")(params))[1]

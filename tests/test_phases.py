@@ -100,7 +100,7 @@ def test_a_phase_ends_early_and_a_continued_run_knows_it(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert ["sft/loss" in row for row in rows] == [False, True, True, False, False]
     assert [phases.ENDED in row for row in rows] == [False, False, True, False, False]
-    assert load_run(tmp_path / "whole")[2] == 4
+    assert load_run(str(tmp_path / "whole"))[2] == 4
 
     # Resumed inside the second stage, which takes a step that was planned for the first.
     apart = tmp_path / "apart"

@@ -179,11 +179,16 @@ class Checkpoints:
         if its files are and yet cannot be read.
         """
         expected = digests.flatten(abstract_state)
-        record = self._read(step, self._steps.read_record)
-        if processes.any_of(record.pop("sha256", None) != digests.sha256(record)):
-            raise self._damaged(step, "its record is not the one that was saved")
-        self._compare_format(step, record.get("format", 1))
+        record = self._read_record(step)
         self._compare_structure(step, record["leaves"], expected)
+        state = self._restore_arrays(step, record, expected)
+        self._steps.was_restored(step)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [state[path] for path in expected]), record[
+            "extra"
+        ]
+
+    def _restore_arrays(self, step: int, record: dict[str, Any], expected: dict[str, Any]) -> dict[str, jax.Array]:
+        """Path -> array. Raises as `restore`."""
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
@@ -196,12 +201,30 @@ class Checkpoints:
         }
         arrays |= self._read(step, lambda step: self._steps.read_arrays(step, _storable(target)))
         found = digests.describe(sharding.in_device_memory(arrays))
-        for path, leaf in record["leaves"].items():
-            if found[path] != leaf:
+        for path in expected:
+            if found[path] != record["leaves"][path]:
                 raise self._damaged(step, f"array {path} is not the one that was saved", why="Its digest differs.")
-        self._steps.was_restored(step)
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in expected])
-        return state, record["extra"]
+        return arrays
+
+    def check(self, step: int) -> None:
+        """Raises DamagedDataError where a step is not what was saved. About a gigabyte of it is in memory at a time."""
+        record = self._read_record(step)
+        leaves: dict[str, jax.ShapeDtypeStruct] = {}
+        for path, leaf in record["leaves"].items():
+            leaves[path] = jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
+            size = sum(one.size * one.dtype.itemsize for one in leaves.values())
+            if size > 2**30:
+                self._restore_arrays(step, record, leaves)
+                leaves = {}
+        self._restore_arrays(step, record, leaves)
+
+    def steps(self) -> list[int]:
+        """Those that are committed and not set aside, in order."""
+        return self._steps.all()
+
+    def aside(self) -> list[str]:
+        """The names of those that are set aside."""
+        return self._steps.aside()
 
     def close(self) -> None:
         """Wait for everything and stop the background threads."""
@@ -230,6 +253,13 @@ class Checkpoints:
         raise MachineError(
             f"Checkpoint {step} is whole, but cannot be read here.", where=self._steps.place(step), why=why
         )
+
+    def _read_record(self, step: int) -> dict[str, Any]:
+        record = self._read(step, self._steps.read_record)
+        if processes.any_of(record.pop("sha256", None) != digests.sha256(record)):
+            raise self._damaged(step, "its record is not the one that was saved")
+        self._compare_format(step, record.get("format", 1))
+        return record
 
     def _compare_format(self, step: int, number: int) -> None:
         if number != FORMAT:

@@ -24,7 +24,7 @@ import threading
 from typing import Any
 
 import jax
-from jax.experimental.array_serialization import serialization
+from jax.experimental.array_serialization import tensorstore_impl
 
 from tpu_rl import processes
 from tpu_rl.errors import TpuRlError
@@ -89,7 +89,7 @@ class StepObjects:
 
         async def copy() -> None:
             some = (
-                serialization.async_serialize(array, self._spec(folder, path), written, self._store.context)
+                tensorstore_impl.async_serialize(array, self._spec(folder, path), written, self._store.context)
                 for path, array in arrays.items()
             )
             await asyncio.gather(*some)
@@ -191,10 +191,9 @@ class StepObjects:
         folder = self._content(f"{step}")["folder"]
 
         async def read() -> list[jax.Array]:
-            limit = serialization._LimitInFlightBytes(32 * 10**9)
             some = (
-                serialization.async_deserialize(
-                    leaf.sharding, self._spec(folder, path), leaf.shape, leaf.dtype, limit, self._store.context
+                tensorstore_impl.async_deserialize(
+                    leaf.sharding, self._spec(folder, path), leaf.shape, leaf.dtype, context=self._store.context
                 )
                 for path, leaf in target.items()
             )

@@ -119,6 +119,10 @@ class Store:
         """The names that begin so, in order."""
         return self._names(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else self._names("", "")
 
+    def names_outside(self, folder: str) -> list[str]:
+        """All names but those in a folder, which may be many, in order."""
+        return self._names("", f"{folder}/") + self._names(f"{folder}0", "")
+
     def numbered(self, prefix: str) -> list[str]:
         """The names that begin so and go on with a digit, in order."""
         return self._names(f"{prefix}0", f"{prefix}:")
