@@ -30,6 +30,8 @@ class FakeStore:
 
     def __init__(self):
         self.objects: dict[str, Object] = {}
+        self.changes: list[tuple[str, Object | None]] = []
+        """Every change of an object, in order: what it became."""
         self.requests: list[str] = []
         """METHOD NAME of each object's request; LIST PREFIX of the bucket's."""
         self.refuse: Callable[[str], int] = lambda request: 0
@@ -38,7 +40,7 @@ class FakeStore:
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
@@ -54,7 +56,21 @@ class FakeStore:
 
     def put(self, name: str, content: bytes) -> Object:
         self.objects[name] = Object(content, next(self.generations))
+        self.changes.append((name, self.objects[name]))
         return self.objects[name]
+
+    def remove(self, name: str) -> bool:
+        if self.objects.pop(name, None) is None:
+            return False
+        self.changes.append((name, None))
+        return True
+
+    def go_back(self, changes: int) -> None:
+        """Have the objects that there were after so many changes: all that a kill at that moment leaves."""
+        self.objects.clear()
+        for name, one in self.changes[:changes]:
+            self.objects.pop(name, None)
+            self.objects.update({name: one} if one else {})
 
 
 def _handler_of(store: FakeStore) -> type[BaseHTTPRequestHandler]:
@@ -123,7 +139,7 @@ def _handler_of(store: FakeStore) -> type[BaseHTTPRequestHandler]:
             self.answer(200, json.dumps(described(name, new)).encode())
 
         def delete(self, name: str, old: Object | None) -> None:
-            self.answer(204 if store.objects.pop(name, None) else 404)
+            self.answer(204 if store.remove(name) else 404)
 
         def list(self) -> None:
             query = self.query

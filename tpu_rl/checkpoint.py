@@ -181,11 +181,10 @@ class Checkpoints:
         expected = digests.flatten(abstract_state)
         record = self._read_record(step)
         self._compare_structure(step, record["leaves"], expected)
-        state = self._restore_arrays(step, record, expected)
+        arrays = self._restore_arrays(step, record, expected)
         self._steps.was_restored(step)
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [state[path] for path in expected]), record[
-            "extra"
-        ]
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in expected])
+        return state, record["extra"]
 
     def _restore_arrays(self, step: int, record: dict[str, Any], expected: dict[str, Any]) -> dict[str, jax.Array]:
         """Path -> array. Raises as `restore`."""

@@ -151,11 +151,13 @@ class Store:
 
     def _refused(self, what: str, why: str) -> MachineError:
         bucket, _ = split(self.address)
-        fix = "the same command goes on when the store answers again"
+        where, why = self.address, why.partition("\n")[0][:300]
         if "NOT_FOUND" in why:
             fix = f"make the bucket (gcloud storage buckets create {SCHEME}{bucket}), or correct its name"
+            return MachineError(f"there is no bucket {bucket}", where=where, why=why, fix=fix)
         if "PERMISSION_DENIED" in why or "UNAUTHENTICATED" in why:
             fix = "give this machine's service account the role Storage Object User (roles/storage.objectUser) of the "
             fix += "bucket, or run: gcloud auth application-default login"
-        where, why = self.address, why.partition("\n")[0][:300]
-        return MachineError(f"the store does not let this machine {what}", where=where, why=why, fix=fix)
+            return MachineError(f"the store does not let this machine {what}", where=where, why=why, fix=fix)
+        fix = "see to the network; the same command goes on from the last checkpoint"
+        return MachineError(f"the store does not answer: cannot {what}", where=where, why=why, fix=fix)

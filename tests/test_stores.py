@@ -1,0 +1,183 @@
+"""Objects in a store, and the lock of a run folder there, on a fake store."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.fake_store import FakeStore
+from tpu_rl import store_lock, stores
+from tpu_rl.errors import DamagedDataError, InputError, MachineError
+from tpu_rl.stores import Store
+
+ADDRESS = "gs://bucket/run"
+QUICK = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeStore()
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def store(fake):
+    fake.put(f"run/{stores.MARK}", b"")
+    return Store(ADDRESS, QUICK)
+
+
+@pytest.mark.parametrize(
+    "address", ["gs://bucket", "gs://bucket/", "gs:///run", "gs://Bucket/run", "gs://bucket/a//b", "gs://bucket/../a"]
+)
+def test_what_is_no_folder_in_a_store(address):
+    with pytest.raises(InputError, match="gs://bucket/name"):
+        stores.split(address)
+
+
+def test_an_address_is_a_bucket_and_a_name():
+    assert stores.split("gs://my-bucket.b/runs/first/") == ("my-bucket.b", "runs/first")
+
+
+def test_objects_are_whole_and_listed(store, fake):
+    names = [f"d/{i}" for i in range(12)]
+    for name in names:
+        store.write(name, name.encode())
+    fake.put("run2/d/x", b"of another run")
+    assert store.names("d/") == sorted(names)
+    assert store.numbered("d/1") == ["d/10", "d/11"]
+    assert store.names_outside("d") == [stores.MARK]
+    assert store.read_all(["d/1", "none", "d/2"]) == {"d/1": b"d/1", "d/2": b"d/2"}
+    assert store.read("none") is None
+    store.delete("none")
+    store.delete_folder("d")
+    assert fake.names() == ["run/run_folder", "run2/d/x"]
+
+
+def test_what_is_created_is_never_changed(store):
+    store.create("part", b"one")
+    store.create("part", b"one")  # an answer that was lost, and asked for again
+    with pytest.raises(DamagedDataError, match="another job has written part"):
+        store.create("part", b"two")
+    assert store.read("part") == b"one"
+
+
+def test_a_swap_needs_what_was_seen(store):
+    first = store.look("x")
+    second = store.swap("x", b"1", first)
+    assert second is not None
+    assert store.swap("x", b"2", first) is None
+    assert store.swap("x", None, second) is not None
+    assert store.read("x") is None
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(401, "does not let this machine"), (403, "storage.objectUser"), (404, "no bucket"), (503, "does not answer")],
+)
+def test_a_refusal_is_one_message(store, fake, status, words):
+    fake.refuse = lambda request: status
+    with pytest.raises(MachineError, match=words):
+        store.write("x", b"")
+
+
+def test_a_list_that_is_refused_is_not_taken_for_an_empty_one(store, fake):
+    store.write("x", b"")
+    fake.refuse = lambda request: 403 if request.startswith("LIST") else 0
+    with pytest.raises(MachineError, match="list its objects"):
+        store.names()
+
+
+# --- the lock ----------------------------------------------------------------------------------------------------
+
+
+def lost(why: str) -> None:
+    raise AssertionError(why)
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setattr(store_lock, "BEAT", 0.1)
+    monkeypatch.setattr(store_lock, "SILENCE", 1.0)
+
+
+def foreign(fake, **others) -> None:
+    """The lock of a job on another machine, which does not move."""
+    holder = {"host": "tpu-7", "pid": 12, "machine": "elsewhere", "token": "t", "started": "yesterday"} | others
+    fake.put(f"run/{store_lock.LOCK}", json.dumps(holder).encode())
+
+
+def test_the_second_is_refused_and_the_lock_let_go(store, fake, hurried):
+    with store_lock.hold(store, lost):
+        with pytest.raises(InputError, match=f"(?s)another job is working.*pid {os.getpid()}"):
+            store_lock.hold(store, lost).__enter__()
+        assert f"run/{store_lock.LOCK}" in fake.objects
+    assert f"run/{store_lock.LOCK}" not in fake.objects
+    with store_lock.hold(store, lost):
+        pass
+
+
+def test_a_holder_that_gives_no_sign_of_life_loses_it(store, fake, hurried, capsys):
+    foreign(fake)
+    with store_lock.hold(store, lost):
+        pass
+    assert "host tpu-7, pid 12, since yesterday has given no sign of life" in capsys.readouterr().err
+
+
+def test_of_many_that_watch_one_gets_in(store, fake, hurried):
+    foreign(fake)
+    got, refused, over = [], [], threading.Event()
+
+    def start() -> None:
+        try:
+            with store_lock.hold(Store(ADDRESS, QUICK), lost):
+                got.append(1)
+                over.wait(20)
+        except InputError:
+            refused.append(1)
+            if len(refused) == 7:
+                over.set()
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(got), len(refused)) == (1, 7)
+
+
+def test_a_dead_process_of_this_machine_needs_no_watching(store, fake):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    foreign(fake, machine=store_lock.machine(), pid=dead.pid)
+    with store_lock.hold(store, lost):  # in a hurry or not: nobody waits a minute here
+        pass
+
+
+def test_who_loses_the_lock_hears_of_it(store, fake, hurried):
+    heard, said = threading.Event(), []
+
+    def hear(why: str) -> None:
+        said.append(why)
+        heard.set()
+
+    with store_lock.hold(store, hear):
+        foreign(fake)
+        assert heard.wait(10)
+    assert said == ["another job has taken this run folder over: host tpu-7, pid 12, since yesterday"]
+    assert b"tpu-7" in fake.objects[f"run/{store_lock.LOCK}"].content
+
+
+def test_a_store_that_is_away_for_a_while_costs_no_lock(store, fake, hurried):
+    with store_lock.hold(store, lost):
+        fake.refuse = lambda request: 503
+        before = len(fake.requests)
+        while len(fake.requests) < before + 4:
+            threading.Event().wait(0.05)
+        fake.refuse = lambda request: 0
+    assert f"run/{store_lock.LOCK}" not in fake.objects
