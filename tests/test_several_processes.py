@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import run, verify
+from launch import run, stored_runs, verify
 from tests import several
+from tests.fake_store import FakeStore
 from tests.test_launch import TINY, rows_of
 from tests.test_preemption import COMPILES
 from tests.test_survival import digest
@@ -244,6 +245,55 @@ def test_two_processes_save_fail_restore_and_set_aside_together(tmp_path):
     assert (tmp_path / "damaged" / "3").is_dir()
 
 
+STORED = """
+import sys
+import jax
+import numpy as np
+from jax.experimental.array_serialization import tensorstore_impl
+from launch import membership, peers
+from tpu_rl import checkpoint, processes, sharding, stores
+
+member, (address,) = membership.find(sys.argv[1:])
+with peers.joined(member):
+    processes.from_first(lambda: stores.Store(address).write(stores.MARK, b""))
+    rows = jax.sharding.NamedSharding(sharding.make_mesh(fsdp=2), jax.sharding.PartitionSpec("fsdp"))
+    tree = {"params": sharding.put({"w": np.arange(4096, dtype=np.float32)}, rows)}
+    checkpoints = checkpoint.open_checkpoints(f"{address}/checkpoints")
+    serialize, calls = tensorstore_impl.async_serialize, []
+
+    def fail_once_on_the_second(*arguments, **how):
+        calls.append(1)
+        if len(calls) == 1 and processes.index() == 1:
+            raise OSError(5, "a store that fails once")
+        return serialize(*arguments, **how)
+
+    for step in (1, 2, 3):
+        checkpoints.save(step, tree, {"step": step}, wait=step < 3)
+        tensorstore_impl.async_serialize = fail_once_on_the_second if step == 1 else serialize
+    assert checkpoints.latest() == 3
+    restored, extra = checkpoints.restore(3, checkpoint.abstract(tree))
+    assert extra == {"step": 3}
+    np.testing.assert_array_equal(sharding.to_host(restored)["params"]["w"], np.arange(4096))
+    checkpoints.close()
+    print("all is well")
+"""
+
+
+def test_two_processes_save_in_a_store():
+    """Each its part; what fails on one is tried again by both, and leaves no litter."""
+    fake = FakeStore()
+    first, second = several.run(2, ["-c", STORED, "gs://bucket/run"], limit=200, **fake.environment())
+    fake.close()
+    assert (first.code, second.code) == (0, 0), first.err
+    assert "all is well" in first.out
+    assert "checkpoint 2 was not written; trying once more" in first.err
+    assert fake.names("run/checkpoints/2.json") + fake.names("run/checkpoints/3.json")
+    folders = {name.split("/")[3] for name in fake.names("run/checkpoints/arrays/")}
+    assert sorted(folder.partition("-")[0] for folder in folders) == ["2", "3"]
+    parts = [name for name in fake.names("run/checkpoints/arrays/3-") if "/c/" in name]
+    assert [name.rpartition("/")[2] for name in parts] == ["0", "1"]
+
+
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
@@ -318,3 +368,31 @@ def test_a_run_of_two_goes_on_as_one_and_then_on_another_mesh(whole, tmp_path):
     assert "resumed at step 3 (digest ok)" in go_on(1, run_dir, 4)
     assert "resumed at step 4 (digest ok)" in go_on(2, run_dir, 5, "--mesh.tensor", "2")
     assert [row["step"] for row in rows_of(run_dir)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_of_two_in_a_store_is_killed_and_goes_on_to_the_same_bits(whole, monkeypatch):
+    """No disk is shared: each process has a spool of its own, which is gone when the run goes on."""
+    fake, address = FakeStore(), "gs://bucket/run"
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    stored = [*RUN, "--steps", "3", "--run-dir", address]
+    processes = several.start(2, stored)
+    deadline = time.monotonic() + 600
+    while "run/checkpoints/2.json" not in fake.objects:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+    several.wait(processes)
+    assert "run/summary.json" not in fake.objects
+    first, second = several.run(2, stored, limit=900)
+    assert (first.code, second.code) == (0, 0), first.err
+    assert "(digest ok)" in first.out
+    there = stored_runs.fetched(address)
+    assert digest(there) == digest(whole)
+    assert rows_of(there) == rows_of(whole)
+    assert verify.main([address]) == 0
+    fake.close()

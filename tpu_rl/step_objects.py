@@ -21,6 +21,7 @@ import json
 import secrets
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,9 +32,8 @@ from tpu_rl.errors import TpuRlError
 from tpu_rl.stores import Store, is_passing
 
 ARRAYS, SET_ASIDE = "arrays", "damaged"
-_HELD = "tpu_rl/saved"
 
-_saves = itertools.count()
+_meetings = itertools.count()
 
 
 class StepObjects:
@@ -83,7 +83,6 @@ class StepObjects:
 
     def write(self, step: int, arrays: dict[str, Any], record: dict[str, Any]) -> None:
         """Begin to write a step; the arrays may be donated when this returns. `wait` says whether it is committed."""
-        number, self._error = next(_saves), ""
         folder = processes.from_first(lambda: f"{ARRAYS}/{step}-{secrets.token_hex(4)}")
         written: list[Any] = []
 
@@ -94,22 +93,19 @@ class StepObjects:
             )
             await asyncio.gather(*some)
 
-        asyncio.run(copy())
+        error = _error_of(lambda: asyncio.run(copy()))
         content = {"record": record, "folder": folder}
-        self._thread = threading.Thread(target=self._commit, args=(step, content, written, number), name="commit")
+        # Also after an error here: the others wait to hear of it.
+        self._thread = threading.Thread(target=self._commit, args=(step, content, written, error), name="commit")
         self._thread.start()
+        if error:
+            raise OSError(error)
 
-    def _commit(self, step: int, content: dict[str, Any], written: list[Any], number: int) -> None:
+    def _commit(self, step: int, content: dict[str, Any], written: list[Any], error: str) -> None:
         """In the background: when all processes have written their part, the first creates the record."""
-        error = ""
+        error = error or _error_of(lambda: [future.result() for future in written])
         try:
-            for future in written:
-                future.result()
-        except Exception as found:  # tensorstore's errors are of several types
-            error = str(found) or type(found).__name__
-        try:
-            errors = filter(None, _gather(f"{number}/parts", error))
-            error = next(errors, "")
+            error = next(filter(None, _gather(error)), "")
             if not error and processes.index() == 0:
                 folder = f"{self._name}/{content['folder']}"
                 names = [name.removeprefix(f"{folder}/") for name in self._store.names(f"{folder}/")]
@@ -118,7 +114,7 @@ class StepObjects:
         except (TpuRlError, RuntimeError) as found:  # jax's service raises the latter
             error = str(found)
         try:
-            self._error = next(filter(None, _gather(f"{number}/commit", error)), "")
+            self._error = next(filter(None, _gather(error)), "")
         except RuntimeError as found:
             self._error = str(found)
         if not self._error and processes.index() == 0:
@@ -227,11 +223,27 @@ class StepObjects:
         return {"driver": "zarr3", "kvstore": kvstore, "store_data_equal_to_fill_value": True}
 
 
-def _gather(name: str, value: str) -> list[str]:
+def _error_of(work: Callable[[], Any]) -> str:
+    """What goes wrong with it; empty where nothing does."""
+    try:
+        work()
+    except Exception as error:  # tensorstore's errors are of several types
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _gather(value: str) -> list[str]:
     """The text of each process, on all of them: as `processes.gather`, for a thread beside the main one."""
     if processes.count() == 1:
         return [value]
-    client, everyone = processes.service(), range(processes.count())
-    client.key_value_set(f"{_HELD}/{name}/{processes.index()}", value or " ")
-    found = [client.blocking_key_value_get(f"{_HELD}/{name}/{one}", processes.FOREVER_MS) for one in everyone]
+    client, number = processes.service(), next(_meetings)
+    client.key_value_set(_place(number, processes.index()), value or " ")
+    places = [_place(number, one) for one in range(processes.count())]
+    found = [client.blocking_key_value_get(place, processes.FOREVER_MS) for place in places]
+    if number:  # all have read what was there before: they are here
+        client.key_value_delete(_place(number - 1, processes.index()))
     return [text.strip() for text in found]
+
+
+def _place(number: int, process: int) -> str:
+    return f"tpu_rl/commit/{number}/{process}"
