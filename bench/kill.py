@@ -289,7 +289,7 @@ def faults_of_going_on(runs: Runs, folder: Path, whole: Whole, saved: int) -> li
 
 def faults_of(folder: Path) -> list[verify.Finding]:
     """Of a run that has rows; before its first one it may lack any file."""
-    return [finding for finding in verify.verify(folder) if finding.is_fault] if rows_of(folder) else []
+    return [finding for finding in verify.verify(str(folder)) if finding.is_fault] if rows_of(folder) else []
 
 
 def left_badly(code: int, seconds: float, saved: int, last: int, said: str, done: bool) -> list[str]:

@@ -12,6 +12,7 @@ import importlib.metadata
 import locale
 import os
 import resource
+import secrets
 import shutil
 import sys
 import tempfile
@@ -25,7 +26,8 @@ import tyro
 from packaging.requirements import Requirement
 
 from launch import machine
-from tpu_rl.errors import MachineError
+from tpu_rl import stores
+from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.redaction import redact
 
 PYTHON = (3, 11)
@@ -54,7 +56,7 @@ class Finding(NamedTuple):
 
 def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog="launch/doctor.py", description=__doc__)
-    findings = list(examine(Path(flags.run_dir)))
+    findings = list(examine(flags.run_dir))
     for finding in findings:
         mark = "ok  " if not finding.fix else "FAIL" if finding.stops else "note"
         print(redact(f"{mark} {finding.name:<16} {finding.found}"))
@@ -65,14 +67,17 @@ def main(argv: list[str]) -> int:
     return 2 if failed else 0
 
 
-def examine(run_dir: Path) -> Iterator[Finding]:
+def examine(run_dir: str) -> Iterator[Finding]:
     """Every check, the quick ones first."""
     yield python(sys.version_info[:3])
     yield packages()
     yield extras()
     yield from system()
     yield from memory()
-    yield from disk(run_dir)
+    in_store = stores.is_address(run_dir)
+    yield from disk(Path(tempfile.gettempdir() if in_store else run_dir))
+    if in_store:
+        yield store(run_dir)
     yield from caches()
     yield from devices()
 
@@ -167,6 +172,19 @@ def disk(run_dir: Path) -> Iterator[Finding]:
     yield Finding("disk", f"{size(free)} free at {place}", fix)
     yield writing("run folder", place)
     yield writing("temporary files", Path(tempfile.gettempdir()))
+
+
+def store(address: str) -> Finding:
+    """Whether objects can be written, read and deleted there."""
+    began, name = time.perf_counter(), f"doctor-{secrets.token_hex(4)}"
+    try:
+        objects = stores.Store(address, stores.BRIEF)
+        objects.write(name, bytes(2**20))
+        objects.read(name)
+        objects.delete(name)
+    except TpuRlError as error:
+        return Finding("store", f"{error.what}: {error.why}", error.fix)
+    return Finding("store", f"1 MiB written, read and deleted in {time.perf_counter() - began:.1f} s at {address}")
 
 
 def writing(name: str, place: Path) -> Finding:

@@ -24,7 +24,7 @@ from launch import build, compilation_cache, dataset, guide, phases, reward_runs
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.export import load_run
-from tpu_rl import evaluation, models, rewards, sampler
+from tpu_rl import evaluation, models, rewards, sampler, stores
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.evaluation import Estimate, Evaluation
 from tpu_rl.types import Params, Purpose
@@ -111,7 +111,7 @@ def settings(flags: Flags) -> ExperimentConfig:
 
 def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Language, Params]:
     """The model to judge: a run's at its newest checkpoint; any other in float32, whatever its training would use."""
-    if stored_runs.is_run(flags.model):
+    if stores.is_address(flags.model) or stored_runs.is_run(flags.model):
         setup, params, step = load_run(flags.model)
         print(f"{flags.model}, step {step}")
         language = setup.language._replace(model=setup.models["policy"])

@@ -30,13 +30,12 @@ from launch.stored_runs import (
     ROWS,
     STATE,
     Part,
+    copied,
     damaged,
     described,
-    fetch,
     name_of,
     newest_first,
     part_names,
-    temporary,
 )
 from tpu_rl import processes, run_lock, store_lock, stores
 from tpu_rl.errors import MachineError, TpuRlError
@@ -100,9 +99,9 @@ class Spool(RunFolder):
 
     def __init__(self, address: str):
         self._store = Store(address)
-        self.path, self.address = temporary(self._store), self._store.address
+        self.address = self._store.address
         self.checkpoints = f"{self.address}/{CHECKPOINTS}"
-        self._parts = fetch(self._store, self.path)
+        self.path, self._parts = copied(self._store)
         self._published = {path: _stamp(path) for path in self._files()}
         self._has_begun, self._is_whole = False, False
 
@@ -166,6 +165,7 @@ class Spool(RunFolder):
         """The end of this job, however it came about: what was not published yet and can be is, and the spool goes."""
         unsaved = self._has_begun and not self._is_whole and processes.index() == 0
         if unsaved:
+            self._store = Store(self.address, stores.BRIEF)  # the end does not wait
             try:
                 self.publish_files()
                 for path in self._files():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpu_rl import store_lock, stores
-from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
 from tpu_rl.stores import Store
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -34,10 +34,8 @@ def fetched(address: str) -> Path:
         raise InputError("not a run folder", where=address, why=f"it has no {CONFIG}", fix="give a --run-dir")
     if not stores.is_address(address):
         return Path(address)
-    store = Store(address, stores.BRIEF)
-    path = temporary(store)
+    path, _ = copied(Store(address, stores.BRIEF))
     atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-    fetch(store, path)
     return path
 
 
@@ -129,15 +127,21 @@ def damaged(store: Store, name: str, why: str) -> DamagedDataError:
 # --- the copy ----------------------------------------------------------------------------------------------------
 
 
-def temporary(store: Store) -> Path:
-    """A new folder of the run's name, which others show, in one of its own."""
+def copied(store: Store) -> tuple[Path, list[Part]]:
+    """(a new folder with the rows, the small files and the records of the checkpoints; the parts of the rows).
+
+    It has the run's name, which reports show, and is the only thing in a temporary folder.
+    """
     path = Path(tempfile.mkdtemp(prefix="tpu_rl_spool_")) / store.address.rpartition("/")[2]
     path.mkdir()
-    return path
+    try:
+        return path, _fetch(store, path)
+    except TpuRlError:
+        shutil.rmtree(path.parent)
+        raise
 
 
-def fetch(store: Store, path: Path) -> list[Part]:
-    """Copy the rows, the small files and the records of the checkpoints; the parts that the rows came in."""
+def _fetch(store: Store, path: Path) -> list[Part]:
     parts = _read_parts(store)
     for row_file in ROWS if parts else ():
         stem = row_file.removesuffix(".jsonl")

@@ -116,3 +116,12 @@ def test_row_digests_do_not_depend_on_the_order_of_columns():
     assert np.array_equal(data.row_digests(ROWS), data.row_digests(swapped))
     assert len(set(data.row_digests(ROWS).tolist())) == len(ROWS)
     assert data.row_digests([]).shape == (0,)
+
+
+def test_the_newest_checkpoint_of_a_folder_and_of_a_spool(tmp_path):
+    assert dataset_changes.newest_checkpoint(tmp_path) == -1
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "damaged").mkdir()
+    assert dataset_changes.newest_checkpoint(tmp_path) == 20
+    (tmp_path / "checkpoints" / "40.json").touch()
+    assert dataset_changes.newest_checkpoint(tmp_path) == 40

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from launch import doctor
+from tests.fake_store import FakeStore
 from tpu_rl.errors import MachineError
 
 
@@ -79,6 +80,17 @@ def test_little_space_is_said(monkeypatch, tmp_path):
     assert "end other programs" in findings["host memory"].fix
     assert "--run-dir" in findings["disk"].fix
     assert findings["disk"].found.endswith(str(tmp_path))
+
+
+def test_a_store_is_tried(monkeypatch):
+    fake = FakeStore()
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    assert doctor.store("gs://bucket/runs").fix == ""
+    assert fake.names() == []
+    fake.refuse = lambda request: 403
+    assert "storage.objectUser" in doctor.store("gs://bucket/runs").fix
+    fake.close()
 
 
 def test_devices_that_cannot_be_used(monkeypatch):

@@ -175,7 +175,7 @@ ROWS = {
 def test_rows_of_metrics_are_whole_and_once(copy, change, said):
     path = copy / "metrics.jsonl"
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
-    assert any(said in finding.text for finding in verify.verify(copy) if finding.is_fault)
+    assert any(said in finding.text for finding in verify.verify(str(copy)) if finding.is_fault)
 
 
 def test_samples_are_whole_and_once(copy):
@@ -188,7 +188,7 @@ def test_samples_are_whole_and_once(copy):
         ([*lines, *of_step_two], "step 2 stands behind step 4"),
     ):
         path.write_bytes(b"".join(changed))
-        assert [finding.text for finding in verify.verify(copy) if finding.is_fault] == [f"samples.jsonl: {said}"]
+        assert [finding.text for finding in verify.verify(str(copy)) if finding.is_fault] == [f"samples.jsonl: {said}"]
 
 
 def test_what_an_ended_job_leaves_is_no_fault(copy):
@@ -196,10 +196,10 @@ def test_what_an_ended_job_leaves_is_no_fault(copy):
     metrics_file, samples_file = copy / "metrics.jsonl", copy / "samples.jsonl"
     lines = metrics_file.read_bytes().splitlines(keepends=True)
     metrics_file.write_bytes(b"".join(lines[:4]) + lines[4][:50])
-    findings = verify.verify(copy)
+    findings = verify.verify(str(copy))
     assert not any(finding.is_fault for finding in findings)
     texts = "; ".join(finding.text for finding in findings)
     assert "metrics.jsonl, line 5, is cut off" in texts
     assert "samples.jsonl: step 4 has no row in metrics.jsonl: the job ended between" in texts
     samples_file.unlink()
-    assert any(finding.text == "samples.jsonl is missing" for finding in verify.verify(copy))
+    assert any(finding.text == "samples.jsonl is missing" for finding in verify.verify(str(copy)))

@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
 _UNFINISHED = "manifest.tmp"
-
-Folder = Any
-"""A pathlib.Path, or an etils.epath.Path (gs://)."""
 
 
 class Differences(NamedTuple):
@@ -27,7 +25,7 @@ class Differences(NamedTuple):
     added: list[str]
 
 
-def write(folder: Folder) -> None:
+def write(folder: Path) -> None:
     """Write the manifest of all files that are in the folder now, wholly or not at all."""
     files = {name: _entry(path) for name, path in sorted(_files(folder))}
     unfinished = folder / _UNFINISHED
@@ -35,7 +33,7 @@ def write(folder: Folder) -> None:
     unfinished.replace(folder / MANIFEST)
 
 
-def compare(folder: Folder) -> Differences | None:
+def compare(folder: Path) -> Differences | None:
     """How the folder differs from its manifest; None if it has no manifest.
 
     A manifest that is itself not as it was written is the one thing changed: what it says of others counts for nothing.
@@ -62,7 +60,7 @@ def _text(files: dict[str, dict[str, Any]]) -> str:
     return json.dumps({"files": files, "sha256": hashlib.sha256(body.encode()).hexdigest()}, indent=1, sort_keys=True)
 
 
-def _files(folder: Folder, prefix: str = "") -> Iterator[tuple[str, Folder]]:
+def _files(folder: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
     """(name relative to the folder, path) of every file in it but the manifest, at any depth."""
     for path in folder.iterdir():
         name = prefix + path.name
@@ -72,7 +70,7 @@ def _files(folder: Folder, prefix: str = "") -> Iterator[tuple[str, Folder]]:
             yield name, path
 
 
-def _entry(path: Folder) -> dict[str, Any]:
+def _entry(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
