@@ -261,3 +261,30 @@ def test_q_sharp_on_several_processes_needs_a_shared_disk(monkeypatch):
     with pytest.raises(InputError, match="Q# on several processes"):
         preflight.check_run_dir(replace(config.preset("arithmetic_q_sharp"), run_dir=ADDRESS))
     preflight.check_run_dir(replace(config.preset("arithmetic_grpo"), run_dir=ADDRESS))
+
+
+LOSES = """
+import sys
+from launch import run
+from tpu_rl import store_lock
+store_lock.BEAT = 0.1
+run.run = lambda *arguments: __import__("time").sleep(60)
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_whose_lock_is_taken_ends_at_once(fake):
+    environment = os.environ | fake.environment() | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOSES, *COMMAND], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while "runs/first/config.yaml" not in fake.objects:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    holder = {"host": "tpu-7", "pid": 12, "started": "now"}
+    fake.put(f"runs/first/{store_lock.LOCK}", json.dumps(holder).encode())
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 2
+    assert "error: another job has taken this run folder over: host tpu-7, pid 12, since now" in said
+    assert b"tpu-7" in fake.objects[f"runs/first/{store_lock.LOCK}"].content
