@@ -6,10 +6,13 @@ import subprocess
 import sys
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.fake_store import FakeStore
-from tpu_rl import store_lock, stores
+from tpu_rl import checkpoint, digests, store_lock, stores
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 from tpu_rl.stores import Store
 
@@ -91,6 +94,76 @@ def test_a_list_that_is_refused_is_not_taken_for_an_empty_one(store, fake):
     fake.refuse = lambda request: 403 if request.startswith("LIST") else 0
     with pytest.raises(MachineError, match="list its objects"):
         store.names()
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(store):
+    """Two steps that are saved, and what they hold."""
+    tree = {"params": {"w": jnp.arange(6.0).reshape(2, 3), "minus": jnp.full(3, -0.0, jnp.float32)}}
+    tree |= {"empty": jnp.zeros((0, 2)), "bits": jnp.array([True, False]), "half": jnp.ones(3, jnp.bfloat16)}
+    checkpoints = checkpoint.open_checkpoints(f"{ADDRESS}/checkpoints", keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, tree, {"step": step})
+    checkpoints.wait()
+    return checkpoints, tree
+
+
+def test_checkpoints_come_back_and_the_newest_stay(saved, fake):
+    checkpoints, tree = saved
+    assert checkpoints.steps() == [2, 3]
+    restored, extra = checkpoints.restore(2, checkpoint.abstract(tree))
+    assert extra == {"step": 2}
+    assert digests.of_tree(restored) == digests.of_tree(tree)
+    assert {name.split("/")[3][:2] for name in fake.names("run/checkpoints/arrays")} == {"2-", "3-"}
+    with pytest.raises(ValueError, match="saved already"):
+        checkpoints.save(3, tree, {})
+
+
+def test_a_donated_state_is_saved_as_it_was(store):
+    checkpoints = checkpoint.open_checkpoints(f"{ADDRESS}/checkpoints")
+    tree = {"x": jnp.arange(1_000_000, dtype=jnp.float32)}
+    checkpoints.save(1, tree, {})
+    jax.block_until_ready(jax.jit(lambda tree: {"x": tree["x"] * 0 - 1}, donate_argnums=0)(tree))
+    restored, _ = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct((1_000_000,), jnp.float32)})
+    np.testing.assert_array_equal(restored["x"], np.arange(1_000_000, dtype=np.float32))
+
+
+@pytest.mark.parametrize("change", ["flipped", "cut", "record"])
+def test_a_damaged_step_is_set_aside_by_its_record(saved, fake, change):
+    checkpoints, tree = saved
+    (name,) = [name for name in fake.names("run/checkpoints/arrays/3-") if "params.w/c/" in name]
+    name = "run/checkpoints/3.json" if change == "record" else name
+    content = fake.objects[name].content
+    fake.put(name, content[:-1] if change == "cut" else content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
+    with pytest.raises(DamagedDataError, match="3 is damaged"):
+        checkpoints.restore(3, checkpoint.abstract(tree))
+    assert checkpoints.set_aside(3) == f"{ADDRESS}/checkpoints/damaged/3.json"
+    assert (checkpoints.latest(), checkpoints.aside()) == (2, ["3"])
+    checkpoint.open_checkpoints(f"{ADDRESS}/checkpoints").save(3, tree, {}, wait=True)
+    assert len({name.split("/")[3] for name in fake.names("run/checkpoints/arrays/3-")}) == 2  # the damaged one stays
+
+
+def test_a_store_that_is_away_is_no_damage(saved, fake, monkeypatch):
+    checkpoints, tree = saved
+    monkeypatch.setattr(stores, "PATIENT", QUICK)
+    reader = checkpoint.read_checkpoints(f"{ADDRESS}/checkpoints")
+    fake.refuse = lambda request: 503 * ("params.w/" in request)
+    with pytest.raises(MachineError, match="whole, but cannot be read here"):
+        reader.restore(3, checkpoint.abstract(tree))
+
+
+def test_litter_of_a_killed_job_is_cleared_away_by_the_next(saved, fake):
+    fake.put("run/checkpoints/arrays/4-0123abcd/params.w/zarr.json", b"{}")
+    before = fake.names()
+    checkpoint.read_checkpoints(f"{ADDRESS}/checkpoints")
+    assert fake.names() == before
+    checkpoint.open_checkpoints(f"{ADDRESS}/checkpoints")
+    assert [name for name in before if name not in fake.names()] == [
+        "run/checkpoints/arrays/4-0123abcd/params.w/zarr.json"
+    ]
 
 
 # --- the lock ----------------------------------------------------------------------------------------------------

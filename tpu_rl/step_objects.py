@@ -28,7 +28,7 @@ import jax
 from jax.experimental.array_serialization import tensorstore_impl
 
 from tpu_rl import processes
-from tpu_rl.errors import TpuRlError
+from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.stores import Store, is_passing
 
 ARRAYS, SET_ASIDE = "arrays", "damaged"
@@ -94,7 +94,7 @@ class StepObjects:
             await asyncio.gather(*some)
 
         error = _error_of(lambda: asyncio.run(copy()))
-        content = {"record": record, "folder": folder}
+        content = {"record": record, "folder": folder, "arrays": sorted(arrays)}
         # Also after an error here: the others wait to hear of it.
         self._thread = threading.Thread(target=self._commit, args=(step, content, written, error), name="commit")
         self._thread.start()
@@ -109,6 +109,9 @@ class StepObjects:
             if not error and processes.index() == 0:
                 folder = f"{self._name}/{content['folder']}"
                 names = [name.removeprefix(f"{folder}/") for name in self._store.names(f"{folder}/")]
+                gone = {f"{path}/zarr.json" for path in content.pop("arrays")}.difference(names)
+                if gone:  # a job that ends may still be writing when the next one clears away
+                    raise MachineError(f"another job has deleted {min(gone)}", where=f"{self.where}/{step}.json")
                 whole = json.dumps(content | {"objects": names}, sort_keys=True)
                 self._store.create(f"{self._name}/{step}.json", whole.encode())
         except (TpuRlError, RuntimeError) as found:  # jax's service raises the latter
