@@ -115,7 +115,8 @@ def rows_that_fit(setup: Setup) -> tuple[list[data.Row], list[data.Row]]:
         print(f"warning: {count} of {found.given} pairs dropped: {why}", file=sys.stderr)
     if not found.train:
         where = "--data.path, --sampling.max-new-tokens, --batch.row-length"
-        raise InputError("no pair is left", where=where, why="; ".join(found.whys))
+        fix = "raise these, or give other pairs"
+        raise InputError("no pair is left", where=where, why="; ".join(found.whys), fix=fix)
     return found.train, found.held_out
 
 

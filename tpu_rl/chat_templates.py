@@ -77,6 +77,7 @@ def render(
             "the chat template refuses a conversation",
             where=f"roles {', '.join(str(message['role']) for message in messages)}",
             why=error,
+            fix="order the messages as the template wants them, or give another model",
         )
     return text
 

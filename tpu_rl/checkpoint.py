@@ -250,7 +250,10 @@ class Checkpoints:
         if processes.any_of(at_fault):
             raise self._damaged(step, "it cannot be read", why)
         raise MachineError(
-            f"Checkpoint {step} is whole, but cannot be read here.", where=self._steps.place(step), why=why
+            f"Checkpoint {step} is whole, but cannot be read here.",
+            where=self._steps.place(step),
+            why=why,
+            fix="see to what is said; the checkpoint stays as it is",
         )
 
     def _read_record(self, step: int) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def gsm8k(row: Mapping[str, Any]) -> Row:
     """
     solution, marker, number = str(row["answer"]).rpartition("####")
     if not marker or not number.strip():
-        raise InputError('a GSM8K answer ends with "#### number"', where=f"question {str(row['question'])[:80]!r}")
+        where, fix = f"question {str(row['question'])[:80]!r}", "drop the row, or say another --data.format"
+        raise InputError('a GSM8K answer ends with "#### number"', where=where, fix=fix)
     return {"prompt": row["question"], "answer": number.strip(), "solution": solution.strip()}
 
 
@@ -283,6 +284,7 @@ def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         raise InputError(
             "a conversation has no answer by the assistant to learn from",
             where=json.dumps(messages, ensure_ascii=False)[:200],
+            fix="drop the row",
         )
     prompt = tokenizer.encode_prompt(messages[:last])
     whole = tokenizer.render(messages[: last + 1], add_generation_prompt=False)

@@ -59,7 +59,8 @@ def _require_inside(path: Path) -> None:
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop, for Python before 3.13
-        raise InputError(f"{path.name} is a link that leads nowhere", where=str(path.parent), why=str(error)) from error
+        what, fix = f"{path.name} is a link that leads nowhere", "download the model again"
+        raise InputError(what, where=str(path.parent), why=str(error), fix=fix) from error
     if not any(target.is_relative_to(place) for place in allowed):
         raise InputError(
             f"{path.name} is a link that leads out of the model directory",
@@ -93,11 +94,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"no {path.name} in the model directory", where=str(path.parent)) from error
+        fix = "give the folder that holds it, or download the model whole"
+        raise InputError(f"no {path.name} in the model directory", where=str(path.parent), fix=fix) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path.name} is not JSON", where=str(path), why=str(error)) from error
+        fix = "download it again"
+        raise InputError(f"{path.name} is not JSON", where=str(path), why=str(error), fix=fix) from error
     if not isinstance(content, dict):
-        raise InputError(f"{path.name} is not a JSON object", where=str(path))
+        raise InputError(f"{path.name} is not a JSON object", where=str(path), fix="download it again")
     return content
 
 

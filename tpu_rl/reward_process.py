@@ -52,13 +52,15 @@ def load_function(path: str) -> Callable[..., Any]:
     file = Path(file_name).expanduser().absolute()
     spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise InputError("a reward file is Python source and ends in .py", where=file_name)
+        fix = "as in --reward my_reward.py:score"
+        raise InputError("a reward file is Python source and ends in .py", where=file_name, fix=fix)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     # It is the user's program: it may raise anything.
     except (Exception, SystemExit) as error:
-        raise InputError("the reward file does not load", where=_user_line(error, file), why=describe(error)) from None
+        where, fix = _user_line(error, file), "mend it until `python FILE` runs through"
+        raise InputError("the reward file does not load", where=where, why=describe(error), fix=fix) from None
     members = vars(module)
     if not callable(members.get(name)):
         functions = [key for key, value in members.items() if inspect.isfunction(value)]

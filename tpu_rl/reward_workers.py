@@ -154,7 +154,8 @@ class Worker:
                 self.stop()
                 raise InputError(what, where=where, why=why, fix=fix)
         failure = self._end(seconds, deadline)
-        raise InputError("the reward file does not load", where=self.path, why=f"{failure}\n{failure.frames}".strip())
+        why, fix = f"{failure}\n{failure.frames}".strip(), "mend it until `python FILE` runs through"
+        raise InputError("the reward file does not load", where=self.path, why=why, fix=fix)
 
     def _end(self, seconds: float, deadline: float) -> RewardFailure:
         """Kill the process that gave no answer; what is known of the reason."""

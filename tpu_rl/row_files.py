@@ -35,7 +35,8 @@ def read(
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise InputError("cannot read the data file", where=str(file), why=error.strerror or str(error)) from error
+        why, fix = error.strerror or str(error), "correct --data.path, or let this user read the file"
+        raise InputError("cannot read the data file", where=str(file), why=why, fix=fix) from error
     numbered = _parquet_rows(file) if content[:4] == b"PAR1" else _json_lines(file, content)
     rows = []
     kinds: dict[str, tuple[str, str]] = {}
@@ -54,10 +55,10 @@ def read(
             if check is not None:
                 check(row)
         except ValueError as error:
-            raise InputError("a row cannot be used", where=where, why=str(error)) from error
+            raise InputError("a row cannot be used", where=where, why=str(error), fix="correct or drop it") from error
         rows.append(row)
     if not rows:
-        raise InputError("the data file has 0 rows", where=str(file))
+        raise InputError("the data file has 0 rows", where=str(file), fix="give one with a JSON object a line")
     return rows
 
 
@@ -115,14 +116,17 @@ def _json_lines(file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
             if re.search(r"\\u[dD][89a-fA-F]", text):
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError("a text holds half of a surrogate pair", where=where, why=str(error)) from error
+            fix = "correct the text: it was cut inside a character"
+            raise InputError("a text holds half of a surrogate pair", where=where, why=str(error), fix=fix) from error
         except (ValueError, RecursionError) as error:
             is_cut = number == len(lines) and isinstance(error, json.JSONDecodeError)
-            raise InputError(
-                "the last line is cut off" if is_cut else "not a row in JSON", where=where, why=str(error)
-            ) from error
+            what, fix = "not a row in JSON", "write one JSON object a line, or leave the line out"
+            if is_cut:
+                what, fix = "the last line is cut off", "copy or download the file again, or leave the line out"
+            raise InputError(what, where=where, why=str(error), fix=fix) from error
         if not isinstance(row, dict):
-            raise InputError("a row is a JSON object, {...}", where=where, why=f"this is {type(row).__name__}")
+            fix = 'write one object a line, as in {"prompt": "..."}'
+            raise InputError("a row is a JSON object, {...}", where=where, why=f"this is {type(row).__name__}", fix=fix)
         yield where, row
 
 
@@ -187,12 +191,15 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
     try:
         rows = parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError("a damaged Parquet file", where=str(file), why=str(error).splitlines()[0]) from error
+        why, fix = str(error).splitlines()[0], "copy or download it again"
+        raise InputError("a damaged Parquet file", where=str(file), why=why, fix=fix) from error
     for number, row in enumerate(rows, 1):
         where = f"{file}, row {number}"
         infinite = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         if infinite:
-            raise InputError(f"`{infinite[0]}` is {row[infinite[0]]}", where=where)
+            raise InputError(
+                f"`{infinite[0]}` is {row[infinite[0]]}", where=where, fix="give a number, or drop the row"
+            )
         yield where, row
 
 
@@ -212,29 +219,32 @@ def _check_value(where: str, column: str, value: Any) -> str:
     """What kind of value it is. Raises InputError where the column wants another."""
     if column in TEXT_OR_MESSAGES | TEXTS and isinstance(value, str):
         if not value and column in ("prompt", "question", "chosen"):
-            fix = "drop the row" if column == "chosen" else ""
+            fix = "drop the row" if column == "chosen" else "write one, or drop the row"
             raise InputError(f"`{column}` is empty", where=where, fix=fix)
         return "a text"
     if column in TEXT_OR_MESSAGES | {"messages"} and isinstance(value, list):
         _check_messages(where, column, value)
         return "messages"
     if column == "label" and value not in (True, False):
-        raise InputError(f"`label` is true or false, not {json.dumps(value, default=repr)[:60]}", where=where)
+        what = f"`label` is true or false, not {json.dumps(value, default=repr)[:60]}"
+        raise InputError(what, where=where, fix="write true or false, without quotes")
     if column in TEXT_OR_MESSAGES | TEXTS | {"messages"}:
         wanted = "a text" if column in TEXTS else "messages" if column == "messages" else "a text or messages"
-        raise InputError(f"`{column}` is {wanted}, not {json.dumps(value, default=repr)[:60]}", where=where)
+        what = f"`{column}` is {wanted}, not {json.dumps(value, default=repr)[:60]}"
+        raise InputError(what, where=where, fix="correct or drop the row")
     return "a value"
 
 
 def _check_messages(where: str, column: str, messages: list[Any]) -> None:
     if not messages:
-        raise InputError(f"`{column}` holds no message", where=where)
+        raise InputError(f"`{column}` holds no message", where=where, fix="add one, or drop the row")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(
                 f"message {number} of `{column}` is not an object with `role` and `content`",
                 where=where,
                 why=json.dumps(message, default=repr)[:120],
+                fix='as in {"role": "user", "content": "..."}',
             )
         if message["role"] not in ROLES:
             nearest = difflib.get_close_matches(message["role"], ROLES, n=1)

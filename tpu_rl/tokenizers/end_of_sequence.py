@@ -16,11 +16,12 @@ def listed(directory: Path, vocab_size: int) -> tuple[int, ...]:
     try:
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise InputError("not a JSON object", where=str(file), why=str(error)) from error
+        raise InputError("not a JSON object", where=str(file), why=str(error), fix="download it again") from error
     listed = listed if isinstance(listed, list) else [listed]
     ids = tuple(i for i in listed if isinstance(i, int))
     if any(not 0 <= i < vocab_size for i in ids):
-        raise InputError(f"eos_token_id {listed} is not among the tokenizer's {vocab_size} ids", where=str(file))
+        what = f"eos_token_id {listed} is not among the tokenizer's {vocab_size} ids"
+        raise InputError(what, where=str(file), fix="take tokenizer and generation_config.json of the same model")
     return ids
 
 

@@ -73,6 +73,7 @@ def load(where: Path) -> Tokenizer:
             "no tokenizer in this directory",
             where=str(where),
             why="it holds neither tokenizer.json nor tokenizer_config.json nor tokenizer.model",
+            fix="copy the tokenizer's files into it",
         )
     if (where / "tokenizer_config.json").is_file():
         settings = where / "tokenizer_config.json"
@@ -85,7 +86,10 @@ def load(where: Path) -> Tokenizer:
     # transformers and the Rust library below it raise bare Exception for damaged files.
     except Exception as error:
         raise InputError(
-            "cannot load the tokenizer", where=str(where), why=f"{type(error).__name__}: {error}"[:500]
+            "cannot load the tokenizer",
+            where=str(where),
+            why=f"{type(error).__name__}: {error}"[:500],
+            fix="download its files again",
         ) from error
     return _from_hugging_face(tokenizer, end_of_sequence.listed(where, _vocab_size(tokenizer)), str(where))
 
