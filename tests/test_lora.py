@@ -256,7 +256,7 @@ def test_the_rank_is_never_cut_over_the_mesh():
     assert axes["query" + LORA_B] == ("layers", "rank", "heads", "head_dim")
     assert model.axes["unembedding" + LORA_B] == ("rank", "vocab")
     cut = sharding.spec(
-        axes["query" + LORA_B], (2, 2, 4, 10), jax.sharding.AbstractMesh((1, 2, 2, 1), sharding.MESH_AXES)
+        axes["query" + LORA_B], (2, 2, 4, 10), jax.sharding.AbstractMesh((1, 2, 2, 1, 1), sharding.MESH_AXES)
     )
     assert cut == jax.P(None, None, ("tensor",), None)
 
