@@ -293,13 +293,12 @@ class ExperimentConfig:
                 why=f"they may have {self.sampling.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
                 fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
             )
-        parts = 2 * self.mesh.context
-        if self.mesh.context > 1 and batch.row_length % parts:
-            whole = 128 * parts
+        whole = 256 * self.mesh.context
+        if self.mesh.context > 1 and batch.row_length % whole:
             raise InputError(
                 f"packed rows of {batch.row_length} tokens cannot be cut evenly over {self.mesh.context} devices",
                 where="--batch.row-length, --mesh.context",
-                why="each takes a stretch from the front and one from the end, so that all attend to as much",
+                why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
                 fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
             )
         for name, value in (

@@ -293,10 +293,12 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     pairs = referenced(setup, stage, params, [*train, *held_out])(held_out)
     mask = np.asarray(pairs.action_mask)
     longest = int((mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)).max())
+    context = setup.config.mesh.context
+    unit = 256 * context if context > 1 else 1  # of a length that devices can share, as those of the run's rows
     layout = packing.lay_out(
         mask,
         np.asarray(pairs.group_id),
-        row_length=longest,
+        row_length=-(-longest // unit) * unit,
         micro_batch_rows=1,
         minibatches=len(held_out),
         whole_groups=True,

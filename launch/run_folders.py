@@ -144,7 +144,8 @@ class Spool(RunFolder):
     def publish_files(self) -> None:
         if processes.index():
             return
-        for path in self._files():
+        # In the order in which they were written: what a later one rests on is there before it.
+        for path in sorted(self._files(), key=lambda path: path.stat().st_mtime_ns):
             name = path.relative_to(self.path).as_posix()
             is_state = path.parent == self.path or name.partition("/")[0] in STATE
             if is_state and path.name not in (*ROWS, SUMMARY_FILE):

@@ -304,7 +304,8 @@ def lay_out(config: ExperimentConfig, experience: Any, mesh: Mesh) -> Experience
         return sharding.put(array, experience_sharding(mesh, np.shape(array)))
 
     layout = layout_of(config, experience)
-    if roles.has_attention_kernel(config, mesh) and flash_attention.fits(config.batch.row_length):
+    by_kernel = roles.has_attention_kernel(config, mesh) and flash_attention.fits(config.batch.row_length)
+    if by_kernel or config.mesh.context > 1:  # neither reads them
         layout = replace(layout, key_tiles=None)  # whose sizes differ from batch to batch: programs compiled in vain
     return jax.tree.map(place, Experience(experience, layout))
 

@@ -201,9 +201,10 @@ class StepObjects:
         return dict(zip(target, asyncio.run(read()), strict=True))
 
     def is_at_fault(self, step: int, error: Exception) -> bool:
-        """Whether a step that could not be read is not as it was written: the store was there, and let us read."""
+        """Whether a step that could not be read is not as it was written: the store was there, and let us read. A lack
+        of memory or of file handles is no damage."""
         del step
-        return not isinstance(error, TpuRlError) and not is_passing(error)
+        return isinstance(error, (ValueError, KeyError, IndexError)) and not is_passing(error)
 
     def was_restored(self, step: int) -> None:
         """It is whole: nothing is to be added."""

@@ -130,7 +130,10 @@ class _Beat(threading.Thread):
         self._over.set()
         self.join()
         try:
-            self._store.swap(LOCK, None, self._mine)
+            if self._store.swap(LOCK, None, self._mine) is None:
+                seen = self._store.look(LOCK)  # the answer to the last sign of life may have been lost
+                if _read(seen).get("token") == self._me["token"]:
+                    self._store.swap(LOCK, None, seen)
         except MachineError as error:
             print(f"warning: the lock of {self._store.address} is left behind: {error.why}", file=sys.stderr)
 
@@ -159,4 +162,10 @@ def _is_dead_here(holder: dict[str, Any]) -> bool:
         return False
     if holder["pid"] == os.getpid():  # containers give their first process the same id each time
         return holder.get("token") not in _held
-    return not Path(f"/proc/{holder['pid']}").exists()
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        return False
+    return False

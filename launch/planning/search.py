@@ -142,7 +142,7 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
         other, rows = replace(mesh, fsdp=mesh.fsdp // 2, context=2 * mesh.context), max(1, batch.micro_batch_rows // 2)
         flags = f"--mesh.fsdp {other.fsdp} --mesh.context {other.context} --batch.micro-batch-rows {rows}"
         changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
-        yield flags, changed, {"temporaries": rows / batch.micro_batch_rows}
+        yield flags, changed, {"temporaries": 0.5}
     if not config.optimizer.offload and "optimizer" in line.memory.parts:
         # The update fetches them: it has been seen to keep three quarters of what they took as temporaries.
         moved = replace(config, optimizer=replace(config.optimizer, offload=True))

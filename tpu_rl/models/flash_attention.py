@@ -116,10 +116,11 @@ def _attend_backward(how: How, cut: Cut, kept: Any, gradient: Array) -> tuple[An
 def _of_own_keys(axes: tuple[str, ...], how: How, *operands: Any) -> tuple[Array, ...]:
     """The gradients of the keys and values of a device's own tokens, which it and its neighbours along `axes` have
     parts of."""
-    found = flash_kernels.gradients_of_keys(how, *operands)
     if not axes:
-        return found
-    return tuple(jax.lax.psum_scatter(part, axes, scatter_dimension=2, tiled=True) for part in found)
+        return flash_kernels.gradients_of_keys(how, *operands)
+    parts = flash_kernels.gradients_of_keys(how, *operands, dtype=jnp.float32)
+    sums = (jax.lax.psum_scatter(part, axes, scatter_dimension=2, tiled=True) for part in parts)
+    return tuple(total.astype(operands[1].dtype) for total in sums)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

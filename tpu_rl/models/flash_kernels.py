@@ -344,8 +344,10 @@ def gradient_of_queries(how: How, query: Array, key: Array, value: Array, *rest:
     return call(*_tables(fetched, queries, keys), query, key, value, *saved)
 
 
-def gradients_of_keys(how: How, query: Array, key: Array, value: Array, *rest: Any) -> tuple[Array, Array]:
-    """As `gradient_of_queries`, of keys and values."""
+def gradients_of_keys(
+    how: How, query: Array, key: Array, value: Array, *rest: Any, dtype: Any = None
+) -> tuple[Array, Array]:
+    """As `gradient_of_queries`, of keys and values; in `dtype`, or in theirs."""
     *saved, queries, keys = rest
     grid = grid_of(query, key)
     steps, specs = _by_keys(grid)
@@ -358,7 +360,7 @@ def gradients_of_keys(how: How, query: Array, key: Array, value: Array, *rest: A
         scratch=[(grid.key_block, grid.width)] * 2,
         in_specs=_backward_specs(specs),
         out_specs=[specs.key, specs.key],
-        out_shape=[_like(key), _like(value)],
+        out_shape=[jax.ShapeDtypeStruct(part.shape, dtype or part.dtype) for part in (key, value)],
     )
     fetched = _fetched(seen_blocks(how, grid, queries, keys).swapaxes(1, 2))
     of_key, of_value = call(*_tables(fetched, queries, keys), query, key, value, *saved)
