@@ -249,16 +249,20 @@ class ExperimentConfig:
         return tuple(stages)
 
     def __post_init__(self):
-        if stores.is_address(self.run_dir):
-            stores.split(self.run_dir)
-        elif "://" in self.run_dir:
-            fix = "give a local folder, or one in a bucket of Google Cloud Storage, as in gs://bucket/name"
-            raise InputError(f"the run folder {self.run_dir} is neither local nor gs://", where="--run-dir", fix=fix)
-        if self.sampling.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in self.stages):
-            why = "its answers are continued from the middle, where half of such a string may stand"
-            raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
-        if "" in self.sampling.stop_strings:
-            raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
+        for name, value in (
+            ("--steps", self.steps),
+            ("--checkpoint-every", self.checkpoint_every),
+            ("--evaluation.every", self.evaluation.every),
+            ("--batch.prompts", self.batch.prompts),
+            ("--batch.minibatches", self.batch.minibatches),
+            ("--batch.epochs", self.batch.epochs),
+            ("--batch.micro-batch-rows", self.batch.micro_batch_rows),
+            ("--sampling.max-new-tokens", self.sampling.max_new_tokens),
+            ("--sampling.segment", self.sampling.segment),
+        ):
+            if value < 1:
+                raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
+        _require_run_dir(self.run_dir)
         profiling.require(self.profile, self.steps)
         ends = [0, *(phase.until for phase in self.phases), self.steps]
         if self.steps > 0 and sorted(set(ends)) != ends:
@@ -267,53 +271,63 @@ class ExperimentConfig:
                 where="--phases, --steps",
                 fix="let each end after the one before it",
             )
-        batch, grouped = self.batch, "completions of one prompt are compared with each other"
-        if batch.completions < self.algorithm.needs.smallest_group:
-            raise InputError(
-                f"a group of {batch.completions} completion teaches nothing: its advantage is always 0",
-                where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
-            )  # fmt: skip
-        if self.algorithm.needs.smallest_group > 1 and self.sampling.temperature <= 0:
-            raise InputError(
-                f"sampling temperature {self.sampling.temperature} makes all completions of a prompt equal",
-                where="--sampling.temperature", why=grouped, fix="use 1.0",
-            )  # fmt: skip
-        if batch.prompts % batch.minibatches:
-            valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
-            nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]
-            raise InputError(
-                f"{batch.prompts} prompts cannot be cut into {batch.minibatches} equal minibatches",
-                where="--batch.prompts, --batch.minibatches",
-                fix=f"nearest valid: {' or '.join(f'--batch.minibatches {m}' for m in sorted(nearest))}",
-            )
-        if batch.row_length < self.sampling.max_prompt_tokens + self.sampling.max_new_tokens:
-            raise InputError(
-                f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
-                where="--batch.row-length",
-                why=f"they may have {self.sampling.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
-                fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
-            )
-        whole = 256 * self.mesh.context
-        if self.mesh.context > 1 and batch.row_length % whole:
-            raise InputError(
-                f"packed rows of {batch.row_length} tokens cannot be cut evenly over {self.mesh.context} devices",
-                where="--batch.row-length, --mesh.context",
-                why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
-                fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
-            )
-        for name, value in (
-            ("--steps", self.steps),
-            ("--checkpoint-every", self.checkpoint_every),
-            ("--evaluation.every", self.evaluation.every),
-            ("--batch.prompts", batch.prompts),
-            ("--batch.minibatches", batch.minibatches),
-            ("--batch.epochs", batch.epochs),
-            ("--batch.micro-batch-rows", batch.micro_batch_rows),
-            ("--sampling.max-new-tokens", self.sampling.max_new_tokens),
-            ("--sampling.segment", self.sampling.segment),
-        ):
-            if value < 1:
-                raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
+        _require_sampling(self)
+        _require_batch(self)
+
+
+def _require_run_dir(run_dir: str) -> None:
+    if stores.is_address(run_dir):
+        stores.split(run_dir)
+    elif "://" in run_dir:
+        fix = "give a local folder, or one in a bucket of Google Cloud Storage, as in gs://bucket/name"
+        raise InputError(f"the run folder {run_dir} is neither local nor gs://", where="--run-dir", fix=fix)
+
+
+def _require_sampling(config: ExperimentConfig) -> None:
+    how, needs = config.sampling, config.algorithm.needs
+    if how.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in config.stages):
+        why = "its answers are continued from the middle, where half of such a string may stand"
+        raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
+    if "" in how.stop_strings:
+        raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
+    grouped = "completions of one prompt are compared with each other"
+    if config.batch.completions < needs.smallest_group:
+        raise InputError(
+            f"a group of {config.batch.completions} completion teaches nothing: its advantage is always 0",
+            where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
+        )  # fmt: skip
+    if needs.smallest_group > 1 and how.temperature <= 0:
+        raise InputError(
+            f"sampling temperature {how.temperature} makes all completions of a prompt equal",
+            where="--sampling.temperature", why=grouped, fix="use 1.0",
+        )  # fmt: skip
+
+
+def _require_batch(config: ExperimentConfig) -> None:
+    batch, how = config.batch, config.sampling
+    if batch.prompts % batch.minibatches:
+        valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
+        nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]
+        raise InputError(
+            f"{batch.prompts} prompts cannot be cut into {batch.minibatches} equal minibatches",
+            where="--batch.prompts, --batch.minibatches",
+            fix=f"nearest valid: {' or '.join(f'--batch.minibatches {m}' for m in sorted(nearest))}",
+        )
+    if batch.row_length < how.max_prompt_tokens + how.max_new_tokens:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
+            where="--batch.row-length",
+            why=f"they may have {how.max_prompt_tokens} + {how.max_new_tokens} tokens",
+            fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
+        )
+    whole = 256 * config.mesh.context
+    if config.mesh.context > 1 and batch.row_length % whole:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot be cut evenly over {config.mesh.context} devices",
+            where="--batch.row-length, --mesh.context",
+            why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
+            fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
+        )
 
 
 # --- command line ------------------------------------------------------------------------------------------------

@@ -81,9 +81,9 @@ def opened(address: str, lost: Callable[[str], None]) -> Iterator[RunFolder]:
         return
     brief = Store(address, stores.BRIEF)
     brief.read(stores.MARK)
-    with store_lock.hold(brief, lost) if is_first else nullcontext():
+    with store_lock.hold(brief, lost) if is_first else nullcontext(lambda: None) as confirm:
         processes.gather(None)  # the first has made it
-        spool = Spool(address)
+        spool = Spool(address, confirm)
         try:
             yield spool
         except TpuRlError as error:
@@ -97,8 +97,9 @@ def opened(address: str, lost: Callable[[str], None]) -> Iterator[RunFolder]:
 class Spool(RunFolder):
     """A folder on this machine, and what of it the store has. Only the first process publishes."""
 
-    def __init__(self, address: str):
-        self._store = Store(address)
+    def __init__(self, address: str, confirm: Callable[[], None]):
+        """confirm: returns only if this job still holds the run folder's lock."""
+        self._store, self._confirm = Store(address), confirm
         self.address = self._store.address
         self.checkpoints = f"{self.address}/{CHECKPOINTS}"
         self.path, self._parts = copied(self._store)
@@ -138,6 +139,8 @@ class Spool(RunFolder):
             self._store.create(name, content)
             files[name] = described(content)
         part = Part(after, step, files)
+        # A job that stood still for a minute may have lost the folder: its rows would stand in the other one's way.
+        self._confirm()
         self._store.create(name_of("rows", step), part.text())
         self._parts.append(part)
 

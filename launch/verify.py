@@ -20,7 +20,7 @@ import tyro
 
 from launch import stored_runs
 from tpu_rl import manifests, stores
-from tpu_rl.errors import DamagedDataError, TpuRlError
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
 
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
 
@@ -110,6 +110,10 @@ def of_stored_checkpoints(address: str) -> Iterator[Finding]:
             yield Finding(f"checkpoint {step}: all arrays as they were written", is_fault=False)
         except DamagedDataError as error:
             yield Finding(f"{error.what} {error.where} {error.why}".rstrip())
+        except InputError as error:
+            if step in checkpoints.steps():
+                raise
+            yield Finding(error.what, is_fault=False)
     for name in checkpoints.aside():
         yield Finding(f"checkpoint {name} is damaged and was set aside: {address}", is_fault=False)
 

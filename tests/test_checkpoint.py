@@ -214,6 +214,16 @@ def test_a_save_that_failed_in_the_background_is_said_and_the_run_goes_on(tmp_pa
     assert set(os.listdir(tmp_path)) == {"1", "3"}
 
 
+def test_who_goes_back_takes_the_newest_that_was_written(tmp_path, monkeypatch, capsys):
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+    checkpoints.save(1, numbered(1), {}, wait=True)
+    DiskFull(monkeypatch, times=1)
+    checkpoints.save(2, numbered(2), {})
+    assert checkpoints.latest() == 1
+    assert "checkpoint 2 is lost" in capsys.readouterr().err
+    checkpoints.close()
+
+
 def test_a_write_is_tried_twice(tmp_path, monkeypatch, capsys):
     checkpoints = checkpoint.open_checkpoints(str(tmp_path))
     checkpoints.save(1, numbered(1), {}, wait=True)

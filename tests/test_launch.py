@@ -91,6 +91,7 @@ def test_kill_and_resume(tmp_path):
     [
         (["arithmetic_grop"], "arithmetic_grpo"),
         (["--batch.completions", "1"], "advantage is always 0"),
+        (["--batch.minibatches", "0"], "--batch.minibatches is 0"),
         (["--batch.minibatches", "5"], "--batch.minibatches 4"),
         (["--sampling.temperature", "0"], "temperature"),
         (["gsm8k_grpo"], "--model.path"),

@@ -14,7 +14,7 @@ import pytest
 from launch import config, evaluate, export, preflight, run, stored_runs, verify
 from tests.fake_store import FakeStore
 from tests.test_launch import TINY, rows_of
-from tests.test_survival import digest
+from tests.test_survival import digest, run_until_sigterm
 from tpu_rl import processes, store_lock, stores
 from tpu_rl.errors import InputError
 
@@ -236,18 +236,7 @@ def test_readers(copy, whole, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sigterm_publishes_the_last_whole_step(fake, whole, monkeypatch):
-    from tpu_rl import metrics
-
-    write = metrics.Sink.write
-
-    def end_in_step_three(sink, step, *arguments):
-        write(sink, step, *arguments)
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(metrics.Sink, "write", end_in_step_three)
-        assert run.main(COMMAND) == 75
+    assert run_until_sigterm(COMMAND, 3, monkeypatch) == 75
     assert "runs/first/checkpoints/3.json" in fake.objects
     assert "runs/first/run.lock" not in fake.objects
     assert fake.names("runs/first/tensorboard/")

@@ -155,6 +155,21 @@ def test_a_store_that_is_away_is_no_damage(saved, fake, monkeypatch):
         reader.restore(3, checkpoint.abstract(tree))
 
 
+def test_a_step_that_the_run_deletes_while_it_is_read_is_no_damage(saved, fake):
+    _, tree = saved
+    reader = checkpoint.read_checkpoints(f"{ADDRESS}/checkpoints")
+
+    def delete(request: str) -> int:
+        for name in fake.names("run/checkpoints/2.json") + fake.names("run/checkpoints/arrays/2-"):
+            if request.startswith("GET") and "params.w/c/" in request:
+                fake.remove(name)
+        return 0
+
+    fake.refuse = delete
+    with pytest.raises(InputError, match="(?s)2 was deleted while it was being read.*The run goes on"):
+        reader.restore(2, checkpoint.abstract(tree))
+
+
 def test_litter_of_a_killed_job_is_cleared_away_by_the_next(saved, fake):
     fake.put("run/checkpoints/arrays/4-0123abcd/params.w/zarr.json", b"{}")
     before = fake.names()
@@ -243,6 +258,18 @@ def test_who_loses_the_lock_hears_of_it(store, fake, hurried):
         foreign(fake)
         assert heard.wait(10)
     assert said == ["another job has taken this run folder over: host tpu-7, pid 12, since yesterday"]
+    assert b"tpu-7" in fake.objects[f"run/{store_lock.LOCK}"].content
+
+
+def test_who_has_lost_the_lock_may_not_publish(store, fake):
+    said = []
+    with store_lock.hold(store, said.append) as confirm:
+        confirm()
+        assert said == []
+        foreign(fake)
+        with pytest.raises(InputError, match="another job has taken this run folder over: host tpu-7"):
+            confirm()
+    assert len(said) == 1
     assert b"tpu-7" in fake.objects[f"run/{store_lock.LOCK}"].content
 
 

@@ -153,7 +153,7 @@ class Checkpoints:
 
         Raises DamagedDataError if all that were saved are set aside.
         """
-        self.wait()
+        self._settle()
         newest, aside = processes.from_first(lambda: (max(self._steps.all(), default=None), self._steps.aside()))
         if newest is None and aside:
             raise DamagedDataError(
@@ -293,12 +293,21 @@ class Checkpoints:
                 fix="Use the configuration that the run was started with, or another --run-dir.",
             )
 
-    def _damaged(self, step: int, what: str, why: str = "") -> DamagedDataError:
+    def _damaged(self, step: int, what: str, why: str = "") -> DamagedDataError | InputError:
+        if not self._writes:
+            self._steps.reload()
+            if step not in self._steps.all():
+                return InputError(
+                    f"Checkpoint {step} was deleted while it was being read.",
+                    where=self._steps.place(step),
+                    why="The run goes on, and keeps its newest ones only.",
+                    fix="Run the same command again.",
+                )
         return DamagedDataError(
             f"Checkpoint {step} is damaged: {what}.",
             where=self._steps.place(step),
             why=why,
-            fix="Run the run's own command: it sets this step aside and goes on from the one before. Check the disk.",
+            fix="Run the run's own command: it sets this step aside and goes on from the one before.",
         )
 
     def _explain_write(self, step: int, error: OSError | ValueError) -> MachineError:
@@ -308,7 +317,7 @@ class Checkpoints:
             f"Checkpoint {step} was not saved{': the disk is full' if full else ''}. Earlier ones are whole.",
             where=self._steps.where,
             why=str(error).partition("\n")[0][:200],
-            fix=f"{'Free some space' if full else 'See to the disk'} and run the same command again.",
+            fix=f"{'Free some space' if full else 'See to what is said'} and run the same command again.",
         )
 
 

@@ -1,6 +1,6 @@
 """Steps of checkpoints in a store (gs://), where there are no folders and nothing can be renamed.
 
-    CHECKPOINTS/STEP.json             a step: its record, the folder of its arrays and the names of all objects in it
+    CHECKPOINTS/STEP.json             a step: its record and the folder of its arrays
     CHECKPOINTS/arrays/STEP-RANDOM/   an array each, in tensorstore's zarr3
     CHECKPOINTS/damaged/STEP.json     a step that was set aside
 
@@ -20,8 +20,8 @@ import itertools
 import json
 import secrets
 import sys
-import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -44,8 +44,8 @@ class StepObjects:
         run, _, name = address.rpartition("/")
         self._store, self._name, self._keep = Store(run), name, keep
         self.where = f"{self._store.address}/{name}"
-        self._thread: threading.Thread | None = None
-        self._error = ""
+        self._commits = futures.ThreadPoolExecutor(1, "commit")
+        self._committing: futures.Future[str] | None = None
         self.purge()
 
     def place(self, step: int) -> str:
@@ -58,8 +58,8 @@ class StepObjects:
 
     def all(self) -> list[int]:
         """Those that are committed and not set aside; one that is being written is waited for."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._committing is not None:
+            self._committing.result()
         return self._committed()
 
     def _committed(self) -> list[int]:
@@ -96,32 +96,32 @@ class StepObjects:
         error = _error_of(lambda: asyncio.run(copy()))
         content = {"record": record, "folder": folder, "arrays": sorted(arrays)}
         # Also after an error here: the others wait to hear of it.
-        self._thread = threading.Thread(target=self._commit, args=(step, content, written, error), name="commit")
-        self._thread.start()
+        self._committing = self._commits.submit(self._commit, step, content, written, error)
         if error:
             raise OSError(error)
 
-    def _commit(self, step: int, content: dict[str, Any], written: list[Any], error: str) -> None:
-        """In the background: when all processes have written their part, the first creates the record."""
+    def _commit(self, step: int, content: dict[str, Any], written: list[Any], error: str) -> str:
+        """In the background: when all processes have written their part, the first creates the record. What went wrong,
+        on any of them; empty where the step is committed."""
         error = error or _error_of(lambda: [future.result() for future in written])
         try:
-            error = next(filter(None, _gather(error)), "")
+            error = _first(_gather(error))
             if not error and processes.index() == 0:
                 folder = f"{self._name}/{content['folder']}"
-                names = [name.removeprefix(f"{folder}/") for name in self._store.names(f"{folder}/")]
-                gone = {f"{path}/zarr.json" for path in content.pop("arrays")}.difference(names)
+                wanted = {f"{folder}/{path}/zarr.json" for path in content.pop("arrays")}
+                gone = wanted.difference(self._store.names(f"{folder}/"))
                 if gone:  # a job that ends may still be writing when the next one clears away
                     raise MachineError(f"another job has deleted {min(gone)}", where=f"{self.where}/{step}.json")
-                whole = json.dumps(content | {"objects": names}, sort_keys=True)
-                self._store.create(f"{self._name}/{step}.json", whole.encode())
+                self._store.create(f"{self._name}/{step}.json", json.dumps(content, sort_keys=True).encode())
         except (TpuRlError, RuntimeError) as found:  # jax's service raises the latter
             error = str(found)
         try:
-            self._error = next(filter(None, _gather(error)), "")
+            error = _first(_gather(error))
         except RuntimeError as found:
-            self._error = str(found)
-        if not self._error and processes.index() == 0:
+            error = str(found)
+        if not error and processes.index() == 0:
             self._delete_old()
+        return error
 
     def _delete_old(self) -> None:
         try:
@@ -134,11 +134,8 @@ class StepObjects:
 
     def wait(self) -> None:
         """Return when what was written is committed. Raises OSError where it is not."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, ""
-        if error:
+        committing, self._committing = self._committing, None
+        if committing is not None and (error := committing.result()):
             raise OSError(error)
 
     def settle(self) -> None:
@@ -159,9 +156,9 @@ class StepObjects:
 
     def forget_unfinished(self) -> None:
         """Clear away a write that failed."""
-        if self._thread is not None:
-            self._thread.join()
-        self._thread, self._error = None, ""
+        if self._committing is not None:
+            self._committing.result()
+        self._committing = None
         processes.gather(None)
         self.purge()
 
@@ -178,7 +175,8 @@ class StepObjects:
         """Look again which steps there are: a store is asked each time."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """The thread that commits ends."""
+        self._commits.shutdown()
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -209,12 +207,6 @@ class StepObjects:
     def was_restored(self, step: int) -> None:
         """It is whole: nothing is to be added."""
 
-    def missing(self, step: int) -> list[str]:
-        """The names of a step's objects that are gone. Raises ValueError or KeyError where its record is damaged."""
-        content = self._content(f"{step}")
-        folder = f"{self._name}/{content['folder']}"
-        return sorted({f"{folder}/{name}" for name in content["objects"]} - set(self._store.names(f"{folder}/")))
-
     def _content(self, name: str) -> dict[str, Any]:
         content = self._store.read(f"{self._name}/{name}.json")
         if content is None:
@@ -231,9 +223,13 @@ def _error_of(work: Callable[[], Any]) -> str:
     """What goes wrong with it; empty where nothing does."""
     try:
         work()
-    except Exception as error:  # tensorstore's errors are of several types
+    except (ValueError, OSError, RuntimeError) as error:  # tensorstore's are of these types
         return str(error) or type(error).__name__
     return ""
+
+
+def _first(errors: list[str]) -> str:
+    return next(filter(None, errors), "")
 
 
 def _gather(value: str) -> list[str]:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ SILENCE = 60.0
 
 
 @contextmanager
-def hold(store: Store, lost: Callable[[str], None]) -> Iterator[None]:
+def hold(store: Store, lost: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Make the run folder and hold its lock. `lost` is called, in a thread, if another job has taken it over.
+
+    Gives a function that gives a sign of life now, and returns only if the lock is still held: to be called before
+    something is published that another job may not meet.
 
     Raises InputError, within seconds, if another job holds it, and MachineError if there is no writing there.
     """
@@ -47,7 +51,7 @@ def hold(store: Store, lost: Callable[[str], None]) -> Iterator[None]:
     _held.add(me["token"])
     beat.start()
     try:
-        yield
+        yield partial(beat.tell, Store(store.address))  # patient: what is published waits for a store that is away
     finally:
         _held.discard(me["token"])
         beat.leave()
@@ -106,25 +110,30 @@ class _Beat(threading.Thread):
     def __init__(self, store: Store, me: dict[str, Any], mine: Seen, lost: Callable[[str], None]):
         super().__init__(name="lock", daemon=True)
         self._store, self._me, self._mine, self._lost = store, me, mine, lost
-        self._over = threading.Event()
+        self._over, self._one_at_a_time = threading.Event(), threading.Lock()
 
     def run(self) -> None:
         while not self._over.wait(BEAT):
             try:
-                self._tell()
+                self.tell(self._store)
+            except InputError:
+                return  # `lost` has been told
             except MachineError:
                 continue  # the store is away; if another job has taken the lock meanwhile, a later beat finds it
 
-    def _tell(self) -> None:
-        new = self._store.swap(LOCK, _text(self._me), self._mine)
-        if new is None:
-            new = self._store.look(LOCK)
-            # An answer that got lost is asked for again, which then finds what it has written itself.
-            if _read(new).get("token") != self._me["token"]:
-                self._over.set()
-                self._lost(f"another job has taken this run folder over: {_who(_read(new))}")
-                return
-        self._mine = new
+    def tell(self, store: Store) -> None:
+        """A sign of life. Raises MachineError where the store is away, and InputError where the lock is lost."""
+        with self._one_at_a_time:
+            new = store.swap(LOCK, _text(self._me), self._mine)
+            if new is None:
+                new = store.look(LOCK)
+                # An answer that got lost is asked for again, which then finds what it has written itself.
+                if _read(new).get("token") != self._me["token"]:
+                    self._over.set()
+                    why = f"another job has taken this run folder over: {_who(_read(new))}"
+                    self._lost(why)
+                    raise InputError(why, where=store.address, fix="end one of the two jobs")
+            self._mine = new
 
     def leave(self) -> None:
         self._over.set()
