@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from launch.membership import Member
-from launch.preemption import Preempted
+from launch.preemption import INTERRUPTED, Preempted
 from tpu_rl import processes, reward_workers
 from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.redaction import redact
@@ -41,9 +41,7 @@ HEARTBEAT = 45
 """Seconds after which jax ends a process that cannot reach the first one, and the others."""
 PATIENCE = 300
 """Seconds that the first to be started waits for the last."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: what shells use."""
-INTERRUPTED_TEXT = "interrupted: the same command goes on from the last checkpoint"
+INTERRUPTED_TEXT = "interrupted: the same command goes on from the last checkpoint, if there is one yet"
 GO_ON = "The same command goes on from the last checkpoint"
 
 FIRST_IS_GONE = f"error: the first process of this run is gone. {GO_ON}"

@@ -1,5 +1,5 @@
-"""SIGTERM, which machines that are about to be taken away send: the run saves its last whole step and ends; at once
-where it has taken none, as while its programs are compiled.
+"""SIGTERM, which machines that are about to be taken away send, and Ctrl-C: the run saves its last whole step and ends;
+at once where it has taken none, as while its programs are compiled.
 
 Python runs handlers of its own between two bytecodes only, and so not while a program compiles or runs on the device.
 The kernel's side of `signal.set_wakeup_fd` does not wait for that: a thread reads there what came.
@@ -20,16 +20,28 @@ from tpu_rl.errors import TpuRlError
 
 AT_ONCE = 128 + signal.SIGTERM
 """Exit code after a second SIGTERM: what shells call a process that it ended."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C."""
 
 
 class Preempted(TpuRlError):
-    """A SIGTERM ended the run; what it had done is saved. 75 tells schedulers to try again (EX_TEMPFAIL)."""
+    """The run was told to end; what it had done is saved."""
 
     code = 75
+    """After a SIGTERM: it tells schedulers to try again (EX_TEMPFAIL)."""
+
+    def __init__(self, text: str, code: int = code):
+        super().__init__(text)
+        self.code = code
 
 
 class Asked(Exception):
     """The run was told to end before a step, or in the midst of drawing its experience: on all its processes."""
+
+    def __init__(self, code: int):
+        """The exit code that it shall end with."""
+        super().__init__(code)
+        self.code = code
 
 
 class Signals:
@@ -39,6 +51,8 @@ class Signals:
         self.terminate = threading.Event()
         self.has_begun = threading.Event()
         """This process has taken a step: there is something to save, which a border must be waited for."""
+        self.code = Preempted.code
+        """Of what has told this process to end."""
 
     @contextmanager
     def at_borders(self) -> Iterator[None]:
@@ -50,6 +64,15 @@ class Signals:
         finally:
             _asking.pop()
 
+    def on_interrupt(self, number: int, frame: object) -> None:
+        """What Ctrl-C calls."""
+        if not self.has_begun.is_set() or self.terminate.is_set():
+            raise KeyboardInterrupt
+        self.code = INTERRUPTED
+        self.terminate.set()
+        # Python may be in the midst of a print.
+        os.write(2, b"\nCtrl-C: the run ends, saved, after this step; a second one ends it at once\n")
+
     def requested(self) -> bool:
         """Whether any process of the run was told to end. All of them ask at the border of the same step."""
         return processes.any_of(self.terminate.is_set())
@@ -58,7 +81,7 @@ class Signals:
 def border() -> None:
     """Between two segments of a rollout: raises `Asked` where the run was told to end and nothing is lost by it."""
     if _asking and _asking[-1].requested():
-        raise Asked
+        raise Asked(max(processes.gather(_asking[-1].code)))
 
 
 _asking: list[Signals] = []
@@ -68,7 +91,8 @@ _asking: list[Signals] = []
 def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
     """From here on a SIGTERM is only noted; a second one ends the process at once. Only the main thread can watch.
 
-    One that comes before `Signals.has_begun` calls `leave`, if given, in a thread: it ends the process.
+    One that comes before `Signals.has_begun` calls `leave`, if given, in a thread: it ends the process. Ctrl-C is noted
+    after that only, and a second one is a KeyboardInterrupt as ever.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -79,6 +103,9 @@ def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
     reader = threading.Thread(target=_read, args=(reading, signals, leave), name="signals", daemon=True)
     reader.start()
     handler_before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # in the background it is ignored
+    if interrupts:
+        signal.signal(signal.SIGINT, signals.on_interrupt)
     wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     _watched.append(os.getpid())
     try:
@@ -87,6 +114,8 @@ def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
         _watched.pop()
         signal.set_wakeup_fd(wakeup_before)
         signal.signal(signal.SIGTERM, handler_before)
+        if interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         writing.close()
         reader.join()
         reading.close()
@@ -129,6 +158,8 @@ def _let_go_in_child() -> None:
         _watched.clear()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     _let_come()
 
 

@@ -47,8 +47,7 @@ from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
 from launch.machine import peak_memory_bytes, seconds_since_start
-from launch.peers import INTERRUPTED
-from launch.preemption import Preempted, Signals
+from launch.preemption import INTERRUPTED, Preempted, Signals
 from launch.profiling import Profile
 from launch.run_folders import RunFolder
 from launch.signs import Signs
@@ -222,8 +221,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                     try:
                         with signals.at_borders(), profile.of(step):
                             state, row, drawn = learn(config, parts, state, step)
-                    except preemption.Asked:
-                        saves.leave(step - 1, state, data)
+                    except preemption.Asked as asked:
+                        saves.leave(step - 1, state, data, asked.code)
                     signals.has_begun.set()
                     if step == begins:
                         print(f"time to first step: {seconds_since_start():.1f} s")
@@ -287,12 +286,13 @@ class Saves:
         states.save(self._checkpoints, step, state, extra, wait)
         self._last = step
 
-    def leave(self, step: int, state: TrainState, data: dict[str, Any]) -> NoReturn:
+    def leave(self, step: int, state: TrainState, data: dict[str, Any], code: int) -> NoReturn:
         """End the run before its time, its last whole step saved; of a run without any there is nothing to save."""
         if step > max(self._last, 0):
             self.save(step, state, data, wait=True)
         self._checkpoints.close()
-        raise Preempted(f"pre-empted: step {step} is saved" if step else "pre-empted before the first step")
+        what = "interrupted" if code == INTERRUPTED else "pre-empted"
+        raise Preempted(f"{what}: step {step} is saved" if step else f"{what} before the first step", code)
 
 
 def learn(

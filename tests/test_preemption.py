@@ -40,6 +40,32 @@ def test_a_sigterm_is_noted_and_what_was_before_comes_back():
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
 
 
+def test_ctrl_c_is_noted_once_there_is_something_to_save(capfd):
+    with preemption.watch() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signals.has_begun.set()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(preemption.Asked) as asked, signals.at_borders():
+            pass
+        assert asked.value.code == preemption.INTERRUPTED == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert "Ctrl-C: the run ends, saved, after this step" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with preemption.watch() as signals:
+            signals.has_begun.set()
+            signal.raise_signal(signal.SIGINT)
+            assert not signals.requested()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_other_signals_are_not_taken_for_it():
     received = []
     before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))

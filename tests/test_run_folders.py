@@ -14,7 +14,7 @@ import pytest
 from launch import config, evaluate, export, preflight, run, stored_runs, verify
 from tests.fake_store import FakeStore
 from tests.test_launch import TINY, rows_of
-from tests.test_survival import digest, run_until_sigterm
+from tests.test_survival import digest, run_until
 from tpu_rl import processes, store_lock, stores
 from tpu_rl.errors import InputError
 
@@ -236,7 +236,7 @@ def test_readers(copy, whole, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sigterm_publishes_the_last_whole_step(fake, whole, monkeypatch):
-    assert run_until_sigterm(COMMAND, 3, monkeypatch) == 75
+    assert run_until(signal.SIGTERM, COMMAND, 3, monkeypatch) == 75
     assert "runs/first/checkpoints/3.json" in fake.objects
     assert "runs/first/run.lock" not in fake.objects
     assert fake.names("runs/first/tensorboard/")

@@ -46,27 +46,30 @@ def copy(whole, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def run_until_sigterm(command: list[str], last: int, monkeypatch) -> int:
+def run_until(received: signal.Signals, command: list[str], last: int, monkeypatch) -> int:
     """The exit code of a run that is told to end when it has written the row of a step."""
     write = metrics.Sink.write
 
     def end_after_it(sink, step, *arguments):
         write(sink, step, *arguments)
         if step == last:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), received)
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics.Sink, "write", end_after_it)
         return run.main(command)
 
 
-def test_a_sigterm_saves_the_last_whole_step(whole, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("received", "code", "word"), [(signal.SIGTERM, 75, "pre-empted"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_who_is_told_to_end_saves_the_last_whole_step(whole, tmp_path, capsys, monkeypatch, received, code, word):
     """Between two checkpoints: without the signal, nothing would be saved there."""
     run_dir = tmp_path / "run"
     command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint-every", "100"]
-    assert run_until_sigterm(command, 2, monkeypatch) == 75
+    assert run_until(received, command, 2, monkeypatch) == code
     said = capsys.readouterr().err
-    assert "pre-empted: step 2 is saved" in said or "pre-empted: step 3 is saved" in said
+    assert f"{word}: step 2 is saved" in said or f"{word}: step 3 is saved" in said
     assert f"python launch/run.py arithmetic_grpo {' '.join(command[1:])}" in said
 
     assert run.main(command) == 0
