@@ -110,7 +110,8 @@ def test_bfloat16_differs_by_its_own_rounding(small_blocks):
 def test_a_block_of_new_tokens_over_a_longer_cache(small_blocks):
     lengths = jnp.array([5, 200], jnp.int32)
     positions = lengths[:, None] + jnp.arange(128)[None, :]
-    queries, keys = layers.cache_slots(lengths, 384, positions, jnp.zeros_like(positions))
+    queries = layers.new_slots(lengths, positions, jnp.zeros_like(positions))
+    keys = layers.read_into_places(lengths, 384, queries).keys
     key, value = (heads(seed, 2, 384).swapaxes(1, 2) for seed in (1, 2))
     require_alike(*both(heads(0, 4, 128), key, value, queries, keys, HOWS["plain"]))
 

@@ -237,7 +237,8 @@ def guide(
         columns = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, positions, logits))
         return jnp.moveaxis(jax.lax.scan(one, cache, columns)[1], 0, 1)
 
-    return Policy(init_cache, extend)
+    limits = [one.forgets for one in (reference, q) if one.forgets is not None]
+    return Policy(init_cache, extend, min(limits, default=None))
 
 
 def _likeliest(logits: Array, candidates: int | None) -> Array:

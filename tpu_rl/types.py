@@ -80,6 +80,9 @@ class Policy(NamedTuple):
     of ragged prompts is T = longest with commit = lengths, decoding is T = 1 with commit = 1 (0 freezes a row),
     verifying a draft is T = k, and Q#'s k candidates are k branches of one token with commit = 0.
     """
+    forgets: int | None = None
+    """How many of the tokens committed last smaller `lengths` can take back; None: all of them if each has a place of
+    its own, none otherwise."""
 
 
 class Role(NamedTuple):

@@ -36,11 +36,14 @@ class Context(NamedTuple):
     """What all layers share in one forward pass."""
 
     queries: Slots
-    keys: Slots
+    keys: dict[str, Slots]
+    """By kind of layer."""
     angles: dict[str, tuple[Array, Array]]
     """By kind of layer: cosines and sines of the queries' positions."""
     key_tiles: Array | None = None
     """See `layers.attention`."""
+    reads: dict[str, layers.Read] | None = None
+    """By kind of layer, of the cache; None without one."""
 
 
 def _spread(config: DecoderConfig, name: str) -> float:
@@ -91,7 +94,7 @@ def param_shapes(config: DecoderConfig) -> Any:
 
     def init(token: Array) -> Params:
         slots = Slots(token, token, token, token)
-        return Decoder(config).init(jax.random.key(0), token, None, context(config, slots, slots))["params"]
+        return Decoder(config).init(jax.random.key(0), token, None, packed(config, slots))["params"]
 
     return jax.eval_shape(init, token)
 
@@ -162,12 +165,12 @@ class Layer(Weights):
         if config.clip is not None:
             query, key, value = (jnp.clip(part, -config.clip, config.clip) for part in (query, key, value))
         query, key = (layers.apply_rope(part, context.angles[self.kind]) for part in (query, key))
-        if cache is None:
+        if context.reads is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
-            cache, keys, values = layers.write_cache(cache, self.kind, layer, context.queries.index, key, value)
+            cache, keys, values = layers.write_cache(cache, self.kind, layer, context.reads[self.kind], key, value)
         window = config.window if self.kind == "sliding" else None
-        slots, cut = (context.queries, context.keys), _cut(cache)
+        slots, cut = (context.queries, context.keys[self.kind]), _cut(cache)
         parts = spread(cut.tokens, query.shape[1])
         if config.kernel != "none" and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
             how = How(config.scale, window, config.softcap, config.kernel == "interpreted")
@@ -284,31 +287,52 @@ def score(params: Params, hidden: Array) -> Array:
     return jnp.einsum("...d,kd->...k", hidden, matrix, preferred_element_type=jnp.float32)
 
 
-def context(config: DecoderConfig, queries: Slots, keys: Slots, key_tiles: Array | None = None) -> Context:
-    """What layers need to know of new tokens (queries) and of what they may see (keys)."""
+def packed(config: DecoderConfig, slots: Slots, key_tiles: Array | None = None) -> Context:
+    """What layers need to know of packed rows."""
+    kinds = sorted(set(config.kinds))
+    return Context(slots, dict.fromkeys(kinds, slots), _angles(config, slots.positions), key_tiles)
+
+
+def cached(config: DecoderConfig, queries: Slots, reads: dict[str, layers.Read]) -> Context:
+    """What layers need to know of new tokens, and of the cache that they see."""
+    keys = {kind: read.keys for kind, read in reads.items()}
+    return Context(queries, keys, _angles(config, queries.positions), reads=reads)
+
+
+def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array]]:
     ropes = {"full": config.rope, "sliding": config.sliding_rope}
     width = config.attention.head_dim
-    kinds = sorted(set(config.kinds))
-    angles = {kind: layers.rope_angles(ropes[kind], width, queries.positions) for kind in kinds}
-    return Context(queries, keys, angles, key_tiles)
+    return {kind: layers.rope_angles(ropes[kind], width, positions) for kind in sorted(set(config.kinds))}
 
 
 def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
-    """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens; of
-    integers also "k_scale" and "v_scale" [layers, B, K, S].
+    """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens, in
+    sliding layers of at most `layers.ring` of them; of integers also "k_scale" and "v_scale" [layers, B, K, S].
 
-    A committed token's slot is its position. All of `extend`'s tokens are written behind the committed ones, the next
-    call overwrites those that were only looked at, and a token beyond the cache's end is dropped and seen by nobody:
-    `length` must count tokens that will only be looked at, too.
+    A committed token's place is its position, in a ring modulo the ring's size. All of `extend`'s tokens are written
+    behind the committed ones, the next call overwrites those that were only looked at, and a token beyond the cache's
+    end is dropped and seen by nobody: `length` must count tokens that will only be looked at, too.
     """
     attention = config.attention
     cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
     for kind in sorted(set(config.kinds)):
-        shape = (config.kinds.count(kind), rows, attention.kv_heads, length, attention.head_dim)
+        places = min(length, _ring(config, kind) or length)
+        shape = (config.kinds.count(kind), rows, attention.kv_heads, places, attention.head_dim)
         cache[kind] = {name: jnp.zeros(shape, config.cache_dtype or config.dtype) for name in ("k", "v")}
         if config.cache_dtype is not None:
             cache[kind] |= {f"{name}_scale": jnp.zeros(shape[:-1], jnp.float32) for name in ("k", "v")}
     return cache
+
+
+def _ring(config: DecoderConfig, kind: str) -> int | None:
+    """Places of the ring of a kind of layers; None where each token has its own."""
+    window = config.attention.window
+    return layers.ring(window) if kind == "sliding" and window is not None else None
+
+
+def forgets(config: DecoderConfig) -> int | None:
+    """See `types.Policy`."""
+    return layers.SPARE if any(_ring(config, kind) for kind in config.kinds) else None
 
 
 @functools.cache
@@ -330,7 +354,7 @@ def decoder(config: DecoderConfig) -> Model:
         order = layers.balanced_order(length, parts)
         if parts > 1:  # the tiles are of tokens in their order
             tokens, slots, key_tiles = tokens[:, order], Slots(*(part[:, order] for part in slots)), None
-        out: Any = module.apply({"params": params}, tokens, None, context(config, slots, slots, key_tiles))
+        out: Any = module.apply({"params": params}, tokens, None, packed(config, slots, key_tiles))
         found, _, usage = out
         if parts > 1:
             # A prediction may be of any other token: whole rows, as those who take states by `previous` want them.
@@ -351,9 +375,16 @@ def decoder(config: DecoderConfig) -> Model:
         params: Params, cache: Any, tokens: Array, positions: Array, branch_ids: Array, commit: Array
     ) -> tuple[Array, Any]:
         lengths, stacks = cache["lengths"], {kind: stack for kind, stack in cache.items() if kind != "lengths"}
-        capacity = next(iter(stacks.values()))["k"].shape[3]
-        queries, keys = layers.cache_slots(lengths, capacity, positions, branch_ids)
-        out: Any = module.apply({"params": params}, tokens, stacks, context(config, queries, keys))
+        queries = layers.new_slots(lengths, positions, branch_ids)
+
+        def read(kind: str) -> layers.Read:
+            places = stacks[kind]["k"].shape[3]
+            if places == _ring(config, kind):
+                return layers.read_into_ring(lengths, commit, places, queries)
+            return layers.read_into_places(lengths, places, queries)
+
+        new = cached(config, queries, {kind: read(kind) for kind in stacks})
+        out: Any = module.apply({"params": params}, tokens, stacks, new)
         return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
 
     return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)))

@@ -85,44 +85,94 @@ def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
     return sees(Slots(*(part[:, :, None] for part in queries)), Slots(*(part[:, None, :] for part in keys)), window)
 
 
-def cache_slots(lengths: Array, capacity: int, positions: Array, branch_ids: Array) -> tuple[Slots, Slots]:
-    """The new tokens [B, T] as queries, and as keys the cache [B, S] once they are written behind lengths [B]."""
-    rows, width = positions.shape
-    slot = jnp.broadcast_to(jnp.arange(capacity)[None, :], (rows, capacity))
-    age = slot - lengths[:, None]  # 0 for the first of the new tokens, negative for what is committed
+SPARE = 128
+"""Places of a ring beyond what a window's tokens need: so many tokens may be read at once into their places, be only
+looked at, or be forgotten, and none that is still seen is written over."""
 
-    def of_slot(committed: Array, new: Array) -> Array:
+
+def ring(window: int) -> int:
+    """Places of the cache of a sliding layer: a token's place is its number modulo this. Whole blocks of the kernel."""
+    return -(-(window - 1 + SPARE) // 128) * 128
+
+
+class Read(NamedTuple):
+    """New tokens [B, T] and a cache: where they are written, and what they see."""
+
+    places: Array
+    """[B, T] int32, in the cache; those beyond its end are dropped."""
+    keys: Slots
+    """[B, S] of the cache once they are written; [B, S + T] where more are new than a ring has room for: then of the
+    cache before, and behind it of the new ones."""
+
+
+def new_slots(lengths: Array, positions: Array, branch_ids: Array) -> Slots:
+    """Tokens [B, T] behind the committed ones, lengths [B], as queries."""
+    index = lengths[:, None] + jnp.arange(positions.shape[1])[None, :]
+    return Slots(index, positions, jnp.ones_like(index), branch_ids)
+
+
+def read_into_places(lengths: Array, capacity: int, new: Slots) -> Read:
+    """A cache in which each token has a place of its own: its number."""
+    places = jnp.broadcast_to(jnp.arange(capacity)[None, :], (len(lengths), capacity))
+    return Read(new.index, _keys(lengths, places, new))
+
+
+def read_into_ring(lengths: Array, commit: Array, capacity: int, new: Slots) -> Read:
+    """A `ring`, of which each place has the newest token that belongs there."""
+    width, place, ends = new.index.shape[1], jnp.arange(capacity)[None, :], lengths + commit
+    fits = width <= SPARE
+    newest = lengths[:, None] + (width if fits else 0) - 1
+    keys = _keys(lengths, newest - (newest - place) % capacity, new)
+    if fits:
+        return Read(new.index % capacity, keys)
+    # Of the new ones those stay that are committed and the last; the others have no place, each another one.
+    stays = (new.index < ends[:, None]) & (new.index >= ends[:, None] - capacity)
+    places = jnp.where(stays, new.index % capacity, capacity + jnp.arange(width)[None, :])
+    return Read(places, Slots(*(jnp.concatenate(parts, axis=1) for parts in zip(keys, new, strict=True))))
+
+
+def _keys(lengths: Array, index: Array, new: Slots) -> Slots:
+    """The tokens with the numbers index [B, S], of committed and new ones; segment 0 where there is none."""
+    width = new.index.shape[1]
+    age = index - lengths[:, None]  # 0 for the first of the new tokens, negative for what is committed
+
+    def of(committed: Array, new: Array) -> Array:
         return jnp.where(age < 0, committed, jnp.take_along_axis(new, jnp.clip(age, 0, width - 1), axis=1))
 
-    keys = Slots(slot, of_slot(slot, positions), jnp.int32(age < width), of_slot(jnp.zeros_like(slot), branch_ids))
-    index = lengths[:, None] + jnp.arange(width)[None, :]
-    return Slots(index, positions, jnp.ones_like(index), branch_ids), keys
+    exists = (index >= 0) & (age < width)
+    return Slots(index, of(index, new.positions), jnp.int32(exists), of(jnp.zeros_like(index), new.branch_ids))
 
 
 def write_cache(
-    cache: Any, kind: str, layer: Array | int, slots: Array, key: Array, value: Array
+    cache: Any, kind: str, layer: Array | int, read: Read, key: Array, value: Array
 ) -> tuple[Any, Array, Array]:
-    """The cache with key and value [B, T, K, E] at slots [B, T] of a layer, and that layer's [B, K, S, E] of each.
+    """The cache with key and value [B, T, K, E] of new tokens of a layer, and of each what belongs to `read.keys`.
 
     What lies beyond the cache's end is dropped. A cache of integers holds scales, too; what is read from it, new tokens
     included, is rounded.
     """
-    rows, new = jnp.arange(slots.shape[0])[:, None], {"k": key, "v": value}
-    if "k_scale" in cache[kind]:
+    rows, before, new = jnp.arange(len(key))[:, None], cache[kind], {"k": key, "v": value}
+    if "k_scale" in before:
         for name in ("k", "v"):
             new[name], new[name + "_scale"] = quantise(new[name])
     stack = {
-        name: cache[kind][name].at[layer, rows, :, slots].set(part, mode="drop", unique_indices=True)
+        name: before[name].at[layer, rows, :, read.places].set(part, mode="drop", unique_indices=True)
         for name, part in new.items()
     }
+    is_beside = read.keys.index.shape[1] > before["k"].shape[3]
 
-    def read(name: str) -> Array:
-        stored = stack[name][layer]
+    def look(name: str) -> Array:
+        if is_beside:
+            return jnp.concatenate([before[name][layer], new[name].swapaxes(1, 2)], axis=2)
+        return stack[name][layer]
+
+    def widened(name: str) -> Array:
+        stored = look(name)
         if name + "_scale" not in stack:
             return stored
-        return (stored * stack[name + "_scale"][layer][..., None]).astype(key.dtype)
+        return (stored * look(name + "_scale")[..., None]).astype(key.dtype)
 
-    return {**cache, kind: stack}, read("k"), read("v")
+    return {**cache, kind: stack}, widened("k"), widened("v")
 
 
 def quantise(x: Array) -> tuple[Array, Array]:

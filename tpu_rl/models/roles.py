@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from tpu_rl.models.decoder import decoder
+from tpu_rl.models.decoder import decoder, forgets
 from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
 
 
@@ -19,9 +19,8 @@ def policy(model: Model, select: Callable[[Params], Params] | None = None) -> Po
     The same model and the same `select` give an equal policy, which the sampler compiles once; a new lambda is another
     `select`, so name the function.
     """
-    if select is None:
-        return Policy(model.init_cache, model.extend)
-    return _selecting(Policy(model.init_cache, model.extend), select)
+    own = Policy(model.init_cache, model.extend, forgets(model.config))
+    return own if select is None else _selecting(own, select)
 
 
 @functools.cache
@@ -34,7 +33,7 @@ def _selecting(policy: Policy, select: Callable[[Params], Params]) -> Policy:
     ) -> tuple[Array, Any]:
         return policy.extend(select(params), cache, tokens, positions, branch_ids, commit)
 
-    return Policy(init_cache, extend)
+    return Policy(init_cache, extend, policy.forgets)
 
 
 def with_int8_cache(model: Model) -> Model:

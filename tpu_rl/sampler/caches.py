@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.types import Array
+from tpu_rl.types import Array, Params, Policy
 
 
 def take_rows(cache: Any, rows: Array) -> Any:
@@ -33,13 +32,17 @@ def with_lengths(cache: Any, lengths: Array) -> Any:
     return jax.tree.map(lambda leaf: lengths if leaf.ndim == 1 else leaf, cache)
 
 
-def forgets(init_cache: Callable[[int], Any], length: int) -> bool:
-    """Whether `with_lengths` can drop any tokens of a cache of so many: it has a place for each, none is overwritten by
-    one that comes later (as in a ring) and nothing sums them up (as a recurrent state does).
+def forgets(policy: Policy, params: Params, length: int, tokens: int) -> bool:
+    """Whether `with_lengths` can drop so many tokens of any cache of so great a length.
 
-    init_cache: length -> an empty cache.
+    Where the policy does not say: if there is a place for each token, none is overwritten by one that comes later (as
+    in a ring) and nothing sums them up (as a recurrent state does).
     """
-    now, longer = (jax.eval_shape(lambda size=size: init_cache(size)) for size in (length, length + 1))
+    if policy.forgets is not None:
+        return tokens <= policy.forgets
+    now, longer = (
+        jax.eval_shape(lambda size=size: policy.init_cache(params, 1, size)) for size in (length, length + 1)
+    )
     pairs = zip(jax.tree.leaves(now), jax.tree.leaves(longer), strict=True)
     return all(one.ndim == 1 or one.shape != other.shape for one, other in pairs)
 

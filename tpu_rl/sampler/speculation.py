@@ -149,7 +149,8 @@ def make_draft(
             "sample: it is not clear what drafts", why=why, fix="give both `drafter` and its name, or none"
         )
     for one in (policy, drafter):
-        if one is not None and not forgets(lambda size, one=one: one.init_cache(params, 1, size), length):
+        # What reads along commits a token more than it drafts, and reads two again.
+        if one is not None and not forgets(one, params, length, how.tokens + 3):
             raise InputError(
                 "speculative decoding needs caches that can forget tokens",
                 why="a part of this policy's cache has no place of its own for each token: a ring, or a running state",
