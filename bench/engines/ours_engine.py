@@ -62,7 +62,7 @@ def step(work: protocol.Work) -> dict[str, Any]:
     meter, tokens = protocol.Meter(work.warmup), []
     sampler.sample = watched(sampler.sample, work, meter, tokens)
     if work.lengths:
-        decoding._Shares = InTurn  # lengths are as unknown beforehand as a stop token's
+        decoding.Shares = InTurn  # lengths are as unknown beforehand as a stop token's
     finish = run.finish
 
     def ended(*arguments: Any) -> None:
@@ -120,7 +120,7 @@ ROW, MICRO_BATCH, SLOTS = 512, 2, 32
 """Where lengths differ: tokens of a packed row, and rows decoded at once; everywhere: packed rows of a micro-batch."""
 
 
-class InTurn(decoding._Shares):
+class InTurn(decoding.Shares):
     """Who decodes what, in the order of the prompts."""
 
     def __init__(self, asked: Any, *others: Any):

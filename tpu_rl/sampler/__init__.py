@@ -9,6 +9,7 @@ a row that ends leaves its slot, on the device, to the next that waits. The last
     slots       the device's part: pool and slots
     speculation drafts of tokens, and the step that verifies them
     segments    one segment of steps
+    requests    what is asked for, and which device does which part of it
     decoding    the host's part: `sample`, and what happens at the borders of segments
 
 What a row draws depends on its own key and its logits alone, never on its slot, the order, the batch size or the other
@@ -23,14 +24,17 @@ from tpu_rl.sampler.caches import take_rows
 from tpu_rl.sampler.config import Borders, SamplerConfig, Speculation
 from tpu_rl.sampler.decoding import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.drawing import draw, invert_cdf, row_keys, run_key
+from tpu_rl.sampler.requests import Begun, begun
 
 __all__ = [
+    "Begun",
     "Borders",
     "OnFinished",
     "OnVerified",
     "SamplerConfig",
     "Speculation",
     "StopAt",
+    "begun",
     "draw",
     "invert_cdf",
     "row_keys",

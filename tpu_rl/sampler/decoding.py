@@ -1,4 +1,4 @@
-"""The host's part of the sampler: deals requests out, runs segments, and looks at rows at their borders."""
+"""The host's part of the sampler: runs segments, and looks at rows at their borders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl import sharding
-from tpu_rl.errors import InputError
 from tpu_rl.sampler import segments, speculation
 from tpu_rl.sampler import slots as device
 from tpu_rl.sampler.config import SamplerConfig
-from tpu_rl.sampler.drawing import row_keys
-from tpu_rl.sampler.slots import BATCH_AXES, NO_TOKEN, Border, Drawn, Queue, Slots
+from tpu_rl.sampler.requests import Asked, Begun, Shares, ask
+from tpu_rl.sampler.slots import BATCH_AXES, NO_TOKEN, Border, Drawn, Slots
 from tpu_rl.sampler.speculation import Draft
 from tpu_rl.types import Array, Params, Policy, Rollout
 
@@ -48,6 +47,8 @@ def sample(
     at_border: Callable[[], None] | None = None,
     drafter: Policy | None = None,
     on_verified: OnVerified | None = None,
+    begun: Sequence[Begun | None] | None = None,
+    enough: Callable[[np.ndarray], bool] | None = None,
 ) -> Rollout:
     """Draws `samples_per_prompt` completions of each prompt -> Rollout of numpy arrays.
 
@@ -61,21 +62,24 @@ def sample(
     at_border: called there too; what it raises ends the sampling.
     drafter: the small model of `config.speculation`, which reads its part of the same params.
     on_verified: called there too, while rows are drafted.
+    begun: [N], completions that an earlier call left unfinished, or whole, in their rows; None where a row is new. They
+        keep their keys, so under the same policy each draws what it would have drawn in one piece.
+    enough: called there too, with the rows that have ended [N] bool: where it says so, the others stay unfinished.
     N is prompts times samples_per_prompt, T is prompt_length + max_new_tokens. Rewards are zero.
     Raises InputError for prompts, limits or biases that do not fit the configuration or the policy, and where
     speculation cannot be done.
     """
-    asked = _ask(policy, params, prompts, key, config, limits, row_ids)
-    draft = speculation.make_draft(policy, params, config, drafter, asked.tokens.shape[1] + config.max_new_tokens)
-    look = _Look(asked.limits, config.stop_ids, on_finished, stop_at, at_border, on_verified)
+    asked = ask(policy, params, prompts, key, config, limits, row_ids, begun)
+    draft = speculation.make_draft(policy, params, config, drafter, asked.most_tokens)
+    look = _Look(asked, config.stop_ids, on_finished, stop_at, at_border, on_verified, enough)
     drawn = _decode(_Programs(policy, draft, config), params, asked, config, mesh, look)
     return _assemble(asked, config, look, drawn, policy_step)
 
 
-def _assemble(asked: _Asked, config: SamplerConfig, look: _Look, drawn: Drawn, policy_step: int) -> Rollout:
+def _assemble(asked: Asked, config: SamplerConfig, look: _Look, drawn: Drawn, policy_step: int) -> Rollout:
     """Prompts and what was drawn [N, max_new_tokens], side by side."""
-    begins, counts = np.repeat(asked.lengths, asked.group), look.counts
-    columns = np.arange(asked.tokens.shape[1] + config.max_new_tokens)[None]
+    begins, counts = np.repeat(asked.prompts.lengths, asked.group), look.counts
+    columns = np.arange(asked.most_tokens)[None]
     mask = (columns >= begins[:, None]) & (columns < (begins + counts)[:, None])
     kept = np.arange(config.max_new_tokens)[None] < counts[:, None]
 
@@ -83,145 +87,20 @@ def _assemble(asked: _Asked, config: SamplerConfig, look: _Look, drawn: Drawn, p
         around[mask] = values[kept]
         return around
 
-    whole = np.pad(asked.tokens, ((0, 0), (0, config.max_new_tokens)), constant_values=config.pad_id)
+    whole = np.pad(asked.prompts.tokens, ((0, 0), (0, config.max_new_tokens)), constant_values=config.pad_id)
     arrays: dict[str, Any] = {
         "tokens": place(drawn.tokens, np.repeat(whole, asked.group, axis=0)),
         "action_mask": mask,
         "log_probs": place(drawn.log_probs, np.zeros(mask.shape, np.float32)),
         "behaviour_log_probs": place(drawn.behaviour_log_probs, np.zeros(mask.shape, np.float32)),
         "rewards": np.zeros(mask.shape, np.float32),
-        "group_id": np.repeat(np.arange(len(asked.tokens), dtype=np.int32), asked.group),
-        "policy_step": np.full(len(mask), policy_step, np.int32),
+        "group_id": np.repeat(np.arange(len(whole), dtype=np.int32), asked.group),
+        "policy_step": np.where(asked.counts > 0, asked.policy_step, policy_step).astype(np.int32),
         "birth_key": np.asarray(jax.random.key_data(asked.keys)),
         "truncated": ~look.stopped,
         "scored": np.ones(len(mask), bool),
     }
     return Rollout(**arrays)
-
-
-def _pad_prompts(prompts: Sequence[Sequence[int]], config: SamplerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """-> (tokens [prompts, prompt_length] int32, lengths [prompts] int32)."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    if lengths.size == 0:
-        raise InputError("sample: there are no prompts", fix="give a list with one list of token ids a prompt")
-    if lengths.min() == 0:
-        where = f"prompt {int(lengths.argmin())}"
-        raise InputError("sample: a prompt is empty", where=where, fix="begin it with the beginning-of-sequence token")
-    width = config.prompt_length or 1 << (int(lengths.max()) - 1).bit_length()
-    if lengths.max() > width:
-        where = f"prompt {int(lengths.argmax())} has {lengths.max()} tokens"
-        raise InputError(
-            f"sample: a prompt is longer than prompt_length = {width}", where=where, fix="raise prompt_length or cut it"
-        )
-    tokens = np.full((len(prompts), width), config.pad_id, np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens, lengths
-
-
-# --- what is asked -------------------------------------------------------------------------------------------------
-
-
-class _Asked(NamedTuple):
-    """All that is to be decoded."""
-
-    tokens: np.ndarray
-    """[prompts, prompt_length] int32."""
-    lengths: np.ndarray
-    """[prompts] int32."""
-    limits: np.ndarray
-    """[N] int32."""
-    keys: Array
-    """[N] keys."""
-    group: int
-
-
-def _ask(
-    policy: Policy,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    key: Array,
-    config: SamplerConfig,
-    limits: Sequence[int] | np.ndarray | None,
-    row_ids: Sequence[int] | np.ndarray | None,
-) -> _Asked:
-    """The arguments of `sample` as arrays, checked."""
-    group = config.samples_per_prompt
-    rows = len(prompts) * group
-    tokens, lengths = _pad_prompts(prompts, config)
-    limits = np.full(rows, config.max_new_tokens, np.int32) if limits is None else np.asarray(limits, np.int32)
-    row_ids = np.arange(rows) if row_ids is None else np.asarray(row_ids)
-    for name, array in (("limits", limits), ("row_ids", row_ids)):
-        if array.shape != (rows,):
-            why = f"{len(prompts)} prompts with {group} completions each are {rows} rows"
-            raise InputError(f"sample: {name} has shape {array.shape}", why=why, fix="give one value a row")
-    if np.any((limits < 1) | (limits > config.max_new_tokens)):
-        why = f"each row may draw 1 to max_new_tokens = {config.max_new_tokens} tokens"
-        raise InputError(f"sample: limits go from {limits.min()} to {limits.max()}", why=why, fix="change the limits")
-    if config.logit_bias and max(config.logit_bias)[0] >= (size := device.vocabulary_size(policy, params)):
-        raise InputError(f"SamplerConfig.logit_bias names token {max(config.logit_bias)[0]}", why=f"there are {size}")
-    return _Asked(tokens, lengths, limits, row_keys(key, row_ids), group)
-
-
-class _Shares:
-    """Which rows each of D devices decodes, in which order, and which of them wait.
-
-    Rows stay in blocks, so that a group is on one device or few. A pool has no more prompts than there are slots, so
-    that it takes less memory than they do.
-    """
-
-    def __init__(self, asked: _Asked, config: SamplerConfig, mesh: Mesh | None):
-        rows = np.arange(len(asked.limits))
-        self.asked, self.devices = asked, device.device_count(mesh)
-        self.size = -(-len(rows) // self.devices)
-        """Rows of a device's outputs."""
-        blocks = [rows[i * self.size : (i + 1) * self.size] for i in range(self.devices)]
-        self._orders = [block[np.argsort(-asked.limits[block], kind="stable")] for block in blocks]
-        self.slots = -(-min(config.max_rows, len(rows)) // self.devices)
-        """Of a device."""
-        prompts = max(len(np.unique(block // asked.group)) for block in blocks)
-        self._prompts = -(-prompts // -(-prompts // self.slots))
-        # As many of a device in each pool, so that one program serves all.
-        self._given, self._sizes = np.zeros((2, self.devices), np.int32)
-        """Rows that earlier queues gave, and those in the one that is there."""
-
-    def waiting(self, taken: np.ndarray) -> np.ndarray:
-        """[D] int: rows without a slot yet, when so many of each queue are taken [D]."""
-        return np.array([len(order) for order in self._orders]) - self._given - taken
-
-    def rows(self, row: np.ndarray) -> np.ndarray:
-        """Rows [B] of the devices' outputs -> which of all rows that are asked for."""
-        block = np.repeat(np.arange(self.devices) * self.size, len(row) // self.devices)
-        return np.minimum(block + row, len(self.asked.limits) - 1)
-
-    def pool_is_over(self, taken: np.ndarray) -> bool:
-        """Whether a device has taken all of its queue, of which so many are taken [D], and has more rows."""
-        return bool(np.any((taken >= self._sizes) & (self.waiting(self._sizes) > 0)))
-
-    def next_pool(self, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, Queue]:
-        """(tokens [D * prompts, prompt_length], lengths [D * prompts], queue) of what each device takes next."""
-        asked, self._given = self.asked, self._given + taken
-        places = min(self.size, self._prompts * asked.group)
-        prompts = np.full((self.devices, self._prompts), -1)
-        rows, prompt = np.zeros((2, self.devices, places), np.int32)
-        for i, (order, given) in enumerate(zip(self._orders, self._given, strict=True)):
-            ahead = order[given : given + places] // asked.group
-            is_first = np.isin(np.arange(len(ahead)), np.unique(ahead, return_index=True)[1])
-            count = int(np.sum(np.cumsum(is_first) <= self._prompts))
-            unique, prompt[i, :count] = np.unique(ahead[:count], return_inverse=True)
-            prompts[i, : len(unique)], rows[i, :count] = unique, order[given : given + count]
-            self._sizes[i] = count
-        flat, block = rows.reshape(-1), np.repeat(np.arange(self.devices) * self.size, places)
-        queue = Queue(
-            row=np.maximum(flat - block, 0).astype(np.int32),
-            prompt=prompt.reshape(-1),
-            limit=asked.limits[flat],
-            key=asked.keys[flat],
-            size=self._sizes.copy(),
-            more=self.waiting(self._sizes) > 0,
-        )
-        chosen = np.maximum(prompts, 0).reshape(-1)
-        return asked.tokens[chosen], np.where(prompts.reshape(-1) < 0, 1, asked.lengths[chosen]), queue
 
 
 # --- what the host sees --------------------------------------------------------------------------------------------
@@ -232,20 +111,20 @@ class _Look:
 
     def __init__(
         self,
-        limits: np.ndarray,
+        asked: Asked,
         stop_ids: tuple[int, ...],
         on_finished: OnFinished | None,
         stop_at: StopAt | None,
         at_border: Callable[[], None] | None,
         on_verified: OnVerified | None,
+        enough: Callable[[np.ndarray], bool] | None,
     ):
-        self._at_border, self._on_verified = at_border, on_verified
-        self._limits, self._stop_ids, self._on_finished, self._stop_at = limits, stop_ids, on_finished, stop_at
-        self.each_border = on_finished is not None or stop_at is not None
-        self.ended = np.zeros(len(limits), bool)
-        self.stopped = np.zeros(len(limits), bool)
-        """Ended by a stop token or by `stop_at`."""
-        self.counts = np.zeros(len(limits), np.int64)
+        self._at_border, self._on_verified, self._enough = at_border, on_verified, enough
+        self._limits, self._stop_ids, self._on_finished, self._stop_at = asked.limits, stop_ids, on_finished, stop_at
+        self.each_border = on_finished is not None or stop_at is not None or enough is not None
+        self.ended, self.stopped = asked.ended.copy(), asked.stopped.copy()
+        """The latter: ended by a stop token or by `stop_at`."""
+        self.counts = asked.counts.astype(np.int64)
         """Tokens of each completion."""
 
     def at_border(self, border: Border) -> None:
@@ -253,6 +132,10 @@ class _Look:
             self._on_verified(*border.tally.tolist())
         if self._at_border is not None:
             self._at_border()
+
+    @property
+    def is_enough(self) -> bool:
+        return self._enough is not None and self._enough(self.ended.copy())
 
     def __call__(self, tokens: np.ndarray) -> None:
         """tokens [N, max_new_tokens]: all that are drawn by now."""
@@ -300,13 +183,16 @@ class _Programs:
 
 
 def _decode(
-    programs: _Programs, params: Params, asked: _Asked, config: SamplerConfig, mesh: Mesh | None, look: _Look
+    programs: _Programs, params: Params, asked: Asked, config: SamplerConfig, mesh: Mesh | None, look: _Look
 ) -> Drawn:
-    """Segments until all rows have ended -> numpy outputs [N, max_new_tokens]."""
-    shares, place = _Shares(asked, config, mesh), functools.partial(_place, mesh)
+    """Segments until all rows have ended, or enough have -> numpy outputs [N, max_new_tokens]."""
+    shares, place = Shares(asked, config, mesh), functools.partial(_place, mesh)
     at_once = shares.slots * shares.devices
     program = programs.of(at_once)
     drawn = device.empty_outputs(mesh, shares.size * shares.devices, config.max_new_tokens)
+    if asked.drawn is not None:
+        more = shares.size * shares.devices - len(asked.limits)
+        drawn = Drawn(*(place(np.pad(part, ((0, more), (0, 0)))) for part in asked.drawn))
     none = np.zeros(shares.devices, np.int32)
     shape, pool, queue, border = (0, 0), None, None, Border(none > 0, none, none, none)
     slots: Any = None
@@ -330,7 +216,7 @@ def _decode(
             cut, shape = device.cut(mesh, slots.cache), wanted
             slots = device.fit(before.policy, mesh, params, slots, *shape, cut)
         if program is not before:
-            prompts = place(asked.tokens[shares.rows(sharding.to_host(slots.row)) // asked.group])
+            prompts = place(asked.texts.tokens[asked.text[shares.rows(sharding.to_host(slots.row))]])
             slots = speculation.begin(program.draft, mesh, shape[1], params, slots, prompts, drawn)
         how = (config, mesh, params, pool, queue, slots, place(border.taken), drawn, program.draft)
         slots, drawn, border = segments.decode_segment(programs.plain.policy, *how)
@@ -338,6 +224,8 @@ def _decode(
         look.at_border(border)
         if look.each_border:
             look(sharding.to_host(drawn.tokens)[: len(asked.limits)])
+            if look.is_enough:
+                break
             slots, border = _release(slots, border, look.ended, shares, place)
             if pool is not None and not border.live.all():
                 slots, border = _read(device.pull(mesh, pool, queue, slots, place(border.taken)))
@@ -357,7 +245,7 @@ def _place(mesh: Mesh | None, rows: Any) -> Array:
 
 
 def _release(
-    slots: Slots, border: Border, ended: np.ndarray, shares: _Shares, place: Callable[[Any], Array]
+    slots: Slots, border: Border, ended: np.ndarray, shares: Shares, place: Callable[[Any], Array]
 ) -> tuple[Slots, Border]:
     """Frees the slots whose rows `stop_at` ended."""
     stopped = border.live & ended[shares.rows(border.row)]
@@ -367,7 +255,7 @@ def _release(
 
 
 def _shape(
-    border: Border, waits: bool, now: tuple[int, int], devices: int, reach: int, asked: _Asked, config: SamplerConfig
+    border: Border, waits: bool, now: tuple[int, int], devices: int, reach: int, asked: Asked, config: SamplerConfig
 ) -> tuple[int, int]:
     """(slots, tokens of the cache) that the next segment needs."""
     longest = int(np.max(border.length, where=border.live, initial=0))
@@ -376,12 +264,12 @@ def _shape(
     return fewer if not waits and 2 * fewer <= now[0] else now[0], _cache_length(longest, waits, reach, asked, config)
 
 
-def _cache_length(longest: int, waits: bool, reach: int, asked: _Asked, config: SamplerConfig) -> int:
+def _cache_length(longest: int, waits: bool, reach: int, asked: Asked, config: SamplerConfig) -> int:
     """Tokens that a cache must have room for in the next segment, in which no row draws more than `reach`, rounded up
     to one of few sizes."""
-    width = asked.tokens.shape[1]
+    width = asked.texts.tokens.shape[1]
     needed = max(longest, width if waits else 0) + reach - width
     new = config.borders.smallest_cache
     while new < needed:
         new *= 2
-    return width + min(new, config.max_new_tokens)
+    return min(width + new, asked.most_tokens)

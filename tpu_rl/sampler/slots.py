@@ -50,8 +50,10 @@ class Queue(NamedTuple):
     """[D * places] int32: which row of the device's outputs."""
     prompt: Rows
     """[D * places] int32: which prompt of the device's pool."""
+    drawn: Rows
+    """[D * places] int32: tokens of the completion that the prompt ends with."""
     limit: Rows
-    """[D * places] int32: most new tokens."""
+    """[D * places] int32: most tokens of the completion."""
     key: Rows
     """[D * places] keys."""
     size: Rows
@@ -289,7 +291,7 @@ def pull_rows(slots: Slots, taken: Array, pool: Pool, queue: Queue) -> tuple[Slo
         cache,
         pick(pool.tokens[prompt, length - 1], slots.token),
         pick(length, slots.length),
-        pick(jnp.zeros_like(length), slots.drawn),
+        pick(queue.drawn[place], slots.drawn),
         pick(queue.limit[place], slots.limit),
         pick(queue.key[place], slots.key),
         pick(queue.row[place], slots.row),

@@ -1,0 +1,116 @@
+"""Completions that one call leaves unfinished and another goes on with are those of one call."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from tests import test_speculation as drafts
+from tests.test_sampler import KEY, PROMPTS, STOP, trigram
+from tests.test_sampler_refill import TWO_KINDS, decoder, same_or_within_rounding
+from tpu_rl import models
+from tpu_rl.errors import InputError
+from tpu_rl.sampler import Begun, Borders, SamplerConfig, Speculation, begun, sample
+
+BASE = SamplerConfig(24, stop_ids=(STOP,), samples_per_prompt=3, prompt_length=8, borders=Borders(4))
+
+
+def in_parts(take, counts: list[int], step: int = 0):
+    """The last of several calls, each of which ends when so many rows have ended; they speak in JSON."""
+    before, rollout = None, None
+    for part, count in enumerate([*counts, None]):
+        seen = []
+
+        def enough(ended, count=count, seen=seen):
+            seen.append(ended)
+            return count is not None and ended.sum() >= count
+
+        rollout = take(begun=before, enough=enough, policy_step=step + part)
+        if count is not None:
+            ended = seen[-1]
+            assert count <= ended.sum() < len(ended)
+            before = [Begun(*one) for one in json.loads(json.dumps(begun(rollout, ended)))]
+    return rollout
+
+
+def require_same(found, expected):
+    for name in ("tokens", "action_mask", "log_probs", "behaviour_log_probs", "birth_key", "truncated", "group_id"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    policy, _ = trigram()
+    return policy, {"table": 2.0 * jax.random.normal(jax.random.key(8), (13, 13, 13))}
+
+
+def spells(tokens: list[int]) -> int | None:
+    """The first 4, 7 ends a completion: it may lie across the border of two calls."""
+    pairs = zip(tokens, tokens[1:], strict=False)
+    return next((i + 2 for i, pair in enumerate(pairs) if pair == (4, 7)), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, {}),
+        ({"max_rows": 4}, {"limits": np.arange(1, 13) * 2}),
+        ({"repetition_penalty": 1.5, "top_k": 5, "temperature": 0.7}, {"stop_at": spells}),
+    ],
+    ids=["all at once", "refilled", "penalty and stop"],
+)
+def test_in_parts_is_in_one_piece(toy, changes, told):
+    config = replace(BASE, **changes)
+    take = partial(sample, *toy, PROMPTS, KEY, config, **told)
+    whole = take()
+    assert len(set(whole.action_mask.sum(1))) > 5
+    require_same(in_parts(take, [2, 7]), whole)
+    require_same(in_parts(take, [5]), whole)
+
+
+def test_rows_know_when_they_were_begun(toy):
+    take = partial(sample, *toy, PROMPTS, KEY, replace(BASE, max_rows=4))
+    rollout = in_parts(take, [3, 8], step=5)
+    assert set(rollout.policy_step.tolist()) == {5, 6, 7}
+
+
+def test_who_has_ended_is_told_once(toy):
+    told = []
+    take = partial(sample, *toy, PROMPTS, KEY, BASE, on_finished=lambda rows: told.append(rows))
+    whole = take()
+    once = {row: tokens for rows in told for row, tokens in rows.items()}
+    told.clear()
+    require_same(in_parts(take, [4]), whole)
+    assert sum(map(len, told)) == 12
+    assert {row: tokens for rows in told for row, tokens in rows.items()} == once
+
+
+def test_a_draft_goes_on_too():
+    config = replace(drafts.BASE, samples_per_prompt=3, borders=Borders(2))
+    take = partial(sample, drafts.POLICY, drafts.PARAMS, drafts.PROMPTS, KEY)
+    drafted = partial(take, replace(config, speculation=Speculation(3, ngram=2)))
+    require_same(in_parts(drafted, [4]), take(config))
+
+
+@pytest.mark.slow
+def test_a_models_cache_is_filled_again():
+    model, params = decoder(**TWO_KINDS)
+    config = SamplerConfig(40, stop_ids=(5, 9), samples_per_prompt=3, prompt_length=8, borders=Borders(6, 1, 8))
+    take = partial(sample, models.policy(model), params, PROMPTS * 2, KEY, config)
+    whole = take()
+
+    def logits_of(rollout):
+        return jax.jit(partial(models.apply, model))(params, rollout.tokens)
+
+    assert same_or_within_rounding(in_parts(take, [9]), whole, logits_of, config) >= 22
+
+
+def test_what_cannot_go_on_is_refused(toy):
+    one = Begun([1] * 24, [0.0] * 24, [0.0] * 24, [0, 0], 0, ended=False, truncated=False)
+    with pytest.raises(InputError, match="(?s)too long.*row 3.*24 tokens are there"):
+        sample(*toy, PROMPTS, KEY, BASE, begun=[None] * 3 + [one] + [None] * 8)
+    with pytest.raises(InputError, match="begun has shape"):
+        sample(*toy, PROMPTS, KEY, BASE, begun=[None] * 3)
