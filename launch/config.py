@@ -28,6 +28,7 @@ from tpu_rl.models import LoraConfig
 from tpu_rl.optimizers import OptimizerConfig
 from tpu_rl.reward_workers import RewardLimits
 from tpu_rl.sampler import Speculation
+from tpu_rl.types import Rollout
 
 DEFAULT_PRESET = "arithmetic_grpo"
 
@@ -107,6 +108,9 @@ class BatchConfig:
     """Packed rows in memory at once, over all devices."""
     refill_rounds: int = 0
     """Dynamic sampling: at most so many further batches are sampled to replace groups whose rewards are all equal."""
+    carry_over: int = 0
+    """Partial rollouts: so many groups may be unfinished when the batch is complete, which is looked at every
+    --sampling.segment tokens; they go on in the next step. 0: all that a step learns from its own policy has drawn."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,21 @@ def _require_sampling(config: ExperimentConfig) -> None:
 
 def _require_batch(config: ExperimentConfig) -> None:
     batch, how = config.batch, config.sampling
+    if batch.carry_over:
+        where = "--batch.carry-over"
+        if not 0 < batch.carry_over < batch.prompts:
+            fix = f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning"
+            raise InputError(
+                f"{batch.carry_over} of {batch.prompts} groups cannot be carried over", where=where, fix=fix
+            )
+        if batch.refill_rounds:
+            raise InputError(
+                "dynamic sampling and partial rollouts both decide what a batch is",
+                where=f"{where}, --batch.refill-rounds", fix="set one of them to 0",
+            )  # fmt: skip
+        if any(one.algorithm.needs.experience is not Rollout for one in config.stages):
+            why = "it does not learn from the policy's own scored completions alone"
+            raise InputError("this algorithm has no partial rollouts", where=where, why=why, fix="leave it at 0")
     if batch.prompts % batch.minibatches:
         valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
         nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]

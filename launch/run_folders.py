@@ -87,6 +87,8 @@ def opened(address: str, lost: Callable[[str], None]) -> Iterator[RunFolder]:
         try:
             yield spool
         except TpuRlError as error:
+            if str(spool.path) not in str(error):
+                raise
             texts = (error.what, error.where, error.why, error.fix)
             what, where, why, fix = (text.replace(str(spool.path), spool.address) for text in texts)
             raise type(error)(what, where=where, why=why, fix=fix) from error

@@ -132,6 +132,68 @@ def at_border() -> None:
     preemption.border()
 
 
+class Sampled(NamedTuple):
+    """Completions, and what speculation did for them."""
+
+    rollout: Rollout
+    drafts: int
+    tokens_of_drafts: int
+
+
+Sample = Callable[..., Sampled]
+"""(step of the run, state, prompts as token ids, row ids, who wants to know of rows as they end, further arguments of
+`sampler.sample`) -> completions of the prompts."""
+
+
+def sampling(
+    setup: Setup,
+    role: str = "policy",
+    completions: int | None = None,
+    temperature: float | None = None,
+    purpose: Purpose = Purpose.ROLLOUT,
+) -> Sample:
+    """What samples from a role's model at the run's settings but for those given."""
+    config, lang = setup.config, setup.language
+    answers = setup.acting(role)
+    group = config.batch.completions if completions is None else completions
+    how, ends = sampler_config(config, lang.tokenizer, group), stop_at(config, lang.tokenizer)
+    how = replace(how, speculation=config.sampling.speculation)
+    if temperature is not None:
+        how = replace(how, temperature=temperature)
+    looks: dict[str, Any] = {"stop_at": ends, "at_border": at_border}
+    looks["drafter"] = setup.policy(setup.drafter) if setup.drafter else None
+
+    def sample(
+        step: int,
+        state: TrainState,
+        prompts: list[list[int]],
+        row_ids: np.ndarray,
+        on_finished: sampler.OnFinished | None,
+        **further: Any,
+    ) -> Sampled:
+        verified: list[tuple[int, int]] = []
+        watchdog.mark(f"the rollout of step {step}")
+        with jax.set_mesh(answers.mesh):
+            rollout = sampler.sample(
+                answers.policy,
+                answers.params(state.params),
+                prompts,
+                sampler.run_key(config.seed, purpose, step),
+                how,
+                row_ids=row_ids,
+                policy_step=int(state.step),
+                mesh=answers.mesh,
+                on_finished=on_finished,
+                on_verified=lambda drafts, tokens: verified.append((drafts, tokens)),
+                **looks,
+                **further,
+            )
+        watchdog.mark(f"the rewards of step {step}")
+        return Sampled(rollout, sum(one for one, _ in verified), sum(one for _, one in verified))
+
+    return sample
+
+
 RollOut = Callable[[int, TrainState, list[data.Row], int], rollouts.Scored]
 """(step of the run, state, rows, id of the first completion in it) -> completions of the rows' prompts, scored."""
 
@@ -146,43 +208,20 @@ def roller(
     """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings but for
     those given."""
     config, lang = setup.config, setup.language
-    answers = setup.acting(role)
-    functions = reward_functions(config)
+    sample, functions = sampling(setup, role, completions, temperature, purpose), reward_functions(config)
     group = config.batch.completions if completions is None else completions
-    how, ends = sampler_config(config, lang.tokenizer, group), stop_at(config, lang.tokenizer)
-    how = replace(how, speculation=config.sampling.speculation)
-    if temperature is not None:
-        how = replace(how, temperature=temperature)
-    looks: dict[str, Any] = {"stop_at": ends, "at_border": at_border}
-    looks["drafter"] = setup.policy(setup.drafter) if setup.drafter else None
 
     def roll_out(step: int, state: TrainState, rows: list[data.Row], first: int) -> rollouts.Scored:
-        updates = int(state.step)
-        verified: list[tuple[int, int]] = []
+        found: list[Sampled] = []
 
         def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
-            watchdog.mark(f"the rollout of step {step}")
-            with jax.set_mesh(answers.mesh):
-                rollout = sampler.sample(
-                    answers.policy,
-                    answers.params(state.params),
-                    prompts,
-                    sampler.run_key(config.seed, purpose, step),
-                    how,
-                    row_ids=row_ids,
-                    policy_step=updates,
-                    mesh=answers.mesh,
-                    on_finished=on_finished,
-                    on_verified=lambda drafts, tokens: verified.append((drafts, tokens)),
-                    **looks,
-                )
-            watchdog.mark(f"the rewards of step {step}")
-            return rollout
+            found.append(sample(step, state, prompts, row_ids, on_finished))
+            return found[-1].rollout
 
         row_ids = first + np.arange(len(rows) * group)
         longest, limits = config.sampling.max_prompt_tokens, config.reward_limits
         scored = rollouts.roll_out(rows, row_ids, generate, lang.tokenizer, functions, longest, limits.fault_share)
-        return replace(scored, drafts=sum(one for one, _ in verified), tokens_of_drafts=sum(one for _, one in verified))
+        return replace(scored, drafts=found[-1].drafts, tokens_of_drafts=found[-1].tokens_of_drafts)
 
     return roll_out
 

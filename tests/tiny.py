@@ -122,7 +122,7 @@ def attention_model(
     def logits(params: Params, hidden: Array) -> Array:
         return jnp.einsum("...d,dv->...v", hidden, params["unembedding"])
 
-    return Model("attention", init, hidden, logits, *recomputing(hidden, logits), axes=None)
+    return Model("attention", init, hidden, logits, *recomputing(hidden, logits)[:2], axes=None)
 
 
 def tabular_model(vocabulary: int, positions: int) -> Model:
@@ -139,7 +139,7 @@ def tabular_model(vocabulary: int, positions: int) -> Model:
         del params
         return hidden
 
-    return Model("tabular", init, hidden, logits, *recomputing(hidden, logits), axes=None)
+    return Model("tabular", init, hidden, logits, *recomputing(hidden, logits)[:2], axes=None)
 
 
 def role(model: Model, name: str) -> Role:

@@ -69,15 +69,21 @@ class EarlyRewards:
             for name, function in self._functions.items()
         }
 
-    def answers(self) -> dict[str, Answer]:
-        """What each function that was asked says of the completions in `own`, once it has said it; faults are counted
-        from there. Empty where nobody told of the rows. Raises what a function raises by intention: a TpuRlError."""
+    def answers(self, groups: Sequence[int] | None = None) -> dict[str, Answer]:
+        """What each function that was asked says of the completions in `own`, or in these groups, which are all that
+        was told of, once it has said it; faults are counted from there.
+
+        Empty where nobody told of the rows. Raises what a function raises by intention: a TpuRlError.
+        """
         if not self._asked:
             return {}
-        size = self._own.stop - self._own.start
-        found: dict[str, Answer] = {name: (np.full(size, np.nan, np.float32), []) for name in self._functions}
+        own = range(self._own.start, self._own.stop)
+        if groups is not None:
+            own = [row for group in groups for row in range(group * self._group, (group + 1) * self._group)]
+        place_of = {row: place for place, row in enumerate(own)}
+        found: dict[str, Answer] = {name: (np.full(len(own), np.nan, np.float32), []) for name in self._functions}
         for rows, answer in self._asked:
-            places = [row - self._own.start for row in rows]
+            places = [place_of[row] for row in rows]
             for name, (values, faults) in answer.result().items():
                 found[name][0][places] = values
                 found[name][1].extend(replace(fault, row=places[fault.row]) for fault in faults)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,35 +80,62 @@ def roll_out(
     Raises InputError where a prompt has no tokens or more than `max_prompt_tokens`, and as `rewards.score` does.
     """
     began = time.perf_counter()
-    prompts = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
-    group = len(row_ids) // len(rows)
-    repeated = [row for row in rows for _ in range(group)]
-    prompts_of = [row["prompt"] for row in repeated]
-    columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
-    early = EarlyRewards(reward_functions, prompts_of, columns, group, _own(len(repeated), group), tokenizer.decode)
-    try:
+    prompts = encode(rows, tokenizer, max_prompt_tokens)
+    with asking(rows, len(row_ids) // len(rows), tokenizer, reward_functions) as early:
         rollout = generate(prompts, row_ids, early.on_finished)
+    return score(rows, rollout, tokenizer, reward_functions, max_fault_share, early.answers, began)
+
+
+@contextmanager
+def asking(
+    rows: list[dict[str, Any]], group: int, tokenizer: Tokenizer, reward_functions: dict[str, rewards.Reward]
+) -> Iterator[EarlyRewards]:
+    """What is told of completions as they end, so many of each row's prompt; after an error nobody asks any more."""
+    prompts, columns = _repeated(rows, group)
+    early = EarlyRewards(reward_functions, prompts, columns, group, _own(len(prompts), group), tokenizer.decode)
+    try:
+        yield early
     except BaseException:  # Ctrl-C too
         early.give_up()
         raise
-    sampled = time.perf_counter()
+
+
+def _repeated(rows: list[dict[str, Any]], group: int) -> tuple[list[Any], dict[str, list[Any]]]:
+    """(the prompt of each completion, the other columns)."""
+    repeated = [row for row in rows for _ in range(group)]
+    columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
+    return [row["prompt"] for row in repeated], columns
+
+
+def score(
+    rows: list[dict[str, Any]],
+    rollout: Rollout,
+    tokenizer: Tokenizer,
+    reward_functions: dict[str, rewards.Reward],
+    max_fault_share: float,
+    early: Callable[[], dict[str, rewards.Answer]],
+    began: float,
+) -> Scored:
+    """The completions of the rows' prompts, sampled since `began`, with their rewards; `early` gives those that were
+    asked for meanwhile."""
+    sampled, group = time.perf_counter(), len(rollout.tokens) // len(rows)
+    prompts, columns = _repeated(rows, group)
     completions = [
         tokenizer.decode(tokens[mask].tolist())
         for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
     ]
     if reward_functions:
-        known = early.answers()
-        scores = score_together(reward_functions, prompts_of, completions, columns, max_fault_share, group, known)
+        scores = score_together(reward_functions, prompts, completions, columns, max_fault_share, group, early())
     else:
-        scores = rewards.Scores(np.zeros(len(repeated), np.float32), {}, [])
+        scores = rewards.Scores(np.zeros(len(prompts), np.float32), {}, [])
     return Scored(
         rollout=place_rewards(rollout, scores.totals),
-        prompts=[as_text(row["prompt"]) for row in repeated],
+        prompts=[as_text(prompt) for prompt in prompts],
         completions=completions,
         lengths=np.asarray(rollout.action_mask).sum(-1),
         rewards=scores.totals,
         parts=scores.parts,
-        faults=_by_row(scores.faults, len(repeated)),
+        faults=_by_row(scores.faults, len(prompts)),
         seconds_rollout=sampled - began,
         seconds_reward=time.perf_counter() - sampled,
     )
@@ -173,6 +201,11 @@ def _by_row(faults: Sequence[rewards.RewardFault], rows: int) -> list[str]:
     for fault in faults:
         texts[fault.row] += f"{'; ' if texts[fault.row] else ''}{fault.function}: {fault.message}"
     return texts
+
+
+def encode(rows: list[dict[str, Any]], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[list[int]]:
+    """The tokens of each row's prompt. Raises InputError where one has none, or more than `max_prompt_tokens`."""
+    return [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
 
 
 def _encode(row: dict[str, Any], tokenizer: Tokenizer, limit: int) -> list[int]:

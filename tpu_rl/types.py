@@ -60,6 +60,8 @@ class Model(NamedTuple):
     """
     axes: Any
     """A tree like params; each leaf is a tuple of logical axis names, one a dimension (see `sharding`)."""
+    forgets: int | None = None
+    """See `Policy`."""
 
 
 class Policy(NamedTuple):

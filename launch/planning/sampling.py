@@ -60,7 +60,8 @@ def _steps_of(
     config, (policy, read, mesh) = planned.setup.config, _acting(planned)
     params = read(planned.state.params)
     weights = {"decoding weights": chip_bytes(copied(planned.state.params, params))}
-    asked, width, devices = config.batch.prompts, config.sampling.max_prompt_tokens, slots.device_count(mesh)
+    asked, width = config.batch.prompts + config.batch.carry_over, config.sampling.max_prompt_tokens
+    devices = slots.device_count(mesh)
     rows = asked * how.samples_per_prompt
     rows, at_once = (-(-size // devices) * devices for size in (rows, min(how.max_rows, rows)))
     prompts = -(-min(asked, at_once) // devices) * devices

@@ -330,11 +330,6 @@ def _ring(config: DecoderConfig, kind: str) -> int | None:
     return layers.ring(window) if kind == "sliding" and window is not None else None
 
 
-def forgets(config: DecoderConfig) -> int | None:
-    """See `types.Policy`."""
-    return layers.SPARE if any(_ring(config, kind) for kind in config.kinds) else None
-
-
 @functools.cache
 def decoder(config: DecoderConfig) -> Model:
     """The pure functions of a decoder-only transformer (see `types.Model`); the same ones for equal configs."""
@@ -387,7 +382,8 @@ def decoder(config: DecoderConfig) -> Model:
         out: Any = module.apply({"params": params}, tokens, stacks, new)
         return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
 
-    return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)))
+    forgets = layers.SPARE if any(_ring(config, kind) for kind in config.kinds) else None
+    return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)), forgets)
 
 
 def narrow(params: Any, dtype: Any) -> Any:

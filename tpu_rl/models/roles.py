@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from tpu_rl.models.decoder import decoder, forgets
+from tpu_rl.models.decoder import decoder
 from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
 
 
@@ -19,7 +19,7 @@ def policy(model: Model, select: Callable[[Params], Params] | None = None) -> Po
     The same model and the same `select` give an equal policy, which the sampler compiles once; a new lambda is another
     `select`, so name the function.
     """
-    own = Policy(model.init_cache, model.extend, forgets(model.config))
+    own = Policy(model.init_cache, model.extend, model.forgets)
     return own if select is None else _selecting(own, select)
 
 
