@@ -1,10 +1,12 @@
 """Each idea of the sampler on and off, in turn, on this machine: wall and CPU seconds, tokens a second.
 
-    python bench/micro_sampler.py [--rounds 3] [--only refill batches caches both borders speculation] [--draft DIR]
+    python bench/micro_sampler.py [--rounds 3] [--only refill batches caches both borders partial speculation]
+                                  [--draft DIR]
 
 The model is a Llama of 12.6 million random weights in float32; lengths are forced and long-tailed. "refill": 256 rows
-of 64 + 39 tokens on average, at most 192, in 32 slots. The others: 32 rows in 32 slots, four times as long. Arms are
-run round by round, the first round compiles and is dropped, and medians are printed as a table in Markdown.
+of 64 + 39 tokens on average, at most 192, in 32 slots. The others: 32 rows in 32 slots, four times as long. "partial":
+six steps of 64 such rows, the last of which takes all that is left. Arms are run round by round, the first round
+compiles and is dropped, and medians are printed as a table in Markdown.
 "speculation 1" to "8": the shipped arithmetic model answers 16 held-out problems 32 times each at temperature 1, so
 many rows at once; with --draft also drafted by a small model of its tokenizer.
 """
@@ -63,11 +65,41 @@ def decode(policy: Any, params: Any, work: Workload, borders: Borders, waves: bo
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
+def in_steps(policy: Any, params: Any, work: Workload, steps: int, carried: int) -> Rollout:
+    """All rows, of which so many may be unfinished when a step has its share, and go on in the next; in their order."""
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(1, LLAMA["vocab_size"], (work.rows, work.prompt)).tolist()
+    config = SamplerConfig(
+        work.most, max_rows=work.slots + carried, prompt_length=work.prompt, borders=Borders(32, 4, 128)
+    )
+    size, waiting, parts = work.rows // steps, list(range(work.rows)), {}
+    on_the_way: dict[int, sampler.Begun] = {}
+    for _ in range(steps):
+        fresh, waiting = np.split(np.array(waiting), [size + carried - len(on_the_way)])
+        rows, seen = np.array([*on_the_way, *fresh]), []
+
+        def enough(ended: np.ndarray, seen: list[np.ndarray] = seen, old: int = len(on_the_way)) -> bool:
+            seen.append(ended)
+            return bool(ended[:old].all()) and int(ended.sum()) >= size
+
+        begun = [*on_the_way.values(), *[None] * len(fresh)]
+        told = {"limits": work.lengths[rows], "row_ids": rows, "begun": begun, "enough": enough}
+        part = sampler.sample(policy, params, [prompts[row] for row in rows], KEY, config, **told)
+        taken = np.flatnonzero(seen[-1])[:size]
+        left = np.setdiff1d(np.arange(len(rows)), taken)
+        completions = sampler.begun(part, seen[-1])
+        on_the_way = {int(rows[one]): completions[one] for one in left}
+        parts |= {int(rows[one]): jax.tree.map(lambda leaf, one=one: leaf[one : one + 1], part) for one in taken}
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *(parts[row] for row in range(work.rows)))
+
+
 def ideas(policy: Any, params: Any) -> dict[str, dict[str, Callable[[], Rollout]]]:
     """Name -> arm -> what it decodes."""
     tail, long = Workload(), Workload(rows=32, slots=32, most=512)
     long.lengths = np.clip(long.lengths * 4, 1, 512)
     plain, fixed = Borders(), Borders(NEVER, NEVER, NEVER)
+    six = Workload(rows=6 * 64, slots=64, most=512)
+    six.lengths = np.clip(six.lengths * 4, 1, 512)
 
     def of(work: Workload, borders: Borders, **how: Any) -> Callable[[], Rollout]:
         return lambda: decode(policy, params, work, borders, **how)
@@ -81,6 +113,10 @@ def ideas(policy: Any, params: Any) -> dict[str, dict[str, Callable[[], Rollout]
         "caches": {"whole": of(long, Borders(64, NEVER, NEVER)), "growing": of(long, Borders(64, NEVER, 128))},
         "both": {"neither": of(long, fixed), "both": of(long, Borders(64, 4, 128)), "as shipped": of(long, plain)},
         "borders": {"none": borders_of(NEVER), "128": borders_of(128), "32": borders_of(32), "8": borders_of(8)},
+        "partial": {
+            f"{carried} of 64 carried over": lambda carried=carried: in_steps(policy, params, six, 6, carried)
+            for carried in (0, 4, 8, 16)
+        },
     }
 
 

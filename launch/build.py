@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from launch import carry_over, dataset, pairs, q_examples, reward_runs, roles, sources
+from launch import ahead, carry_over, dataset, pairs, q_examples, reward_runs, roles, sources
 from launch.acting import Acting, sampling_mesh
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
@@ -67,6 +67,8 @@ def make_source(setup: Setup, stage: Stage, params: Params) -> Source:
         return reward_runs.step_source(setup, stage, params)
     if setup.config.batch.carry_over:
         return carry_over.partial_source(setup, stage, params)
+    if setup.config.batch.ahead:
+        return ahead.source_ahead(setup, stage, params)
     kinds = sources.SOURCES | {Pairs: pairs.pair_source, QExamples: q_examples.q_example_source}
     return kinds[stage.algorithm.needs.experience](setup, stage, params)
 

@@ -31,6 +31,18 @@ class Group(NamedTuple):
     row: data.Row
     completions: list[sampler.Begun]
 
+    @staticmethod
+    def of(values: Any) -> Group:
+        """From what JSON makes of one."""
+        row, completions = values
+        return Group(row, [sampler.Begun(*one) for one in completions])
+
+
+def in_groups(rows: list[data.Row], completions: list[sampler.Begun]) -> list[Group]:
+    """Rows, each with as many of the completions."""
+    size = len(completions) // len(rows)
+    return [Group(row, completions[i * size : (i + 1) * size]) for i, row in enumerate(rows)]
+
 
 class Batch:
     """Takes groups as they end, until there are enough: all that were begun before, and of the new ones the first."""
@@ -87,24 +99,21 @@ def partial_source(setup: Setup, stage: Stage, params: Params) -> Source:
             )
         taken = sorted(batch.groups)
         chosen = [rows[one] for one in taken]
-        scored = rollouts.score(
-            chosen,
-            _groups(found.rollout, taken, group),
-            lang.tokenizer,
-            functions,
-            config.reward_limits.fault_share,
-            lambda: early.answers(taken),
-            began,
+        sampled = replace(
+            rollouts.unscored(chosen, _groups(found.rollout, taken, group), lang.tokenizer),
+            seconds_rollout=time.perf_counter() - began,
+            drafts=found.drafts,
+            tokens_of_drafts=found.tokens_of_drafts,
         )
-        scored = replace(scored, drafts=found.drafts, tokens_of_drafts=found.tokens_of_drafts)
+        share = config.reward_limits.fault_share
+        scored = rollouts.score(sampled, chosen, functions, share, lambda: early.answers(taken))
         if worth is not None:
             scored = with_baseline(scored, worth(step, state, chosen, 0))
         older = sum(len(one.tokens) for i in taken for one in begun[i * group : (i + 1) * group] if one)
         more = {"rollout/carried_over": older / max(int(scored.lengths.sum()), 1)}
 
-        completions = sampler.begun(found.rollout, batch.ended)
-        left = [one for one in range(len(rows)) if one not in taken]
-        on_the_way = [Group(rows[one], completions[one * group : (one + 1) * group]) for one in left]
+        groups = in_groups(rows, sampler.begun(found.rollout, batch.ended))
+        on_the_way = [some for one, some in enumerate(groups) if one not in taken]
         waiting = later
         metrics = rollouts.metrics(scored) | more
         return Drawn(scored.rollout, metrics, rollouts.records(scored, step), rollouts.warnings(scored))
@@ -115,8 +124,7 @@ def partial_source(setup: Setup, stage: Stage, params: Params) -> Source:
     def set_state(state: dict[str, Any]) -> None:
         nonlocal on_the_way, waiting
         stream.set_state(state["stream"])
-        groups = [(row, [sampler.Begun(*one) for one in completions]) for row, completions in state["on_the_way"]]
-        on_the_way, waiting = [Group(*one) for one in groups], state["waiting"]
+        on_the_way, waiting = [Group.of(one) for one in state["on_the_way"]], state["waiting"]
 
     return Source(draw, get_state, set_state)
 

@@ -111,6 +111,9 @@ class BatchConfig:
     carry_over: int = 0
     """Partial rollouts: so many groups may be unfinished when the batch is complete, which is looked at every
     --sampling.segment tokens; they go on in the next step. 0: all that a step learns from its own policy has drawn."""
+    ahead: bool = False
+    """Sample the next step's completions before this step's update, while its rewards are computed in other processes:
+    what a step learns from is then one update old."""
 
 
 @dataclass(frozen=True)
@@ -307,23 +310,26 @@ def _require_sampling(config: ExperimentConfig) -> None:
         )  # fmt: skip
 
 
+def _require_staleness(config: ExperimentConfig) -> None:
+    batch, where = config.batch, "--batch.carry-over" if config.batch.carry_over else "--batch.ahead"
+    if not 0 <= batch.carry_over < batch.prompts:
+        fix = f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning"
+        raise InputError(f"{batch.carry_over} of {batch.prompts} groups cannot be carried over", where=where, fix=fix)
+    if batch.carry_over and batch.ahead:
+        why = "together they would learn from what is two steps old"
+        raise InputError("a batch is partial or sampled ahead", where=f"{where}, --batch.ahead", why=why, fix="use one")
+    if batch.refill_rounds:
+        why = f"dynamic sampling decides what a batch is, and {where} does"
+        raise InputError("two would decide it", where=f"{where}, --batch.refill-rounds", why=why, fix="use one of them")
+    if any(one.algorithm.needs.experience is not Rollout for one in config.stages):
+        why = "it does not learn from the policy's own scored completions alone"
+        raise InputError("this algorithm takes no older completions", where=where, why=why, fix="leave it out")
+
+
 def _require_batch(config: ExperimentConfig) -> None:
     batch, how = config.batch, config.sampling
-    if batch.carry_over:
-        where = "--batch.carry-over"
-        if not 0 < batch.carry_over < batch.prompts:
-            fix = f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning"
-            raise InputError(
-                f"{batch.carry_over} of {batch.prompts} groups cannot be carried over", where=where, fix=fix
-            )
-        if batch.refill_rounds:
-            raise InputError(
-                "dynamic sampling and partial rollouts both decide what a batch is",
-                where=f"{where}, --batch.refill-rounds", fix="set one of them to 0",
-            )  # fmt: skip
-        if any(one.algorithm.needs.experience is not Rollout for one in config.stages):
-            why = "it does not learn from the policy's own scored completions alone"
-            raise InputError("this algorithm has no partial rollouts", where=where, why=why, fix="leave it at 0")
+    if batch.carry_over or batch.ahead:
+        _require_staleness(config)
     if batch.prompts % batch.minibatches:
         valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
         nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]

@@ -121,7 +121,8 @@ def test_a_batch_takes_all_that_were_begun_and_the_first_of_the_new():
     [
         (["--batch.carry-over", "4"], "4 of 4 groups cannot be carried over"),
         (["--batch.carry-over", "-1"], "-1 of 4 groups"),
-        (["--batch.refill-rounds", "1"], "both decide what a batch is"),
+        (["--batch.refill-rounds", "1"], "two would decide it"),
+        (["--batch.ahead"], "two steps old"),
     ],
 )
 def test_what_cannot_be_is_said(flags, message):
@@ -130,13 +131,14 @@ def test_what_cannot_be_is_said(flags, message):
 
 
 def test_other_experience_cannot_be_carried_over():
-    with pytest.raises(InputError, match="no partial rollouts"):
+    with pytest.raises(InputError, match="no older completions"):
         config.parse(["arithmetic_sft", "--batch.carry-over", "1"])
 
 
 @pytest.mark.slow
-def test_a_run_that_was_interrupted_is_the_one_that_was_not(tmp_path: Path, capsys):
-    flags = [*TINY, "--batch.carry-over", "2", "--sampling.segment", "4"]
+@pytest.mark.parametrize("stale", [["--batch.carry-over", "2", "--sampling.segment", "4"], ["--batch.ahead"]])
+def test_a_run_that_was_interrupted_is_the_one_that_was_not(tmp_path: Path, capsys, stale):
+    flags = [*TINY, *stale]
     assert run.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole")]) == 0
     for steps in ("2", "4"):
         assert run.main([*flags, "--steps", steps, "--run-dir", str(tmp_path / "parts")]) == 0

@@ -83,7 +83,8 @@ def roll_out(
     prompts = encode(rows, tokenizer, max_prompt_tokens)
     with asking(rows, len(row_ids) // len(rows), tokenizer, reward_functions) as early:
         rollout = generate(prompts, row_ids, early.on_finished)
-    return score(rows, rollout, tokenizer, reward_functions, max_fault_share, early.answers, began)
+    sampled = replace(unscored(rows, rollout, tokenizer), seconds_rollout=time.perf_counter() - began)
+    return score(sampled, rows, reward_functions, max_fault_share, early.answers)
 
 
 @contextmanager
@@ -107,37 +108,46 @@ def _repeated(rows: list[dict[str, Any]], group: int) -> tuple[list[Any], dict[s
     return [row["prompt"] for row in repeated], columns
 
 
+def unscored(rows: list[dict[str, Any]], rollout: Rollout, tokenizer: Tokenizer) -> Scored:
+    """The completions of the rows' prompts, before anybody has judged them."""
+    prompts, _ = _repeated(rows, len(rollout.tokens) // len(rows))
+    return Scored(
+        rollout=rollout,
+        prompts=[as_text(prompt) for prompt in prompts],
+        completions=[
+            tokenizer.decode(tokens[mask].tolist())
+            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+        ],
+        lengths=np.asarray(rollout.action_mask).sum(-1),
+        rewards=np.zeros(len(prompts), np.float32),
+        parts={},
+        faults=[""] * len(prompts),
+        seconds_rollout=0.0,
+        seconds_reward=0.0,
+    )
+
+
 def score(
+    sampled: Scored,
     rows: list[dict[str, Any]],
-    rollout: Rollout,
-    tokenizer: Tokenizer,
     reward_functions: dict[str, rewards.Reward],
     max_fault_share: float,
     early: Callable[[], dict[str, rewards.Answer]],
-    began: float,
 ) -> Scored:
-    """The completions of the rows' prompts, sampled since `began`, with their rewards; `early` gives those that were
-    asked for meanwhile."""
-    sampled, group = time.perf_counter(), len(rollout.tokens) // len(rows)
+    """The completions of the rows' prompts with their rewards; `early` gives those that were asked for meanwhile."""
+    began, group = time.perf_counter(), len(sampled.completions) // len(rows)
     prompts, columns = _repeated(rows, group)
-    completions = [
-        tokenizer.decode(tokens[mask].tolist())
-        for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
-    ]
+    scores = rewards.Scores(sampled.rewards, {}, [])
     if reward_functions:
-        scores = score_together(reward_functions, prompts, completions, columns, max_fault_share, group, early())
-    else:
-        scores = rewards.Scores(np.zeros(len(prompts), np.float32), {}, [])
-    return Scored(
-        rollout=place_rewards(rollout, scores.totals),
-        prompts=[as_text(prompt) for prompt in prompts],
-        completions=completions,
-        lengths=np.asarray(rollout.action_mask).sum(-1),
+        texts = sampled.completions
+        scores = score_together(reward_functions, prompts, texts, columns, max_fault_share, group, early())
+    return replace(
+        sampled,
+        rollout=place_rewards(sampled.rollout, scores.totals),
         rewards=scores.totals,
         parts=scores.parts,
         faults=_by_row(scores.faults, len(prompts)),
-        seconds_rollout=sampled - began,
-        seconds_reward=time.perf_counter() - sampled,
+        seconds_reward=time.perf_counter() - began,
     )
 
 
