@@ -6,7 +6,9 @@ The gradient of GRPO's loss over one micro-batch of groups that share their prom
 of 12.6 M parameters in float32. `dense`: every token's scores against the whole row, and every slot unembedded.
 `tiles`: scores only of tiles that hold what a token sees (`types.Rows.key_tiles`). `actions`: only actions unembedded
 (`types.Rows.actions`). Prints seconds of all cores' work (process time, medians), and of the compiled program the
-flops, those of loops times their trips, and the temporary bytes.
+flops, those of loops times their trips, and the temporary bytes. Shares of the peak are by the clock: the flops that
+the program executes, what it computes twice included, and those of three forward passes, over the flops a second of a
+matrix product of 2,048 x 2,048 that takes its turn in the same rounds.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def rollout(case: Case, vocabulary: int) -> Rollout:
     return Rollout(**jax.tree.map(jnp.asarray, arrays))
 
 
-def gradient_of(case: Case) -> tuple[Callable[..., Any], Any, Callable[[str], Any]]:
-    """(jitted gradient of params and batch, params, batch of an arm)."""
+def gradient_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any], Any, Callable[[str], Any]]:
+    """(jitted loss and jitted gradient of params and batch, params, batch of an arm)."""
     model = models.from_config(LLAMA)
     params = {"policy": jax.jit(model.init)(jax.random.key(0))}
     algorithm = grpo(GrpoConfig(), {"policy": models.role(model, lambda params: params["policy"])}, Sampling())
@@ -86,34 +88,62 @@ def gradient_of(case: Case) -> tuple[Callable[..., Any], Any, Callable[[str], An
         loss, _, gradients = training.accumulate(algorithm, *training.partition(params, lambda path: True), batch)
         return loss, gradients
 
-    return jax.jit(gradient), params, batch_of
+    def loss(params: Any, batch: Any) -> Any:
+        return algorithm.loss(params, jax.tree.map(lambda leaf: leaf[0], batch))[0]
+
+    return jax.jit(loss), jax.jit(gradient), params, batch_of
 
 
 def flops(program: jax.stages.Compiled) -> float:
     return sum(one.times * one.flops for one in compiled.operations(compiled.read(program.as_text())))
 
 
+SIDE = 2048
+"""Of the matrices whose product says what the machine can do."""
+
+
+def clocked(program: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
+    """(seconds, processor seconds) that it takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(program(*arguments))
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
 def update(rounds: int, cases: list[str]) -> None:
-    print("| case | arm | CPU s (lowest to highest) | GFLOP | temporary MiB | largest difference of a gradient |")
-    print("|---|---|---|---|---|---|")
+    columns = "CPU s (lowest to highest)", "GFLOP", "of the peak", "three forward passes of the peak", "temporary MiB"
+    print(
+        f"| case | arm | {' | '.join(columns)} | largest difference of a gradient |\n|---|---|---|---|---|---|---|---|"
+    )
+    square = jax.random.normal(jax.random.key(0), (SIDE, SIDE))
+    product = jax.jit(jnp.matmul)
+    product(square, square).block_until_ready()
     for name in cases:
-        gradient, params, batch_of = gradient_of(CASES[name])
+        loss, gradient, params, batch_of = gradient_of(CASES[name])
         batches = {arm: batch_of(arm) for arm in ARMS}
+        forward = {arm: flops(loss.lower(params, batch).compile()) for arm, batch in batches.items()}
         programs = {arm: gradient.lower(params, batch).compile() for arm, batch in batches.items()}
-        seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        seconds: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+        products: list[float] = []
         results = {arm: programs[arm](params, batches[arm]) for arm in ARMS}
         for _ in range(rounds):
+            products.append(clocked(product, square, square)[0])
             for arm, program in programs.items():
-                start = time.process_time()
-                jax.block_until_ready(program(params, batches[arm]))
-                seconds[arm].append(time.process_time() - start)
+                seconds[arm].append(clocked(program, params, batches[arm]))
+        peak = 2 * SIDE**3 / float(np.median(products))
         for arm, program in programs.items():
             pairs = zip(*(jax.tree.leaves(results[a][1]) for a in (arm, "dense")), strict=True)
             apart = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
-            low, middle, high = (float(f(seconds[arm])) for f in (np.min, np.median, np.max))
+            walls, cpus = zip(*seconds[arm], strict=True)
+            low, middle, high = (float(f(cpus)) for f in (np.min, np.median, np.max))
+            shares = [100 * done / float(np.median(walls)) / peak for done in (flops(program), 3 * forward[arm])]
             mib = program.memory_analysis().temp_size_in_bytes / 2**20
             took = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            print(f"| {name} | {arm} | {took} | {flops(program) / 1e9:.0f} | {mib:.0f} | {apart:.1e} |", flush=True)
+            of_peak = " | ".join(f"{share:.0f} %" for share in shares)
+            print(
+                f"| {name} | {arm} | {took} | {flops(program) / 1e9:.0f} | {of_peak} | {mib:.0f} | {apart:.1e} |",
+                flush=True,
+            )
+        print(f"{peak / 1e9:.0f} GFLOP/s is the peak beside {name}", flush=True)
 
 
 def main() -> None:
