@@ -267,9 +267,9 @@ def _shape(
 def _cache_length(longest: int, waits: bool, reach: int, asked: Asked, config: SamplerConfig) -> int:
     """Tokens that a cache must have room for in the next segment, in which no row draws more than `reach`, rounded up
     to one of few sizes."""
-    width = asked.texts.tokens.shape[1]
-    needed = max(longest, width if waits else 0) + reach - width
+    width, widest = asked.prompts.tokens.shape[1], asked.texts.tokens.shape[1]
+    needed = max(longest, widest if waits else 0) + reach - width
     new = config.borders.smallest_cache
     while new < needed:
         new *= 2
-    return min(width + new, asked.most_tokens)
+    return min(width + new, asked.room)

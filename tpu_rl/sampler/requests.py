@@ -71,6 +71,8 @@ class Asked(NamedTuple):
     """[N] keys."""
     most_tokens: int
     """Of a prompt with its completion."""
+    room: int
+    """Tokens of the largest cache: as many, rounded up to whole blocks of 128 where prompts are such blocks."""
     counts: np.ndarray
     """[N] int32: tokens that the completion has."""
     ended: np.ndarray
@@ -118,6 +120,7 @@ def ask(
         limits=limits,
         keys=row_keys(key, row_ids),
         most_tokens=width + config.max_new_tokens,
+        room=width + config.max_new_tokens,
         counts=np.zeros(rows, np.int32),
         ended=np.zeros(rows, bool),
         stopped=np.zeros(rows, bool),
@@ -177,15 +180,17 @@ def _with_begun(asked: Asked, before: Sequence[Begun | None], config: SamplerCon
     width, longest = asked.prompts.tokens.shape[1], max(map(len, texts))
     while width < longest:
         width *= 2
+    room = -(-asked.room // 128) * 128 if asked.prompts.tokens.shape[1] % 128 == 0 else asked.room
     keys = jax.random.wrap_key_data(jnp.asarray(key_data), impl=jax.random.key_impl(asked.keys))
-    return asked._replace(texts=_pad(texts, min(width, asked.most_tokens), config.pad_id), keys=keys)
+    return asked._replace(texts=_pad(texts, min(width, room), config.pad_id), keys=keys, room=room)
 
 
 class Shares:
     """Which rows each of D devices decodes, in which order, and which of them wait.
 
     Rows stay in blocks, so that a group is on one device or few. A pool has no more prompts than there are slots, so
-    that it takes less memory than they do. What was begun earlier goes first, then what may become longest.
+    that it takes less memory than they do. What was begun earlier goes first, then what may become longest; it has
+    pools of its own, so that it alone is read in its greater width, and no more tokens at once than of prompts.
     """
 
     def __init__(self, asked: Asked, config: SamplerConfig, mesh: Mesh | None):
@@ -198,13 +203,22 @@ class Shares:
         self._orders = [order[~asked.ended[order]] for order in orders]
         self.slots = -(-min(config.max_rows, len(rows)) // self.devices)
         """Of a device."""
-        texts = max(1, *(len(np.unique(asked.text[order])) for order in self._orders))
-        if asked.drawn is not None:  # so many as never before, each time
-            texts = 1 << (texts - 1).bit_length()
-        self._texts = -(-texts // -(-texts // self.slots))
-        # As many of a device in each pool, so that one program serves all.
+        self._is_begun = asked.counts > 0
+        width, wider = asked.prompts.tokens.shape[1], asked.texts.tokens.shape[1]
+        # As many of a device in each pool of a kind, so that one program serves all.
+        self._new = self._most_texts(~self._is_begun, self.slots)
+        self._begun = self._most_texts(self._is_begun, max(1, self.slots * width // wider))
         self._given, self._sizes = np.zeros((2, self.devices), np.int32)
         """Rows that earlier queues gave, and those in the one that is there."""
+
+    def _most_texts(self, which: np.ndarray, most: int) -> int:
+        """Of a device's rows of that kind in one pool, no more than `most`."""
+        text = self.asked.text
+        texts = max(1, *(len(np.unique(text[order[which[order]]])) for order in self._orders))
+        if self.asked.drawn is not None:  # in each step others: one of few numbers, at most a quarter more
+            step = max(1, 1 << (texts.bit_length() - 3)) if texts > 4 else 1
+            texts = -(-texts // step) * step
+        return -(-texts // -(-texts // most))
 
     def waiting(self, taken: np.ndarray) -> np.ndarray:
         """[D] int: rows without a slot yet, when so many of each queue are taken [D]."""
@@ -222,15 +236,20 @@ class Shares:
     def next_pool(self, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, Queue]:
         """(tokens [D * texts, longest], lengths [D * texts], queue) of what each device takes next."""
         asked, self._given = self.asked, self._given + taken
-        places = min(self.size, self._texts * asked.group)
-        texts = np.full((self.devices, self._texts), -1)
+        ahead_of = [order[given:] for order, given in zip(self._orders, self._given, strict=True)]
+        begun = [bool(self._is_begun[order[0]]) for order in ahead_of if len(order)]
+        if all(begun):  # where one device has only new ones left, they are read in the greater width
+            ahead_of = [order[self._is_begun[order]] for order in ahead_of]
+        most, table = (self._begun, asked.texts) if any(begun) else (self._new, asked.prompts)
+        places = min(self.size, most * asked.group)
+        texts = np.full((self.devices, most), -1)
         rows, text = np.zeros((2, self.devices, places), np.int32)
-        for i, (order, given) in enumerate(zip(self._orders, self._given, strict=True)):
-            ahead = asked.text[order[given : given + places]]
+        for i, order in enumerate(ahead_of):
+            ahead = asked.text[order[:places]]
             is_first = np.isin(np.arange(len(ahead)), np.unique(ahead, return_index=True)[1])
-            count = int(np.sum(np.cumsum(is_first) <= self._texts))
+            count = int(np.sum(np.cumsum(is_first) <= most))
             unique, text[i, :count] = np.unique(ahead[:count], return_inverse=True)
-            texts[i, : len(unique)], rows[i, :count] = unique, order[given : given + count]
+            texts[i, : len(unique)], rows[i, :count] = unique, order[:count]
             self._sizes[i] = count
         flat, block = rows.reshape(-1), np.repeat(np.arange(self.devices) * self.size, places)
         queue = Queue(
@@ -243,5 +262,4 @@ class Shares:
             more=self.waiting(self._sizes) > 0,
         )
         chosen = np.maximum(texts, 0).reshape(-1)
-        lengths = np.where(texts.reshape(-1) < 0, 1, asked.texts.lengths[chosen])
-        return asked.texts.tokens[chosen], lengths, queue
+        return table.tokens[chosen], np.where(texts.reshape(-1) < 0, 1, table.lengths[chosen]), queue
