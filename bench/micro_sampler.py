@@ -5,7 +5,7 @@
 
 The model is a Llama of 12.6 million random weights in float32; lengths are forced and long-tailed. "refill": 256 rows
 of 64 + 39 tokens on average, at most 192, in 32 slots. The others: 32 rows in 32 slots, four times as long. "partial":
-six steps of 64 such rows, the last of which takes all that is left. Arms are run round by round, the first round
+four steps of 64 such rows, the last of which takes all that is left. Arms are run round by round, the first round
 compiles and is dropped, and medians are printed as a table in Markdown.
 "speculation 1" to "8": the shipped arithmetic model answers 16 held-out problems 32 times each at temperature 1, so
 many rows at once; with --draft also drafted by a small model of its tokenizer.
@@ -98,8 +98,8 @@ def ideas(policy: Any, params: Any) -> dict[str, dict[str, Callable[[], Rollout]
     tail, long = Workload(), Workload(rows=32, slots=32, most=512)
     long.lengths = np.clip(long.lengths * 4, 1, 512)
     plain, fixed = Borders(), Borders(NEVER, NEVER, NEVER)
-    six = Workload(rows=6 * 64, slots=64, most=512)
-    six.lengths = np.clip(six.lengths * 4, 1, 512)
+    four = Workload(rows=4 * 64, slots=64, most=512)
+    four.lengths = np.clip(four.lengths * 4, 1, 512)
 
     def of(work: Workload, borders: Borders, **how: Any) -> Callable[[], Rollout]:
         return lambda: decode(policy, params, work, borders, **how)
@@ -114,8 +114,8 @@ def ideas(policy: Any, params: Any) -> dict[str, dict[str, Callable[[], Rollout]
         "both": {"neither": of(long, fixed), "both": of(long, Borders(64, 4, 128)), "as shipped": of(long, plain)},
         "borders": {"none": borders_of(NEVER), "128": borders_of(128), "32": borders_of(32), "8": borders_of(8)},
         "partial": {
-            f"{carried} of 64 carried over": lambda carried=carried: in_steps(policy, params, six, 6, carried)
-            for carried in (0, 4, 8, 16)
+            f"{carried} of 64 carried over": lambda carried=carried: in_steps(policy, params, four, 4, carried)
+            for carried in (0, 8)
         },
     }
 

@@ -2,25 +2,26 @@
 
 Reward functions that work elsewhere (see `rewards`) have the whole of a rollout and an update for their answers, where
 they would otherwise be waited for after the last completion. The devices have no less to do: where rewards are quick
-nothing is won. Its price: each batch but the first is drawn by the policy of one update before. The log-probs that it
-was drawn with are the ratio's old ones, or, with `--algorithm.old-log-probs recomputed`, what an
-`--algorithm.importance-cap` corrects for (AReaL, arXiv 2505.24298).
+nothing is won. Its price: each batch but the first is drawn by the policy of one update before (after a run has gone
+back: by a later one), and one batch is drawn and judged at the end that nobody learns from. The log-probs that a batch
+was drawn with are the ratio's old ones; GRPO's `--algorithm.old-log-probs recomputed` with an
+`--algorithm.importance-cap` corrects for it (AReaL, arXiv 2505.24298).
 
-What is sampled and not learned from is part of a checkpoint, so that a resumed run is the one that never ended.
+What is sampled and not learned from is part of a checkpoint, so that a resumed run is the one that never ended; its
+rewards are asked for again.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from launch import dataset
-from launch.carry_over import Group, in_groups
+from launch.carry_over import STALE, Group, as_json, from_json, in_groups
 from launch.config import Stage
-from launch.sources import Drawn, Setup, Source, prompt_values, reward_functions, sampling, with_baseline
+from launch.sources import Drawn, Setup, Source, as_drawn, prompt_values, reward_functions, sampling, with_baseline
 from tpu_rl import data, rollouts, sampler
 from tpu_rl.early_rewards import EarlyRewards
 from tpu_rl.types import Params, TrainState
@@ -53,14 +54,8 @@ def source_ahead(setup: Setup, stage: Stage, params: Params) -> Source:
         with rollouts.asking(rows, group, lang.tokenizer, functions) as early:
             found = sample(step, state, prompts, first + row_ids, early.on_finished, begun=begun)
             if begun is not None and early.on_finished is not None:
-                early.on_finished({row: one.tokens for row, one in enumerate(begun)})
-        sampled = replace(
-            rollouts.unscored(rows, found.rollout, lang.tokenizer),
-            seconds_rollout=time.perf_counter() - began,
-            drafts=found.drafts,
-            tokens_of_drafts=found.tokens_of_drafts,
-        )
-        return Pending(rows, sampled, early)
+                early.on_finished({row: one.tokens.tolist() for row, one in enumerate(begun)})
+        return Pending(rows, found.unscored(rows, lang, began), early)
 
     def draw(step: int, state: TrainState) -> Drawn:
         nonlocal pending, restored
@@ -70,26 +65,35 @@ def source_ahead(setup: Setup, stage: Stage, params: Params) -> Source:
             now = ask(step, state, [some.row for some in restored], 0, completions)
         elif now is None:
             now = ask(step, state, next(stream)[1], size, None)
+        # Before the next batch is asked about: this one's questions would wait behind.
+        values = None if worth is None else worth(step, state, now.rows, 0)
         ahead = ask(step, state, next(stream)[1], 0, None)
         scored = rollouts.score(now.sampled, now.rows, functions, config.reward_limits.fault_share, now.early.answers)
-        if worth is not None:
-            scored = with_baseline(scored, worth(step, state, now.rows, 0))
+        scored = scored if values is None else with_baseline(scored, values)
         pending, restored = ahead, []
-        is_older = np.asarray(scored.rollout.policy_step) < int(state.step)
-        older = int(scored.lengths[is_older].sum()) / max(int(scored.lengths.sum()), 1)
-        took = {"time/rollout": ahead.sampled.seconds_rollout, "rollout/carried_over": older}
-        metrics = rollouts.metrics(scored) | took
-        return Drawn(scored.rollout, metrics, rollouts.records(scored, step), rollouts.warnings(scored))
+        is_older = np.asarray(scored.rollout.policy_step) != int(state.step)
+        took = rollouts.metrics(ahead.sampled)
+        return as_drawn(
+            scored,
+            step,
+            **{name: took[name] for name in took if name.startswith("perf/") or name == "time/rollout"},
+            **{STALE: int(scored.lengths[is_older].sum()) / max(int(scored.lengths.sum()), 1)},
+        )
 
     def get_state() -> dict[str, Any]:
         groups = restored
         if pending is not None:
             groups = in_groups(pending.rows, sampler.begun(pending.sampled.rollout, np.ones(size, bool)))
-        return {"stream": stream.get_state(), "pending": [list(one) for one in groups]}
+        return {"stream": stream.get_state(), "pending": as_json(groups)}
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal pending, restored
         stream.set_state(state["stream"])
-        pending, restored = None, [Group.of(one) for one in state["pending"]]
+        close()
+        pending, restored = None, from_json(state["pending"])
 
-    return Source(draw, get_state, set_state)
+    def close() -> None:
+        if pending is not None:
+            pending.early.give_up()
+
+    return Source(draw, get_state, set_state, close)

@@ -5,13 +5,16 @@ and of the new ones those that end first; the others go on in the next step, und
 So a step waits only for what the one before has left of the longest, and no token is older than one step.
 
 Its price: what is carried over was drawn by two policies, and each batch has few of the longest of its own prompts.
-Each token has the log-probs that it was drawn with, which `--algorithm.old-log-probs recomputed` with an
-`--algorithm.importance-cap` corrects for (AReaL, arXiv 2505.24298).
+Each token has the log-probs that it was drawn with: they are the ratio's old ones, so that its metrics and
+policy/log_prob_gap now say how far the policy has moved, too. GRPO's `--algorithm.old-log-probs recomputed` with an
+`--algorithm.importance-cap` corrects for it (AReaL, arXiv 2505.24298). A run that goes back after steps that were not
+finite goes on with what is on its way: once, what is carried over is then from later than one step.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,9 +23,12 @@ import numpy as np
 
 from launch import dataset
 from launch.config import Stage
-from launch.sources import Drawn, Setup, Source, prompt_values, reward_functions, sampling, with_baseline
+from launch.sources import Drawn, Setup, Source, as_drawn, prompt_values, reward_functions, sampling, with_baseline
 from tpu_rl import data, processes, rollouts, sampler
 from tpu_rl.types import Params, TrainState
+
+STALE = "rollout/stale"
+"""Metric: the share of a batch's tokens that an earlier policy than the one that it is to improve has drawn."""
 
 
 class Group(NamedTuple):
@@ -31,28 +37,33 @@ class Group(NamedTuple):
     row: data.Row
     completions: list[sampler.Begun]
 
-    @staticmethod
-    def of(values: Any) -> Group:
-        """From what JSON makes of one."""
-        row, completions = values
-        return Group(row, [sampler.Begun(*one) for one in completions])
+
+def as_json(groups: list[Group]) -> dict[str, Any]:
+    return {
+        "rows": [one.row for one in groups],
+        "completions": sampler.pack([one for some in groups for one in some.completions]),
+    }
+
+
+def from_json(values: dict[str, Any]) -> list[Group]:
+    return in_groups(values["rows"], sampler.unpack(values["completions"]))
 
 
 def in_groups(rows: list[data.Row], completions: list[sampler.Begun]) -> list[Group]:
     """Rows, each with as many of the completions."""
-    size = len(completions) // len(rows)
+    size = len(completions) // max(len(rows), 1)
     return [Group(row, completions[i * size : (i + 1) * size]) for i, row in enumerate(rows)]
 
 
 class Batch:
     """Takes groups as they end, until there are enough: all that were begun before, and of the new ones the first."""
 
-    def __init__(self, size: int, group: int, begun: list[Group], tell: sampler.OnFinished | None):
-        """tell: is told of the completions of a group that is taken."""
+    def __init__(self, size: int, group: int, begun: Sequence[sampler.Begun | None], tell: sampler.OnFinished | None):
+        """begun: [N]; tell: is told of the completions of a group that is taken."""
         self.groups: list[int] = []
-        self._size, self._group, self._old, self._tell = size, group, len(begun), tell
-        completions = [one for some in begun for one in some.completions]
-        self._texts = {row: one.tokens for row, one in enumerate(completions) if one.ended}
+        self._size, self._group, self._tell = size, group, tell
+        self._old = {row // group for row, one in enumerate(begun) if one is not None}
+        self._texts = {row: one.tokens.tolist() for row, one in enumerate(begun) if one is not None and one.ended}
         self.ended = np.zeros(0, bool)
         """[N], of the rows, when last looked at."""
 
@@ -62,9 +73,9 @@ class Batch:
     def is_enough(self, ended: np.ndarray) -> bool:
         self.ended = ended
         whole = np.flatnonzero(ended.reshape(-1, self._group).all(1)).tolist()
-        room = self._size - self._old - sum(one >= self._old for one in self.groups)
+        room = self._size - len(self._old | set(self.groups))
         fresh = [one for one in whole if one not in self.groups]
-        new = [one for one in fresh if one < self._old] + [one for one in fresh if one >= self._old][:room]
+        new = [one for one in fresh if one in self._old] + [one for one in fresh if one not in self._old][:room]
         self.groups += new
         if new and self._tell is not None:
             rows = [row for one in new for row in range(one * self._group, (one + 1) * self._group)]
@@ -84,49 +95,49 @@ def partial_source(setup: Setup, stage: Stage, params: Params) -> Source:
 
     def draw(step: int, state: TrainState) -> Drawn:
         nonlocal on_the_way, waiting
-        began, rows = time.perf_counter(), [one.row for one in on_the_way] + waiting
-        while len(rows) < size + config.batch.carry_over:
-            rows += next(stream)[1]
-        rows, later = rows[: size + config.batch.carry_over], rows[size + config.batch.carry_over :]
-        begun: list[sampler.Begun | None] = [one for some in on_the_way for one in some.completions]
-        begun += [None] * (len(rows) * group - len(begun))
+        began, fresh = time.perf_counter(), list(waiting)
+        new = size + config.batch.carry_over - len(on_the_way)
+        while len(fresh) < new:
+            fresh += next(stream)[1]
+        going, later = dealt(on_the_way, [Group(row, []) for row in fresh[:new]]), fresh[new:]
+        rows = [one.row for one in going]
+        begun = [one for some in going for one in some.completions or [None] * group]
         prompts = rollouts.encode(rows, lang.tokenizer, config.sampling.max_prompt_tokens)
-        with rollouts.asking(rows, group, lang.tokenizer, functions) as early:
+        with rollouts.asking(rows, group, lang.tokenizer, functions, size * group) as early:
             # Which process asks about a group is only known when all are taken.
-            batch = Batch(size, group, on_the_way, early.on_finished if processes.count() == 1 else None)
-            found = sample(
-                step, state, prompts, np.arange(len(begun)), batch.on_finished, begun=begun, enough=batch.is_enough
-            )
+            batch = Batch(size, group, begun, early.on_finished if processes.count() == 1 else None)
+            more: dict[str, Any] = {"begun": begun, "enough": batch.is_enough}
+            found = sample(step, state, prompts, np.arange(len(begun)), batch.on_finished, **more)
         taken = sorted(batch.groups)
-        chosen = [rows[one] for one in taken]
-        sampled = replace(
-            rollouts.unscored(chosen, _groups(found.rollout, taken, group), lang.tokenizer),
-            seconds_rollout=time.perf_counter() - began,
-            drafts=found.drafts,
-            tokens_of_drafts=found.tokens_of_drafts,
-        )
-        share = config.reward_limits.fault_share
+        left = [one for one in range(len(rows)) if one not in taken]
+        chosen, share = [rows[one] for one in taken], config.reward_limits.fault_share
+        sampled = found._replace(rollout=_groups(found.rollout, taken, group)).unscored(chosen, lang, began)
         scored = rollouts.score(sampled, chosen, functions, share, lambda: early.answers(taken))
         if worth is not None:
             scored = with_baseline(scored, worth(step, state, chosen, 0))
-        older = sum(len(one.tokens) for i in taken for one in begun[i * group : (i + 1) * group] if one)
-        more = {"rollout/carried_over": older / max(int(scored.lengths.sum()), 1)}
-
-        groups = in_groups(rows, sampler.begun(found.rollout, batch.ended))
-        on_the_way = [some for one, some in enumerate(groups) if one not in taken]
-        waiting = later
-        metrics = rollouts.metrics(scored) | more
-        return Drawn(scored.rollout, metrics, rollouts.records(scored, step), rollouts.warnings(scored))
+        ended = batch.ended.reshape(-1, group)[left].reshape(-1)
+        completions = sampler.begun(_groups(found.rollout, left, group), ended)
+        on_the_way, waiting = in_groups([rows[one] for one in left], completions), later
+        older = [len(one.tokens) for some in taken for one in begun[some * group : (some + 1) * group] if one]
+        return as_drawn(scored, step, **{STALE: sum(older) / max(int(scored.lengths.sum()), 1)})
 
     def get_state() -> dict[str, Any]:
-        return {"stream": stream.get_state(), "on_the_way": [list(one) for one in on_the_way], "waiting": waiting}
+        return {"stream": stream.get_state(), "on_the_way": as_json(on_the_way), "waiting": waiting}
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal on_the_way, waiting
         stream.set_state(state["stream"])
-        on_the_way, waiting = [Group.of(one) for one in state["on_the_way"]], state["waiting"]
+        on_the_way, waiting = from_json(state["on_the_way"]), state["waiting"]
 
     return Source(draw, get_state, set_state)
+
+
+def dealt(old: list[Group], new: list[Group]) -> list[Group]:
+    """All of them, the old ones as far apart as they can be: devices take neighbours, and these begin with a load."""
+    count = len(old) + len(new)
+    places = {i * count // len(old): one for i, one in enumerate(old)}
+    others = iter(new)
+    return [places[i] if i in places else next(others) for i in range(count)]
 
 
 def _groups(rollout: Any, taken: list[int], group: int) -> Any:

@@ -321,8 +321,9 @@ def _require_staleness(config: ExperimentConfig) -> None:
     if batch.refill_rounds:
         why = f"dynamic sampling decides what a batch is, and {where} does"
         raise InputError("two would decide it", where=f"{where}, --batch.refill-rounds", why=why, fix="use one of them")
-    if any(one.algorithm.needs.experience is not Rollout for one in config.stages):
-        why = "it does not learn from the policy's own scored completions alone"
+    needs = [one.algorithm.needs for one in config.stages]
+    if any(one.experience is not Rollout or one.latest_policy for one in needs):
+        why = "it learns from other things than scored completions, or from those of the latest policy alone"
         raise InputError("this algorithm takes no older completions", where=where, why=why, fix="leave it out")
 
 

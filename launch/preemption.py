@@ -123,12 +123,14 @@ def watch(leave: Callable[[], None] | None = None) -> Iterator[Signals]:
 
 def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None] | None) -> None:
     """Note each SIGTERM until the other end is closed."""
+    is_second = False
     while received := reading.recv(1):
         if received[0] != signal.SIGTERM:
             continue
-        if signals.terminate.is_set():
+        if is_second:
             os.write(2, b"SIGTERM again: ended at once\n")
             os._exit(AT_ONCE)
+        is_second = True
         signals.terminate.set()
         if leave is not None and not signals.has_begun.is_set():
             threading.Thread(target=leave, name="leave", daemon=True).start()

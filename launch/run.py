@@ -4,7 +4,7 @@
 
 One step: draw experience -> lay it out in packed rows -> make_batch -> one or more updates -> metrics, and at
 intervals evaluation and checkpoints. The same command on the same run folder goes on where it stopped. A SIGTERM
-saves the last whole step and ends the run with exit code 75.
+saves the last whole step and ends the run with exit code 75, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -204,13 +204,14 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
         saves, profile = Saves(folder, checkpoints, began, done), Profile(config.profile, run_dir)
         folder.begin(done)
         begins = max(done, 0) + 1
-        with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink:
+        with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink, ExitStack() as at_end:
             skips = Skips(run_dir, setup.language.tokenizer)
             for index in range(len(config.stages)):
                 stage = phases.stages(config, run_dir, done)[index]
                 if done > stage.last:
                     continue
                 parts, state = begun.pop(stage.index, None) or compose(setup, stage, params)
+                at_end.callback(parts.source.close)
                 if done < 0:
                     watchdog.mark("the evaluation before the first step")
                     sink.write(0, build.before(setup, stage, parts.evaluate)(state.params, True))

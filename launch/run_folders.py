@@ -127,6 +127,8 @@ class Spool(RunFolder):
     def publish(self, step: int) -> None:
         if processes.index():
             return
+        # A job that stood still for a minute may have lost the folder, and would stand in the other one's way.
+        self._confirm()
         self.publish_files()
         after = self._parts[-1].last if self._parts else -1
         if step <= after:
@@ -141,8 +143,7 @@ class Spool(RunFolder):
             self._store.create(name, content)
             files[name] = described(content)
         part = Part(after, step, files)
-        # A job that stood still for a minute may have lost the folder: its rows would stand in the other one's way.
-        self._confirm()
+        self._confirm()  # the others are nobody's without this one
         self._store.create(name_of("rows", step), part.text())
         self._parts.append(part)
 
@@ -159,6 +160,7 @@ class Spool(RunFolder):
     def finish(self) -> None:
         if processes.index():
             return
+        self._confirm()
         summary = self.path / SUMMARY_FILE
         sent = [path for path in self._files() if path.name not in ROWS and path != summary]
         for path in sent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,8 @@ class Source(NamedTuple):
     """(step of the run, state) -> experience. Offline sources ignore the state."""
     get_state: Callable[[], dict[str, Any]]
     set_state: Callable[[dict[str, Any]], None]
+    close: Callable[[], None] = lambda: None
+    """Nobody will draw any more."""
 
 
 def sampler_config(config: ExperimentConfig, tokenizer: Tokenizer, samples_per_prompt: int) -> sampler.SamplerConfig:
@@ -138,6 +141,15 @@ class Sampled(NamedTuple):
     rollout: Rollout
     drafts: int
     tokens_of_drafts: int
+
+    def unscored(self, rows: list[data.Row], lang: Language, began: float) -> rollouts.Scored:
+        """As the completions of these rows' prompts, which it took since then."""
+        return replace(
+            rollouts.unscored(rows, self.rollout, lang.tokenizer),
+            seconds_rollout=time.perf_counter() - began,
+            drafts=self.drafts,
+            tokens_of_drafts=self.tokens_of_drafts,
+        )
 
 
 Sample = Callable[..., Sampled]
@@ -239,12 +251,15 @@ def rollout_source(setup: Setup, stage: Stage, params: Params) -> Source:
             scored = roll_out(step, state, rows, round_ * size)
             return scored if worth is None else with_baseline(scored, worth(step, state, rows, round_))
 
-        scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
-        return Drawn(
-            scored.rollout, rollouts.metrics(scored), rollouts.records(scored, step), rollouts.warnings(scored)
-        )
+        return as_drawn(rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds), step)
 
     return Source(draw, stream.get_state, stream.set_state)
+
+
+def as_drawn(scored: rollouts.Scored, step: int, **others: float) -> Drawn:
+    """Scored completions as the experience of a step of the run, with these metrics in place of their own."""
+    metrics = rollouts.metrics(scored) | others
+    return Drawn(scored.rollout, metrics, rollouts.records(scored, step), rollouts.warnings(scored))
 
 
 def prompt_values(setup: Setup, stage: Stage) -> Callable[[int, TrainState, list[data.Row], int], np.ndarray] | None:

@@ -61,7 +61,7 @@ def test_each_batch_but_the_first_is_one_update_old(made):
         assert [record["reward"] for record in one.records] == pytest.approx(
             [len(record["completion"]) / 100 for record in one.records]
         )
-    assert [one.metrics["rollout/carried_over"] for one in found] == [0, 1, 1]
+    assert [one.metrics["rollout/stale"] for one in found] == [0, 1, 1]
 
 
 def test_rewards_are_asked_for_before_the_step_that_needs_them(made):
@@ -70,9 +70,9 @@ def test_rewards_are_asked_for_before_the_step_that_needs_them(made):
     log.unlink(missing_ok=True)
     with jax.set_mesh(setup.mesh):
         source.draw(1, after(0))
-    (pending,) = [source.get_state()["pending"]]
+    pending = [row["prompt"] for row in source.get_state()["pending"]["rows"]]
     deadline = time.monotonic() + 30
-    while not {row["prompt"] for row, _ in pending} <= set(log.read_text().splitlines()):
+    while not set(pending) <= set(log.read_text().splitlines()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -89,4 +89,4 @@ def test_the_state_is_all_that_goes_on(made):
             one, other = (source.draw(step, after(step - 1)) for source in (first, second))
             jax.tree.map(np.testing.assert_array_equal, one.data, other.data)
             assert one.records == other.records
-            assert one.metrics["rollout/carried_over"] == other.metrics["rollout/carried_over"]
+            assert one.metrics["rollout/stale"] == other.metrics["rollout/stale"]

@@ -1,6 +1,9 @@
 """Completions that one call leaves unfinished and another goes on with are those of one call."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -9,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests import test_speculation as drafts
-from tests.test_sampler import KEY, PROMPTS, STOP, trigram
+from tests.test_sampler import KEY, PROMPTS, ROOT, STOP, trigram
 from tests.test_sampler_refill import TWO_KINDS, decoder, same_or_within_rounding
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import Begun, Borders, SamplerConfig, Speculation, begun, sample
+from tpu_rl.sampler import Begun, Borders, SamplerConfig, Speculation, begun, pack, sample, unpack
 
 BASE = SamplerConfig(24, stop_ids=(STOP,), samples_per_prompt=3, prompt_length=8, borders=Borders(4))
 
@@ -32,7 +35,7 @@ def in_parts(take, counts: list[int], step: int = 0):
         if count is not None:
             ended = seen[-1]
             assert count <= ended.sum() < len(ended)
-            before = [Begun(*one) for one in json.loads(json.dumps(begun(rollout, ended)))]
+            before = unpack(json.loads(json.dumps(pack(begun(rollout, ended)))))
     return rollout
 
 
@@ -109,8 +112,34 @@ def test_a_models_cache_is_filled_again():
 
 
 def test_what_cannot_go_on_is_refused(toy):
-    one = Begun([1] * 24, [0.0] * 24, [0.0] * 24, [0, 0], 0, ended=False, truncated=False)
+    one = Begun(np.ones(24, int), np.zeros(24), np.zeros(24), np.zeros(2, int), 0, ended=False, truncated=False)
     with pytest.raises(InputError, match="(?s)too long.*row 3.*24 tokens are there"):
         sample(*toy, PROMPTS, KEY, BASE, begun=[None] * 3 + [one] + [None] * 8)
     with pytest.raises(InputError, match="begun has shape"):
         sample(*toy, PROMPTS, KEY, BASE, begun=[None] * 3)
+
+
+ON_DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+from dataclasses import replace
+from functools import partial
+from tests import test_begun_rows as here
+from tpu_rl import sharding
+
+policy, _ = here.trigram()
+params = {"table": 2.0 * jax.random.normal(jax.random.key(8), (13, 13, 13))}
+for rows in (256, 4):  # all at once, and in slots that are refilled: prompts of the second half of the rows are begun
+    take = partial(here.sample, policy, params, here.PROMPTS * 2, here.KEY, replace(here.BASE, max_rows=rows))
+    mesh = sharding.make_mesh(4)
+    with jax.set_mesh(mesh):
+        found = [here.in_parts(partial(take, mesh=mesh), counts) for counts in ([3, 14], [8])]
+    for one in found:
+        here.require_same(one, take())
+"""
+
+
+@pytest.mark.slow
+def test_devices_go_on_with_their_own():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    subprocess.run([sys.executable, "-c", ON_DEVICES], env=environment, cwd=ROOT, check=True, timeout=240)

@@ -46,12 +46,14 @@ def test_ctrl_c_is_noted_once_there_is_something_to_save(capfd):
             signal.raise_signal(signal.SIGINT)
         signals.has_begun.set()
         signal.raise_signal(signal.SIGINT)
+        assert "Ctrl-C: the run ends, saved, after this step" in capfd.readouterr().err
         with pytest.raises(preemption.Asked) as asked, signals.at_borders():
             pass
         assert asked.value.code == preemption.INTERRUPTED == 130
+        os.kill(os.getpid(), signal.SIGTERM)  # the first, though the run is ending
+        wait_for(lambda: "SIGTERM: the run ends, saved" in capfd.readouterr().err)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert "Ctrl-C: the run ends, saved, after this step" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -27,8 +27,10 @@ class EarlyRewards:
         group: int,
         own: slice,
         decode: Callable[[list[int]], str],
+        most: int | None = None,
     ):
-        """prompts and columns are of all N completions, of which only those in `own`, whole groups, are asked about.
+        """prompts and columns are of all N completions, of which only those in `own`, whole groups, are asked about,
+        and of these at most so many: each question has its share of a batch's time.
 
         Raises InputError where a function needs a column that the data lack.
         """
@@ -37,6 +39,7 @@ class EarlyRewards:
         self._functions = {name: one for name, one in reward_functions.items() if rewards.works_elsewhere(one)}
         self._prompts, self._columns, self._group, self._own, self._decode = prompts, columns, group, own, decode
         self._texts: dict[int, str] = {}
+        self._most = own.stop - own.start if most is None else most
         self._asked: list[tuple[list[int], Future[dict[str, Answer]]]] = []
         self._given_up = threading.Event()
 
@@ -63,7 +66,7 @@ class EarlyRewards:
             return {}
         prompts, texts = [self._prompts[row] for row in rows], [self._texts[row] for row in rows]
         columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
-        share = len(rows) / (self._own.stop - self._own.start)
+        share = len(rows) / self._most
         return {
             name: rewards.ask(name, rewards.of_share(function, share), prompts, texts, columns)
             for name, function in self._functions.items()

@@ -237,8 +237,8 @@ def guide(
         columns = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, positions, logits))
         return jnp.moveaxis(jax.lax.scan(one, cache, columns)[1], 0, 1)
 
-    limits = [one.forgets for one in (reference, q) if one.forgets is not None]
-    return Policy(init_cache, extend, min(limits, default=None))
+    forgets = None if reference.forgets is None or q.forgets is None else min(reference.forgets, q.forgets)
+    return Policy(init_cache, extend, forgets)
 
 
 def _likeliest(logits: Array, candidates: int | None) -> Array:

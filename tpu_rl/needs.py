@@ -53,6 +53,8 @@ class Needs(NamedTuple):
     """The role that completes the prompts; None: the data bring completions."""
     on_policy: float = 0.0
     """Completions: the share of the prompts that the policy completes, `sampled_by` completing the others."""
+    latest_policy: bool = False
+    """Completions that an earlier policy drew would be learned from wrongly."""
     smallest_group: int = 1
     """Completions of a prompt, where they are compared with each other."""
     prompt_value: PromptValue | None = None

@@ -89,11 +89,16 @@ def roll_out(
 
 @contextmanager
 def asking(
-    rows: list[dict[str, Any]], group: int, tokenizer: Tokenizer, reward_functions: dict[str, rewards.Reward]
+    rows: list[dict[str, Any]],
+    group: int,
+    tokenizer: Tokenizer,
+    reward_functions: dict[str, rewards.Reward],
+    most: int | None = None,
 ) -> Iterator[EarlyRewards]:
-    """What is told of completions as they end, so many of each row's prompt; after an error nobody asks any more."""
+    """What is told of completions as they end, so many of each row's prompt, and of at most so many of them; after an
+    error nobody asks any more."""
     prompts, columns = _repeated(rows, group)
-    early = EarlyRewards(reward_functions, prompts, columns, group, _own(len(prompts), group), tokenizer.decode)
+    early = EarlyRewards(reward_functions, prompts, columns, group, _own(len(prompts), group), tokenizer.decode, most)
     try:
         yield early
     except BaseException:  # Ctrl-C too

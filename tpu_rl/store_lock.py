@@ -36,7 +36,8 @@ SILENCE = 60.0
 
 @contextmanager
 def hold(store: Store, lost: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Make the run folder and hold its lock. `lost` is called, in a thread, if another job has taken it over.
+    """Make the run folder and hold its lock. `lost` is called, from a thread or by what this gives, if another job has
+    taken it over.
 
     Gives a function that gives a sign of life now, and returns only if the lock is still held: to be called before
     something is published that another job may not meet.

@@ -83,8 +83,8 @@ class Policy(NamedTuple):
     verifying a draft is T = k, and Q#'s k candidates are k branches of one token with commit = 0.
     """
     forgets: int | None = None
-    """How many of the tokens committed last smaller `lengths` can take back; None: all of them if each has a place of
-    its own, none otherwise."""
+    """How many of the tokens committed last smaller `lengths` can take back. None: all of them if each has a place of
+    its own, by the shapes of caches, and none otherwise."""
 
 
 class Role(NamedTuple):

@@ -45,7 +45,7 @@ class MiniLlmConfig:
     """A token's own log-ratio is averaged over the vocabulary in place of sampled."""
     clip: float = 0.2
 
-    needs: ClassVar[Needs] = Needs(Rollout)
+    needs: ClassVar[Needs] = Needs(Rollout, latest_policy=True)
 
     def __post_init__(self):
         if not 0 <= self.discount <= 1 or not 0 < self.clip < 1:

@@ -382,7 +382,7 @@ def decoder(config: DecoderConfig) -> Model:
         out: Any = module.apply({"params": params}, tokens, stacks, new)
         return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
 
-    forgets = layers.SPARE if any(_ring(config, kind) for kind in config.kinds) else None
+    forgets = layers.SPARE if any(_ring(config, kind) for kind in config.kinds) else layers.ALL
     return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)), forgets)
 
 

@@ -88,6 +88,8 @@ def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
 SPARE = 128
 """Places of a ring beyond what a window's tokens need: so many tokens may be read at once into their places, be only
 looked at, or be forgotten, and none that is still seen is written over."""
+ALL = 2**31 - 1
+"""Tokens that a cache without rings can forget."""
 
 
 def ring(window: int) -> int:

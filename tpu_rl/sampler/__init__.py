@@ -24,7 +24,7 @@ from tpu_rl.sampler.caches import take_rows
 from tpu_rl.sampler.config import Borders, SamplerConfig, Speculation
 from tpu_rl.sampler.decoding import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.drawing import draw, invert_cdf, row_keys, run_key
-from tpu_rl.sampler.requests import Begun, begun
+from tpu_rl.sampler.requests import Begun, begun, pack, unpack
 
 __all__ = [
     "Begun",
@@ -37,8 +37,10 @@ __all__ = [
     "begun",
     "draw",
     "invert_cdf",
+    "pack",
     "row_keys",
     "run_key",
     "sample",
     "take_rows",
+    "unpack",
 ]

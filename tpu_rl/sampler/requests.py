@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,16 @@ from tpu_rl.types import Array, Params, Policy, Rollout
 
 
 class Begun(NamedTuple):
-    """A completion that is there up to some token. All are Python's own types: it can be written as JSON."""
+    """A completion that is there up to some token."""
 
-    tokens: list[int]
-    log_probs: list[float]
-    """Of each token; as the next, under the policy that drew it."""
-    behaviour_log_probs: list[float]
-    birth_key: list[int]
+    tokens: np.ndarray
+    """[n] int32."""
+    log_probs: np.ndarray
+    """[n] float32, of each token; as the next, under the policy that drew it."""
+    behaviour_log_probs: np.ndarray
+    """[n] float32."""
+    birth_key: np.ndarray
+    """[2] uint32."""
     policy_step: int
     ended: bool
     truncated: bool
@@ -37,13 +41,42 @@ def begun(rollout: Rollout, ended: np.ndarray) -> list[Begun]:
     found = []
     for row, mask in enumerate(np.asarray(rollout.action_mask)):
         parts = (rollout.tokens, rollout.log_probs, rollout.behaviour_log_probs)
-        tokens, log_probs, behaviour = (np.asarray(part)[row, mask].tolist() for part in parts)
-        key, step = np.asarray(rollout.birth_key)[row].tolist(), int(rollout.policy_step[row])
-        is_whole = bool(ended[row])
+        tokens, log_probs, behaviour = (np.asarray(part)[row, mask] for part in parts)
+        key, step, is_whole = np.asarray(rollout.birth_key)[row], int(rollout.policy_step[row]), bool(ended[row])
         found.append(
             Begun(tokens, log_probs, behaviour, key, step, is_whole, is_whole and bool(rollout.truncated[row]))
         )
     return found
+
+
+_PACKED = {
+    "tokens": np.int32,
+    "log_probs": np.float32,
+    "behaviour_log_probs": np.float32,
+    "birth_key": np.uint32,
+    "policy_step": np.int32,
+    "ended": np.bool_,
+    "truncated": np.bool_,
+}
+
+
+def pack(completions: Sequence[Begun]) -> dict[str, Any]:
+    """JSON values: how many tokens each has, and of each field the bytes of all, in base 64."""
+    packed: dict[str, Any] = {"counts": [len(one.tokens) for one in completions]}
+    for name, kind in _PACKED.items():
+        values = [np.atleast_1d(np.asarray(getattr(one, name), kind)) for one in completions]
+        packed[name] = base64.b64encode(np.concatenate([np.zeros(0, kind), *values]).tobytes()).decode()
+    return packed
+
+
+def unpack(packed: dict[str, Any]) -> list[Begun]:
+    """What `pack` was given."""
+    ends = np.cumsum(packed["counts"], dtype=np.int64)[:-1]
+    columns = {name: np.frombuffer(base64.b64decode(packed[name]), kind) for name, kind in _PACKED.items()}
+    by_token = [np.split(columns[name], ends) for name in ("tokens", "log_probs", "behaviour_log_probs")]
+    rows = zip(*by_token, columns["birth_key"].reshape(len(packed["counts"]), -1), strict=True)
+    flags = zip(*(columns[name].tolist() for name in ("policy_step", "ended", "truncated")), strict=True)
+    return [Begun(*row, *rest) for row, rest in zip(rows, flags, strict=True)]
 
 
 class Texts(NamedTuple):
@@ -175,7 +208,7 @@ def _with_begun(asked: Asked, before: Sequence[Begun | None], config: SamplerCon
         key_data[row], asked.policy_step[row] = one.birth_key, one.policy_step
         asked.counts[row], asked.ended[row], asked.stopped[row] = count, one.ended, one.ended and not one.truncated
         if count and not one.ended:
-            texts.append(texts[row // asked.group] + one.tokens)
+            texts.append(texts[row // asked.group] + np.asarray(one.tokens).tolist())
             asked.text[row] = len(texts) - 1
     width, longest = asked.prompts.tokens.shape[1], max(map(len, texts))
     while width < longest:

@@ -154,7 +154,7 @@ def make_draft(
             raise InputError(
                 "speculative decoding needs caches that can forget tokens",
                 why="a part of this policy's cache has no place of its own for each token: a ring, or a running state",
-                fix="set speculation.tokens to 0",
+                fix=f"set speculation.tokens to {max((one.forgets or 0) - 3, 0)}",
             )
     return look_up(how.tokens, how.ngram) if drafter is None else small_model(drafter, how.tokens)
 
