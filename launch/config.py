@@ -110,7 +110,8 @@ class BatchConfig:
     """Dynamic sampling: at most so many further batches are sampled to replace groups whose rewards are all equal."""
     carry_over: int = 0
     """Partial rollouts: so many groups may be unfinished when the batch is complete, which is looked at every
-    --sampling.segment tokens; they go on in the next step. 0: all that a step learns from its own policy has drawn."""
+    --sampling.segment tokens; they go on in the next step (see launch/carry_over.py). 0: all that a step learns from
+    its own policy has drawn."""
     ahead: bool = False
     """Sample the next step's completions before this step's update, while its rewards are computed in other processes:
     what a step learns from is then one update old."""
