@@ -107,6 +107,18 @@ def test_every_step_of_a_run_is_planned():
     assert layers * tokens < update.flops < 1.05 * most * tokens
 
 
+def test_what_was_begun_is_read_in_its_width_and_no_more_tokens_at_once():
+    config = configuration.parse(["arithmetic_grpo", *SMALL, "--batch.carry-over", "2"])
+    made = search.make_plan(config, here(memory=2**30), steps.read_model(config), ("sampling",))
+    found = {line.step.name: line.step for _, line in made.lines}
+    plain, begun = found["prefill"], found["prefill, what was begun"]
+    how = config.sampling
+    longest = how.max_prompt_tokens + how.max_new_tokens
+    assert begun.tokens % longest == 0
+    assert begun.tokens <= max(plain.tokens, longest)
+    assert begun.times * begun.tokens == 2 * config.batch.completions * longest
+
+
 def test_what_does_not_fit_is_said_with_changes_that_help():
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     target = here(memory=4 * 2**20)

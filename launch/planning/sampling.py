@@ -75,6 +75,13 @@ def _steps_of(
     if how == whole:
         own = weights | {"cache": chip_bytes(pool)}
         yield Step("prefill", made, own, asked / prompts, prompts * width, mesh=mesh)
+    if how == whole and config.batch.carry_over:
+        longest, begun = _longest_begun(whole, width), config.batch.carry_over * how.samples_per_prompt
+        texts = max(1, prompts // devices * width // longest) * devices
+        arguments = (policy, mesh, params, array(texts, longest), array(texts))
+        again = compile_with(mesh, slots.prefill, *arguments)
+        own = weights | ({"cache": chip_bytes(results(mesh, slots.prefill, arguments, again))} if again.program else {})
+        yield Step("prefill, what was begun", again, own, begun / texts, texts * longest, mesh=mesh)
 
     cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
     arguments = (policy, how, params, _keys(mesh, at_once), width + how.max_new_tokens, cut)
@@ -91,6 +98,13 @@ def _steps_of(
     # Where more rows are asked than there are slots, the prompts of those that wait are there, too.
     own = weights | {"cache": chip_bytes((free, outputs)) + (chip_bytes(pool) if rows > at_once else 0)}
     yield Step(name, made, own, times, at_once * steps, steps, mesh)
+
+
+def _longest_begun(how: sampler.SamplerConfig, width: int) -> int:
+    """Tokens of the greatest width that unfinished completions are read in with their prompts (see `sampler.requests`),
+    which most are not as long as."""
+    total = width + how.max_new_tokens
+    return -(-total // 128) * 128 if width % 128 == 0 else total
 
 
 def _array(mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -240,7 +240,8 @@ class Shares:
         width, wider = asked.prompts.tokens.shape[1], asked.texts.tokens.shape[1]
         # As many of a device in each pool of a kind, so that one program serves all.
         self._new = self._most_texts(~self._is_begun, self.slots)
-        self._begun = self._most_texts(self._is_begun, max(1, self.slots * width // wider))
+        prompts = min(self.slots, -(-len(asked.prompts.lengths) // self.devices))
+        self._begun = self._most_texts(self._is_begun, max(1, prompts * width // wider))
         self._given, self._sizes = np.zeros((2, self.devices), np.int32)
         """Rows that earlier queues gave, and those in the one that is there."""
 
