@@ -32,6 +32,12 @@ from tpu_rl.types import Purpose, Rollout
 
 KEY = sampler.run_key(0, Purpose.ROLLOUT, 0)
 NEVER = 10**6
+BORDERS = [0]
+"""Borders of segments that were passed."""
+
+
+def count_border() -> None:
+    BORDERS[0] += 1
 
 
 @dataclass
@@ -59,8 +65,9 @@ def decode(policy: Any, params: Any, work: Workload, borders: Borders, waves: bo
     for start in range(0, work.rows, size):
         rows = np.arange(start, start + size)
         part = sampler.sample(
-            policy, params, [prompts[row] for row in rows], KEY, config, limits=work.lengths[rows], row_ids=rows, **how
-        )
+            policy, params, [prompts[row] for row in rows], KEY, config, limits=work.lengths[rows], row_ids=rows,
+            at_border=count_border, **how
+        )  # fmt: skip
         parts.append(part)
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
@@ -84,6 +91,7 @@ def in_steps(policy: Any, params: Any, work: Workload, steps: int, carried: int)
 
         begun = [*on_the_way.values(), *[None] * len(fresh)]
         told = {"limits": work.lengths[rows], "row_ids": rows, "begun": begun, "enough": enough}
+        told["at_border"] = count_border
         part = sampler.sample(policy, params, [prompts[row] for row in rows], KEY, config, **told)
         taken = np.flatnonzero(seen[-1])[:size]
         left = np.setdiff1d(np.arange(len(rows)), taken)
@@ -159,11 +167,16 @@ def main() -> None:
     flags = parser.parse_args()
     model = models.from_config(LLAMA)
     params = jax.jit(model.init)(jax.random.key(0))
-    print("| idea | arm | wall, s (least, most) | CPU, s | tokens/s | same tokens |\n|---|---|---|---|---|---|")
+    print("| idea | arm | wall, s (least, most) | CPU, s | tokens/s | segments | same tokens |\n"
+          "|---|---|---|---|---|---|---|")  # fmt: skip
     for idea, arms in (ideas(models.policy(model), params) | speculations(flags.draft)).items():
         if flags.only and idea.split()[0] not in flags.only:
             continue
-        first = {name: run() for name, run in arms.items()}
+        first, segments = {}, {}
+        for name, run in arms.items():
+            BORDERS[0] = 0
+            first[name] = run()
+            segments[name] = BORDERS[0]
         spent: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
         for _ in range(flags.rounds):
             for name, run in arms.items():
@@ -177,7 +190,7 @@ def main() -> None:
             wall, tokens = statistics.median(walls), base.action_mask.sum()
             print(
                 f"| {idea} | {name} | {wall:.2f} ({min(walls):.2f}, {max(walls):.2f}) | {statistics.median(cpus):.2f} "
-                f"| {tokens / wall:.0f} | {100 * same:.0f} % |",
+                f"| {tokens / wall:.0f} | {segments[name] or ''} | {100 * same:.0f} % |",
                 flush=True,
             )
 
