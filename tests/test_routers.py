@@ -15,7 +15,7 @@ from tests.test_models import LENGTH, plain, tiny, tokens_of
 from tpu_rl import environments, models, tokenizers, training
 from tpu_rl.errors import InputError
 from tpu_rl.models import routers
-from tpu_rl.models.decoder import Decoder, context
+from tpu_rl.models.decoder import Decoder, packed
 from tpu_rl.models.layers import Slots
 from tpu_rl.types import Algorithm, Metrics, Rows, Sum
 
@@ -45,7 +45,7 @@ def usage_of(params, rows) -> routers.Usage:
     """From the module itself."""
     index = jnp.broadcast_to(jnp.arange(LENGTH)[None, :], rows.tokens.shape)
     slots = Slots(index, rows.positions, rows.segment_ids, rows.branch_ids)
-    seen = context(MODEL.config, slots, slots)
+    seen = packed(MODEL.config, slots)
     out: Any = Decoder(MODEL.config).apply({"params": params["policy"]}, rows.tokens, None, seen)
     return out[2]
 
