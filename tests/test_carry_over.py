@@ -40,6 +40,7 @@ def drawn(setup: Setup, source: Source, state: TrainState, steps: range) -> list
         return [source.draw(step, state) for step in steps]
 
 
+@pytest.mark.slow
 def test_every_completion_is_what_one_call_would_have_drawn(made):
     """By the same policy, with the key that it was begun with."""
     setup, state, make = made
