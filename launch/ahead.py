@@ -72,13 +72,9 @@ def source_ahead(setup: Setup, stage: Stage, params: Params) -> Source:
         scored = scored if values is None else with_baseline(scored, values)
         pending, restored = ahead, []
         is_older = np.asarray(scored.rollout.policy_step) != int(state.step)
-        took = rollouts.metrics(ahead.sampled)
-        return as_drawn(
-            scored,
-            step,
-            **{name: took[name] for name in took if name.startswith("perf/") or name == "time/rollout"},
-            **{STALE: int(scored.lengths[is_older].sum()) / max(int(scored.lengths.sum()), 1)},
-        )
+        others = {STALE: int(scored.lengths[is_older].sum()) / max(int(scored.lengths.sum()), 1)}
+        took = {name: x for name, x in rollouts.metrics(ahead.sampled).items() if name.startswith(("perf/", "time/ro"))}
+        return as_drawn(scored, step, **took, **others)
 
     def get_state() -> dict[str, Any]:
         groups = restored

@@ -17,18 +17,16 @@ from typing import Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from launch import membership, presets, profiling
+from launch import membership, presets, profiling, requirements
 from launch.plain_values import from_dict, to_dict
 from launch.watchdog import WatchdogConfig
-from tpu_rl import stores
-from tpu_rl.algos import AlgorithmConfig, QSharpConfig
+from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.environments import Arithmetic, StarGraph
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.optimizers import OptimizerConfig
 from tpu_rl.reward_workers import RewardLimits
 from tpu_rl.sampler import Speculation
-from tpu_rl.types import Rollout
 
 DEFAULT_PRESET = "arithmetic_grpo"
 
@@ -270,7 +268,7 @@ class ExperimentConfig:
         ):
             if value < 1:
                 raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
-        _require_run_dir(self.run_dir)
+        requirements.run_dir(self.run_dir)
         profiling.require(self.profile, self.steps)
         ends = [0, *(phase.until for phase in self.phases), self.steps]
         if self.steps > 0 and sorted(set(ends)) != ends:
@@ -279,82 +277,8 @@ class ExperimentConfig:
                 where="--phases, --steps",
                 fix="let each end after the one before it",
             )
-        _require_sampling(self)
-        _require_batch(self)
-
-
-def _require_run_dir(run_dir: str) -> None:
-    if stores.is_address(run_dir):
-        stores.split(run_dir)
-    elif "://" in run_dir:
-        fix = "give a local folder, or one in a bucket of Google Cloud Storage, as in gs://bucket/name"
-        raise InputError(f"the run folder {run_dir} is neither local nor gs://", where="--run-dir", fix=fix)
-
-
-def _require_sampling(config: ExperimentConfig) -> None:
-    how, needs = config.sampling, config.algorithm.needs
-    if how.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in config.stages):
-        why = "its answers are continued from the middle, where half of such a string may stand"
-        raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
-    if "" in how.stop_strings:
-        raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
-    grouped = "completions of one prompt are compared with each other"
-    if config.batch.completions < needs.smallest_group:
-        raise InputError(
-            f"a group of {config.batch.completions} completion teaches nothing: its advantage is always 0",
-            where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
-        )  # fmt: skip
-    if needs.smallest_group > 1 and how.temperature <= 0:
-        raise InputError(
-            f"sampling temperature {how.temperature} makes all completions of a prompt equal",
-            where="--sampling.temperature", why=grouped, fix="use 1.0",
-        )  # fmt: skip
-
-
-def _require_staleness(config: ExperimentConfig) -> None:
-    batch, where = config.batch, "--batch.carry-over" if config.batch.carry_over else "--batch.ahead"
-    if not 0 <= batch.carry_over < batch.prompts:
-        fix = f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning"
-        raise InputError(f"{batch.carry_over} of {batch.prompts} groups cannot be carried over", where=where, fix=fix)
-    if batch.carry_over and batch.ahead:
-        why = "together they would learn from what is two steps old"
-        raise InputError("a batch is partial or sampled ahead", where=f"{where}, --batch.ahead", why=why, fix="use one")
-    if batch.refill_rounds:
-        why = f"dynamic sampling decides what a batch is, and {where} does"
-        raise InputError("two would decide it", where=f"{where}, --batch.refill-rounds", why=why, fix="use one of them")
-    needs = [one.algorithm.needs for one in config.stages]
-    if any(one.experience is not Rollout or one.latest_policy for one in needs):
-        why = "it learns from other things than scored completions, or from those of the latest policy alone"
-        raise InputError("this algorithm takes no older completions", where=where, why=why, fix="leave it out")
-
-
-def _require_batch(config: ExperimentConfig) -> None:
-    batch, how = config.batch, config.sampling
-    if batch.carry_over or batch.ahead:
-        _require_staleness(config)
-    if batch.prompts % batch.minibatches:
-        valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
-        nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]
-        raise InputError(
-            f"{batch.prompts} prompts cannot be cut into {batch.minibatches} equal minibatches",
-            where="--batch.prompts, --batch.minibatches",
-            fix=f"nearest valid: {' or '.join(f'--batch.minibatches {m}' for m in sorted(nearest))}",
-        )
-    if batch.row_length < how.max_prompt_tokens + how.max_new_tokens:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
-            where="--batch.row-length",
-            why=f"they may have {how.max_prompt_tokens} + {how.max_new_tokens} tokens",
-            fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
-        )
-    whole = 256 * config.mesh.context
-    if config.mesh.context > 1 and batch.row_length % whole:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot be cut evenly over {config.mesh.context} devices",
-            where="--batch.row-length, --mesh.context",
-            why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
-            fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
-        )
+        requirements.sampling(self)
+        requirements.batch(self)
 
 
 # --- command line ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,11 +99,10 @@ def asking(
     error nobody asks any more."""
     prompts, columns = _repeated(rows, group)
     early = EarlyRewards(reward_functions, prompts, columns, group, _own(len(prompts), group), tokenizer.decode, most)
-    try:
+    with ExitStack() as after_an_error:  # Ctrl-C too
+        after_an_error.callback(early.give_up)
         yield early
-    except BaseException:  # Ctrl-C too
-        early.give_up()
-        raise
+        after_an_error.pop_all()
 
 
 def _repeated(rows: list[dict[str, Any]], group: int) -> tuple[list[Any], dict[str, list[Any]]]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_rl.models import experts, flash_attention, layers, routers
+from tpu_rl.models import caches, experts, flash_attention, layers, routers
 from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
 from tpu_rl.models.flash_kernels import How
 from tpu_rl.models.layers import CACHED, PACKED, Cut, Slots
@@ -305,31 +305,6 @@ def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, A
     return {kind: layers.rope_angles(ropes[kind], width, positions) for kind in sorted(set(config.kinds))}
 
 
-def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
-    """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens, in
-    sliding layers of at most `layers.ring` of them; of integers also "k_scale" and "v_scale" [layers, B, K, S].
-
-    A committed token's place is its position, in a ring modulo the ring's size. All of `extend`'s tokens are written
-    behind the committed ones, the next call overwrites those that were only looked at, and a token beyond the cache's
-    end is dropped and seen by nobody: `length` must count tokens that will only be looked at, too.
-    """
-    attention = config.attention
-    cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
-    for kind in sorted(set(config.kinds)):
-        places = min(length, _ring(config, kind) or length)
-        shape = (config.kinds.count(kind), rows, attention.kv_heads, places, attention.head_dim)
-        cache[kind] = {name: jnp.zeros(shape, config.cache_dtype or config.dtype) for name in ("k", "v")}
-        if config.cache_dtype is not None:
-            cache[kind] |= {f"{name}_scale": jnp.zeros(shape[:-1], jnp.float32) for name in ("k", "v")}
-    return cache
-
-
-def _ring(config: DecoderConfig, kind: str) -> int | None:
-    """Places of the ring of a kind of layers; None where each token has its own."""
-    window = config.attention.window
-    return layers.ring(window) if kind == "sliding" and window is not None else None
-
-
 @functools.cache
 def decoder(config: DecoderConfig) -> Model:
     """The pure functions of a decoder-only transformer (see `types.Model`); the same ones for equal configs."""
@@ -364,7 +339,7 @@ def decoder(config: DecoderConfig) -> Model:
 
     def empty(params: Params, rows: int, length: int) -> Any:
         del params
-        return init_cache(config, rows, length)
+        return caches.init_cache(config, rows, length)
 
     def extend(
         params: Params, cache: Any, tokens: Array, positions: Array, branch_ids: Array, commit: Array
@@ -374,7 +349,7 @@ def decoder(config: DecoderConfig) -> Model:
 
         def read(kind: str) -> layers.Read:
             places = stacks[kind]["k"].shape[3]
-            if places == _ring(config, kind):
+            if places == caches.ring_of(config, kind):
                 return layers.read_into_ring(lengths, commit, places, queries)
             return layers.read_into_places(lengths, places, queries)
 
@@ -382,7 +357,7 @@ def decoder(config: DecoderConfig) -> Model:
         out: Any = module.apply({"params": params}, tokens, stacks, new)
         return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
 
-    forgets = layers.SPARE if any(_ring(config, kind) for kind in config.kinds) else layers.ALL
+    forgets = layers.SPARE if any(caches.ring_of(config, kind) for kind in config.kinds) else layers.ALL
     return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)), forgets)
 
 

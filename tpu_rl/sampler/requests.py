@@ -49,7 +49,7 @@ def begun(rollout: Rollout, ended: np.ndarray) -> list[Begun]:
     return found
 
 
-_PACKED = {
+_PACKED = {  # the fields of `Begun`, in their order
     "tokens": np.int32,
     "log_probs": np.float32,
     "behaviour_log_probs": np.float32,
@@ -63,8 +63,8 @@ _PACKED = {
 def pack(completions: Sequence[Begun]) -> dict[str, Any]:
     """JSON values: how many tokens each has, and of each field the bytes of all, in base 64."""
     packed: dict[str, Any] = {"counts": [len(one.tokens) for one in completions]}
-    for name, kind in _PACKED.items():
-        values = [np.atleast_1d(np.asarray(getattr(one, name), kind)) for one in completions]
+    for place, (name, kind) in enumerate(_PACKED.items()):
+        values = [np.atleast_1d(np.asarray(one[place], kind)) for one in completions]
         packed[name] = base64.b64encode(np.concatenate([np.zeros(0, kind), *values]).tobytes()).decode()
     return packed
 

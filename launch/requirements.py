@@ -1,0 +1,87 @@
+"""What settings must have to do with each other; each function raises InputError where they do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpu_rl import stores
+from tpu_rl.algos import QSharpConfig
+from tpu_rl.errors import InputError
+from tpu_rl.types import Rollout
+
+if TYPE_CHECKING:
+    from launch.config import ExperimentConfig
+
+
+def run_dir(run_dir: str) -> None:
+    if stores.is_address(run_dir):
+        stores.split(run_dir)
+    elif "://" in run_dir:
+        fix = "give a local folder, or one in a bucket of Google Cloud Storage, as in gs://bucket/name"
+        raise InputError(f"the run folder {run_dir} is neither local nor gs://", where="--run-dir", fix=fix)
+
+
+def sampling(config: ExperimentConfig) -> None:
+    how, needs = config.sampling, config.algorithm.needs
+    if how.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in config.stages):
+        why = "its answers are continued from the middle, where half of such a string may stand"
+        raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
+    if "" in how.stop_strings:
+        raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
+    grouped = "completions of one prompt are compared with each other"
+    if config.batch.completions < needs.smallest_group:
+        raise InputError(
+            f"a group of {config.batch.completions} completion teaches nothing: its advantage is always 0",
+            where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
+        )  # fmt: skip
+    if needs.smallest_group > 1 and how.temperature <= 0:
+        raise InputError(
+            f"sampling temperature {how.temperature} makes all completions of a prompt equal",
+            where="--sampling.temperature", why=grouped, fix="use 1.0",
+        )  # fmt: skip
+
+
+def _staleness(config: ExperimentConfig) -> None:
+    batch, where = config.batch, "--batch.carry-over" if config.batch.carry_over else "--batch.ahead"
+    if not 0 <= batch.carry_over < batch.prompts:
+        fix = f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning"
+        raise InputError(f"{batch.carry_over} of {batch.prompts} groups cannot be carried over", where=where, fix=fix)
+    if batch.carry_over and batch.ahead:
+        why = "together they would learn from what is two steps old"
+        raise InputError("a batch is partial or sampled ahead", where=f"{where}, --batch.ahead", why=why, fix="use one")
+    if batch.refill_rounds:
+        why = f"dynamic sampling decides what a batch is, and {where} does"
+        raise InputError("two would decide it", where=f"{where}, --batch.refill-rounds", why=why, fix="use one of them")
+    needs = [one.algorithm.needs for one in config.stages]
+    if any(one.experience is not Rollout or one.latest_policy for one in needs):
+        why = "it learns from other things than scored completions, or from those of the latest policy alone"
+        raise InputError("this algorithm takes no older completions", where=where, why=why, fix="leave it out")
+
+
+def batch(config: ExperimentConfig) -> None:
+    batch, how = config.batch, config.sampling
+    if batch.carry_over or batch.ahead:
+        _staleness(config)
+    if batch.prompts % batch.minibatches:
+        valid = [m for m in range(1, batch.prompts + 1) if batch.prompts % m == 0]
+        nearest = sorted(valid, key=lambda m: abs(m - batch.minibatches))[:2]
+        raise InputError(
+            f"{batch.prompts} prompts cannot be cut into {batch.minibatches} equal minibatches",
+            where="--batch.prompts, --batch.minibatches",
+            fix=f"nearest valid: {' or '.join(f'--batch.minibatches {m}' for m in sorted(nearest))}",
+        )
+    if batch.row_length < how.max_prompt_tokens + how.max_new_tokens:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
+            where="--batch.row-length",
+            why=f"they may have {how.max_prompt_tokens} + {how.max_new_tokens} tokens",
+            fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
+        )
+    whole = 256 * config.mesh.context
+    if config.mesh.context > 1 and batch.row_length % whole:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot be cut evenly over {config.mesh.context} devices",
+            where="--batch.row-length, --mesh.context",
+            why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
+            fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
+        )
