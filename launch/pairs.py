@@ -21,7 +21,7 @@ import numpy as np
 from launch import dataset, dataset_changes, sources, watchdog
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import data, digests, evaluation, packing, processes, rollouts, sharding, training
+from tpu_rl import comparisons, data, digests, evaluation, packing, processes, rollouts, sharding, training
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.log_probs import token_log_probs
 from tpu_rl.types import Algorithm, Experience, Pairs, Params, TrainState
@@ -64,7 +64,7 @@ def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
             return roll_out(step, state, rows, round_ * size)
 
         scored = rollouts.collect(lambda: next(stream)[1], roll, config.batch.refill_rounds)
-        pairs, without = (rollouts.judge if judged else rollouts.pair_up)(scored)
+        pairs, without = (comparisons.judge if judged else comparisons.pair_up)(scored)
         groups = len(np.unique(pairs.group_id))
         found = rollouts.metrics(scored) | {
             "preference/pairs": groups - without,

@@ -21,7 +21,7 @@ import numpy as np
 from launch import dataset, pairs, sources
 from launch.config import ArithmeticData, FileData, Stage
 from launch.sources import Drawn, Setup, Source
-from tpu_rl import data, environments, evaluation, models, reward_models, rewards, rollouts, sharding
+from tpu_rl import comparisons, data, environments, evaluation, models, reward_models, rewards, rollouts, sharding
 from tpu_rl.algos import AlgorithmConfig, ProcessRewardConfig, RewardModelConfig, SentenceRewardConfig
 from tpu_rl.errors import InputError
 from tpu_rl.reward_models import Reading
@@ -174,7 +174,7 @@ def sampled(setup: Setup, params: Params) -> HeldOutPairs | None:
     rows = dataset.evaluation_rows(setup.config)
     if not rows:
         return None
-    found, _ = rollouts.pair_up(completions_of(setup, params, rows))
+    found, _ = comparisons.pair_up(completions_of(setup, params, rows))
     kept = np.asarray(found.action_mask).any(-1)
     arrays: dict[str, Any] = {name: np.asarray(x)[kept] for name, x in vars(found).items()}
     found = Pairs(**arrays)

@@ -210,17 +210,11 @@ RollOut = Callable[[int, TrainState, list[data.Row], int], rollouts.Scored]
 """(step of the run, state, rows, id of the first completion in it) -> completions of the rows' prompts, scored."""
 
 
-def roller(
-    setup: Setup,
-    role: str = "policy",
-    completions: int | None = None,
-    temperature: float | None = None,
-    purpose: Purpose = Purpose.ROLLOUT,
-) -> RollOut:
+def roller(setup: Setup, role: str = "policy", completions: int | None = None, **others: Any) -> RollOut:
     """What completes prompts with a role's model: the group of each prompt, at the run's sampling settings but for
-    those given."""
+    those given; others: see `sampling`."""
     config, lang = setup.config, setup.language
-    sample, functions = sampling(setup, role, completions, temperature, purpose), reward_functions(config)
+    sample, functions = sampling(setup, role, completions, **others), reward_functions(config)
     group = config.batch.completions if completions is None else completions
 
     def roll_out(step: int, state: TrainState, rows: list[data.Row], first: int) -> rollouts.Scored:
@@ -269,7 +263,7 @@ def prompt_values(setup: Setup, stage: Stage) -> Callable[[int, TrainState, list
     if wanted is None:
         return None
     count, temperature = wanted.samples, 0.0 if wanted.greedy else None
-    roll_out = roller(setup, wanted.role, count, temperature, Purpose.BASELINE)
+    roll_out = roller(setup, wanted.role, count, temperature=temperature, purpose=Purpose.BASELINE)
 
     def worth(step: int, state: TrainState, rows: list[data.Row], round_: int) -> np.ndarray:
         earned = roll_out(step, state, rows, round_ * len(rows) * count).rewards.reshape(-1, count)

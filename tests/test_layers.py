@@ -63,6 +63,7 @@ ALLOWED = {
     "early_rewards": {"rewards"},
     "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "redaction", "errors"}
     | {"processes", "early_rewards"},
+    "comparisons": {"rollouts", "types"},
     "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"redaction", "errors"},
     "charts": set(),

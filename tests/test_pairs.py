@@ -9,7 +9,7 @@ import pytest
 
 from launch import pairs as run_pairs
 from launch import run
-from tpu_rl import data, rollouts
+from tpu_rl import comparisons, data, rollouts
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.types import Rollout
 
@@ -135,7 +135,7 @@ def scored(rewards: list[float], group: int) -> rollouts.Scored:
 def test_a_right_answer_with_a_wrong_one():
     """The first of each; a group without both, or unscored, is empty."""
     nan = float("nan")
-    pairs, without = rollouts.pair_up(scored([0, 1, 1, 0, 1, 1, 1, 1, nan, 0.2, 0.7, nan, nan, nan, nan, nan], 4))
+    pairs, without = comparisons.pair_up(scored([0, 1, 1, 0, 1, 1, 1, 1, nan, 0.2, 0.7, nan, nan, nan, nan, nan], 4))
     assert without == 2
     np.testing.assert_array_equal(pairs.tokens[:, 0] // 3, [1, 0, 4, 4, 10, 9, 12, 12])
     np.testing.assert_array_equal(pairs.action_mask.any(1), [1, 1, 0, 0, 1, 1, 0, 0])
@@ -146,7 +146,7 @@ def test_a_right_answer_with_a_wrong_one():
 
 
 def test_completions_judged_one_by_one():
-    pairs, without = rollouts.judge(scored([0, 1, float("nan"), 0.7], 2))
+    pairs, without = comparisons.judge(scored([0, 1, float("nan"), 0.7], 2))
     assert without == 1
     np.testing.assert_array_equal(pairs.action_mask.any(1), [1, 1, 0, 1])
     np.testing.assert_array_equal(pairs.preferred, [False, True, False, True])

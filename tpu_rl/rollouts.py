@@ -21,7 +21,7 @@ from tpu_rl.early_rewards import EarlyRewards
 from tpu_rl.errors import InputError
 from tpu_rl.redaction import redact
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Pairs, Rollout
+from tpu_rl.types import Rollout
 
 OnFinished = Callable[[dict[int, list[int]]], None]
 """What is told which rows have ended: row -> the tokens of its completion."""
@@ -257,49 +257,6 @@ def as_text(prompt: str | Sequence[dict[str, str]]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def pair_up(scored: Scored) -> tuple[Pairs, int]:
-    """(of each prompt a completion of the highest reward with one of the lowest, how many prompts have no such two).
-
-    The first of each: completions of a prompt are drawn alike. Two rows a prompt, the better first; without actions
-    where the rewards of a prompt are all equal or missing. The sampler's log-probs are the reference's.
-    """
-    size = _group_size(scored)
-    rewards_of = scored.rewards.reshape(-1, size)
-    finite = np.isfinite(rewards_of)
-    best = np.where(finite, rewards_of, -np.inf).argmax(1) + size * np.arange(len(rewards_of))
-    worst = np.where(finite, rewards_of, np.inf).argmin(1) + size * np.arange(len(rewards_of))
-    margin = scored.rewards[best] - scored.rewards[worst]
-    exists = finite.any(1) & (margin > 0)
-    rows = np.stack([best, worst], axis=1).reshape(-1)
-    pairs = _compared(scored, rows, np.repeat(exists, 2))
-    return replace(
-        pairs,
-        group_id=np.repeat(np.arange(len(best), dtype=np.int32), 2),
-        preferred=np.tile([True, False], len(best)),
-        margin=np.repeat(np.where(exists, margin, 0.0).astype(np.float32), 2),
-    ), int((~exists).sum())
-
-
-def judge(scored: Scored) -> tuple[Pairs, int]:
-    """(every completion by itself, good where its reward is above 0.5, how many were not scored)."""
-    is_scored = np.isfinite(scored.rewards)
-    return _compared(scored, np.arange(len(is_scored)), is_scored), int((~is_scored).sum())
-
-
-def _compared(scored: Scored, rows: np.ndarray, counts: np.ndarray) -> Pairs:
-    """Some rows of a rollout as completions judged one by one; no actions where they do not count."""
-    rollout = scored.rollout
-    arrays: dict[str, Any] = {
-        "tokens": np.asarray(rollout.tokens)[rows],
-        "action_mask": np.asarray(rollout.action_mask)[rows] & counts[:, None],
-        "group_id": np.arange(len(rows), dtype=np.int32),
-        "preferred": scored.rewards[rows] > 0.5,
-        "margin": np.zeros(len(rows), np.float32),
-        "reference_log_probs": np.asarray(rollout.log_probs)[rows],
-    }
-    return Pairs(**arrays)
-
-
 def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
     """The rollout with each score [N] on its row's last action; a row whose score is NaN is not scored."""
     scored = np.isfinite(scores)
@@ -321,14 +278,15 @@ def collect(next_rows: NextRows, roll: Callable[[list[dict[str, Any]], int], Sco
         return first
     rounds = [first]
     wanted = len(np.unique(first.rollout.group_id))
-    while _informative(rounds).sum() < wanted * _group_size(first) and len(rounds) <= refill_rounds:
+    while _informative(rounds).sum() < wanted * group_size(first) and len(rounds) <= refill_rounds:
         rounds.append(roll(next_rows(), len(rounds)))
     informative = _informative(rounds)
     order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
-    return replace(_take(rounds, order[: wanted * _group_size(first)]), chosen_from=tuple(rounds))
+    return replace(_take(rounds, order[: wanted * group_size(first)]), chosen_from=tuple(rounds))
 
 
-def _group_size(scored: Scored) -> int:
+def group_size(scored: Scored) -> int:
+    """Completions of each prompt."""
     return len(scored.rewards) // len(np.unique(scored.rollout.group_id))
 
 
@@ -339,7 +297,7 @@ def _informative(rounds: list[Scored]) -> np.ndarray:
 
 def zero_variance(scored: Scored) -> np.ndarray:
     """[N] bool: rows of groups whose rewards are all equal, or missing."""
-    of_groups = scored.rewards.reshape(-1, _group_size(scored))
+    of_groups = scored.rewards.reshape(-1, group_size(scored))
     highest = np.max(of_groups, axis=1, where=np.isfinite(of_groups), initial=-np.inf)
     lowest = np.min(of_groups, axis=1, where=np.isfinite(of_groups), initial=np.inf)
     return np.repeat(highest <= lowest, of_groups.shape[1])
@@ -348,7 +306,7 @@ def zero_variance(scored: Scored) -> np.ndarray:
 def _take(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     """Some rows, whole groups, of several rounds as one; group ids are numbered anew."""
     rollout = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds])
-    group_id = np.repeat(np.arange(len(rows) // _group_size(rounds[0]), dtype=np.int32), _group_size(rounds[0]))
+    group_id = np.repeat(np.arange(len(rows) // group_size(rounds[0]), dtype=np.int32), group_size(rounds[0]))
 
     def texts(of: Callable[[Scored], list[str]]) -> list[str]:
         everything = [text for scored in rounds for text in of(scored)]
@@ -384,15 +342,15 @@ def metrics(scored: Scored) -> dict[str, float]:
     """
     sampled = _all_sampled(scored)
     finite = sampled.rewards[np.isfinite(sampled.rewards)]
-    learned = np.asarray(scored.rollout.scored).reshape(-1, _group_size(scored)).any(1)
+    learned = np.asarray(scored.rollout.scored).reshape(-1, group_size(scored)).any(1)
     lengths = sampled.lengths
     return {
         "reward/mean": _finite_mean(sampled.rewards),
         "reward/std": float(finite.std()) if finite.size else float("nan"),
         **{f"reward/{name}/mean": _finite_mean(part) for name, part in sampled.parts.items()},
-        **({"reward/zero_std_groups": float(zero_variance(sampled).mean())} if _group_size(sampled) > 1 else {}),
+        **({"reward/zero_std_groups": float(zero_variance(sampled).mean())} if group_size(sampled) > 1 else {}),
         "reward/errors": float(len(sampled.errors)),
-        "rollout/kept": float(learned.sum() * _group_size(sampled) / len(lengths)),
+        "rollout/kept": float(learned.sum() * group_size(sampled) / len(lengths)),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean(sampled.rollout.truncated)),
