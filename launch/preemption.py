@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from launch.output import write_error
 from tpu_rl import processes
 from tpu_rl.errors import TpuRlError
 
@@ -71,7 +72,7 @@ class Signals:
         self.code = INTERRUPTED
         self.terminate.set()
         # Python may be in the midst of a print.
-        os.write(2, b"\nCtrl-C: the run ends, saved, after this step; a second one ends it at once\n")
+        write_error("\nCtrl-C: the run ends, saved, after this step; a second one ends it at once\n")
 
     def requested(self) -> bool:
         """Whether any process of the run was told to end. All of them ask at the border of the same step."""
@@ -128,7 +129,7 @@ def _read(reading: socket.socket, signals: Signals, leave: Callable[[], None] | 
         if received[0] != signal.SIGTERM:
             continue
         if is_second:
-            os.write(2, b"SIGTERM again: ended at once\n")
+            write_error("SIGTERM again: ended at once\n")
             os._exit(AT_ONCE)
         is_second = True
         signals.terminate.set()

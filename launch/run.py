@@ -32,6 +32,7 @@ from launch import (
     debug_nans,
     hosts,
     membership,
+    output,
     peers,
     phases,
     preemption,
@@ -382,4 +383,5 @@ def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     redaction.hide_in_tracebacks()
+    output.outlive_readers()
     sys.exit(main(sys.argv[1:]))

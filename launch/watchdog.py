@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import peers
+from launch.output import write_error
 from tpu_rl import reward_workers
 from tpu_rl.errors import InputError
 
@@ -160,7 +161,7 @@ def _report(silence: float, limit: float, run_dir: Path, command: str) -> None:
     def tell() -> None:
         faulthandler.dump_traceback(2)
         peers.end_all(message, STALLED, after=others)
-        os.write(2, f"{message}\n".encode())
+        write_error(f"{message}\n")
 
     _within(LAST_WORDS + others, tell)
 
