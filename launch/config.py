@@ -41,9 +41,10 @@ class ModelConfig:
     """Of the computation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and the optimizer's moments."""
-    attention: Literal["auto", "tiles"] = "auto"
+    attention: Literal["auto", "tiles", "cudnn"] = "auto"
     """auto: on TPUs, of rows whose length 128 divides, a Pallas kernel that never holds a layer's scores. tiles: XLA's
-    products of the tiles that see each other, as everywhere else."""
+    products of the tiles that see each other, as everywhere else. cudnn: cuDNN's kernel for these tiles, on NVIDIA GPUs
+    in bfloat16, for learning and log-probs; not measured yet."""
     lora: LoraConfig = LoraConfig()
     router_balance: float = 0.0
     """Of a mixture of experts: how much of its load-balance loss is added to what is learned. Published ones come

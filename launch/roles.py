@@ -16,6 +16,7 @@ import tpu_rl
 from launch.config import AlgorithmConfig, ExperimentConfig
 from tpu_rl import models, sampler, sharding
 from tpu_rl.errors import InputError
+from tpu_rl.models.cudnn_attention import require_fit
 from tpu_rl.needs import RoleSpec
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers import load as load_tokenizer
@@ -125,6 +126,13 @@ def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
     """`role_models`, with what is fastest on the mesh's devices."""
     found = role_models(config, base)
+    if config.model.attention == "cudnn":
+        platform = mesh.devices.flat[0].platform
+        if platform != "gpu":
+            fix = "--model.attention auto"
+            raise InputError(f"cuDNN is for NVIDIA GPUs, not for a {platform}", where="--model.attention", fix=fix)
+        require_fit(base.config.attention, config.model.dtype, config.batch.row_length)
+        return {name: models.with_attention_kernel(model, "cudnn") for name, model in found.items()}
     if not has_attention_kernel(config, mesh):
         return found
     return {name: models.with_attention_kernel(model) for name, model in found.items()}

@@ -130,8 +130,9 @@ class AttentionConfig:
     clip: float | None = None
     """Largest size of an element of query, key and value."""
     softcap: float | None = None
-    kernel: Literal["none", "tpu", "interpreted"] = "none"
-    """Whether rows that can be cut into blocks go through `flash_attention`; interpreted, it runs anywhere, slowly."""
+    kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
+    """tpu: rows that can be cut into blocks go through `flash_attention`; interpreted, it runs anywhere, slowly. cudnn:
+    rows without a cache go through `cudnn_attention`."""
 
 
 @dataclasses.dataclass(frozen=True)

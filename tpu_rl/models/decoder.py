@@ -20,6 +20,7 @@ import numpy as np
 
 from tpu_rl.models import caches, experts, flash_attention, layers, routers
 from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
+from tpu_rl.models.cudnn_attention import cudnn_attention
 from tpu_rl.models.flash_kernels import How
 from tpu_rl.models.layers import CACHED, PACKED, Cut, Slots
 from tpu_rl.models.routers import Usage
@@ -172,14 +173,15 @@ class Layer(Weights):
         window = config.window if self.kind == "sliding" else None
         slots, cut = (context.queries, context.keys[self.kind]), _cut(cache)
         parts = spread(cut.tokens, query.shape[1])
-        if config.kernel != "none" and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
+        if config.kernel in ("tpu", "interpreted") and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
             how = How(config.scale, window, config.softcap, config.kernel == "interpreted")
             seen = flash_attention.flash_attention(query, keys, values, *slots, how, cut)
         else:
             if parts > 1:
                 keys, values = constrain(keys, KEYS), constrain(values, KEYS)
             rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
-            seen = layers.attention(query, keys, values, *slots, **rules, key_tiles=context.key_tiles)
+            by = cudnn_attention if config.kernel == "cudnn" and cache is None else None
+            seen = layers.attention(query, keys, values, *slots, **rules, key_tiles=context.key_tiles, scores_by=by)
         return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
 
     def mlp(self, x: Array) -> Array:

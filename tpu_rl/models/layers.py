@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -196,20 +197,25 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     key_tiles: Array | None = None,
+    scores_by: Callable[..., Array] | None = None,
 ) -> Array:
     """Attention of query [B, T, H, E] over key and value [B, K, S, E] -> [B, T, H, E]; the softmax is float32.
 
+    `scores_by` computes what `dense_attention` does, which it stands in for.
     With `key_tiles` [B, T / t, n] (see `types.Rows`; packed rows only, where T = S) the keys of other tiles are left
     out, which by `visible` weigh nothing: the same numbers, of padding's hidden states alone others.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    whole = scores_by or dense_attention
     if key_tiles is None:
-        return dense_attention(query, key, value, queries, keys, **how)
-    return tiled_attention(query, key, value, queries, key_tiles, **how)
+        return whole(query, key, value, queries, keys, **how)
+    return tiled_attention(query, key, value, queries, key_tiles, whole, **how)
 
 
-def tiled_attention(query: Array, key: Array, value: Array, slots: Slots, key_tiles: Array, **how: Any) -> Array:
-    """`dense_attention` of each tile of t tokens, as a row of its own, over the n tiles of keys that are listed for it.
+def tiled_attention(
+    query: Array, key: Array, value: Array, slots: Slots, key_tiles: Array, whole: Callable[..., Array], **how: Any
+) -> Array:
+    """Attention by `whole` of each tile of t tokens, as a row of its own, over the n tiles of keys listed for it.
 
     For G completions of C tokens behind a prompt of P that is about G C (P + C) scores in place of (P + G C)^2.
     """
@@ -229,7 +235,7 @@ def tiled_attention(query: Array, key: Array, value: Array, slots: Slots, key_ti
     keys = Slots(*map(of_keys, slots))
     keys = keys._replace(segment_ids=jnp.where(absent, -1, keys.segment_ids))
     key, value = (of_keys(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (key, value))
-    mixed = dense_attention(of_queries(query), key, value, Slots(*map(of_queries, slots)), keys, **how)
+    mixed = whole(of_queries(query), key, value, Slots(*map(of_queries, slots)), keys, **how)
     return mixed.reshape(query.shape)
 
 

@@ -41,8 +41,8 @@ def with_int8_cache(model: Model) -> Model:
     return decoder(replace(model.config, cache_dtype="int8"))
 
 
-def with_attention_kernel(model: Model, kernel: Literal["tpu", "interpreted"] = "tpu") -> Model:
-    """The same model, which attends by the Pallas kernel wherever rows can be cut into blocks."""
+def with_attention_kernel(model: Model, kernel: Literal["tpu", "interpreted", "cudnn"] = "tpu") -> Model:
+    """The same model, which attends by a kernel wherever that takes its rows (`AttentionConfig.kernel`)."""
     return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
 
 
