@@ -4,8 +4,9 @@ Learning and sampling want different things. The optimizer wants float32 masters
 reads every weight once, so that gathering them for every token would take most of its time. Completions are therefore
 drawn with a copy of the weights wherever it differs from the masters: in the type that the model computes in, and with
 `--sampling.tensor N` on a mesh of its own over the same devices, where heads and widths are cut N ways and rows over
-the rest. It is made leaf by leaf when a rollout begins and goes when the rollout ends: memory holds one layout more
-than learning needs, and the masters keep their bits. Where nothing differs, they themselves are read.
+the rest, and the experts of a mixture over all. It is made leaf by leaf when a rollout begins and goes when the rollout
+ends: memory holds one layout more than learning needs, and the masters keep their bits. Where nothing differs, they
+themselves are read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def sampling_mesh(config: ExperimentConfig, mesh: Mesh) -> Mesh:
             f"{mesh.size} devices cannot be cut into groups of {tensor}", where="--sampling.tensor",
             fix=f"nearest that fit: {', '.join(map(str, sorted(divisors, key=lambda n: abs(n - tensor))[:3]))}",
         )  # fmt: skip
-    return sharding.regroup(mesh, data=mesh.size // tensor, tensor=tensor)
+    return sharding.drawing_mesh(mesh, tensor)
 
 
 def acting(config: ExperimentConfig, policy: Policy, reads: Iterable[Select], mesh: Mesh) -> Acting:

@@ -140,7 +140,8 @@ class SamplingConfig:
     for it. Evaluation rounds nothing."""
     tensor: int | None = None
     """Devices that cut heads, widths and vocabulary between them while completions are drawn, rows being spread over
-    the others, whatever the run's mesh is; null: the run's mesh. Decoding then gathers no weights."""
+    the others, whatever the run's mesh is, and the experts of a mixture over all; null: the run's mesh. Decoding then
+    gathers no weights."""
     segment: int = 128
     """Decode steps between two looks of the host, which asks for rewards of ended groups and finds stop strings."""
     speculation: Speculation = Speculation()

@@ -66,6 +66,16 @@ def test_a_long_row_s_tokens_lie_on_several_devices_and_decoded_rows_do_not():
     assert sharding.spec(("slots", None), (8, 1), mesh) == PartitionSpec((*ROWS, "context"), None)
 
 
+def test_for_drawing_experts_are_whole_and_nothing_is_gathered():
+    mesh = AbstractMesh((4, 2), sharding.DRAWING_AXES, axis_types=(AxisType.Auto,) * 2)
+    spec = sharding.spec
+    assert spec(("experts", "embed", "expert_mlp"), (16, 8, 6), mesh) == PartitionSpec(("data", "tensor"), None, None)
+    few = spec(("experts", "embed", "expert_mlp"), (4, 8, 6), mesh)
+    assert few == PartitionSpec("data", None, "tensor"), "four experts for eight devices: two share one's width"
+    assert spec(("embed", "mlp"), (8, 6), mesh) == PartitionSpec(None, "tensor")
+    assert spec(("slots", None), (8, 1), mesh) == spec(("rows", "tokens"), (8, 16), mesh) == PartitionSpec("data", None)
+
+
 def test_spread_is_over_the_mesh_that_is_set():
     assert sharding.spread("rows", 8) == 1
     with jax.sharding.use_abstract_mesh(FOUR):

@@ -1,9 +1,10 @@
-"""The device mesh, and one table of which logical axis is cut along which mesh axis.
+"""The device mesh, and which logical axis is cut along which mesh axis: a table for learning, one for drawing.
 
 Mesh axes: "data" (rows; weights copied), "fsdp" (rows, and weights cut along their width), "tensor" (heads, MLP width
 and vocabulary), "expert" (a mixture's experts; to all else it is more of "fsdp"), "context" (the tokens of a packed
-row, for rows too long for one device; to weights and to the sampler it is more of "fsdp"). A dimension that the mesh
-does not divide is copied instead: slower, never wrong.
+row, for rows too long for one device; to weights and to the sampler it is more of "fsdp"). A mesh that completions
+alone are drawn on has "data" and "tensor" only. A dimension that the mesh does not divide is copied instead: slower,
+never wrong.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ RULES: Mapping[str, tuple[str, ...]] = {
 """Logical axis -> the mesh axes that cut it. Models name the logical axes of their leaves (`Model.axes`). Packed rows
 are "rows" of "tokens"; "slots" are what the sampler decodes rows in."""
 
+DRAWING_AXES = ("data", "tensor")
+DRAWING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
+    **dict.fromkeys(("rows", "slots"), ("data",)),
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp"), ("tensor",)),
+    "experts": ("data", "tensor"),
+}
+"""The same on a mesh for drawing: whole weights would be gathered for every token, so nothing is cut but what a device
+can compute its part of. Experts are each on one device, if there are enough of them: tokens go there, which are few."""
+
 
 def make_mesh(
     data: int = 1,
@@ -67,10 +77,14 @@ def make_mesh(
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
-def regroup(mesh: Mesh, **sizes: int) -> Mesh:
-    """The mesh's devices, in their order, as one whose other axes are 1. Arrays may move between the two in a jit."""
-    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
-    return Mesh(mesh.devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+def drawing_mesh(mesh: Mesh, tensor: int) -> Mesh:
+    """The mesh's devices, in their order, as one for drawing. Arrays may move between the two in a jit."""
+    devices = mesh.devices.reshape(-1, tensor)
+    return Mesh(devices, DRAWING_AXES, axis_types=(AxisType.Auto,) * len(DRAWING_AXES))
+
+
+def rules(mesh: Mesh | AbstractMesh) -> Mapping[str, tuple[str, ...]]:
+    return DRAWING_RULES if mesh.axis_names == DRAWING_AXES else RULES
 
 
 def _nearest(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
@@ -91,13 +105,13 @@ def _nearest(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
 def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How an array of `shape` with logical `axes` (None: never cut) is cut over the mesh.
 
-    Of the mesh axes that `RULES` gives a dimension and that cut none before it, the longest prefix that divides it is
-    used.
+    Of the mesh axes that the mesh's `rules` give a dimension and that cut none before it, the longest prefix that
+    divides it is used.
     """
     parts: list[tuple[str, ...] | None] = []
     used: set[str] = set()
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axes = tuple(name for name in (RULES[axis] if axis is not None else ()) if name not in used)
+        mesh_axes = tuple(name for name in (rules(mesh)[axis] if axis is not None else ()) if name not in used)
         while mesh_axes and size % math.prod(mesh.shape[name] for name in mesh_axes):
             mesh_axes = mesh_axes[:-1]
         used |= {*mesh_axes}

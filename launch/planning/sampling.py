@@ -109,7 +109,7 @@ def _longest_begun(how: sampler.SamplerConfig, width: int) -> int:
 
 def _array(mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     """With rows in front, spread over the mesh."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(slots.BATCH_AXES)))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(slots.slot_axes(mesh))))
 
 
 def _keys(mesh: Mesh, count: int) -> jax.ShapeDtypeStruct:

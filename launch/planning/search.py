@@ -183,7 +183,7 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
 def search_sampling(config: ExperimentConfig, target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
     """The fastest way that fits to draw completions on the run's mesh, or on one of their own."""
     tried = []
-    for tensor in (None, 2, 4, 8):
+    for tensor in (None, *((1,) if model.config.experts else ()), 2, 4, 8):
         if tensor is not None and (len(target.devices) % tensor or model.config.attention.heads % tensor):
             continue
         drawing = replace(config, sampling=replace(config.sampling, tensor=tensor))

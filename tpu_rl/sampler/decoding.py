@@ -16,7 +16,7 @@ from tpu_rl.sampler import segments, speculation
 from tpu_rl.sampler import slots as device
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.sampler.requests import Asked, Begun, Shares, ask
-from tpu_rl.sampler.slots import BATCH_AXES, NO_TOKEN, Border, Drawn, Slots
+from tpu_rl.sampler.slots import NO_TOKEN, Border, Drawn, Slots, slot_axes
 from tpu_rl.sampler.speculation import Draft
 from tpu_rl.types import Array, Params, Policy, Rollout
 
@@ -56,7 +56,7 @@ def sample(
     key: the use and the step are folded in already (`run_key`).
     limits: [N], most new tokens of each row; None: `max_new_tokens` for all. Rows of high limits are begun first.
     row_ids: [N], what is folded into each row's key; None: 0 .. N-1.
-    mesh: spreads rows over its "data", "fsdp" and "expert"; None: rows go where the params are.
+    mesh: spreads rows over its `slot_axes`; None: rows go where the params are.
     on_finished: called at the borders of segments, with each row once: the others are still being decoded.
     stop_at: called there too; what a row has drawn past its end is dropped, so that segments leave no trace.
     at_border: called there too; what it raises ends the sampling.
@@ -241,7 +241,9 @@ def _read(result: tuple[Slots, Border]) -> tuple[Slots, Border]:
 
 def _place(mesh: Mesh | None, rows: Any) -> Array:
     """An array of all devices' rows, one after the other, with each row on its device."""
-    return jnp.asarray(rows) if mesh is None else sharding.put(rows, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    if mesh is None:
+        return jnp.asarray(rows)
+    return sharding.put(rows, NamedSharding(mesh, PartitionSpec(slot_axes(mesh))))
 
 
 def _release(

@@ -1,8 +1,8 @@
 """The device's part of the sampler: a pool of prefilled prompts, slots that rows are decoded in, one segment of steps.
 
-Each device of the mesh's `BATCH_AXES` has its own part of everything here: prompts of the pool, the queue of rows that
-continue them, slots, outputs. Its slots take rows of its own queue, and their tokens go to its own part of the outputs;
-so nothing but a few flags crosses devices for the sake of refilling.
+Each device along the mesh's `slot_axes` has its own part of everything here: prompts of the pool, the queue of rows
+that continue them, slots, outputs. Its slots take rows of its own queue, and their tokens go to its own part of the
+outputs; so nothing but a few flags crosses devices for the sake of refilling.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from tpu_rl import sharding
 from tpu_rl.sampler.caches import put_row, resize, row_axis, take_rows
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.types import Array, Params, Policy
-
-BATCH_AXES = sharding.RULES["slots"]
-"""Mesh axes that rows are spread over."""
 
 NO_TOKEN = -1
 """What stands in the outputs where nothing is drawn yet."""
@@ -114,9 +111,14 @@ class Border(NamedTuple):
 # --- devices -------------------------------------------------------------------------------------------------------
 
 
+def slot_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Mesh axes that rows are spread over."""
+    return sharding.rules(mesh)["slots"]
+
+
 def device_count(mesh: Mesh | None) -> int:
     """D, the parts that rows are cut into."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in slot_axes(mesh))
 
 
 def each_device(mesh: Mesh | None, function: Callable[..., Any], *arguments: Any, results: int = 1) -> Any:
@@ -126,18 +128,18 @@ def each_device(mesh: Mesh | None, function: Callable[..., Any], *arguments: Any
     compiler would gather caches over devices to move rows in them, as it cannot know that each stays where it is. Other
     mesh axes are left to it.
     """
-    if device_count(mesh) == 1:
+    if mesh is None or device_count(mesh) == 1:
         return function(*arguments)
-    specs = tuple(_specs(argument) for argument in arguments)
-    over = set(BATCH_AXES)
+    axes = slot_axes(mesh)
+    specs = tuple(_specs(axes, argument) for argument in arguments)
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=specs[:results], axis_names=over, check_vma=False
+        function, mesh=mesh, in_specs=specs, out_specs=specs[:results], axis_names={*axes}, check_vma=False
     )
     return mapped(*arguments)
 
 
-def _specs(argument: Any) -> Any:
-    front, behind = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES)
+def _specs(axes: tuple[str, ...], argument: Any) -> Any:
+    front, behind = PartitionSpec(axes), PartitionSpec(None, axes)
     specs = jax.tree.map(lambda leaf: front, argument)
     if isinstance(argument, Slots | Pool):
         specs = specs._replace(cache=jax.tree.map(lambda leaf: (front, behind)[row_axis(leaf)], argument.cache))
@@ -164,7 +166,7 @@ def spread(mesh: Mesh | None, cache: Any) -> Any:
 
     def place(leaf: Array) -> Array:
         axes: list[Any] = [free] * leaf.ndim
-        axes[row_axis(leaf)] = BATCH_AXES
+        axes[row_axis(leaf)] = slot_axes(mesh)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 
     return jax.tree.map(place, cache)
@@ -218,7 +220,7 @@ def empty_outputs(mesh: Mesh | None, rows: int, columns: int) -> Drawn:
     drawn = Drawn(jnp.full(zeros.shape, NO_TOKEN, jnp.int32), zeros, zeros)
     if mesh is None:
         return drawn
-    return jax.lax.with_sharding_constraint(drawn, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    return jax.lax.with_sharding_constraint(drawn, NamedSharding(mesh, PartitionSpec(slot_axes(mesh))))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("slots",))
