@@ -187,6 +187,20 @@ def test_meshes_that_are_tried_divide_devices_and_heads():
     assert all(c.batch.micro_batch_rows % (c.mesh.data * c.mesh.fsdp) == 0 for c in tried)
 
 
+def test_a_mesh_that_is_too_full_is_not_tried_with_more_rows(monkeypatch):
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target, tried = figures.Target("eight", jax.devices() * 8, None, None), []
+
+    def planned(config, target, model, parts):
+        tried.append(config)
+        return search.Plan(config, config.mesh, [])
+
+    monkeypatch.setattr(search, "make_plan", planned)
+    monkeypatch.setattr(search.Plan, "fits", lambda plan, target: False)
+    assert search.search(config, target, steps.read_model(config), lambda line: None) is None
+    assert len(tried) == len({one.mesh for one in tried}) > 1
+
+
 # --- the command -------------------------------------------------------------------------------------------------
 
 

@@ -166,13 +166,19 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
     The update decides first; for the fastest that fits, how completions are drawn is then tried, too.
     """
     tried: list[Plan] = []
+    too_full: set[MeshConfig] = set()
     for candidate in candidates(config, target, model):
         mesh = candidate.mesh
+        if mesh in too_full:  # with fewer rows it was
+            continue
         plan = make_plan(candidate, target, model, ("learning",))
         verdict = f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
         rows = candidate.batch.micro_batch_rows
         say(f"mesh {' x '.join(map(str, astuple(mesh)))}, {rows} rows a micro-batch: {verdict}")
-        tried += [plan] if plan.fits(target) else []
+        if plan.fits(target):
+            tried.append(plan)
+        else:
+            too_full.add(mesh)
     for plan in sorted(tried, key=lambda plan: plan.seconds):
         drawing = search_sampling(plan.config, target, model, say)
         if drawing is not None:
