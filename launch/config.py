@@ -45,6 +45,10 @@ class ModelConfig:
     """auto: on TPUs, of rows whose length 128 divides, a Pallas kernel that never holds a layer's scores. tiles: XLA's
     products of the tiles that see each other, as everywhere else. cudnn: cuDNN's kernel for these tiles, on NVIDIA GPUs
     in bfloat16, for learning and log-probs; not measured yet."""
+    remat: Literal["full", "products", "none"] = "full"
+    """What the backward pass computes again of a layer, so that it need not be kept: full: all of it; products: what
+    lies between its products with weights, whose results are kept, and attention's (experts are computed again); none:
+    nothing."""
     lora: LoraConfig = LoraConfig()
     router_balance: float = 0.0
     """Of a mixture of experts: how much of its load-balance loss is added to what is learned. Published ones come
@@ -334,7 +338,7 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
-MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh", "sampling.tensor", "profile")
+MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh", "sampling.tensor", "profile", "model.remat")
 """What a run may be continued with: where it lies, on what devices, what it writes when, what its rewards may take, how
 long it may stand still, and, at a constant rate, how long it is."""
 

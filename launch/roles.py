@@ -125,7 +125,7 @@ def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
 
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
     """`role_models`, with what is fastest on the mesh's devices."""
-    found = role_models(config, base)
+    found = {name: models.with_remat(model, config.model.remat) for name, model in role_models(config, base).items()}
     if config.model.attention == "cudnn":
         platform = mesh.devices.flat[0].platform
         if platform != "gpu":

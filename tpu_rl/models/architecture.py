@@ -49,6 +49,9 @@ and the router's it is the other way round."""
 OUTPUTS = {"query": 2, "key": 2, "value": 2, "output": 1, "gate": 1, "up": 1, "down": 1}
 """The layers' matrices: how many of their last dimensions are outputs, the others being inputs."""
 
+PRODUCT = "product"
+"""Name, for `jax.checkpoint` policies, of what comes of a product with weights, and of attention."""
+
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """Of a mixture, all its experts' stacked; of each of them one dimension is inputs and the last outputs."""
 
@@ -182,6 +185,9 @@ class DecoderConfig:
     """What is computed in. Norms, softmax, rotary angles and logits are float32 whatever it is."""
     param_dtype: str = "float32"
     """What weights are kept in."""
+    remat: Literal["full", "products", "none"] = "full"
+    """What of a layer is computed again in the backward pass: all of it from its input; what is between its products
+    with weights, whose results are kept, and attention's; nothing."""
     cache_dtype: str | None = None
     """What keys and values of past tokens are kept in while sampling: "int8", a scale for each token and head beside
     them; None: what is computed in."""

@@ -17,9 +17,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl.models import caches, experts, flash_attention, layers, routers
-from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, DecoderConfig
+from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, PRODUCT, WEIGHTS, DecoderConfig
 from tpu_rl.models.cudnn_attention import cudnn_attention
 from tpu_rl.models.flash_kernels import How
 from tpu_rl.models.layers import CACHED, PACKED, Cut, Slots
@@ -126,7 +127,7 @@ class Weights(nn.Module):
         if bias:
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
         scale = self.config.adapter_scale(name)
-        return y if scale is None else y + layers.low_rank(x, *self.adapter(name), scale)
+        return checkpoint_name(y if scale is None else y + layers.low_rank(x, *self.adapter(name), scale), PRODUCT)
 
 
 class Layer(Weights):
@@ -182,7 +183,7 @@ class Layer(Weights):
             rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
             by = cudnn_attention if config.kernel == "cudnn" and cache is None else None
             seen = layers.attention(query, keys, values, *slots, **rules, key_tiles=context.key_tiles, scores_by=by)
-        return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
+        return self.linear("bthe,hed->btd", checkpoint_name(seen, PRODUCT), "output", config.output_bias), cache
 
     def mlp(self, x: Array) -> Array:
         config = self.config.mlp
@@ -196,6 +197,11 @@ class Layer(Weights):
         routing = experts.route(config.experts, logits)
         matrices = experts.Matrices(*map(self.weight, EXPERT_MATRICES))
         return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation], cut), routing
+
+
+def _remade(config: DecoderConfig, guarded: bool) -> type[nn.Module]:
+    names = (experts.ORDER, PRODUCT) if config.remat == "products" else (experts.ORDER,)
+    return nn.remat(Layer, prevent_cse=guarded, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
 def _cut(cache: Any) -> Cut:
@@ -227,8 +233,8 @@ class Decoder(Weights):
     def __call__(self, tokens: Array, cache: Any, context: Context) -> tuple[Array, Any, Usage | None]:
         """tokens [B, T] -> [B, T, D] after the final norm, the cache, and without one what a mixture's routers did.
 
-        Without a cache (training) each layer's activations are computed again in the backward pass. In the scan's
-        body that needs no guard against common subexpressions, as forward and backward are two loops.
+        Without a cache (training) each layer's activations are computed again in the backward pass, as far as
+        `DecoderConfig.remat` says.
         """
         config = self.config
         if config.outputs:
@@ -251,13 +257,15 @@ class Decoder(Weights):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one entry an argument)
             length=config.repetitions,
         )
-        kept = jax.checkpoint_policies.save_only_these_names(experts.ORDER)
-        body = nn.remat(Layer, prevent_cse=False, policy=kept) if training else Layer
+        # In the scan's body no guard against common subexpressions is needed: forward and backward are two loops.
+        body, last_body = (
+            _remade(config, guarded) if training and config.remat != "none" else Layer for guarded in (False, True)
+        )
         scanned = pattern(config, config.kinds[: config.period], body, name="layers")
         (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
         tail = config.kinds[config.repetitions * config.period :]
         if tail:
-            rest = Pattern(config, tail, nn.remat(Layer, policy=kept) if training else Layer, name="tail")
+            rest = Pattern(config, tail, last_body, name="tail")
             (x, cache), last = rest((x, cache), config.repetitions, context)
             found = [*found, *jax.tree.map(lambda part: part[None], last)]
         usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found) if found[0] is not None else None

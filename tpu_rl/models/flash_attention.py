@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpu_rl import sharding
 from tpu_rl.models import flash_kernels
+from tpu_rl.models.architecture import PRODUCT
 from tpu_rl.models.flash_kernels import LANES, How
 from tpu_rl.models.layers import PACKED, Cut, Slots
 
@@ -96,7 +98,8 @@ def _attend(how: How, cut: Cut, query: Array, key: Array, value: Array, queries:
 def _attend_forward(how: How, cut: Cut, *operands: Any) -> tuple[Array, Any]:
     at = _places(cut, operands[0])
     places = (at.query, at.key, at.key, *at.slots)
-    mixed, total = _on_devices(flash_kernels.mixed, how, operands, places, (at.query, at.total))
+    results = _on_devices(flash_kernels.mixed, how, operands, places, (at.query, at.total))
+    mixed, total = (checkpoint_name(part, PRODUCT) for part in results)
     return mixed, (*operands, mixed, total)
 
 

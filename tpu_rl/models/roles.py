@@ -46,6 +46,11 @@ def with_attention_kernel(model: Model, kernel: Literal["tpu", "interpreted", "c
     return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
 
 
+def with_remat(model: Model, remat: Literal["full", "products", "none"]) -> Model:
+    """The same model, of whose layers so much is computed again in the backward pass (`DecoderConfig.remat`)."""
+    return decoder(replace(model.config, remat=remat))
+
+
 def role(model: Model, select: Callable[[Params], Params]) -> Role:
     """A model's place in the whole params tree: `select` picks its own params, `lambda params: params["policy"]`."""
 
