@@ -38,7 +38,7 @@ class Lasting(io.TextIOWrapper):
 def outlive_readers() -> None:
     """From here on standard output and error are `Lasting`; for a program's beginning."""
     sys.stdout, sys.stderr = (
-        Lasting(stream.buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+        Lasting(stream.buffer, stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering))
         for stream in (sys.stdout, sys.stderr)
     )
 
