@@ -95,7 +95,8 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
             chosen = " ".join(f"--mesh.{axis} {size}" for axis, size in asdict(mesh).items())
             if best.config.sampling.tensor is not None:
                 chosen += f" --sampling.tensor {best.config.sampling.tensor}"
-            print(f"the best that fits: {chosen} --batch.micro-batch-rows {rows}")
+            chosen += f" --model.remat {best.config.model.remat} --batch.micro-batch-rows {rows}"
+            print(f"the best that fits: {chosen}")
             table.show(best, target, [])
             report["best"] = table.as_json(best, target, [])
     if flags.json:

@@ -163,7 +163,8 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
 def search(config: ExperimentConfig, target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
     """The fastest configuration, by estimate, of those that fit: other meshes and micro-batches of the same run.
 
-    The update decides first; for the fastest that fits, how completions are drawn is then tried, too.
+    The update decides first; for the fastest that fits, whether memory is left to keep products in, and how completions
+    are drawn, is then tried, too.
     """
     tried: list[Plan] = []
     too_full: set[MeshConfig] = set()
@@ -182,8 +183,20 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
     for plan in sorted(tried, key=lambda plan: plan.seconds):
         drawing = search_sampling(plan.config, target, model, say)
         if drawing is not None:
-            return Plan(drawing.config, plan.mesh, drawing.lines + plan.lines)
+            learning = _with_products_kept(plan, target, model, say)
+            config = replace(drawing.config, model=learning.config.model)
+            return Plan(config, plan.mesh, drawing.lines + learning.lines)
     return None
+
+
+def _with_products_kept(plan: Plan, target: Target, model: Model, say: Callable[[str], None]) -> Plan:
+    """The plan of learning with `--model.remat products` where that fits and is faster."""
+    config = plan.config
+    if config.model.remat != "full":
+        return plan
+    kept = make_plan(replace(config, model=replace(config.model, remat="products")), target, model, ("learning",))
+    say(f"--model.remat products: {f'{kept.seconds:.3g} s' if kept.fits(target) else 'does not fit'}")
+    return kept if kept.fits(target) and kept.seconds < plan.seconds else plan
 
 
 def search_sampling(config: ExperimentConfig, target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
