@@ -4,9 +4,9 @@ Learning and sampling want different things. The optimizer wants float32 masters
 reads every weight once, so that gathering them for every token would take most of its time. Completions are therefore
 drawn with a copy of the weights wherever it differs from the masters: in the type that the model computes in, and with
 `--sampling.tensor N` on a mesh of its own over the same devices, where heads and widths are cut N ways and rows over
-the rest, and the experts of a mixture over all. It is made leaf by leaf when a rollout begins and goes when the rollout
-ends: memory holds one layout more than learning needs, and the masters keep their bits. Where nothing differs, they
-themselves are read.
+the rest, and the experts of a mixture over all that divide them. It is made leaf by leaf when a rollout begins and goes
+when the rollout ends: memory holds one layout more than learning needs, and the masters keep their bits. Where nothing
+differs, they themselves are read.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ModelConfig:
     remat: Literal["full", "products", "none"] = "full"
     """What the backward pass computes again of a layer, so that it need not be kept: full: all of it; products: what
     lies between its products with weights, whose results are kept, and attention's (experts are computed again); none:
-    nothing."""
+    nothing, but experts that several devices share."""
     lora: LoraConfig = LoraConfig()
     router_balance: float = 0.0
     """Of a mixture of experts: how much of its load-balance loss is added to what is learned. Published ones come
@@ -144,8 +144,8 @@ class SamplingConfig:
     for it. Evaluation rounds nothing."""
     tensor: int | None = None
     """Devices that cut heads, widths and vocabulary between them while completions are drawn, rows being spread over
-    the others, whatever the run's mesh is, and the experts of a mixture over all; null: the run's mesh. Decoding then
-    gathers no weights."""
+    the others, whatever the run's mesh is, and the experts of a mixture over all, if these divide them; null: the run's
+    mesh. Decoding then gathers no weights."""
     segment: int = 128
     """Decode steps between two looks of the host, which asks for rewards of ended groups and finds stop strings."""
     speculation: Speculation = Speculation()
@@ -338,9 +338,10 @@ def load(path: Path) -> ExperimentConfig:
 
 
 MAY_CHANGE = ("run_dir", "dry_run", "steps", "checkpoint_every", "evaluation.every", "wandb", "reward_limits")
-MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh", "sampling.tensor", "profile", "model.remat")
-"""What a run may be continued with: where it lies, on what devices, what it writes when, what its rewards may take, how
-long it may stand still, and, at a constant rate, how long it is."""
+MAY_CHANGE += ("accept_dataset_change", "watchdog", "debug_nans", "mesh", "sampling.tensor", "profile")
+MAY_CHANGE += ("model.remat", "model.attention")
+"""What a run may be continued with: where it lies, on what devices, by which of several programs for the same numbers,
+what it writes when, what its rewards may take, how long it may stand still, and, at a constant rate, how long it is."""
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

@@ -8,7 +8,7 @@ A finished run has one already, RUN_DIR/model; this also serves a run that was i
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import tyro
@@ -71,6 +71,8 @@ def load_run(address: str) -> tuple[Setup, Params, int]:
     if not (run_dir / "checkpoints").is_dir():
         raise InputError("the run has no checkpoints yet", where=address, fix="let it reach its first one")
     config = configuration.load(run_dir / "config.yaml")
+    if config.model.attention == "cudnn":  # the run's machine had a GPU; this one need not
+        config = replace(config, model=replace(config.model, attention="auto"))
     mesh = build.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
         setup, params = build.make_setup(config, run_dir, mesh)

@@ -1,4 +1,4 @@
-"""What a run says, when whatever read it has ended: `| tee` that a Ctrl-C reached first, `| head`, a lost terminal.
+"""What a run says, when whatever read it has ended: `| tee` that a Ctrl-C reached first, `| head`.
 
 Nothing of a run is lost with its output: metrics, samples and checkpoints are files. So it goes on, and says nothing.
 """
@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import sys
+from typing import Any
 
 
 class Lasting(io.TextIOWrapper):
@@ -37,13 +38,15 @@ class Lasting(io.TextIOWrapper):
 
 def outlive_readers() -> None:
     """From here on standard output and error are `Lasting`; for a program's beginning."""
-    sys.stdout, sys.stderr = (
-        Lasting(stream.buffer, stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering))
-        for stream in (sys.stdout, sys.stderr)
-    )
+    sys.stdout, sys.stderr = map(_lasting, (sys.stdout, sys.stderr))
 
 
-def write_error(text: str) -> None:
+def _lasting(stream: Any) -> Lasting:
+    how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}  # the latter by python -u
+    return Lasting(stream.buffer, stream.encoding, stream.errors, **how)
+
+
+def write_error(text: str, descriptor: int = 2) -> None:
     """To standard error past Python's buffers, as where a signal may have come in the midst of a print."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(2, text.encode())
+        os.write(descriptor, text.encode())

@@ -294,7 +294,7 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     mask = np.asarray(pairs.action_mask)
     longest = int((mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)).max())
     context = setup.config.mesh.context
-    unit = 256 * context if context > 1 else 1  # of a length that devices can share, as those of the run's rows
+    unit = 256 * context if context > 1 else 64  # of a length that devices, or tiles, can share
     layout = packing.lay_out(
         mask,
         np.asarray(pairs.group_id),

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from launch.membership import Member
+from launch.output import write_error
 from launch.preemption import INTERRUPTED, Preempted
 from tpu_rl import processes, reward_workers
 from tpu_rl.errors import MachineError, TpuRlError
@@ -103,7 +104,7 @@ class _Console(NamedTuple):
     err: int
 
     def say(self, text: str) -> None:
-        os.write(self.err, f"{text}\n".encode())
+        write_error(f"{text}\n", self.err)
 
     def give_back(self) -> None:
         sys.stdout.flush()

@@ -127,11 +127,8 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
     """`role_models`, with what is fastest on the mesh's devices."""
     found = {name: models.with_remat(model, config.model.remat) for name, model in role_models(config, base).items()}
     if config.model.attention == "cudnn":
-        platform = mesh.devices.flat[0].platform
-        if platform != "gpu":
-            fix = "--model.attention auto"
-            raise InputError(f"cuDNN is for NVIDIA GPUs, not for a {platform}", where="--model.attention", fix=fix)
-        require_fit(base.config.attention, config.model.dtype, config.batch.row_length)
+        for name in found.keys() - {DRAFT}:  # which looks at a cache only
+            require_fit(found[name].config, config.batch.row_length, mesh)
         return {name: models.with_attention_kernel(model, "cudnn") for name, model in found.items()}
     if not has_attention_kernel(config, mesh):
         return found

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,23 +72,49 @@ def test_a_program_for_cuda_calls_it_forwards_and_backwards(monkeypatch):
     assert "@__cudnn$fmhaScaleBiasSoftmaxBackward(" in program
 
 
+def test_a_model_in_bfloat16_is_lowered_with_its_tiles(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    plain = tiny("llama3").model.config
+    config = dataclasses.replace(plain, dtype="bfloat16", attention=dataclasses.replace(plain.attention, head_dim=16))
+    model = models.with_attention_kernel(models.decoder(config), "cudnn")
+    slots, tokens = ROWS["shared prompts"], jnp.zeros((2, 384), jnp.int32)
+
+    def total(params):
+        return model.hidden(params, tokens, *slots[1:], TILES).astype(jnp.float32).sum()
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    program = jax.jit(jax.grad(total)).trace(params).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@__cudnn$fmhaScaleBiasSoftmax(" in program
+    assert "@__cudnn$fmhaScaleBiasSoftmaxBackward(" in program
+
+
 def test_without_a_gpu_it_is_refused():
     given = configuration.preset("arithmetic_grpo")
     wanted = dataclasses.replace(given, model=dataclasses.replace(given.model, attention="cudnn", dtype="bfloat16"))
-    with pytest.raises(InputError, match="not for a cpu"):
+    with pytest.raises(InputError, match="this is a cpu"):
         roles.fast_models(wanted, tiny("llama3").model, sharding.make_mesh(devices=jax.devices()[:1]))
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "row_length", "why"),
+    ("of_attention", "dtype", "row_length", "axes", "why"),
     [
-        ("llama3", "float32", 512, "--model.dtype bfloat16"),
-        ("gemma2", "bfloat16", 512, "capped scores"),
-        ("llama3", "bfloat16", 500, "64 does not divide rows of 500"),
+        ({}, "float32", 512, {}, "--model.dtype bfloat16"),
+        ({"softcap": 50.0}, "bfloat16", 512, {}, "capped scores"),
+        ({"head_dim": 256}, "bfloat16", 512, {}, "width of 256 is no multiple of 8 up to 128"),
+        ({}, "bfloat16", 500, {}, "64 does not divide rows of 500"),
+        ({}, "bfloat16", 512, {"context": 2}, "all tokens of a row"),
+        ({}, "bfloat16", 512, {"tensor": 4}, "does not divide 2 heads"),
     ],
 )
-def test_what_cudnn_has_no_kernel_for_is_refused(family, dtype, row_length, why):
-    attention = dataclasses.replace(tiny(family).model.config.attention, head_dim=64)
+def test_what_cudnn_has_no_kernel_for_is_refused(of_attention, dtype, row_length, axes, why):
+    gpu, one = SimpleNamespace(platform="gpu", compute_capability="8.0"), {"context": 1, "tensor": 1}
+
+    def mesh(**axes) -> Any:
+        return SimpleNamespace(devices=np.array([gpu]), shape=one | axes)
+
+    config = tiny("llama3").model.config
+    fitting = dataclasses.replace(config.attention, head_dim=64, kv_heads=2)
+    require_fit(dataclasses.replace(config, attention=fitting, dtype="bfloat16"), 512, mesh())
+    wrong = dataclasses.replace(config, attention=dataclasses.replace(fitting, **of_attention), dtype=dtype)
     with pytest.raises(InputError, match=why):
-        require_fit(attention, dtype, row_length)
-    require_fit(dataclasses.replace(attention, softcap=None), "bfloat16", 512)
+        require_fit(wrong, row_length, mesh(**axes))

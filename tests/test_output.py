@@ -20,6 +20,12 @@ pathlib.Path(sys.argv[1]).write_text("done")
 """
 
 
+def test_what_is_unbuffered_stays_so():
+    script = "from launch import output; output.outlive_readers(); print('said'); import os; os._exit(0)"
+    done = subprocess.run([sys.executable, "-u", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "said\n"
+
+
 @pytest.mark.parametrize("errors", [subprocess.PIPE, subprocess.STDOUT], ids=["apart", "with errors"])
 def test_a_reader_that_ends_takes_nothing_with_it(tmp_path, errors):
     end = tmp_path / "end"

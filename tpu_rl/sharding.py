@@ -51,7 +51,8 @@ DRAWING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
     "experts": ("data", "tensor"),
 }
 """The same on a mesh for drawing: whole weights would be gathered for every token, so nothing is cut but what a device
-can compute its part of. Experts are each on one device, if there are enough of them: tokens go there, which are few."""
+can compute its part of. Experts are each on one device, if the devices divide them: each gathers the tokens of all,
+which are few but in prefill, and gives back sums."""
 
 
 def make_mesh(
@@ -84,6 +85,7 @@ def drawing_mesh(mesh: Mesh, tensor: int) -> Mesh:
 
 
 def rules(mesh: Mesh | AbstractMesh) -> Mapping[str, tuple[str, ...]]:
+    """The table of a mesh, which its axes tell: those of `drawing_mesh` or of `make_mesh`."""
     return DRAWING_RULES if mesh.axis_names == DRAWING_AXES else RULES
 
 

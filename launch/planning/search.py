@@ -134,8 +134,9 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, Exp
     if not learns and sampling.tensor is None and devices % 2 == 0:
         tensor = math.gcd(devices, 8)
         apart = replace(config, sampling=replace(sampling, tensor=tensor))
-        # A whole layout of the weights for so many devices, and nothing that is gathered token by token.
-        copies = mesh.fsdp * mesh.tensor * mesh.expert * mesh.context / tensor
+        # A whole layout of the weights for so many devices, and nothing that is gathered token by token. Most weights
+        # of a mixture are experts, which are not copied.
+        copies = 1.0 if mesh.expert > 1 else mesh.fsdp * mesh.tensor * mesh.context / tensor
         yield f"--sampling.tensor {tensor}", apart, {"decoding weights": copies, "temporaries": 0.1}
     if learns and batch.micro_batch_rows <= width and mesh.fsdp % 2 == 0 and batch.row_length % (4 * mesh.context) == 0:
         # A device has a row at most: it can only have a part of one.

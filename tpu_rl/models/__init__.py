@@ -40,8 +40,8 @@ __all__ = [
     "split",
     "tokenizer_directory",
     "with_attention_kernel",
-    "with_remat",
     "with_head",
     "with_int8_cache",
     "with_lora",
+    "with_remat",
 ]

@@ -7,29 +7,36 @@ CUDA. Letters as in layers.py.
 from __future__ import annotations
 
 import jax
+from jax.sharding import Mesh
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.architecture import AttentionConfig
+from tpu_rl.models.architecture import DecoderConfig
 from tpu_rl.models.layers import Slots, visible
 
 Array = jax.Array
 
 
-def require_fit(config: AttentionConfig, dtype: str, row_length: int) -> None:
-    """Raises InputError where cuDNN has no kernel for a model's attention over rows so long."""
-    why = {
-        "it computes in float16 and bfloat16 only": dtype != "bfloat16",
-        "it knows no capped scores, as this model has": config.softcap is not None,
-        f"a head's width of {config.head_dim} is not a multiple of 8 up to 256": config.head_dim % 8 != 0
-        or config.head_dim > 256,
-        f"64 does not divide rows of {row_length} tokens, whose tiles may then be odd": row_length % 64 != 0,
-    }
-    for reason, does_not in why.items():
+def require_fit(config: DecoderConfig, row_length: int, mesh: Mesh) -> None:
+    """Raises InputError where cuDNN has no kernel for a model's attention over rows so long, on the mesh's devices."""
+    device, width, heads = mesh.devices.flat[0], config.attention.head_dim, config.attention.kv_heads
+    if device.platform != "gpu":
+        raise _refused(f"this is a {device.platform}, and it is for NVIDIA GPUs")
+    widest = 256 if float(device.compute_capability) >= 9 else 128
+    for reason, does_not in {
+        "it computes in bfloat16 and not in float32 (--model.dtype bfloat16)": config.dtype != "bfloat16",
+        "it knows no capped scores, as this model has": config.attention.softcap is not None,
+        f"a head's width of {width} is no multiple of 8 up to {widest}": width % 8 or width > widest,
+        f"64 does not divide rows of {row_length} tokens, whose tiles may then be odd": row_length % 64,
+        "it wants all tokens of a row on one device (--mesh.context 1)": mesh.shape["context"] > 1,
+        f"--mesh.tensor does not divide {heads} heads of keys": heads % mesh.shape["tensor"],
+    }.items():
         if does_not:
-            raise InputError(
-                "cuDNN cannot compute this model's attention", where="--model.attention cudnn", why=reason,
-                fix="--model.attention auto" + (", or --model.dtype bfloat16" if dtype != "bfloat16" else ""),
-            )  # fmt: skip
+            raise _refused(reason)
+
+
+def _refused(why: str) -> InputError:
+    what, fix = "cuDNN cannot compute this run's attention", "--model.attention auto"
+    return InputError(what, where="--model.attention cudnn", why=why, fix=fix)
 
 
 def cudnn_attention(
@@ -43,8 +50,8 @@ def cudnn_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Array:
-    """What `layers.dense_attention` computes. The mask, [B, 1, T, S] as cuDNN wants it, is all that is as large as
-    scores, once for all heads."""
+    """What `layers.dense_attention` computes. What is as large as scores is the mask, [B, 1, T, S] in bfloat16 as cuDNN
+    wants it, and in the backward pass its gradient, which jax asks for and nobody reads: once for all heads."""
     assert softcap is None, "see require_fit"
     return jax.nn.dot_product_attention(
         query,

@@ -176,14 +176,15 @@ class Layer(Weights):
         parts = spread(cut.tokens, query.shape[1])
         if config.kernel in ("tpu", "interpreted") and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
             how = How(config.scale, window, config.softcap, config.kernel == "interpreted")
-            seen = flash_attention.flash_attention(query, keys, values, *slots, how, cut)
+            seen = flash_attention.flash_attention(query, keys, values, *slots, how, cut)  # which names what it keeps
         else:
             if parts > 1:
                 keys, values = constrain(keys, KEYS), constrain(values, KEYS)
             rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
             by = cudnn_attention if config.kernel == "cudnn" and cache is None else None
             seen = layers.attention(query, keys, values, *slots, **rules, key_tiles=context.key_tiles, scores_by=by)
-        return self.linear("bthe,hed->btd", checkpoint_name(seen, PRODUCT), "output", config.output_bias), cache
+            seen = checkpoint_name(seen, PRODUCT)
+        return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
 
     def mlp(self, x: Array) -> Array:
         config = self.config.mlp
@@ -200,6 +201,7 @@ class Layer(Weights):
 
 
 def _remade(config: DecoderConfig, guarded: bool) -> type[nn.Module]:
+    """A layer that is computed again in the backward pass, but for what `DecoderConfig.remat` keeps."""
     names = (experts.ORDER, PRODUCT) if config.remat == "products" else (experts.ORDER,)
     return nn.remat(Layer, prevent_cse=guarded, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
@@ -257,10 +259,10 @@ class Decoder(Weights):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one entry an argument)
             length=config.repetitions,
         )
-        # In the scan's body no guard against common subexpressions is needed: forward and backward are two loops.
-        body, last_body = (
-            _remade(config, guarded) if training and config.remat != "none" else Layer for guarded in (False, True)
-        )
+        body = last_body = Layer
+        if training and config.remat != "none":
+            # In the scan no guard against common subexpressions is needed: forward and backward are two loops.
+            body, last_body = _remade(config, guarded=False), _remade(config, guarded=True)
         scanned = pattern(config, config.kinds[: config.period], body, name="layers")
         (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
         tail = config.kinds[config.repetitions * config.period :]
