@@ -115,7 +115,10 @@ def update_step(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     narrow = partial(models.narrow, dtype=setup.config.model.dtype)
     probe = router_probe(setup.config, setup.models, stage)
-    return training.make_update_step(algorithm, how.optimizer, how.schedule, how.trainable, shardings, narrow, probe)
+    return training.make_update_step(
+        algorithm, how.optimizer, how.schedule, how.trainable, shardings, narrow, probe,
+        training.compiler_options(setup.mesh),
+    )  # fmt: skip
 
 
 def router_probe(config: ExperimentConfig, cast: Mapping[str, Model], stage: Stage) -> Probe | None:

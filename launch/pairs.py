@@ -226,7 +226,7 @@ def compute_log_probs(
     """A batch of rows at a time; the last one is filled up with rows that are there already."""
     model = setup.role(role)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=training.compiler_options(setup.mesh))
     def log_probs(params: Params, experience: Experience) -> jax.Array:
         tokens, layout = experience.data.tokens, experience.layout
         packed = packing.over_micro_batches(
@@ -305,7 +305,7 @@ def evaluator(setup: Setup, stage: Stage, algorithm: Algorithm, params: Params) 
     )
     problems = [row.get("problem", row["row"]) for row in held_out]
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=training.compiler_options(setup.mesh))
     def accuracies(params: Params, experience: Experience) -> jax.Array:
         batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
 

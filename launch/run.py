@@ -185,7 +185,7 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
     params = build.forget(setup, stage, params)
     evaluate = build.evaluator(setup, stage, algorithm, params)
     state, update = build.learner(setup, stage, algorithm, params)
-    make_batch = training.make_batch_step(algorithm)
+    make_batch = training.make_batch_step(algorithm, training.compiler_options(setup.mesh))
     if setup.config.debug_nans:
         trainable = build.learning(setup.config, stage).trainable
         make_batch = debug_nans.watch_batches(algorithm, trainable, make_batch)

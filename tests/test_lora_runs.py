@@ -91,6 +91,12 @@ def prepared(name: str, model_dir: str) -> Prepared:
     return Prepared(algorithm, setup, params, *build.learner(setup, wanted.stages[0], algorithm, params))
 
 
+def batch_of(run: Prepared, data: Any) -> Any:
+    """By a program that is compiled as the update is: to the last bit alike."""
+    make_batch = training.make_batch_step(run.algorithm, training.compiler_options(run.setup.mesh))
+    return make_batch(tiny.experience(data), run.params, run.state.algorithm_state)[0]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_frozen_weights_are_there_once_and_what_trains_has_moments(name, model_dir):
     case, run = CASES[name], prepared(name, model_dir)
@@ -110,8 +116,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "q_sharp"
 @pytest.mark.parametrize("name", ["grpo", "dpo", "tr_dpo", *SLOW])
 def test_only_adapters_move_and_resuming_is_no_interruption(name, model_dir):
     case, run = CASES[name], prepared(name, model_dir)
-    batch, _ = run.algorithm.make_batch(tiny.experience(case.data()), run.params, run.state.algorithm_state)
-    batch = training.minibatch(batch, 0)
+    batch = training.minibatch(batch_of(run, case.data()), 0)
 
     def on_disk(state: TrainState) -> TrainState:
         return jax.tree.map(np.array, state)
@@ -144,8 +149,7 @@ def test_only_adapters_move_and_resuming_is_no_interruption(name, model_dir):
 
 def test_a_reference_that_is_reset_becomes_the_policy(model_dir):
     run = prepared("tr_dpo", model_dir)
-    batch, _ = run.algorithm.make_batch(tiny.experience(tiny.pairs()), run.params, run.state.algorithm_state)
-    state = run.state
+    batch, state = batch_of(run, tiny.pairs()), run.state
     for step in range(1, 4):
         state, _ = run.update(state, training.minibatch(batch, 0))
         apart = jax.tree.map(

@@ -90,6 +90,7 @@ def test_stages_follow_the_steps_at_which_phases_ended():
     assert ends((5,)) == [(1, 3), (4, 5), (6, 9)]
 
 
+@pytest.mark.slow
 def test_a_phase_ends_early_and_a_continued_run_knows_it(tmp_path):
     """The loss of imitation rises by no 100 nats: flat as soon as that is known, at its second step of three."""
     first = Phase(SftConfig(), 3, ends_when_flat=Plateau("sft/loss", over=1, gain=100.0))

@@ -205,6 +205,7 @@ def test_metrics_of_a_run(whole):
     ].keys()
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_at_and_after_the_border_of_rounds_ends_with_the_same_bits(whole, tmp_path, monkeypatch):
     """Before the second round is collected, and inside it; what it is rolled in with is what the first one learned."""
     apart = small(tmp_path / "apart")

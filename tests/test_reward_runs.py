@@ -164,6 +164,7 @@ def test_steps_may_come_from_a_file(folder, tmp_path, capsys):
     assert last["eval/n"] == 2
 
 
+@pytest.mark.slow
 def test_labelled_solutions_are_ranked_beside_a_rule_of_lengths(tmp_path):
     """gsm8k_reward_model on 16 problems: four of them are held out, their pairs counted by problem."""
     flags = f"""gsm8k_reward_model --data.path {GSM8K} --run-dir {tmp_path} --steps 1 --batch.prompts 4

@@ -156,6 +156,7 @@ def optimizer_state_of_cut_params() -> dict[str, Any]:
     return {"moments": moments, "copies": copies, "stayed": stayed, "programs": update._cache_size()}
 
 
+@pytest.mark.slow
 def test_moments_in_the_hosts_memory_change_no_bit_and_stay_there(tmp_path):
     """Nor do they when they have been saved and restored."""
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))

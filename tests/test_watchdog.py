@@ -183,12 +183,10 @@ def whole(tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "at", "frame"),
-    [
-        ("reward", "the rewards of step 3", "reward"),
-        pytest.param("device", "the update of step 3", "stalls", marks=pytest.mark.slow),
-    ],
+    [("reward", "the rewards of step 3", "reward"), ("device", "the update of step 3", "stalls")],
 )
 def test_a_run_that_stalls_goes_on_to_the_same_bits(whole, tmp_path, what, at, frame):
     run_dir = tmp_path / "run"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpu_rl import sharding
 from tpu_rl.types import Algorithm, Array, First, Max, Metric, Metrics, Min, Params, Probe, Sum, TrainState
@@ -106,7 +106,20 @@ def replicated(params: Params) -> Sharding | None:
     return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
 
 
-def make_batch_step(algorithm: Algorithm) -> Callable[..., tuple[Any, Any]]:
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """What the compiler is told of the programs that learn on a mesh, all of them: others would round otherwise.
+
+    jax 0.10's compiler for CPUs gives what stands behind a product to a library with scratch of its own, which no
+    figure of a program's memory contains: without it an update takes a quarter less memory, and no more time
+    (docs/scaling.md). Decoding is faster with it.
+    """
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if on_cpu and jax.__version__.startswith("0.10.") else None
+
+
+def make_batch_step(
+    algorithm: Algorithm, compiler_options: dict[str, Any] | None = None
+) -> Callable[..., tuple[Any, Any]]:
     """The algorithm's make_batch, jitted. Experience that is not finite makes a batch that is not, which no update
     learns from: an algorithm may take NaN for a group of equal rewards. Nor does it change the algorithm's state.
     """
@@ -121,7 +134,7 @@ def make_batch_step(algorithm: Algorithm) -> Callable[..., tuple[Any, Any]]:
 
         return jax.tree.map(mark, batch), jax.tree.map(lambda new, old: jnp.where(kept, new, old), new_state, state)
 
-    return jax.jit(make_batch)
+    return jax.jit(make_batch, compiler_options=compiler_options)
 
 
 def all_finite(tree: Any) -> Array:
@@ -193,6 +206,7 @@ def make_update_step(
     shardings: TrainState | None = None,
     narrow: Callable[[Params], Params] = lambda params: params,
     probe: Probe | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> UpdateStep:
     """(state, batch with leaves [K, R, S]) -> (state, metrics), jitted; the state is donated and keeps its dtypes.
 
@@ -232,16 +246,7 @@ def make_update_step(
         return new_state if shardings is None else _moved(new_state, shardings, sharding.HOST), metrics
 
     out_shardings = None if shardings is None else (shardings, None)
-    return jax.jit(update, donate_argnums=0, out_shardings=out_shardings, compiler_options=_options(shardings))
-
-
-def _options(places: Any) -> dict[str, Any] | None:
-    """jax 0.10's compiler for CPUs gives what stands behind a product to a library with scratch of its own, which no
-    figure of a program's memory contains: without it an update takes a quarter less memory, and no more time
-    (docs/scaling.md). Decoding is faster with it."""
-    found = jax.tree.leaves(places)
-    on_cpu = bool(found) and next(iter(found[0].device_set)).platform == "cpu"
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if on_cpu and jax.__version__.startswith("0.10.") else None
+    return jax.jit(update, donate_argnums=0, out_shardings=out_shardings, compiler_options=compiler_options)
 
 
 def _moved(state: TrainState, places: TrainState, kind: str) -> TrainState:
