@@ -60,6 +60,7 @@ def test_every_completion_is_what_one_call_would_have_drawn(made):
         np.testing.assert_allclose(one.data.log_probs, whole.log_probs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_every_prompt_comes_once_and_in_time(made):
     """As the stream has them, but for those that are still on their way; none is older than one step."""
     setup, state, make = made

@@ -37,6 +37,7 @@ def failing(loss: Any) -> Any:
 # --- whole runs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_clean_run_has_the_digest_of_one_without_the_flag(tmp_path):
     for name, flags in (("without", []), ("with", ["--debug-nans"])):
         assert run.main([*COMMAND, *flags, "--run-dir", str(tmp_path / name)]) == 0

@@ -85,6 +85,7 @@ def test_damaged_log_probs_are_named(tmp_path):
         run_pairs.read_log_probs(path)
 
 
+@pytest.mark.slow
 def test_pairs_are_sampled_and_their_log_probs_the_samplers(tmp_path):
     flags = [
         "arithmetic_dpo", "--algorithm.rpo-coef", "0", "--batch.prompts", "8", "--batch.completions", "8",

@@ -49,7 +49,7 @@ def test_phases_take_their_steps_and_resume_across_their_border(tmp_path):
     assert digest(apart) == digest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("forget", [(), ("policy",)])
+@pytest.mark.parametrize("forget", [pytest.param((), marks=pytest.mark.slow), ("policy",)])
 def test_a_forgotten_role_begins_again(tmp_path, forget):
     """The second phase learns nothing, as all rewards are equal: what is left is what the first phase taught."""
     (tmp_path / "reward.py").write_text("def same(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n")

@@ -13,7 +13,9 @@ from tpu_rl import compiled, models
 POLICIES = ("full", "products", "none")
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3", "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["llama3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma3", "olmoe"))]
+)
 def test_gradients_are_the_same(family):
     """Gemma 3 has layers behind its repetitions, too."""
     model = tiny(family).model
@@ -22,6 +24,7 @@ def test_gradients_are_the_same(family):
         require_same(of_model(models.with_remat(model, policy)), wanted)
 
 
+@pytest.mark.slow
 def test_by_the_kernel_too():
     kernel = models.with_attention_kernel(tiny("llama3").model, "interpreted")
     require_same(of_model(models.with_remat(kernel, "products")), of_model(kernel))

@@ -219,6 +219,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside(copy, whole, capsys):
     assert verify.main([ADDRESS]) == 0
 
 
+@pytest.mark.slow
 def test_readers(copy, whole, tmp_path, capsys):
     assert verify.main([ADDRESS]) == 0
     assert f"{ADDRESS}: whole" in capsys.readouterr().out

@@ -168,7 +168,7 @@ def test_a_flag_that_differs_ends_all_before_anything_is_touched(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("index", ["0", "1"])
+@pytest.mark.parametrize("index", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_process_that_waits_for_another_in_vain_says_so(index):
     program = MEETING.replace("peers.SILENCE = 4.0", "peers.PATIENCE = 3")
     flags = ["--coordinator-address", f"127.0.0.1:{several.free_port()}", "--num-processes", "2"]

@@ -154,6 +154,7 @@ print("scored", alone)
 """
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_inside_a_run_on_several_devices():
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run([sys.executable, "-c", REWARD_MODEL], env=env, capture_output=True, text=True, timeout=240)

@@ -45,6 +45,7 @@ def test_a_run_goes_back_once_and_on_with_new_rows(tmp_path, monkeypatch, capsys
     assert not (tmp_path / skips.FILE).exists()
 
 
+@pytest.mark.slow
 def test_the_second_time_it_stops_and_shows_the_rows(tmp_path, monkeypatch, capsys):
     spoil_from(monkeypatch, 1, 100)
     assert run.main([*COMMAND, "--steps", "9", "--run-dir", str(tmp_path)]) == 2

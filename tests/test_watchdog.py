@@ -90,6 +90,7 @@ time.sleep(3)  # after the run nobody looks on
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_slow_but_moves_goes_on_also_when_it_was_stopped():
     """Ctrl-Z for longer than the limit: time in which the process did not run is no silence."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
