@@ -202,6 +202,8 @@ class Layer(Weights):
 
 def _remade(config: DecoderConfig, guarded: bool) -> type[nn.Module]:
     """A layer that is computed again in the backward pass, but for what `DecoderConfig.remat` keeps."""
+    if config.remat == "none":
+        return Layer
     names = (experts.ORDER, PRODUCT) if config.remat == "products" else (experts.ORDER,)
     return nn.remat(Layer, prevent_cse=guarded, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
@@ -259,10 +261,8 @@ class Decoder(Weights):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one entry an argument)
             length=config.repetitions,
         )
-        body = last_body = Layer
-        if training and config.remat != "none":
-            # In the scan no guard against common subexpressions is needed: forward and backward are two loops.
-            body, last_body = _remade(config, guarded=False), _remade(config, guarded=True)
+        # In the scan no guard against common subexpressions is needed: forward and backward are two loops.
+        body, last_body = (_remade(config, guarded) if training else Layer for guarded in (False, True))
         scanned = pattern(config, config.kinds[: config.period], body, name="layers")
         (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
         tail = config.kinds[config.repetitions * config.period :]
