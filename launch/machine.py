@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -13,6 +15,8 @@ import jax
 from tpu_rl.errors import MachineError
 
 TPU_DEVICES = ("/dev/accel", "/dev/vfio/")
+COLLECTIVES_AT_ONCE = 16
+"""How many collectives of one device may wait for other devices at the same time, on CPUs."""
 
 
 def peak_memory_bytes() -> int:
@@ -54,8 +58,24 @@ def warn_of_unused_accelerators() -> None:
         print(f"warning: {advice}", file=sys.stderr)
 
 
+def threads_to_wait_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment before jax starts, so that devices of CPUs do not block each other.
+
+    On a CPU XLA has one pool of threads, as many as there are cores or virtual devices, and a collective keeps its
+    thread until all its devices have come. Two devices that begin independent collectives in different orders can so
+    fill the pool, and none goes on; XLA ends the process after 40 s (a "Termination timeout"). NPROC is what XLA
+    takes for the number of cores.
+    """
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
+    devices = int(flag[1] if flag else environment.get("JAX_NUM_CPU_DEVICES", 1))
+    if "NPROC" in environment or (devices == 1 and not jax.distributed.is_initialized()):
+        return {}
+    return {"NPROC": str(max(COLLECTIVES_AT_ONCE * devices, os.cpu_count() or 1))}
+
+
 def claim_devices(root: Path = Path("/")) -> None:
     """Starts jax on its devices. Raises MachineError where it cannot, naming the process that holds a TPU."""
+    os.environ |= threads_to_wait_in(os.environ)
     try:
         jax.devices()
     except RuntimeError as error:

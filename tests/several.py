@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from launch import machine
+
 LIMIT = 280
 """Seconds until processes that should have ended are killed."""
 
@@ -22,6 +24,13 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def virtual_devices(count: int, *flags: str) -> dict[str, str]:
+    """The environment of a process with so many devices on this CPU."""
+    flags = (f"--xla_force_host_platform_device_count={count}", *flags)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    return env | machine.threads_to_wait_in(env)
 
 
 def start(count: int, command: Sequence[str], each: Sequence[Sequence[str]] = (), **env: str) -> list[subprocess.Popen]:

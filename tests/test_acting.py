@@ -1,6 +1,5 @@
 """Completions are drawn with a copy of the weights where learning keeps them otherwise."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from launch import acting, build, config
 from launch.sources import Setup, roller
+from tests import several
 from tpu_rl.errors import InputError
 from tpu_rl.types import Params, Rollout, TrainState
 
@@ -83,7 +83,7 @@ print("drawn alike on both meshes")
 
 @pytest.mark.slow
 def test_a_mesh_of_its_own_draws_the_same(tmp_path):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env = several.virtual_devices(4)
     command = [sys.executable, "-c", FOUR_DEVICES, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert "drawn alike" in done.stdout, done.stderr[-3000:]

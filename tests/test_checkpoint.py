@@ -14,6 +14,7 @@ import optax
 import pytest
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 
+from tests import several
 from tpu_rl import checkpoint, digests, manifests, step_folders
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 from tpu_rl.types import TrainState
@@ -51,9 +52,8 @@ def restore_one(directory, abstract_state, step=3):
 
 
 def run_python(source: str, directory, devices: int) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-c", source, str(directory)]
-    return subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
+    return subprocess.Popen(command, env=several.virtual_devices(devices))
 
 
 def test_everything_comes_back(tmp_path):

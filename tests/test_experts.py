@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from launch import roles
+from tests import several
 from tests.test_models import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tests.test_several_processes import require_same_step
 from tests.tiny import plain_log_probs
@@ -139,8 +139,7 @@ print("four devices agree with one")
 
 
 def on_four_devices(program, *arguments):
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env = several.virtual_devices(4, "--xla_backend_optimization_level=0")
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
     assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
@@ -184,10 +183,7 @@ def test_a_mixture_s_step_is_the_same_on_several_devices(grown, tmp_path):
     def step(devices, *flags):
         out = str(tmp_path / f"{devices}.npz")
         command = [sys.executable, "-m", "tests.one_step", out, "--model.path", str(grown), *flags]
-        env = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        }
+        env = several.virtual_devices(devices)
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
         assert done.returncode == 0, done.stderr[-3000:]
         return dict(np.load(out))

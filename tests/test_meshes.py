@@ -2,12 +2,12 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
+from tests import several
 from tpu_rl.sharding import MESH_AXES
 
 PAIRWISE = [
@@ -36,7 +36,7 @@ def test_every_two_of_family_algorithm_and_axes_meet():
 
 
 def require_equal(devices: int, cases: list[str]) -> None:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env = several.virtual_devices(devices)
     command = [sys.executable, "-m", "tests.on_meshes", *cases]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]

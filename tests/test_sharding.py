@@ -1,6 +1,5 @@
 """The mesh and the table. Several devices run in a process of their own: their number is fixed when JAX starts."""
 
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from tests import several
 from tpu_rl import sharding
 from tpu_rl.errors import InputError
 
@@ -129,7 +129,7 @@ print("four devices agree with one")
 
 
 def test_four_devices_equal_one():
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env = several.virtual_devices(4)
     done = subprocess.run([sys.executable, "-c", FOUR_DEVICES], env=env, capture_output=True, text=True, timeout=240)
     assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
 
@@ -156,6 +156,6 @@ print("scored", alone)
 
 @pytest.mark.slow
 def test_a_reward_model_scores_inside_a_run_on_several_devices():
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = several.virtual_devices(2)
     done = subprocess.run([sys.executable, "-c", REWARD_MODEL], env=env, capture_output=True, text=True, timeout=240)
     assert "scored" in done.stdout, done.stderr[-3000:]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from launch import states
-from tests import tiny
+from tests import several, tiny
 from tpu_rl import checkpoint, optimizers, sharding, training
 from tpu_rl.algos import GrpoConfig, SftConfig, grpo, sft
 from tpu_rl.types import Algorithm, First, Max, Metrics, Min, Sum, TrainState
@@ -183,14 +182,10 @@ def test_moments_in_the_hosts_memory_change_no_bit_and_stay_there(tmp_path):
 
 @pytest.fixture(scope="module")
 def on_devices() -> dict[str, Any]:
-    flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-        "JAX_PLATFORMS": "cpu",
-    }
     run = subprocess.run(
         [sys.executable, "-c", ON_DEVICES],
         cwd=Path(__file__).parents[1],
-        env=os.environ | flags,
+        env=several.virtual_devices(4, "--xla_backend_optimization_level=0"),
         capture_output=True,
         text=True,
         timeout=280,
