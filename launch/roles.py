@@ -124,15 +124,22 @@ def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
 
 
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
-    """`role_models`, with what is fastest on the mesh's devices."""
-    found = {name: models.with_remat(model, config.model.remat) for name, model in role_models(config, base).items()}
+    """`role_models`, each as `fast_model`."""
+    found = role_models(config, base)
     if config.model.attention == "cudnn":
         for name in found.keys() - {DRAFT}:  # which looks at a cache only
             require_fit(found[name].config, config.batch.row_length, mesh)
-        return {name: models.with_attention_kernel(model, "cudnn") for name, model in found.items()}
-    if not has_attention_kernel(config, mesh):
-        return found
-    return {name: models.with_attention_kernel(model) for name, model in found.items()}
+    return {name: fast_model(config, model, mesh) for name, model in found.items()}
+
+
+def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
+    """The same model with what is fastest on the mesh's devices, or wanted."""
+    model = models.with_remat(model, config.model.remat)
+    if mesh.devices.flat[0].platform == "cpu":
+        model = models.with_transposed_keys(model)
+    if config.model.attention == "cudnn":
+        return models.with_attention_kernel(model, "cudnn")
+    return models.with_attention_kernel(model) if has_attention_kernel(config, mesh) else model
 
 
 # --- where each role is in the params tree -----------------------------------------------------------------------

@@ -203,10 +203,10 @@ def test_numbers_are_quantised_to_half_a_step():
     np.testing.assert_array_equal((numbers * scale[..., None])[0, 0], 0.0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_an_int8_cache_equals_whole_sequences_of_rounded_keys_and_values(family, monkeypatch):
+@pytest.mark.parametrize(("family", "transposed"), [("qwen3", False), ("gemma3", False), ("gemma3", True)])
+def test_an_int8_cache_equals_whole_sequences_of_rounded_keys_and_values(family, transposed, monkeypatch):
     model, params, _, _ = tiny(family)
-    model = models.with_int8_cache(model)
+    model = models.with_int8_cache(models.with_transposed_keys(model) if transposed else model)
     tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
     plainly = log_probs(family, tokens, *plain(3))
     cache = models.policy(model).init_cache(params, 3, CAPACITY)

@@ -86,6 +86,24 @@ def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, mon
             np.testing.assert_allclose(log_probs[row, :count], expected[row, first : first + count], atol=3e-5)
 
 
+def test_transposed_keys_are_the_same_cache(gemma3, tokens):
+    """Places of their own and a ring; what is read beside the ring, too."""
+    model, params = gemma3
+    found = []
+    for one in (model, models.with_transposed_keys(model)):
+        cache, seen = one.init_cache(params, 3, LENGTH), []
+        for count, commit in ((300, LENGTHS), (1, [1, 0, 1]), (130, [20, 130, 1]), (1, [1, 1, 1])):
+            log_probs, cache = read(one, params, cache, tokens, count, commit)
+            seen.append(log_probs[:, 0])
+        found.append((seen, cache))
+    (plain, whole), (fast, cache) = found
+    np.testing.assert_allclose(fast, plain, atol=3e-5)
+    for kind in ("full", "sliding"):
+        turned = cache[kind][layers.TRANSPOSED]
+        assert turned.shape[-1] == whole[kind]["k"].shape[-2]
+        np.testing.assert_allclose(turned.swapaxes(3, 4), whole[kind]["k"], atol=3e-5)
+
+
 def test_candidates_leave_no_trace_in_a_ring(gemma3, tokens):
     model, params = gemma3
     _, cache = read(model, params, model.init_cache(params, 3, LENGTH), tokens, 300, LENGTHS)

@@ -8,7 +8,15 @@ from tpu_rl.models.heads import first_layers, first_layers_params, head_params, 
 from tpu_rl.models.hf_weights import check, from_config, load, save
 from tpu_rl.models.lora import join, merge, random_adapters, split, with_lora
 from tpu_rl.models.peft_files import is_adapter, load_adapters, save_adapters, tokenizer_directory
-from tpu_rl.models.roles import apply, policy, role, with_attention_kernel, with_int8_cache, with_remat
+from tpu_rl.models.roles import (
+    apply,
+    policy,
+    role,
+    with_attention_kernel,
+    with_int8_cache,
+    with_remat,
+    with_transposed_keys,
+)
 from tpu_rl.models.routers import probe
 
 __all__ = [
@@ -44,4 +52,5 @@ __all__ = [
     "with_int8_cache",
     "with_lora",
     "with_remat",
+    "with_transposed_keys",
 ]

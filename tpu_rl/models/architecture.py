@@ -136,6 +136,8 @@ class AttentionConfig:
     kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
     """tpu: rows that can be cut into blocks go through `flash_attention`; interpreted, it runs anywhere, slowly. cudnn:
     rows without a cache go through `cudnn_attention`."""
+    transposed_keys: bool = False
+    """How a cache holds keys: widths before places, in which order CPUs read them for scores. TPUs want the other."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from tpu_rl.models.architecture import DecoderConfig
 
 def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     """{"lengths": [B], kind: {"k", "v": [layers of that kind, B, K, S, E]}} for B `rows` of S = `length` tokens, in
-    sliding layers of at most `layers.ring` of them; of integers also "k_scale" and "v_scale" [layers, B, K, S].
+    sliding layers of at most `layers.ring` of them; of integers also "k_scale" and "v_scale" [layers, B, K, S]. With
+    `AttentionConfig.transposed_keys` there is `layers.TRANSPOSED` [layers, B, K, E, S] in place of "k".
 
     A committed token's place is its position, in a ring modulo the ring's size. All of `extend`'s tokens are written
     behind the committed ones, the next call overwrites those that were only looked at, and a token beyond the cache's
@@ -23,7 +24,10 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     for kind in sorted(set(config.kinds)):
         places = min(length, ring_of(config, kind) or length)
         shape = (config.kinds.count(kind), rows, attention.kv_heads, places, attention.head_dim)
-        cache[kind] = {name: jnp.zeros(shape, config.cache_dtype or config.dtype) for name in ("k", "v")}
+        shapes = {"k": shape, "v": shape}
+        if attention.transposed_keys:
+            shapes = {layers.TRANSPOSED: (*shape[:-2], shape[-1], shape[-2]), "v": shape}
+        cache[kind] = {name: jnp.zeros(of, config.cache_dtype or config.dtype) for name, of in shapes.items()}
         if config.cache_dtype is not None:
             cache[kind] |= {f"{name}_scale": jnp.zeros(shape[:-1], jnp.float32) for name in ("k", "v")}
     return cache

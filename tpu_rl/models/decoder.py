@@ -360,7 +360,7 @@ def decoder(config: DecoderConfig) -> Model:
         queries = layers.new_slots(lengths, positions, branch_ids)
 
         def read(kind: str) -> layers.Read:
-            places = stacks[kind]["k"].shape[3]
+            places = stacks[kind]["v"].shape[3]
             if places == caches.ring_of(config, kind):
                 return layers.read_into_ring(lengths, commit, places, queries)
             return layers.read_into_places(lengths, places, queries)

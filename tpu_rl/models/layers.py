@@ -146,6 +146,10 @@ def _keys(lengths: Array, index: Array, new: Slots) -> Slots:
     return Slots(index, of(index, new.positions), jnp.int32(exists), of(jnp.zeros_like(index), new.branch_ids))
 
 
+TRANSPOSED = "k_transposed"
+"""Of a cache that has it in place of "k": keys, their widths in front of their places."""
+
+
 def write_cache(
     cache: Any, kind: str, layer: Array | int, read: Read, key: Array, value: Array
 ) -> tuple[Any, Array, Array]:
@@ -154,28 +158,34 @@ def write_cache(
     What lies beyond the cache's end is dropped. A cache of integers holds scales, too; what is read from it, new tokens
     included, is rounded.
     """
-    rows, before, new = jnp.arange(len(key))[:, None], cache[kind], {"k": key, "v": value}
+    before = cache[kind]
+    keys = TRANSPOSED if TRANSPOSED in before else "k"
+    new = {keys: key, "v": value}
     if "k_scale" in before:
-        for name in ("k", "v"):
-            new[name], new[name + "_scale"] = quantise(new[name])
+        (new[keys], new["k_scale"]), (new["v"], new["v_scale"]) = quantise(key), quantise(value)
+
+    def places(name: str) -> tuple:
+        in_front = (slice(None),) * (2 if name == TRANSPOSED else 1)
+        return layer, jnp.arange(len(key))[:, None], *in_front, read.places
+
     stack = {
-        name: before[name].at[layer, rows, :, read.places].set(part, mode="drop", unique_indices=True)
-        for name, part in new.items()
+        name: before[name].at[places(name)].set(part, mode="drop", unique_indices=True) for name, part in new.items()
     }
-    is_beside = read.keys.index.shape[1] > before["k"].shape[3]
+    is_beside = read.keys.index.shape[1] > before["v"].shape[3]
+
+    def stored(stack: dict[str, Array], name: str) -> Array:
+        return stack[name][layer].swapaxes(2, 3) if name == TRANSPOSED else stack[name][layer]
 
     def look(name: str) -> Array:
         if is_beside:
-            return jnp.concatenate([before[name][layer], new[name].swapaxes(1, 2)], axis=2)
-        return stack[name][layer]
+            return jnp.concatenate([stored(before, name), new[name].swapaxes(1, 2)], axis=2)
+        return stored(stack, name)
 
-    def widened(name: str) -> Array:
-        stored = look(name)
-        if name + "_scale" not in stack:
-            return stored
-        return (stored * look(name + "_scale")[..., None]).astype(key.dtype)
+    def widened(name: str, scale: str) -> Array:
+        seen = look(name)
+        return (seen * look(scale)[..., None]).astype(key.dtype) if scale in stack else seen
 
-    return {**cache, kind: stack}, widened("k"), widened("v")
+    return {**cache, kind: stack}, widened(keys, "k_scale"), widened("v", "v_scale")
 
 
 def quantise(x: Array) -> tuple[Array, Array]:

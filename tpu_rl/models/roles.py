@@ -46,6 +46,12 @@ def with_attention_kernel(model: Model, kernel: Literal["tpu", "interpreted", "c
     return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
 
 
+def with_transposed_keys(model: Model) -> Model:
+    """The same model with caches as CPUs are fastest with (`AttentionConfig.transposed_keys`): decoding 64 rows of a
+    small model takes a fifth less time."""
+    return decoder(replace(model.config, attention=replace(model.config.attention, transposed_keys=True)))
+
+
 def with_remat(model: Model, remat: Literal["full", "products", "none"]) -> Model:
     """The same model, of whose layers so much is computed again in the backward pass (`DecoderConfig.remat`)."""
     return decoder(replace(model.config, remat=remat))
