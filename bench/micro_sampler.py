@@ -133,10 +133,11 @@ def speculations(draft: str | None) -> dict[str, dict[str, Callable[[], Rollout]
     config = configuration.preset("arithmetic_grpo")
     path = roles.model_path("builtin:arithmetic")
     tokenizer, (model, params) = tokenizers.load(path), models.load(path, dtype="float32")
+    model = models.with_transposed_keys(model)  # as runs have them on CPUs
     policy, small, whole = models.policy(model, of_policy), None, {"policy": params}
     if draft is not None:
         model, whole["draft"] = models.load(draft, dtype="float32")
-        small = models.policy(model, of_draft)
+        small = models.policy(models.with_transposed_keys(model), of_draft)
     prompts = [tokenizer.encode_prompt(row["prompt"]) for row in dataset.evaluation_rows(config)[:16]]
     how = sources.sampler_config(config, tokenizer, 32)
 
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--draft")
     flags = parser.parse_args()
-    model = models.from_config(LLAMA)
+    model = models.with_transposed_keys(models.from_config(LLAMA))
     params = jax.jit(model.init)(jax.random.key(0))
     print("| idea | arm | wall, s (least, most) | CPU, s | tokens/s | segments | same tokens |\n"
           "|---|---|---|---|---|---|---|")  # fmt: skip

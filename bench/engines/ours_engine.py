@@ -149,7 +149,7 @@ def rollout(work: protocol.Work) -> dict[str, Any]:
     """Completions alone, sampled and greedy; the last that are sampled are kept with their log-probs."""
     compilation_cache.use()
     model, params = models.load(work.model)
-    policy, found, counts = models.policy(model), {}, {}
+    policy, found, counts = models.policy(models.with_transposed_keys(model)), {}, {}
     for rows, greedy in itertools.product(work.batches, (False, True)):
         how = SamplerConfig(
             work.new_tokens, temperature=float(not greedy), max_rows=rows, prompt_length=work.prompt_tokens
