@@ -1,5 +1,10 @@
 """The model of the benchmarks of speed: a Llama of 12.6 million weights, as a Hugging Face configuration."""
 
+import jax
+
+from tpu_rl import models
+from tpu_rl.types import Model
+
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 384,
@@ -12,3 +17,8 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
+
+
+def as_in_runs(model: Model) -> Model:
+    """The model with caches as `launch/run.py` gives it on these devices."""
+    return models.with_transposed_keys(model) if jax.default_backend() == "cpu" else model

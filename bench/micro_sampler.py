@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from llama import LLAMA
+from llama import LLAMA, as_in_runs
 
 from launch import config as configuration
 from launch import dataset, roles, sources
@@ -133,11 +133,10 @@ def speculations(draft: str | None) -> dict[str, dict[str, Callable[[], Rollout]
     config = configuration.preset("arithmetic_grpo")
     path = roles.model_path("builtin:arithmetic")
     tokenizer, (model, params) = tokenizers.load(path), models.load(path, dtype="float32")
-    model = models.with_transposed_keys(model)  # as runs have them on CPUs
-    policy, small, whole = models.policy(model, of_policy), None, {"policy": params}
+    policy, small, whole = models.policy(as_in_runs(model), of_policy), None, {"policy": params}
     if draft is not None:
         model, whole["draft"] = models.load(draft, dtype="float32")
-        small = models.policy(models.with_transposed_keys(model), of_draft)
+        small = models.policy(as_in_runs(model), of_draft)
     prompts = [tokenizer.encode_prompt(row["prompt"]) for row in dataset.evaluation_rows(config)[:16]]
     how = sources.sampler_config(config, tokenizer, 32)
 
@@ -166,7 +165,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--draft")
     flags = parser.parse_args()
-    model = models.with_transposed_keys(models.from_config(LLAMA))
+    model = as_in_runs(models.from_config(LLAMA))
     params = jax.jit(model.init)(jax.random.key(0))
     print("| idea | arm | wall, s (least, most) | CPU, s | tokens/s | segments | same tokens |\n"
           "|---|---|---|---|---|---|---|")  # fmt: skip

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from launch import ahead, carry_over, dataset, pairs, q_examples, reward_runs, roles, sources
+from launch import ahead, carry_over, dataset, machine, pairs, q_examples, reward_runs, roles, sources
 from launch.acting import Acting, sampling_mesh
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
@@ -26,7 +26,9 @@ Evaluate = Callable[[Params, bool], dict[str, float]]
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over `devices` (default: all there are); fsdp -1 is what the others leave."""
+    """The mesh over `devices` (default: all there are, which are claimed); fsdp -1 is what the others leave."""
+    if devices is None:
+        machine.claim_devices()
     count = jax.device_count() if devices is None else len(devices)
     others = config.data * config.tensor * config.expert * config.context
     fsdp = config.fsdp if config.fsdp > 0 else max(count // max(others, 1), 1)

@@ -132,7 +132,7 @@ def system() -> Iterator[Finding]:
     enough = files == resource.RLIM_INFINITY or files >= OPEN_FILES
     found = "no limit" if files == resource.RLIM_INFINITY else str(files)
     yield Finding("open files", found, "" if enough else f"ulimit -n {OPEN_FILES}")
-    named = [name for name in ("JAX_PLATFORMS", "XLA_FLAGS", "HF_HUB_OFFLINE") if os.environ.get(name)]
+    named = [name for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PJRT_NPROC", "HF_HUB_OFFLINE") if os.environ.get(name)]
     yield Finding("environment", " ".join(f"{name}={os.environ[name][:60]}" for name in named) or "nothing set")
     yield Finding("hub token", "set" if os.environ.get("HF_TOKEN") else "none: gated models need HF_TOKEN")
 
@@ -141,7 +141,7 @@ def system() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    yield Finding("processor cores", str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()))
+    yield Finding("processor cores", str(machine.cores()))
     free = available_memory()
     if free is not None:
         fix = "" if free >= NEEDED["memory"] else f"end other programs: {size(NEEDED['memory'])} are needed at least"

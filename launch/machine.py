@@ -15,8 +15,8 @@ import jax
 from tpu_rl.errors import MachineError
 
 TPU_DEVICES = ("/dev/accel", "/dev/vfio/")
-COLLECTIVES_AT_ONCE = 16
-"""How many collectives of one device may wait for other devices at the same time, on CPUs."""
+THREADS_A_DEVICE, MOST_THREADS = 16, 256
+"""Of a CPU's pool: how many collectives of a device may wait for others at once, and what XLA takes at most."""
 
 
 def peak_memory_bytes() -> int:
@@ -58,19 +58,26 @@ def warn_of_unused_accelerators() -> None:
         print(f"warning: {advice}", file=sys.stderr)
 
 
+def cores() -> int:
+    """Of the processor, that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def threads_to_wait_in(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment before jax starts, so that devices of CPUs do not block each other.
 
-    On a CPU XLA has one pool of threads, as many as there are cores or virtual devices, and a collective keeps its
-    thread until all its devices have come. Two devices that begin independent collectives in different orders can so
-    fill the pool, and none goes on; XLA ends the process after 40 s (a "Termination timeout"). NPROC is what XLA
+    XLA runs programs for CPUs on a pool of as many threads as there are cores or virtual devices, and a collective
+    keeps its thread until all its devices have come. Devices that begin independent collectives in different orders can
+    so fill the pool, and none goes on; XLA ends the process after 40 s (a "Termination timeout"). PJRT_NPROC is what it
     takes for the number of cores.
     """
-    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
-    devices = int(flag[1] if flag else environment.get("JAX_NUM_CPU_DEVICES", 1))
-    if "NPROC" in environment or (devices == 1 and not jax.distributed.is_initialized()):
+    flags = re.findall(r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", ""))
+    devices = int(environment.get("JAX_NUM_CPU_DEVICES", -1))  # which jax prefers to the flag
+    if devices < 0:
+        devices = int(flags[-1]) if flags else 1
+    if "PJRT_NPROC" in environment or (devices == 1 and not jax.distributed.is_initialized()):
         return {}
-    return {"NPROC": str(max(COLLECTIVES_AT_ONCE * devices, os.cpu_count() or 1))}
+    return {"PJRT_NPROC": str(max(cores(), min(THREADS_A_DEVICE * devices, MOST_THREADS)))}
 
 
 def claim_devices(root: Path = Path("/")) -> None:

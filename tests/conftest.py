@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -15,6 +16,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Nearly all time goes to compiling what runs for milliseconds; also in the processes that tests start.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
+# What a script starts in the background ignores Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Runs of the whole program compile the same steps again and again: within one session they need not.
 _cache = tempfile.mkdtemp(prefix="tpu_rl_xla_")

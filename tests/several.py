@@ -1,4 +1,4 @@
-"""Starts several processes of one run on this machine, one device each, and waits for all of them."""
+"""Processes with several devices, and several processes of one run with one each, which are started and waited for."""
 
 import os
 import socket

@@ -1,7 +1,6 @@
 """Completions that one call leaves unfinished and another goes on with are those of one call."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import several
 from tests import test_speculation as drafts
 from tests.test_sampler import KEY, PROMPTS, ROOT, STOP, trigram
 from tests.test_sampler_refill import TWO_KINDS, decoder, same_or_within_rounding
@@ -121,7 +121,6 @@ def test_what_cannot_go_on_is_refused(toy):
 
 ON_DEVICES = """
 import jax
-jax.config.update("jax_num_cpu_devices", 4)
 from dataclasses import replace
 from functools import partial
 from tests import test_begun_rows as here
@@ -141,5 +140,5 @@ for rows in (256, 4):  # all at once, and in slots that are refilled: prompts of
 
 @pytest.mark.slow
 def test_devices_go_on_with_their_own():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    environment = several.virtual_devices(4) | {"PYTHONPATH": "."}
     subprocess.run([sys.executable, "-c", ON_DEVICES], env=environment, cwd=ROOT, check=True, timeout=240)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from launch import config as configuration
 from launch import roles
+from tests import several
 from tests.test_models import tiny
 from tests.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models, sharding
@@ -118,7 +121,6 @@ def test_a_block_of_new_tokens_over_a_longer_cache(small_blocks):
 
 ON_MESHES = """
 import jax
-jax.config.update("jax_num_cpu_devices", 4)
 from tests import test_flash_attention as here
 from tpu_rl import models, sharding
 
@@ -138,7 +140,8 @@ with jax.set_mesh(sharding.make_mesh(context=3, devices=jax.devices()[:3])):  # 
 
 @pytest.mark.slow
 def test_on_a_mesh_it_is_the_same():
-    ended = subprocess.run([sys.executable, "-c", ON_MESHES], capture_output=True, text=True, timeout=200)
+    command, env = [sys.executable, "-c", ON_MESHES], several.virtual_devices(4)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
@@ -185,10 +188,13 @@ def test_a_model_by_the_kernel_is_the_model(small_blocks):
     require_same(found, of_model(model))
 
 
-def test_without_a_tpu_the_kernel_is_left_out():
-    given = configuration.preset("arithmetic_grpo")
-    model, mesh = tiny("llama3").model, sharding.make_mesh(devices=jax.devices()[:1])
-    assert roles.fast_models(given, model, mesh)["policy"].config.attention.kernel == "none"
+@pytest.mark.parametrize(
+    ("platform", "kernel", "transposed"), [("cpu", "none", True), ("tpu", "tpu", False), ("gpu", "none", False)]
+)
+def test_each_platform_has_its_kernel_and_its_cache(platform, kernel, transposed):
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+    found = roles.fast_model(configuration.preset("arithmetic_grpo"), tiny("llama3").model, mesh).config.attention
+    assert (found.kernel, found.transposed_keys) == (kernel, transposed)
 
 
 @needs_libtpu

@@ -38,16 +38,28 @@ def test_collectives_begun_in_different_orders_do_not_block_each_other():
     [
         ({}, {}),
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, {}),
-        ({"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=400 --b=2"}, {"NPROC": "6400"}),
-        ({"JAX_NUM_CPU_DEVICES": "400"}, {"NPROC": "6400"}),
-        ({"JAX_NUM_CPU_DEVICES": "400", "NPROC": "3"}, {}),
+        ({"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4 --b=2"}, {"PJRT_NPROC": "64"}),
+        ({"JAX_NUM_CPU_DEVICES": "5", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, {"PJRT_NPROC": "80"}),
+        ({"JAX_NUM_CPU_DEVICES": "-1"}, {}),
+        ({"JAX_NUM_CPU_DEVICES": "400"}, {"PJRT_NPROC": "256"}),
+        ({"JAX_NUM_CPU_DEVICES": "400", "PJRT_NPROC": "3"}, {}),
     ],
 )
-def test_threads_to_wait_in(environment, added):
+def test_threads_to_wait_in(environment, added, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
     assert machine.threads_to_wait_in(environment) == added
 
 
 def test_processes_wait_for_each_other_too(monkeypatch):
     monkeypatch.setattr(machine.jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    assert machine.threads_to_wait_in({}) == {"NPROC": "16"}
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    assert machine.threads_to_wait_in({}) == {"PJRT_NPROC": "16"}
+
+
+def test_they_are_there_when_jax_starts(monkeypatch):
+    monkeypatch.setattr(machine.os, "environ", {"JAX_NUM_CPU_DEVICES": "4"})
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    seen = []
+    monkeypatch.setattr(machine.jax, "devices", lambda: seen.append(machine.os.environ["PJRT_NPROC"]))
+    machine.claim_devices()
+    assert seen == ["64"]

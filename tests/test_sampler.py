@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests import several
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import SamplerConfig, draw, invert_cdf, row_keys, run_key, sample, take_rows
@@ -364,7 +365,6 @@ def test_bad_prompts_are_named(toy, params, prompts, options, message):
 
 ON_A_MESH = """
 import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 4)
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.test_sampler import KEY, PROMPTS, STOP, V, trigram
 from tpu_rl import sharding
@@ -389,5 +389,6 @@ print("same")
 
 
 def test_rows_spread_over_a_mesh_are_the_same_rows():
-    result = subprocess.run([sys.executable, "-c", ON_A_MESH], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    command, env = [sys.executable, "-c", ON_A_MESH], several.virtual_devices(4)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert result.stdout.strip() == "same", result.stderr

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import several
 from tests.test_sampler import KEY, PROMPTS, STOP, V, completions, trigram
 from tpu_rl import guidance, models
 from tpu_rl.errors import InputError
@@ -316,13 +317,14 @@ def test_a_bias_on_no_token_is_refused():
 ON_A_MESH = r"""
 import re, sys
 import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 4)
 from tests.test_sampler import KEY, PROMPTS
 from tests.test_sampler_refill import decoder
 from tpu_rl import models, sharding
 from tpu_rl.sampler import Borders, SamplerConfig, sample, segments
 
 model, params = decoder()
+if "transposed" in sys.argv:
+    model = models.with_transposed_keys(model)
 policy, prompts, limits = models.policy(model), PROMPTS + PROMPTS[:3], np.arange(21) * 7 % 20 + 1
 config = SamplerConfig(20, samples_per_prompt=3, max_rows=8, prompt_length=8, stop_ids=(5,), borders=Borders(4, 1, 8))
 alone = sample(policy, params, prompts, KEY, config, limits=limits)
@@ -336,7 +338,7 @@ def look(*arguments):
             found = re.search(r"= \w+\[([\d,]*)\]\S* (all-gather|all-to-all|collective-permute)\(", line)
             if found:
                 moved.append(int(np.prod([int(size) for size in found[1].split(",") if size])))
-        shardings.append(arguments[6].cache["full"]["k"].sharding.spec)
+        shardings.append(arguments[6].cache["full"]["v"].sharding.spec)
     return segment(*arguments)
 
 segments.decode_segment = look
@@ -353,6 +355,8 @@ print("same")
 
 
 @pytest.mark.slow
-def test_refilling_moves_no_cache_between_devices():
-    result = subprocess.run([sys.executable, "-c", ON_A_MESH], capture_output=True, text=True, timeout=240, cwd=ROOT)
+@pytest.mark.parametrize("keys", ["plain", "transposed"])
+def test_refilling_moves_no_cache_between_devices(keys):
+    command, env = [sys.executable, "-c", ON_A_MESH, keys], several.virtual_devices(4)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.stdout.strip() == "same", result.stderr

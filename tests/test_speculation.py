@@ -14,6 +14,7 @@ import pytest
 
 from launch import config as configuration
 from launch import roles
+from tests import several
 from tests.test_sampler import KEY, PROMPTS, STOP, V, completions, trigram
 from tests.test_sampler_refill import TWO_KINDS, contains, decoder, same_or_within_rounding
 from tpu_rl import models
@@ -202,7 +203,6 @@ def test_a_run_s_draft_is_a_frozen_role_of_its_own():
 
 ON_A_MESH = """
 import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 4)
 from dataclasses import replace
 from tests.test_sampler import KEY, PROMPTS
 from tests.test_speculation import BASE, DRAFTER, PARAMS, POLICY, SMALL
@@ -224,5 +224,6 @@ print("same")
 
 @pytest.mark.slow
 def test_drafted_rows_spread_over_a_mesh_are_the_same_rows():
-    result = subprocess.run([sys.executable, "-c", ON_A_MESH], capture_output=True, text=True, timeout=240, cwd=ROOT)
+    command, env = [sys.executable, "-c", ON_A_MESH], several.virtual_devices(4)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.stdout.strip() == "same", result.stderr

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -408,16 +407,6 @@ def test_the_metrics_of_several_updates_as_one_row():
     broken = one_update(np.nan, weight=5, skipped=True)
     assert training.reduce_updates([broken, updates[0], broken, updates[1]]) == numbers | {"optim/skipped": 2.0}
     assert training.reduce_updates([broken]) == {"optim/skipped": 1.0}
-
-
-def test_on_a_gpu_learning_adds_in_a_fixed_order(monkeypatch):
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    monkeypatch.setenv("XLA_FLAGS", "")
-    options = training.compiler_options(mesh)
-    assert options == {"xla_gpu_exclude_nondeterministic_ops": True}
-    assert jax.jit(jnp.negative, compiler_options=options)(1) == -1  # a compiler that knew no such option would raise
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=false")
-    assert training.compiler_options(mesh) is None
 
 
 # --- several roles -------------------------------------------------------------------------------------------------

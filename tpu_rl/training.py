@@ -6,7 +6,6 @@ applies optax and returns a new TrainState. A step whose batch, loss or gradient
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -107,25 +106,15 @@ def replicated(params: Params) -> Sharding | None:
     return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
 
 
-IN_ORDER = "xla_gpu_exclude_nondeterministic_ops"
-
-
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     """What the compiler is told of the programs that learn on a mesh, all of them: others would round otherwise.
 
     jax 0.10's compiler for CPUs gives what stands behind a product to a library with scratch of its own, which no
     figure of a program's memory contains: without it an update takes a quarter less memory, and no more time
     (docs/scaling.md). Decoding is faster with it.
-
-    On GPUs additions have a fixed order, so that a run that goes on ends with the same bits: scatters of gradients and
-    cuDNN's attention backwards add as threads arrive otherwise. XLA_FLAGS may say something else.
     """
-    platform = mesh.devices.flat[0].platform
-    if platform == "gpu" and IN_ORDER not in os.environ.get("XLA_FLAGS", ""):
-        return {IN_ORDER: True}
-    if platform == "cpu" and jax.__version__.startswith("0.10."):
-        return {"xla_cpu_experimental_ynn_fusion_type": ""}
-    return None
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if on_cpu and jax.__version__.startswith("0.10.") else None
 
 
 def make_batch_step(

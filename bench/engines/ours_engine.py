@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import protocol  # noqa: E402
-from llama import LLAMA  # noqa: E402
+from llama import LLAMA, as_in_runs  # noqa: E402
 
 from launch import compilation_cache, config, run  # noqa: E402
 from tpu_rl import models, sampler  # noqa: E402
@@ -149,7 +149,7 @@ def rollout(work: protocol.Work) -> dict[str, Any]:
     """Completions alone, sampled and greedy; the last that are sampled are kept with their log-probs."""
     compilation_cache.use()
     model, params = models.load(work.model)
-    policy, found, counts = models.policy(models.with_transposed_keys(model)), {}, {}
+    policy, found, counts = models.policy(as_in_runs(model)), {}, {}
     for rows, greedy in itertools.product(work.batches, (False, True)):
         how = SamplerConfig(
             work.new_tokens, temperature=float(not greedy), max_rows=rows, prompt_length=work.prompt_tokens

@@ -137,7 +137,8 @@ class AttentionConfig:
     """tpu: rows that can be cut into blocks go through `flash_attention`; interpreted, it runs anywhere, slowly. cudnn:
     rows without a cache go through `cudnn_attention`."""
     transposed_keys: bool = False
-    """How a cache holds keys: widths before places, in which order CPUs read them for scores. TPUs want the other."""
+    """How a cache holds keys: widths before places, in which order CPUs read them for scores. TPUs want
+    the other, GPUs have not been tried."""
 
 
 @dataclasses.dataclass(frozen=True)
