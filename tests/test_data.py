@@ -149,6 +149,7 @@ def test_parquet(tmp_path):
     with pytest.raises(InputError, match="lacks the column `question`") as error:
         data.read(tmp_path / "a.parquet", ("question",))
     assert error.value.where.endswith("a.parquet, row 1")
+    assert "--data.format" in error.value.fix
     parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "x": float("nan")}]), tmp_path / "b.parquet")
     with pytest.raises(InputError, match="`x` is nan"):
         data.read(tmp_path / "b.parquet")

@@ -12,6 +12,7 @@ import pytest
 
 from launch import config, run
 from launch.run_folders import RunFolder
+from tpu_rl.errors import InputError
 
 TINY = [
     "arithmetic_grpo", "--batch.prompts", "4", "--batch.completions", "4", "--batch.row-length", "128",
@@ -152,6 +153,13 @@ def test_dry_run(capsys):
 def test_presets_survive_config_yaml(name, tmp_path):
     config.save(config.preset(name), tmp_path / "config.yaml")
     assert config.load(tmp_path / "config.yaml") == config.preset(name)
+
+
+@pytest.mark.parametrize("flags", [["--data.path", "a.jsonl"], ["arithmetic_ppo", "--data.path=a.jsonl"]])
+def test_a_preset_that_reads_no_file_is_not_given_one(flags):
+    with pytest.raises(InputError, match="makes its own problems") as error:
+        config.parse(flags)
+    assert "gsm8k_grpo" in error.value.fix
 
 
 def test_every_configuration_field_is_read():

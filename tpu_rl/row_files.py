@@ -207,11 +207,12 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
     for column in columns:
         if column not in row:
             nearest = difflib.get_close_matches(column, row, n=1)
+            other = f"rename the column that holds it to `{column}`, or choose the --data.format that the file has"
             raise InputError(
                 f"a row lacks the column `{column}`",
                 where=where,
                 why=f"its columns are {', '.join(row) or 'none'}",
-                fix=f"did you mean `{nearest[0]}`?" if nearest else "",
+                fix=f"did you mean `{nearest[0]}`?" if nearest else other,
             )
 
 
