@@ -1,8 +1,7 @@
 """The model of the benchmarks of speed: a Llama of 12.6 million weights, as a Hugging Face configuration."""
 
-import jax
-
-from tpu_rl import models
+from launch import build, roles
+from launch import config as configuration
 from tpu_rl.types import Model
 
 LLAMA = {
@@ -21,4 +20,5 @@ LLAMA = {
 
 def as_in_runs(model: Model) -> Model:
     """The model with caches as `launch/run.py` gives it on these devices."""
-    return models.with_transposed_keys(model) if jax.default_backend() == "cpu" else model
+    config = configuration.preset("arithmetic_grpo")
+    return roles.fast_model(config, model, build.make_mesh(config.mesh))

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,7 +295,7 @@ def parse(argv: list[str]) -> ExperimentConfig:
     chosen = argv[0] if argv and not argv[0].startswith("-") else DEFAULT_PRESET
     flags = argv[1:] if argv and not argv[0].startswith("-") else argv
     default = load(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
-    if not isinstance(default.data, FileData) and any(re.match(r"--data\.path\b", flag) for flag in flags):
+    if not isinstance(default.data, FileData) and any(flag.partition("=")[0] == "--data.path" for flag in flags):
         readers = ", ".join(name for name in preset_names() if isinstance(preset(name).data, FileData))
         fix = f"begin with a preset that reads one: {readers}"
         raise InputError(f"{chosen} makes its own problems and reads no file", where="--data.path", fix=fix)

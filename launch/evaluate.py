@@ -116,8 +116,7 @@ def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Languag
         print(f"{flags.model}, step {step}")
         language = setup.language._replace(model=setup.models["policy"])
         return language, setup.params_of("policy")(params)
-    kernel = "tiles" if config.model.attention == "tiles" else "auto"  # cuDNN is for learning
-    config = replace(config, model=ModelConfig(path=flags.model, attention=kernel))
+    config = replace(config, model=ModelConfig(path=flags.model, attention=config.model.attention))
     mesh = build.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params

@@ -253,7 +253,6 @@ class Decoder(Weights):
             # From widths to rows and tokens in two steps: the compiler finds one for each, and none for both at once.
             x = constrain(x, (cut.rows, None, cut.tokens))
         x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), (*cut, None))
-        training = cache is None
         pattern = nn.scan(
             Pattern,
             variable_axes={"params": 0},
@@ -262,7 +261,7 @@ class Decoder(Weights):
             length=config.repetitions,
         )
         # In the scan no guard against common subexpressions is needed: forward and backward are two loops.
-        body, last_body = (_remade(config, guarded) if training else Layer for guarded in (False, True))
+        body, last_body = (_remade(config, guarded) if cache is None else Layer for guarded in (False, True))
         scanned = pattern(config, config.kinds[: config.period], body, name="layers")
         (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
         tail = config.kinds[config.repetitions * config.period :]
