@@ -13,6 +13,7 @@ import pytest
 
 from launch import build, model_shapes, plan
 from launch import config as configuration
+from launch.config import MeshConfig
 from launch.planning import figures, memory, sampling, search, steps
 from tests.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
@@ -199,6 +200,27 @@ def test_a_mesh_that_is_too_full_is_not_tried_with_more_rows(monkeypatch):
     monkeypatch.setattr(search.Plan, "fits", lambda plan, target: False)
     assert search.search(config, target, steps.read_model(config), lambda line: None) is None
     assert len(tried) == len({one.mesh for one in tried}) > 1
+
+
+def test_widths_are_cut_no_further_once_that_is_slower(monkeypatch):
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target, seconds = figures.Target("eight", jax.devices() * 8, None, None), {1: 3.0, 2: 2.0, 4: 5.0, 8: 1.0}
+    meshes = [MeshConfig(1, 8 // tensor, tensor, 1, 1) for tensor in seconds]
+    compiled = []
+
+    def planned(config, target, model, parts):
+        if parts == ("learning",):
+            compiled.append(config.mesh.tensor)
+        return search.Plan(config, config.mesh, [])
+
+    monkeypatch.setattr(search, "candidates", lambda *_: (replace(config, mesh=mesh) for mesh in meshes))
+    monkeypatch.setattr(search, "make_plan", planned)
+    monkeypatch.setattr(search.Plan, "fits", lambda plan, target: True)
+    monkeypatch.setattr(search.Plan, "seconds", property(lambda plan: seconds[plan.mesh.tensor]))
+    best = search.search(config, target, steps.read_model(config), lambda line: None)
+    assert best is not None
+    assert best.mesh.tensor == 2
+    assert compiled == [1, 2, 4, 2]  # the last with products kept
 
 
 # --- the command -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
 from typing import Literal, NamedTuple
 
@@ -165,22 +165,17 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
     """The fastest configuration, by estimate, of those that fit: other meshes and micro-batches of the same run.
 
     The update decides first; for the fastest that fits, whether memory is left to keep products in, and how completions
-    are drawn, is then tried, too.
+    are drawn, is then tried, too. Heads and widths are cut further only as long as that does not make it slower: what
+    tensor parallelism sends between devices grows with every halving.
     """
     tried: list[Plan] = []
-    too_full: set[MeshConfig] = set()
-    for candidate in candidates(config, target, model):
-        mesh = candidate.mesh
-        if mesh in too_full:  # with fewer rows it was
-            continue
-        plan = make_plan(candidate, target, model, ("learning",))
-        verdict = f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
-        rows = candidate.batch.micro_batch_rows
-        say(f"mesh {' x '.join(map(str, astuple(mesh)))}, {rows} rows a micro-batch: {verdict}")
-        if plan.fits(target):
-            tried.append(plan)
-        else:
-            too_full.add(mesh)
+    for tensor, group in itertools.groupby(candidates(config, target, model), lambda each: each.mesh.tensor):
+        fitting = [plan for plan in _learning_plans(group, target, model, say) if plan.fits(target)]
+        is_slower = bool(tried and fitting) and _least(fitting) > _least(tried)
+        tried += fitting
+        if is_slower:
+            say(f"--mesh.tensor {tensor} is slower: more of it is not tried")
+            break
     for plan in sorted(tried, key=lambda plan: plan.seconds):
         drawing = search_sampling(plan.config, target, model, say)
         if drawing is not None:
@@ -188,6 +183,27 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
             config = replace(drawing.config, model=learning.config.model)
             return Plan(config, plan.mesh, drawing.lines + learning.lines)
     return None
+
+
+def _least(plans: list[Plan]) -> float:
+    return min(plan.seconds for plan in plans)
+
+
+def _learning_plans(
+    group: Iterable[ExperimentConfig], target: Target, model: Model, say: Callable[[str], None]
+) -> Iterator[Plan]:
+    too_full: set[MeshConfig] = set()
+    for candidate in group:
+        mesh = candidate.mesh
+        if mesh in too_full:  # with fewer rows it was
+            continue
+        plan = make_plan(candidate, target, model, ("learning",))
+        verdict = f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
+        rows = candidate.batch.micro_batch_rows
+        say(f"mesh {' x '.join(map(str, astuple(mesh)))}, {rows} rows a micro-batch: {verdict}")
+        if not plan.fits(target):
+            too_full.add(mesh)
+        yield plan
 
 
 def _with_products_kept(plan: Plan, target: Target, model: Model, say: Callable[[str], None]) -> Plan:
