@@ -48,13 +48,6 @@ def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
     config, judged = setup.config, stage.algorithm.needs.judged
     if not config.reward:
         raise InputError("no reward tells good completions from bad", where="--reward", fix="name one")
-    if role == "reference" and config.sampling.temperature != 1:
-        raise InputError(
-            f"the reference is sampled at temperature {config.sampling.temperature}",
-            where="--sampling.temperature",
-            why="its log-probs, which the loss compares with, are those at temperature 1",
-            fix="use 1.0",
-        )
     stream = dataset.make_stream(config, stage, setup.language)
     roll_out = sources.roller(setup, role)
     size = config.batch.prompts * config.batch.completions

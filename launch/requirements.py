@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from tpu_rl import stores
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.errors import InputError
-from tpu_rl.types import Rollout
+from tpu_rl.needs import Needs
+from tpu_rl.types import Pairs, Rollout
 
 if TYPE_CHECKING:
-    from launch.config import ExperimentConfig
+    from launch.config import AlgorithmConfig, ExperimentConfig
 
 
 def run_dir(run_dir: str) -> None:
@@ -22,23 +23,43 @@ def run_dir(run_dir: str) -> None:
 
 
 def sampling(config: ExperimentConfig) -> None:
-    how, needs = config.sampling, config.algorithm.needs
+    how = config.sampling
+    if how.temperature < 0:
+        fix = "use 1.0; 0 takes the most likely token"
+        raise InputError(f"sampling temperature {how.temperature} is negative", where="--sampling.temperature", fix=fix)
     if how.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in config.stages):
         why = "its answers are continued from the middle, where half of such a string may stand"
         raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
     if "" in how.stop_strings:
         raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
+    for stage in config.stages:
+        _completions(config, stage.algorithm)
+
+
+def _completions(config: ExperimentConfig, algorithm: AlgorithmConfig) -> None:
+    how, needs, where = config.sampling, algorithm.needs, "--sampling.temperature"
     grouped = "completions of one prompt are compared with each other"
     if config.batch.completions < needs.smallest_group:
         raise InputError(
             f"a group of {config.batch.completions} completion teaches nothing: its advantage is always 0",
             where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
         )  # fmt: skip
-    if needs.smallest_group > 1 and how.temperature <= 0:
+    if needs.smallest_group > 1 and how.temperature == 0:
         raise InputError(
-            f"sampling temperature {how.temperature} makes all completions of a prompt equal",
-            where="--sampling.temperature", why=grouped, fix="use 1.0",
-        )  # fmt: skip
+            "sampling temperature 0 makes all completions of a prompt equal", where=where, why=grouped, fix="use 1.0"
+        )
+    if needs.experience is Rollout and algorithm.roles["policy"].trainable and how.temperature == 0:
+        why = "the loss divides logits by it, as sampling does: there are no log-probabilities at 0"
+        raise InputError("a policy cannot learn at sampling temperature 0", where=where, why=why, fix="use 1.0")
+    if needs.experience is not Pairs or needs.sampled_by != "reference" or not needs.reference_log_probs:
+        return
+    why = "the loss compares with its log-probs as they were when it drew"
+    if how.temperature != 1:
+        what = f"the reference is sampled at temperature {how.temperature}, and the loss is at 1"
+        raise InputError(what, where=where, why=why, fix="use 1.0")
+    if how.cache == "int8":
+        what, fix = "a rounded cache would be in the reference's log-probs", "use computed"
+        raise InputError(what, where="--sampling.cache", why=why, fix=fix)
 
 
 def _staleness(config: ExperimentConfig) -> None:
@@ -56,6 +77,10 @@ def _staleness(config: ExperimentConfig) -> None:
     if any(one.experience is not Rollout or one.latest_policy for one in needs):
         why = "it learns from other things than scored completions, or from those of the latest policy alone"
         raise InputError("this algorithm takes no older completions", where=where, why=why, fix="leave it out")
+
+
+def _draws_pairs(needs: Needs) -> bool:
+    return needs.experience is Pairs and needs.sampled_by is not None and not needs.judged
 
 
 def batch(config: ExperimentConfig) -> None:
@@ -77,6 +102,19 @@ def batch(config: ExperimentConfig) -> None:
             why=f"they may have {how.max_prompt_tokens} + {how.max_new_tokens} tokens",
             fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
         )
+    whole_pairs = any(_draws_pairs(one.algorithm.needs) for one in config.stages)
+    if whole_pairs and batch.row_length < how.max_prompt_tokens + 2 * how.max_new_tokens:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold a prompt with both its completions",
+            where="--batch.row-length",
+            why=f"they may have {how.max_prompt_tokens} + 2 x {how.max_new_tokens} tokens, and pairs stay together",
+            fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
+        )
+    if batch.refill_rounds and batch.completions == 1:
+        raise InputError(
+            "no group of one completion has different rewards", where="--batch.refill-rounds, --batch.completions",
+            why="dynamic sampling replaces groups whose rewards are all equal", fix="use --batch.refill-rounds 0",
+        )  # fmt: skip
     whole = 256 * config.mesh.context
     if config.mesh.context > 1 and batch.row_length % whole:
         raise InputError(

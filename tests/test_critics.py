@@ -38,7 +38,7 @@ def test_explained_variance_is_numpys():
     packed_mask = layout.pack(data.action_mask)
     weights = packed_mask / packed_mask.sum((1, 2, 3), keepdims=True)
     for step in range(2):
-        of_step = jax.tree.map(lambda x, step=step: x[step].reshape(-1, x.shape[-1]), (targets, weights, packed_mask))
+        of_step = jax.tree.map(lambda x, step=step: x[step].reshape(-1, x.shape[-1]), (targets, weights))
         _, metrics = critics.value_loss(of_step[0].old_values, *of_step, clip=0.2)
         chosen = mask & (np.asarray(layout.minibatch) == step)[:, None]
         expected = 1 - np.var((returns - values)[chosen]) / np.var(returns[chosen])

@@ -38,6 +38,8 @@ def test_whiten():
 
 def test_whiten_of_equal_values_is_zero():
     np.testing.assert_array_equal(masked.whiten(jnp.full((2, 2), 3.0), jnp.ones((2, 2), bool)), np.zeros((2, 2)))
+    many = jnp.full((32, 64), 100.1)  # whose mean, in float32, is another number
+    np.testing.assert_array_equal(masked.whiten(many, jnp.ones(many.shape, bool)), np.zeros(many.shape))
 
 
 def test_sequence_total_stays_at_its_tokens():

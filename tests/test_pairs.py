@@ -149,9 +149,11 @@ def test_a_right_answer_with_a_wrong_one():
 def test_completions_judged_one_by_one():
     pairs, without = comparisons.judge(scored([0, 1, float("nan"), 0.7], 2))
     assert without == 1
-    np.testing.assert_array_equal(pairs.action_mask.any(1), [1, 1, 0, 1])
-    np.testing.assert_array_equal(pairs.preferred, [False, True, False, True])
-    assert len(set(pairs.group_id.tolist())) == 4
+    prompt = np.asarray(pairs.tokens)[:, 0] // 3 // 2
+    np.testing.assert_array_equal(prompt, [0, 1, 0, 1])  # neighbours are of other prompts
+    np.testing.assert_array_equal(pairs.action_mask.any(1), [1, 0, 1, 1])
+    np.testing.assert_array_equal(pairs.preferred, [False, False, True, True])
+    np.testing.assert_array_equal(pairs.group_id, np.arange(4))
 
 
 # --- labelled solutions --------------------------------------------------------------------------------------------

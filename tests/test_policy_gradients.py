@@ -16,6 +16,7 @@ from tpu_rl.policy_gradients import (
     importance_ratio,
     importance_weights,
     kl_loss,
+    policy_metrics,
     proximal_loss,
     reference_metrics,
 )
@@ -133,7 +134,7 @@ def test_importance_weights_make_expectations_those_of_the_old_policy():
     def gradient(drawn_from, importance):
         rows = Rows(ids, ids, ids, ids, ids + 1, ids)
         batch = PolicyBatch(
-            rows, {"policy": drawn_from[None]}, ids >= 0, rewards[None], old[None], None, importance[None]
+            rows, {"policy": drawn_from[None]}, ids >= 0, rewards[None], old[None], None, importance[None], None
         )
 
         def loss(logits):
@@ -149,6 +150,40 @@ def test_importance_weights_make_expectations_those_of_the_old_policy():
     capped = importance_weights(old, jnp.log(behaviour), 1.05)
     np.testing.assert_allclose(capped, np.minimum(np.exp(old) / behaviour, 1.05), rtol=1e-6)
     assert float(capped.max()) == pytest.approx(1.05)
+
+
+def test_the_kl_to_the_reference_is_the_old_policys_whatever_drew():
+    """Every token counts as often as the behaviour draws it: the KL and its gradient are those of the distributions."""
+    old = jnp.log(jnp.array([0.5, 0.3, 0.2]))
+    behaviour, reference = jnp.array([0.2, 0.5, 0.3]), jnp.log(jnp.array([0.3, 0.3, 0.4]))
+    ids = jnp.arange(3)[None]
+
+    def added(logits, importance):
+        rows, zeros = Rows(ids, ids, ids, ids, ids + 1, ids), jnp.zeros((1, 3))
+        weights = {"policy": behaviour[None]}
+        batch = PolicyBatch(rows, weights, ids >= 0, zeros, old[None], reference[None], importance[None], None)
+        found = TokenLogProbs(jax.nn.log_softmax(logits)[None], zeros)
+        return proximal_loss(found, batch, (0.2, 0.2), kl_coef=1.0)[0]
+
+    def exact(logits):
+        policy = jax.nn.log_softmax(logits)
+        return (jnp.exp(policy) * (policy - reference)).sum()
+
+    weights = importance_weights(old, jnp.log(behaviour), 100.0)
+    now = old + jnp.array([0.2, -0.1, 0.0])
+    np.testing.assert_allclose(added(now, weights), exact(now), atol=1e-6)
+    np.testing.assert_allclose(jax.grad(added)(now, weights), jax.grad(exact)(now), atol=1e-6)
+    assert np.abs(jax.grad(added)(now, jnp.ones(3)) - jax.grad(exact)(now)).max() > 0.01
+
+
+def test_the_gap_is_to_the_sampler_whatever_the_ratio_is_to():
+    now, old, sampler = (jnp.log(jnp.array([[p, 0.5]])) for p in (0.5, 0.5, 0.25))
+    mask, ones = jnp.ones((1, 2), bool), jnp.ones((1, 2))
+    same = policy_metrics(mask, now, old, ones, 0.2, 0.2)
+    found = policy_metrics(mask, now, old, ones, 0.2, 0.2, sampler)
+    assert float(same["policy/log_prob_gap_max"].metric.value) == 0
+    assert float(found["policy/log_prob_gap_max"].metric.value) == pytest.approx(np.log(2))
+    assert float(found["policy/ratio_max"].value) == 1
 
 
 def test_reference_metrics_by_hand():
@@ -170,7 +205,7 @@ def test_proximal_loss_by_hand():
     log_probs, entropy = jnp.log(jnp.array([[0.55, 0.4, 0.9]])), jnp.array([[0.6, 0.7, 0.8]])
     weights, mask = {"policy": jnp.array([[0.25, 0.5, 0.0]])}, jnp.ones((1, 3), bool)
     ones = jnp.ones((1, 3), jnp.int32)
-    batch = PolicyBatch(Rows(ones, ones, ones, ones, ones, ones), weights, mask, advantages, old, None, None)
+    batch = PolicyBatch(Rows(ones, ones, ones, ones, ones, ones), weights, mask, advantages, old, None, None, None)
     found = TokenLogProbs(log_probs, entropy)
     value, metrics = proximal_loss(found, batch, (0.25, 0.3), entropy_coef=0.1)
     assert float(value) == pytest.approx(0.25 * (-2.2 - 0.06) + 0.5 * (-1.3 - 0.07))

@@ -35,9 +35,14 @@ def pair_up(scored: Scored) -> tuple[Pairs, int]:
 
 
 def judge(scored: Scored) -> tuple[Pairs, int]:
-    """(every completion by itself, good where its reward is above 0.5, how many were not scored)."""
-    is_scored = np.isfinite(scored.rewards)
-    return _compared(scored, np.arange(len(is_scored)), is_scored), int((~is_scored).sum())
+    """(every completion by itself, good where its reward is above 0.5, how many were not scored).
+
+    The first of each prompt, then the second of each, and so on: neighbours are of other prompts, as KTO's baseline
+    wants them (`preferences.mismatched`).
+    """
+    rows = np.arange(len(scored.rewards)).reshape(-1, group_size(scored)).T.reshape(-1)
+    is_scored = np.isfinite(scored.rewards[rows])
+    return _compared(scored, rows, is_scored), int((~is_scored).sum())
 
 
 def _compared(scored: Scored, rows: np.ndarray, counts: np.ndarray) -> Pairs:

@@ -106,12 +106,11 @@ def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> T
     return Targets(*(layout.pack(jnp.where(mask, array, 0.0)) for array in arrays))
 
 
-def value_loss(
-    values: Array, targets: Targets, weights: Array, mask: Array, clip: float | None
-) -> tuple[Array, Metrics]:
-    """(sum w loss, metrics); all [R, S]."""
+def value_loss(values: Array, targets: Targets, weights: Array, clip: float | None) -> tuple[Array, Metrics]:
+    """(sum w loss, metrics of the tokens that have a weight w); all [R, S]."""
+    mask = weights > 0
     losses = clipped_value_loss(values, targets.old_values, targets.returns, clip)
-    value = masked.total(weights * losses, weights > 0)
+    value = masked.total(weights * losses, mask)
     count = mask.sum().astype(jnp.float32)
     all_squares, residual_squares = (x.sum() for x in (targets.squares, targets.residual_squares))
     metrics: Metrics = {

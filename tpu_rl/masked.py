@@ -23,10 +23,13 @@ def mean(values: Array, mask: Array, axis: int | tuple[int, ...] | None = None) 
 
 def whiten(values: Array, mask: Array, shift_mean: bool = True, epsilon: float = 1e-8) -> Array:
     """`values` scaled to variance one over the mask, and shifted to mean zero unless told to keep the mean."""
+    # Seen from the least of them, so that of equal values nothing is left: a float32 mean of many is not quite theirs.
+    least = jnp.min(values, initial=jnp.inf, where=mask)
+    values = jnp.where(mask, values - least, 0.0)
     centre = mean(values, mask)
     variance = mean(jnp.square(values - centre), mask)
     white = (values - centre) * jax.lax.rsqrt(variance + epsilon)
-    return jnp.where(mask, white if shift_mean else white + centre, 0.0)
+    return jnp.where(mask, white if shift_mean else white + centre + least, 0.0)
 
 
 def sequence_total(values: Array, sequence_ids: Array) -> Array:

@@ -62,12 +62,14 @@ class Needs(NamedTuple):
     judged: bool = False
     """Pairs: completions judged one by one, in place of pairs."""
     reference_log_probs: bool = False
-    """Pairs that the data bring: with the reference's log-probs, computed once."""
+    """Pairs: with the reference's log-probs, of pairs that the data bring computed once, and else the sampler's."""
 
 
 def pairs_from(by: str, *, judged: bool = False, reference_log_probs: bool = False) -> Needs:
     """Pairs, or completions judged one by one, that the data bring ("given") or that the role `by` samples."""
     if by != "given":
-        return Needs(Pairs, sampled_by=by, judged=judged, smallest_group=1 if judged else 2)
-    columns = ("prompt", "completion", "label") if judged else ("prompt", "chosen", "rejected")
-    return Needs(Pairs, columns, None, judged=judged, reference_log_probs=reference_log_probs)
+        needs = Needs(Pairs, sampled_by=by, smallest_group=1 if judged else 2)
+    else:
+        columns = ("prompt", "completion", "label") if judged else ("prompt", "chosen", "rejected")
+        needs = Needs(Pairs, columns, None)
+    return needs._replace(judged=judged, reference_log_probs=reference_log_probs)

@@ -27,6 +27,8 @@ class PolicyBatch:
     importance: Array | None
     """What a token's loss is multiplied by as it was drawn from another distribution; None: it was not, or so it is
     taken."""
+    sampler_log_probs: Array | None
+    """Where the old log-probs are not the sampler's own: those, for the gap between sampler and trainer."""
 
 
 def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
@@ -83,9 +85,18 @@ def reference_metrics(log_probs: Array, reference_log_probs: Array, mask: Array,
 
 
 def policy_metrics(
-    mask: Array, log_probs: Array, old_log_probs: Array, advantages: Array, clip_low: float, clip_high: float
+    mask: Array,
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    clip_low: float,
+    clip_high: float,
+    sampler_log_probs: Array | None = None,
 ) -> Metrics:
-    """What every method with an importance ratio reports of the tokens in `mask`; all [R, S]."""
+    """What every method with an importance ratio reports of the tokens in `mask`; all [R, S].
+
+    The gap is to the sampler's log-probs, which are the old ones unless others are given.
+    """
     count = mask.sum().astype(jnp.float32)
 
     def average(values: Array) -> Sum:
@@ -93,7 +104,7 @@ def policy_metrics(
 
     ratio = importance_ratio(log_probs, old_log_probs)
     low, high = clip_shares(ratio, advantages, clip_low, clip_high)
-    gap = jnp.abs(log_probs - old_log_probs)
+    gap = jnp.abs(log_probs - (old_log_probs if sampler_log_probs is None else sampler_log_probs))
     return {
         "policy/ratio_min": Min(jnp.where(mask, ratio, jnp.inf).min()),
         "policy/ratio_max": Max(jnp.where(mask, ratio, 0.0).max()),
@@ -130,7 +141,8 @@ def policy_batch(
 
     `old_log_probs`: the ratio's, in place of the sampler's. With a cap, losses are weighted by `importance_weights`.
     """
-    old = layout.pack(rollout.log_probs) if old_log_probs is None else old_log_probs
+    sampled = layout.pack(rollout.log_probs)
+    old = sampled if old_log_probs is None else old_log_probs
     importance, drawn = None, layout.pack(rollout.action_mask)
     if importance_cap is not None:
         found = importance_weights(old, layout.pack(rollout.behaviour_log_probs), importance_cap)
@@ -143,6 +155,7 @@ def policy_batch(
         old_log_probs=old,
         reference_log_probs=reference_log_probs,
         importance=importance,
+        sampler_log_probs=None if old_log_probs is None else sampled,
     )
 
 
@@ -155,9 +168,9 @@ def proximal_loss(
     kl_coef: float = 0.0,
     bound: float | None = None,
 ) -> tuple[Array, Metrics]:
-    """(sum w [-c min(ratio A, clip(ratio) A) - entropy_coef H + kl_coef KL], metrics) of a micro-batch [R, S].
+    """(sum w [-c min(ratio A, clip(ratio) A) - entropy_coef H + kl_coef c KL], metrics) of a micro-batch [R, S].
 
-    c is the batch's `importance`, if it has one.
+    c is the batch's `importance`, if it has one: both terms are expectations under the old policy.
 
     `found` is what the policy gives its tokens now, `clip` is (low, high), `bound` caps a bad action's loss
     (`dual_clip`). The KL is `kl_loss`, to the reference whose log-probs the batch has, if any.
@@ -172,7 +185,7 @@ def proximal_loss(
         losses *= batch.importance
     learned = weights["policy"] > 0
     value = masked.total(weights["policy"] * (losses - entropy_coef * found.entropy), learned)
-    metrics = policy_metrics(mask, log_probs, old, advantages, *clip) | {
+    metrics = policy_metrics(mask, log_probs, old, advantages, *clip, batch.sampler_log_probs) | {
         "policy/loss": Sum(value, weights["policy"].sum()),
         "policy/entropy": Sum(masked.total(found.entropy, mask), mask.sum().astype(jnp.float32)),
     }
@@ -180,6 +193,8 @@ def proximal_loss(
         metrics["policy/importance"] = Sum(masked.total(batch.importance, mask), mask.sum().astype(jnp.float32))
     if batch.reference_log_probs is not None:
         kl = kl_loss(log_probs, old, batch.reference_log_probs)
+        if batch.importance is not None:
+            kl *= batch.importance
         value += kl_coef * masked.total(weights.get("kl", weights["policy"]) * kl, learned)
         metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids)
     return value, metrics

@@ -2,8 +2,9 @@
 
     python launch/run.py gsm8k_reward_model --data.path example_model_solutions.jsonl
 
-Right against wrong solutions of a problem; every fourth problem is held out. A model of half a million parameters that
-has read nothing else will not rank them well: its accuracy stands beside that of a rule that knows their lengths only.
+Right against wrong solutions of a problem; the last problems are held out, a quarter at most. A model of half a million
+parameters that has read nothing else will not rank them well: its accuracy stands beside that of a rule that knows
+their lengths only.
 Your own checkpoint: --model.path DIR --model.no-random-init.
 """
 

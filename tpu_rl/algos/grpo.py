@@ -15,7 +15,8 @@ The variants differ in functions, chosen by name: which baseline and scale (ADVA
                (AReaL, arXiv 2505.24298)
     DAPO       weights "token_mean", clip_high 0.28, overlong_buffer, and dynamic sampling in `rollouts`  2503.14476
 
-Deviations: none known. The group deviation is the sample one (n - 1), as in TRL and verl.
+Deviations: `weights` is token_mean unless chosen, as in TRL and verl, and so it is in the presets named after GRPO. The
+group deviation is the sample one (n - 1), as there.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             old_log_probs=layout.pack(rollout.log_probs),
             reference_log_probs=reference_log_probs,
             importance=None,
+            sampler_log_probs=None,
         )
         return batch, kl_scale
 
@@ -123,9 +124,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         how = {"entropy_coef": config.entropy_coef, "kl_coef": config.kl_loss_coef}
         total, metrics = proximal_loss(found, batch, clip, **how)
         values = critics.values(roles["value"], params, rows, hidden if critic.trunk == "shared" else None)
-        value_loss, of_values = critics.value_loss(
-            values, batch.targets, weights["value"], batch.action_mask, critic.clip
-        )
+        value_loss, of_values = critics.value_loss(values, batch.targets, weights["value"], critic.clip)
         total += critic.coef * value_loss
         if config.positive_coef:
             total -= config.positive_coef * masked.total(weights["positive"] * found.log_probs, weights["positive"] > 0)

@@ -71,6 +71,6 @@ def value_pretraining(config: ValuePretrainingConfig, roles: Roles, sampling: Sa
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["value"]
-        return critics.value_loss(values(params, batch.rows), batch.targets, weights, weights > 0, clip=None)
+        return critics.value_loss(values(params, batch.rows), batch.targets, weights, clip=None)
 
     return Algorithm(make_batch, loss)

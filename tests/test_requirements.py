@@ -1,0 +1,47 @@
+"""Settings that do not fit each other are refused where they are parsed, before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from launch import config
+from launch.config import Phase
+from tpu_rl.algos import GrpoConfig
+from tpu_rl.errors import InputError
+
+MISFITS = {
+    "negative": (["arithmetic_sft", "--sampling.temperature", "-1"], "--sampling.temperature"),
+    "groups are equal": (["arithmetic_grpo", "--sampling.temperature", "0"], "--sampling.temperature"),
+    "no log-probs": (["arithmetic_ppo", "--sampling.temperature", "0"], "--sampling.temperature"),
+    "no log-probs, REINFORCE": (["arithmetic_reinforce", "--sampling.temperature", "0"], "--sampling.temperature"),
+    "a group of one": (["arithmetic_grpo", "--batch.completions", "1"], "--batch.completions"),
+    "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
+    "groups of one never differ": (
+        ["arithmetic_ppo", "--batch.completions", "1", "--batch.refill-rounds", "3"],
+        "--batch.refill-rounds, --batch.completions",
+    ),
+    "a rounded reference": (["arithmetic_dpo", "--sampling.cache", "int8"], "--sampling.cache"),
+    "a rounded reference, judged": (["arithmetic_bco", "--sampling.cache", "int8"], "--sampling.cache"),
+    "a reference elsewhere": (["arithmetic_dpo", "--sampling.temperature", "0.7"], "--sampling.temperature"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_refused(name):
+    flags, where = MISFITS[name]
+    with pytest.raises(InputError) as error:
+        config.parse(flags)
+    assert error.value.where == where
+    assert error.value.fix
+
+
+def test_every_phase_is_looked_at():
+    one = config.parse(["arithmetic_ppo", "--batch.completions", "1"])
+    with pytest.raises(InputError, match="teaches nothing"):
+        replace(one, phases=(Phase(GrpoConfig(), until=5),))
+
+
+def test_a_frozen_policy_may_answer_greedily():
+    """Only what learns from log-probs needs them; a reward model does not care how its pairs were drawn."""
+    assert config.parse(["arithmetic_sft", "--sampling.temperature", "0"]).sampling.temperature == 0
+    assert config.parse(["arithmetic_reward_model", "--sampling.cache", "int8"]).sampling.cache == "int8"
