@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from launch import ahead, carry_over, dataset, machine, pairs, q_examples, reward_runs, roles, sources
+from launch import ahead, carry_over, dataset, machine, pairs, q_examples, reward_runs, roles, sources, watchdog
 from launch.acting import Acting, sampling_mesh
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
 from launch.sources import Setup, Source
@@ -181,7 +181,8 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
         repetition_penalty=1.0,
         logit_bias=(),
     )
-    ends = sources.stop_at(config, lang.tokenizer)
+    looks: dict[str, Any] = {"stop_at": sources.stop_at(config, lang.tokenizer), "at_border": watchdog.beat}
+    looks |= {"name": judge, "max_fault_share": config.reward_limits.fault_share}
 
     def evaluate(params: Params, greedy: bool) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -193,7 +194,7 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
                 # model's.
                 key = sampler.run_key(0, Purpose.EVALUATION, 0)
                 result = evaluation.evaluate(
-                    acting.policy, params, lang.tokenizer, rows, reward, how, key, mesh=acting.mesh, stop_at=ends
+                    acting.policy, params, lang.tokenizer, rows, reward, how, key, mesh=acting.mesh, **looks
                 )
             found |= {
                 f"{prefix}accuracy": result.accuracy,

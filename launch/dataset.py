@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -20,6 +21,8 @@ def make_stream(config: ExperimentConfig, stage: Stage, lang: Language, batch: i
     rows = train_rows(config, needs)
     if isinstance(rows, list) and needs.experience is not Demonstrations and "prompt" in rows[0]:
         rows = that_fit(config, lang, rows)
+    if isinstance(rows, list) and (config.batch.carry_over or config.batch.ahead):
+        require_json(rows)
     return dataset_changes.stream(config, needs, rows, batch or config.batch.prompts)
 
 
@@ -29,6 +32,20 @@ def that_fit(config: ExperimentConfig, lang: Language, rows: list[data.Row]) -> 
     if message:
         print(f"warning: {message}", file=sys.stderr)
     return kept
+
+
+def require_json(rows: list[data.Row]) -> None:
+    """Raises InputError where a row cannot be kept in a checkpoint, as those of unfinished completions are."""
+    for row in rows:
+        for column, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"the column {column!r} holds what checkpoints cannot keep",
+                    where="--data.path, --batch.carry-over, --batch.ahead", why=str(error),
+                    fix="make it text or numbers, drop it, or leave the two flags out",
+                ) from error  # fmt: skip
 
 
 def train_rows(config: ExperimentConfig, needs: Needs) -> data.Source:

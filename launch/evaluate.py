@@ -163,12 +163,12 @@ def answer(
     ways = {"greedy": greedy}
     if not flags.greedy:
         ways["sampled"] = replace(greedy, temperature=flags.temperature, samples_per_prompt=flags.samples)
-    mesh, ends = build.make_mesh(MeshConfig()), sources.stop_at(config, language.tokenizer)
+    mesh = build.make_mesh(MeshConfig())
+    looks: dict[str, Any] = {"mesh": mesh, "stop_at": sources.stop_at(config, language.tokenizer)}
+    looks |= {"name": reward_name(config, flags), "max_fault_share": config.reward_limits.fault_share}
     with jax.set_mesh(mesh):
         return {
-            name: evaluation.evaluate(
-                policy, params, language.tokenizer, problems, reward, how, key, mesh=mesh, stop_at=ends
-            )
+            name: evaluation.evaluate(policy, params, language.tokenizer, problems, reward, how, key, **looks)
             for name, how in ways.items()
         }
 

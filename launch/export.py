@@ -74,6 +74,8 @@ def load_run(address: str) -> tuple[Setup, Params, int]:
     if config.model.attention == "cudnn":  # the run's machine had a GPU; this one need not
         config = replace(config, model=replace(config.model, attention="auto"))
     mesh = build.make_mesh(MeshConfig())
+    if config.sampling.tensor is not None and mesh.size % config.sampling.tensor:  # nor as many devices
+        config = replace(config, sampling=replace(config.sampling, tensor=None))
     with jax.set_mesh(mesh):
         setup, params = build.make_setup(config, run_dir, mesh)
     checkpoints = checkpoint.read_checkpoints(stored_runs.checkpoints_of(address))  # the run may still be going on

@@ -217,7 +217,8 @@ def roll_in(
     how = sources.sampler_config(config, setup.language.tokenizer, config.batch.completions)
     with jax.set_mesh(answers.mesh):
         key, params = sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first), answers.params(params)
-        return sampler.sample(answers.policy, params, prompts, key, how, row_ids=row_ids, mesh=answers.mesh)
+        looks: dict[str, Any] = {"mesh": answers.mesh, "at_border": watchdog.beat}
+        return sampler.sample(answers.policy, params, prompts, key, how, row_ids=row_ids, **looks)
 
 
 def roll_out(
@@ -251,6 +252,7 @@ def roll_out(
             limits=np.where(over, 1, room),
             row_ids=len(row_ids) + row_ids,  # luck of their own, not that of the roll-in
             mesh=reference.mesh,
+            at_border=watchdog.beat,
         )
     width = tokens.shape[1]
     after = np.asarray(continued.action_mask).sum(1)

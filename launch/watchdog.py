@@ -42,8 +42,8 @@ class WatchdogConfig:
     minutes: float = 30.0
     """A run without any progress for so long is ended with exit code 75; 0 lets it wait for ever.
 
-    The longest honest silences are the first compilation of a large model's step, an evaluation and a checkpoint's way
-    to a slow disk: minutes each. An idle machine costs no more than this half hour.
+    The longest honest silences are the first compilation of a large model's step and a checkpoint's way to a slow disk:
+    minutes each. An idle machine costs no more than this half hour.
     """
 
     def __post_init__(self):

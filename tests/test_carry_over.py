@@ -1,5 +1,6 @@
 """Partial rollouts: nothing is lost, drawn twice or drawn otherwise, and a batch is complete when it says so."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -137,6 +138,14 @@ def test_what_was_begun_is_dealt_over_the_devices():
 def test_what_cannot_be_is_said(flags, message):
     with pytest.raises(InputError, match=message):
         config.parse([*FLAGS, *flags])
+
+
+def test_rows_that_checkpoints_cannot_keep_are_refused():
+    rows = [{"prompt": "a", "when": "1 May"}, {"prompt": "b", "when": datetime.date(2026, 5, 1)}]
+    with pytest.raises(InputError, match="'when'") as error:
+        dataset.require_json(rows)
+    assert error.value.fix
+    dataset.require_json(rows[:1])
 
 
 def test_other_experience_cannot_be_carried_over():

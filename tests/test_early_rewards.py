@@ -145,3 +145,35 @@ def test_a_part_of_the_batch_has_that_part_of_its_time(tmp_path):
     assert np.isnan(values).all()
     assert len(faults) == 2
     whole.stop()
+
+
+def test_a_question_has_time_for_one_completion_whatever_its_share_until_the_batchs_is_spent():
+    """A judge that takes what a completion may take is not stopped as its group is small."""
+    limits = RewardLimits(batch_seconds=300.0, row_seconds=10.0)
+    function = IsolatedReward.__new__(IsolatedReward)
+    function._limits = limits
+
+    def seconds(share: float, spent: float) -> float:
+        return function.of_share(share, spent)._limits.batch_seconds
+
+    assert seconds(0.5, 0.0) == 150
+    assert seconds(1 / 32, 0.0) / 2 > limits.row_seconds
+    assert seconds(1 / 32, 290.0) == 10
+    assert seconds(1 / 32, 400.0) < 0.01
+
+
+def test_a_slow_judge_of_small_groups_is_not_stopped(tmp_path):
+    """Sixteen groups of a batch of 32 s: a sixteenth of it, halved, is less than the judge takes for one."""
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "import time\ndef score(completions, **_):\n    time.sleep(1.2)\n    return [1.0] * len(completions)\n"
+    )
+    function = IsolatedReward(f"{file}:score", RewardLimits(batch_seconds=32.0, row_seconds=10.0))
+    rewards_of = {"judge": function}
+    early = early_rewards.EarlyRewards(rewards_of, ["1"] * 32, {}, 2, slice(0, 32), TOKENIZER.decode)
+    assert early.on_finished is not None
+    early.on_finished({row: TOKENIZER.encode_prompt("1") for row in range(2)})
+    values, faults = early.answers([0])["judge"]
+    np.testing.assert_array_equal(values, 1.0)
+    assert faults == []
+    function.stop()

@@ -1,12 +1,15 @@
 """launch/evaluate.py and launch/export.py on a run of one step, and their errors."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from launch import config as configuration
 from launch import evaluate, export, run
 from tpu_rl import environments, models, tokenizers
 
@@ -48,6 +51,16 @@ def test_a_run_is_judged_as_it_judged_itself(run_dir, capsys):
         assert [cell.strip() for cell in line.strip("│").split("│")] == [
             name, f"{value} %", f"{low} to {high}", str(ROWS),
         ]  # fmt: skip
+
+
+def test_a_run_that_drew_on_more_devices_than_are_here_is_exported(run_dir, tmp_path):
+    elsewhere = tmp_path / "run"
+    shutil.copytree(run_dir, elsewhere)
+    config = configuration.load(elsewhere / "config.yaml")
+    config = replace(config, sampling=replace(config.sampling, tensor=8 * jax.device_count()))
+    configuration.save(config, elsewhere / "config.yaml")
+    assert export.main([str(elsewhere), "--to", str(tmp_path / "model")]) == 0
+    assert evaluate.main([str(elsewhere), "--rows", "4"]) == 0
 
 
 def test_an_export_is_the_policy_of_the_newest_checkpoint(run_dir, model_dir, tmp_path, capsys):

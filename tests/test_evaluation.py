@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import environments, rewards, tokenizers
+from tpu_rl.errors import TpuRlError
 from tpu_rl.evaluation import (
     Problem,
     best_of,
@@ -151,6 +152,25 @@ def test_an_evaluation_of_a_policy_that_guesses():
     greedy = SamplerConfig(max_new_tokens=2, temperature=0, stop_ids=tokenizer.eos_ids, prompt_length=8)
     cut = evaluate(says(ids, tokenizer), None, tokenizer, rows, rewards.arithmetic, greedy, key)
     assert (cut.well_formed, cut.accuracy, cut.mean_length) == (0.0, pytest.approx(1 / 3), 2.0)
+
+
+def test_a_reward_that_fails_is_named_and_may_fail_as_often_as_the_run_allows():
+    tokenizer = tokenizers.characters(environments.ALPHABET)
+    ids = [[*tokenizer.encode("#5"), tokenizer.eos_ids[0]]]
+    rows = [{"prompt": f"{a}+1="} for a in (4, 5, 6, 7)]
+
+    def choosy(prompts, completions):
+        return [1.0 if prompt == "4+1=" else "no" for prompt, _ in zip(prompts, completions, strict=True)]
+
+    config = SamplerConfig(max_new_tokens=4, stop_ids=tokenizer.eos_ids)
+    asked = (says(ids, tokenizer), None, tokenizer, rows, choosy, config, jax.random.key(0))
+    with pytest.raises(TpuRlError, match="3 of 4") as error:
+        evaluate(*asked, name="choosy")
+    assert "choosy" in str(error.value)
+    borders = []
+    found = evaluate(*asked, name="choosy", max_fault_share=1.0, at_border=lambda: borders.append(1))
+    assert (found.accuracy, found.n, len(found.errors)) == (1.0, 1, 3)
+    assert borders
 
 
 def test_completions_that_cannot_be_scored_are_left_out():

@@ -132,6 +132,37 @@ def test_what_does_not_fit_is_said_with_changes_that_help():
     assert configuration.parse(["arithmetic_grpo", *flags.split()]) is not None
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mesh.context", "2", "--batch.row-length", "512"],
+        ["--batch.row-length", "384", "--batch.micro-batch-rows", "1"],
+    ],
+)
+def test_changes_that_do_not_fit_the_other_settings_are_not_proposed(flags):
+    """Half a row of 512 cannot be cut over two devices, nor one of 384."""
+    config = configuration.parse(["arithmetic_grpo", *SMALL, *flags])
+    plan = search.Plan(config, replace(config.mesh, data=1, fsdp=2), [("Grpo", a_line())])
+    found = search.changes(plan, figures.Target("two", jax.devices() * 2, None, 1))
+    assert found
+    for batch, mesh in ((change.config.batch, change.config.mesh) for change in found):
+        assert mesh.context == 1 or batch.row_length % (256 * mesh.context) == 0
+
+
+def a_line() -> figures.Line:
+    """An update that was refused, and takes a second."""
+    step = steps.Step("update", steps.Compiled(None, "", 0.0), {}, 1.0, 1)
+    parts = {"parameters": 4, "optimizer": 8, "temporaries": 100}
+    return figures.Line(step, memory.Memory(parts, []), None, 0.0, {}, 1.0, None)
+
+
+def test_a_step_of_the_run_is_one_of_the_last_stage(monkeypatch):
+    config = configuration.parse(["arithmetic_q_sharp", *SMALL[:-2]])
+    assert len({type(stage.algorithm) for stage in config.stages}) < len(config.stages)
+    monkeypatch.setattr(search, "_lines", lambda *_: iter([a_line()]))
+    assert search.make_plan(config, here(), steps.read_model(config)).seconds == 1
+
+
 def test_a_cache_that_exceeds_the_memory_is_a_step_that_does_not_fit(monkeypatch):
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     target = here()

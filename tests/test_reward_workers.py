@@ -26,7 +26,7 @@ FAULTS = {
     "no list": ("return None", "it returned None and not a list of numbers"),
     "wrong length": ("return [1.0, 2.0, 3.0, 4.0, 5.0]", "it returned 5 values for 1 completions"),
     "a text": ("return ['1.0']", "it returned '1.0' and not a number"),
-    "nan": ("return [float('nan')]", "it returned nan, beyond a float32"),
+    "nan": ("return [float('nan')]", "it returned NaN; for what cannot be scored return None"),
     "inf": ("return [float('-inf')]", "it returned -inf, beyond a float32"),
     "a nested list": ("return [[1.0]]", "it returned [1.0] and not a number"),
     "never ends": ("while True: pass", "no answer within 1 s (mine.py:"),

@@ -102,6 +102,17 @@ def test_columns_reach_the_reward_function():
     np.testing.assert_array_equal(roll(["123", "21"], {"right": right}, group=2).rewards, [1, 0, 0, 1])
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_column_that_only_some_rows_have_reaches_it_whatever_their_order(order):
+    def hinted(completions, hint=None):
+        return [float(one is not None) for one in hint or [None] * len(completions)]
+
+    rows = [{"prompt": "a", "hint": "h"}, {"prompt": "b"}]
+    prompts, columns = rollouts._repeated([rows[i] for i in order], 2)
+    assert prompts == [rows[i]["prompt"] for i in order for _ in range(2)]
+    assert sorted(hinted(prompts, **columns)) == [0, 0, 1, 1]
+
+
 def test_what_is_not_scored_keeps_its_actions():
     scored = roll(["1293"], {"digit": digit}, group=4)
     np.testing.assert_array_equal(scored.rewards, [1, 2, np.nan, 3])

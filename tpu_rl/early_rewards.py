@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,7 +31,8 @@ class EarlyRewards:
         most: int | None = None,
     ):
         """prompts and columns are of all N completions, of which only those in `own`, whole groups, are asked about,
-        and of these at most so many: each question has its share of a batch's time.
+        and of these at most so many: all questions together have a batch's time, and each its share of it
+        (`IsolatedReward.of_share`).
 
         Raises InputError where a function needs a column that the data lack.
         """
@@ -41,6 +43,8 @@ class EarlyRewards:
         self._texts: dict[int, str] = {}
         self._most = own.stop - own.start if most is None else most
         self._asked: list[tuple[list[int], Future[dict[str, Answer]]]] = []
+        self._spent = dict.fromkeys(self._functions, 0.0)
+        """Seconds that each has taken for this batch."""
         self._given_up = threading.Event()
 
     @property
@@ -66,11 +70,13 @@ class EarlyRewards:
             return {}
         prompts, texts = [self._prompts[row] for row in rows], [self._texts[row] for row in rows]
         columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
-        share = len(rows) / self._most
-        return {
-            name: rewards.ask(name, rewards.of_share(function, share), prompts, texts, columns)
-            for name, function in self._functions.items()
-        }
+        share, found = len(rows) / self._most, {}
+        for name, function in self._functions.items():
+            began = time.monotonic()
+            now = rewards.of_share(function, share, self._spent[name])
+            found[name] = rewards.ask(name, now, prompts, texts, columns)
+            self._spent[name] += time.monotonic() - began
+        return found
 
     def answers(self, groups: Sequence[int] | None = None) -> dict[str, Answer]:
         """What each function that was asked says of the completions in `own`, or in these groups, which are all that

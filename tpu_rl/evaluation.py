@@ -86,19 +86,25 @@ def evaluate(
     *,
     mesh: Mesh | None = None,
     stop_at: sampler.StopAt | None = None,
+    at_border: Callable[[], None] | None = None,
+    name: str = "reward",
+    max_fault_share: float = rewards.DEFAULT_LIMITS.fault_share,
 ) -> Evaluation:
     """Answers each row's prompt `config.samples_per_prompt` times and scores the completions.
 
-    The same key gives the same luck, so that what differs between two evaluations is the model.
+    The same key gives the same luck, so that what differs between two evaluations is the model. `name` is the reward's
+    in messages; RewardError where it fails on a larger share of the completions than `max_fault_share`.
     """
 
     def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
-        how: dict[str, Any] = {"row_ids": row_ids, "mesh": mesh, "on_finished": on_finished, "stop_at": stop_at}
-        return sampler.sample(policy, params, prompts, key, config, **how)
+        looks: dict[str, Any] = {"on_finished": on_finished, "stop_at": stop_at, "at_border": at_border}
+        return sampler.sample(policy, params, prompts, key, config, row_ids=row_ids, mesh=mesh, **looks)
 
     group = config.samples_per_prompt
     limit = config.prompt_length or ANY_LENGTH
-    scored = rollouts.roll_out(list(rows), np.arange(len(rows) * group), generate, tokenizer, {"reward": reward}, limit)
+    judges = {name: reward}
+    ids = np.arange(len(rows) * group)
+    scored = rollouts.roll_out(list(rows), ids, generate, tokenizer, judges, limit, max_fault_share)
     read = ANSWERS.get(reward)
     answers = [read(completion) if read else None for completion in scored.completions]
     ended = ~np.asarray(scored.rollout.truncated)

@@ -12,6 +12,7 @@ import faulthandler
 import importlib.util
 import inspect
 import json
+import math
 import os
 import pickle
 import queue
@@ -104,6 +105,8 @@ def as_number(value: Any) -> float | str:
     # numpy arrays raise either, and an object of the user's has any __float__.
     except Exception:
         return f"it returned {shorten(value)} and not a number"
+    if math.isnan(number):
+        return "it returned NaN; for what cannot be scored return None"
     return number if abs(number) <= LARGEST_FLOAT32 else f"it returned {number}, beyond a float32"
 
 

@@ -29,6 +29,8 @@ from tpu_rl import reward_process
 from tpu_rl.errors import InputError
 from tpu_rl.reward_process import RewardFailure
 
+LEAST_SECONDS = 1e-3
+"""For a question that comes when a batch's time is over: it is told so, row by row."""
 START_SECONDS = 120.0
 """For a reward file to load: it may import large packages."""
 MOST_OUTPUT = 64 * 1024
@@ -193,10 +195,17 @@ class IsolatedReward:
         if self._worker.signature is not None:
             self.__signature__ = self._worker.signature
 
-    def of_share(self, share: float) -> IsolatedReward:
-        """The same function in the same worker, with so much of the time for a batch."""
-        shared = copy.copy(self)
-        shared._limits = replace(self._limits, batch_seconds=share * self._limits.batch_seconds)
+    def of_share(self, share: float, spent: float = 0.0) -> IsolatedReward:
+        """The same function in the same worker, for so large a share of a batch of which so many seconds are spent.
+
+        It has its share of the batch's time, yet, as long as there is any, three times what one completion may take:
+        half of it for all at once, so that one that takes as long as it may is not stopped, and another does not take
+        all the time of the others.
+        """
+        limits, shared = self._limits, copy.copy(self)
+        seconds = max(share * limits.batch_seconds, 3 * limits.row_seconds)
+        left = max(limits.batch_seconds - spent, 0.0)
+        shared._limits = replace(limits, batch_seconds=max(min(seconds, left), LEAST_SECONDS))
         return shared
 
     def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:

@@ -332,9 +332,9 @@ def works_elsewhere(function: Reward) -> bool:
     return function in (math_equivalent, python_tests, python_tests_unsandboxed)
 
 
-def of_share(function: Reward, share: float) -> Reward:
-    """The function with the time that its limits give so large a share of a batch."""
-    return function.of_share(share) if isinstance(function, IsolatedReward) else function
+def of_share(function: Reward, share: float, spent: float) -> Reward:
+    """The function with the time that its limits give so large a share of a batch, of which some seconds are spent."""
+    return function.of_share(share, spent) if isinstance(function, IsolatedReward) else function
 
 
 def require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:

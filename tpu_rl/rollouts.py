@@ -106,9 +106,10 @@ def asking(
 
 
 def _repeated(rows: list[dict[str, Any]], group: int) -> tuple[list[Any], dict[str, list[Any]]]:
-    """(the prompt of each completion, the other columns)."""
+    """(the prompt of each completion, the other columns: those of any row, None where a row lacks one)."""
     repeated = [row for row in rows for _ in range(group)]
-    columns = {name: [row.get(name) for row in repeated] for name in rows[0] if name != "prompt"}
+    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    columns = {name: [row.get(name) for row in repeated] for name in names}
     return [row["prompt"] for row in repeated], columns
 
 

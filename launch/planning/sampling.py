@@ -16,6 +16,7 @@ from launch.acting import Acting
 from launch.config import Stage
 from launch.planning.steps import Compile, Planned, Step, chip_bytes, compile_step, placed, results
 from tpu_rl import sampler
+from tpu_rl.algos import QSharpConfig
 from tpu_rl.sampler import segments, slots
 from tpu_rl.types import Demonstrations, Params
 
@@ -34,8 +35,10 @@ def sampling_steps(planned: Planned, compile_with: Compile = compile_step) -> It
     """Prefill, and decoding by the longest cache first."""
     setup, config = planned.setup, planned.setup.config
     how = sources.sampler_config(config, setup.language.tokenizer, config.batch.completions)
+    is_round = isinstance(planned.stage.algorithm, QSharpConfig)  # drawn before the first step, for all of them
     for new_tokens in cache_lengths(how.max_new_tokens):
-        yield from _steps_of(planned, replace(how, max_new_tokens=new_tokens), how, compile_with)
+        for step in _steps_of(planned, replace(how, max_new_tokens=new_tokens), how, compile_with):
+            yield step._replace(times=0) if is_round else step
 
 
 def _acting(planned: Planned) -> Acting:

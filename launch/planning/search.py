@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from launch import build
 from launch.config import ExperimentConfig, MeshConfig
@@ -15,6 +16,7 @@ from launch.planning.memory import state_bytes
 from launch.planning.sampling import samples, sampling_steps
 from launch.planning.steps import Compile, Planned, compile_step, learning_steps, plan_stage
 from tpu_rl import sharding
+from tpu_rl.errors import InputError
 from tpu_rl.types import Model
 
 NEAR = 1.25
@@ -30,7 +32,7 @@ class Plan(NamedTuple):
     config: ExperimentConfig
     mesh: MeshConfig
     lines: list[tuple[str, Line]]
-    """(name of the stage's algorithm, step)."""
+    """(name of the stage, step)."""
 
     def fits(self, target: Target) -> bool:
         return all(line.fits(target) for _, line in self.lines)
@@ -56,6 +58,8 @@ def make_plan(
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model)
         name = type(stage.algorithm).__name__.removesuffix("Config")
+        if len(config.stages) > 1:
+            name = f"{stage.index + 1} {name}"
         for line in _lines(planned, target, parts, compile_with):
             say(f"{name}: {line.step.name} compiled in {line.step.compiled.seconds:.0f} s")
             lines.append((name, line))
@@ -95,65 +99,66 @@ def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
     def total(scales: dict[str, float]) -> float:
         return sum(size * scales.get(name, 1.0) for name, size in parts.items())
 
-    found = [
-        Change(flags, config, total(scales)) for flags, config, scales in _candidates(plan, line, len(target.devices))
-    ]
+    found = []
+    for flags, changed, scales in _candidates(plan, line, len(target.devices)):
+        with contextlib.suppress(InputError):  # a row that cannot be cut so, a pair that no longer fits one
+            found.append(Change(flags, replace(plan.config, **changed), total(scales)))
     found = [change for change in found if change.total < 0.98 * line.memory.total]
     return sorted(found, key=lambda change: change.total)[:most]
 
 
-def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, ExperimentConfig, dict[str, float]]]:
-    """(flags, configuration, part of the memory -> what it is multiplied by)."""
+def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
+    """(flags, what they change in the configuration, part of the memory -> what it is multiplied by)."""
     config, mesh, learns = plan.config, plan.mesh, line.step.name in ("make_batch", "update")
     batch, sampling, width = config.batch, config.sampling, mesh.data * mesh.fsdp * mesh.expert
     if mesh.data > 1:
         cut = {name: 1 / mesh.data for name in ("parameters", "frozen", "optimizer", "other", "gradients")}
         other = replace(mesh, data=1, fsdp=mesh.data * mesh.fsdp)
-        yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", replace(config, mesh=other), cut
+        yield f"--mesh.data 1 --mesh.fsdp {other.fsdp}", {"mesh": other}, cut
     if mesh.fsdp % 2 == 0:
         # As many rows a device, and its heads, MLP and vocabulary halved; the residual stream is not.
         other = replace(mesh, fsdp=mesh.fsdp // 2, tensor=2 * mesh.tensor)
         rows = max(1, batch.micro_batch_rows // 2)
         flags = f"--mesh.fsdp {other.fsdp} --mesh.tensor {other.tensor} --batch.micro-batch-rows {rows}"
-        changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
+        changed = {"mesh": other, "batch": replace(batch, micro_batch_rows=rows)}
         yield flags, changed, {"temporaries": 0.7} if learns else {}
     if learns and batch.micro_batch_rows >= 2 * width:
         rows = max(width, batch.micro_batch_rows // 2)
-        smaller = replace(config, batch=replace(batch, micro_batch_rows=rows))
+        smaller = {"batch": replace(batch, micro_batch_rows=rows)}
         yield f"--batch.micro-batch-rows {rows}", smaller, {"temporaries": rows / batch.micro_batch_rows}
     shortest = sampling.max_prompt_tokens + sampling.max_new_tokens
     if learns and batch.row_length >= 2 * shortest:
         length = max(shortest, batch.row_length // 2)
-        smaller = replace(config, batch=replace(batch, row_length=length))
+        smaller = {"batch": replace(batch, row_length=length)}
         yield f"--batch.row-length {length}", smaller, {"temporaries": length / batch.row_length}
     if not learns and sampling.max_rows > batch.completions:
         rows = max(sampling.max_rows // 2, batch.completions)
         share = rows / sampling.max_rows
-        smaller = replace(config, sampling=replace(sampling, max_rows=rows))
+        smaller = {"sampling": replace(sampling, max_rows=rows)}
         yield f"--sampling.max-rows {rows}", smaller, {"cache": share, "temporaries": share}
     if not learns and sampling.tensor is None and devices % 2 == 0:
         tensor = math.gcd(devices, 8)
-        apart = replace(config, sampling=replace(sampling, tensor=tensor))
+        apart = {"sampling": replace(sampling, tensor=tensor)}
         # A whole layout of the weights for so many devices, and nothing that is gathered token by token. Most weights
         # of a mixture are experts, which are not copied.
         copies = 1.0 if mesh.expert > 1 else mesh.fsdp * mesh.tensor * mesh.context / tensor
         yield f"--sampling.tensor {tensor}", apart, {"decoding weights": copies, "temporaries": 0.1}
-    if learns and batch.micro_batch_rows <= width and mesh.fsdp % 2 == 0 and batch.row_length % (4 * mesh.context) == 0:
+    if learns and batch.micro_batch_rows <= width and mesh.fsdp % 2 == 0:
         # A device has a row at most: it can only have a part of one.
         other, rows = replace(mesh, fsdp=mesh.fsdp // 2, context=2 * mesh.context), max(1, batch.micro_batch_rows // 2)
         flags = f"--mesh.fsdp {other.fsdp} --mesh.context {other.context} --batch.micro-batch-rows {rows}"
-        changed = replace(config, mesh=other, batch=replace(batch, micro_batch_rows=rows))
+        changed = {"mesh": other, "batch": replace(batch, micro_batch_rows=rows)}
         yield flags, changed, {"temporaries": 0.5}
     if not config.optimizer.offload and "optimizer" in line.memory.parts:
         # The update fetches them: it has been seen to keep three quarters of what they took as temporaries.
-        moved = replace(config, optimizer=replace(config.optimizer, offload=True))
+        moved = {"optimizer": replace(config.optimizer, offload=True)}
         yield "--optimizer.offload", moved, {"optimizer": 0.75 if line.step.name == "update" else 0.0}
     if config.model.param_dtype == "float32":
-        half = replace(config, model=replace(config.model, param_dtype="bfloat16"))
+        half = {"model": replace(config.model, param_dtype="bfloat16")}
         frozen = 0.5 if config.model.dtype == "float32" else 1.0
         yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": frozen, "gradients": 0.75}
     if not config.model.lora.rank and "optimizer" in line.memory.parts:
-        adapted = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=16)))
+        adapted = {"model": replace(config.model, lora=replace(config.model.lora, rank=16))}
         # One frozen copy serves policy and reference, and only adapters have gradients and moments.
         yield "--model.lora.rank 16", adapted, {"optimizer": 0.02, "frozen": 0.0, "gradients": 0.2}
 
