@@ -82,7 +82,9 @@ def swept(
         how = replace(sources.sampler_config(one, language.tokenizer, samples), max_rows=512)
         key = sampler.run_key(one.seed, Purpose.EVALUATION, 0)
         rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
-        task = guide.Task(language, rows, reward, how, key, mesh)
+        task = guide.Task(
+            language, rows, reward, sources.shown(one.reward[0]), one.reward_limits.fault_share, how, key, mesh
+        )
         lines, judged = guide.sweep(guided, task, coefficients, baselines)
     guide.record(one.run_dir, lines, judged)
     return json.loads(file.read_text(encoding="utf-8"))

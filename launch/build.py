@@ -181,8 +181,8 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
         repetition_penalty=1.0,
         logit_bias=(),
     )
-    looks: dict[str, Any] = {"stop_at": sources.stop_at(config, lang.tokenizer), "at_border": watchdog.beat}
-    looks |= {"name": judge, "max_fault_share": config.reward_limits.fault_share}
+    more: dict[str, Any] = {"stop_at": sources.stop_at(config, lang.tokenizer), "at_border": watchdog.beat}
+    more |= {"reward_name": sources.shown(judge), "max_fault_share": config.reward_limits.fault_share}
 
     def evaluate(params: Params, greedy: bool) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -194,7 +194,7 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
                 # model's.
                 key = sampler.run_key(0, Purpose.EVALUATION, 0)
                 result = evaluation.evaluate(
-                    acting.policy, params, lang.tokenizer, rows, reward, how, key, mesh=acting.mesh, **looks
+                    acting.policy, params, lang.tokenizer, rows, reward, how, key, mesh=acting.mesh, **more
                 )
             found |= {
                 f"{prefix}accuracy": result.accuracy,

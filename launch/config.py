@@ -90,7 +90,7 @@ class FileData:
     format: Literal["plain", "code", "gsm8k", "gsm8k_solutions"] = "plain"
     """code: also a column `tests`, which the reward python_tests judges by. gsm8k: columns `question` and `answer`, as
     published. gsm8k_solutions: example_model_solutions.jsonl, of which right and wrong solutions of a problem make
-    pairs; the last quarter of the problems is held out."""
+    pairs; the last problems are held out, a quarter at most."""
     instruction: str = ""
     """Appended to every prompt (to the last user message, if prompts are messages)."""
 
@@ -308,7 +308,9 @@ def parse(argv: list[str]) -> ExperimentConfig:
         config=(tyro.conf.AvoidSubcommands,),
     )
     run_dir = config.run_dir or str(Path("runs") / Path(chosen).stem)
-    return dataclasses.replace(config, run_dir=run_dir)
+    config = dataclasses.replace(config, run_dir=run_dir)
+    requirements.learning(config)
+    return config
 
 
 def preset_names() -> list[str]:

@@ -12,7 +12,7 @@ from launch.roles import Language
 from tpu_rl import data, environments, rollouts, sandbox
 from tpu_rl.errors import InputError
 from tpu_rl.needs import Needs
-from tpu_rl.types import Completions, Demonstrations, Pairs
+from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
 
 
 def make_stream(config: ExperimentConfig, stage: Stage, lang: Language, batch: int | None = None) -> data.RowStream:
@@ -88,7 +88,8 @@ def file_rows(config: ExperimentConfig, files: FileData, needs: Needs) -> tuple[
 
 
 def solution_rows(config: ExperimentConfig, files: FileData, needs: Needs) -> tuple[list[data.Row], list[data.Row]]:
-    """(training rows, held-out rows) from judged solutions, of different problems; one problem in four is held out.
+    """(training rows, held-out rows) from judged solutions, of different problems: of these the last are held out, a
+    quarter at most.
 
     Right against wrong solutions of a problem as pairs; for algorithms of judged completions each by itself; for
     demonstrations those that are right.
@@ -121,6 +122,9 @@ def read_rows(files: FileData, path: str, needs: Needs) -> list[data.Row]:
         rows = data.read(path, ("prompt", "completion"))
     else:
         rows = data.read(path, needs.columns)
+    if needs.experience is Rollout:  # rewards read columns: each has all of them
+        empty = dict.fromkeys(name for row in rows for name in row)
+        rows = [empty | row for row in rows]
     return [row | {"prompt": instructed(row["prompt"], files.instruction)} if "prompt" in row else row for row in rows]
 
 

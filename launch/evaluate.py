@@ -164,11 +164,12 @@ def answer(
     if not flags.greedy:
         ways["sampled"] = replace(greedy, temperature=flags.temperature, samples_per_prompt=flags.samples)
     mesh = build.make_mesh(MeshConfig())
-    looks: dict[str, Any] = {"mesh": mesh, "stop_at": sources.stop_at(config, language.tokenizer)}
-    looks |= {"name": reward_name(config, flags), "max_fault_share": config.reward_limits.fault_share}
+    more: dict[str, Any] = {"mesh": mesh, "stop_at": sources.stop_at(config, language.tokenizer)}
+    more |= {"reward_name": sources.shown(reward_name(config, flags))}
+    more |= {"max_fault_share": config.reward_limits.fault_share}
     with jax.set_mesh(mesh):
         return {
-            name: evaluation.evaluate(policy, params, language.tokenizer, problems, reward, how, key, **looks)
+            name: evaluation.evaluate(policy, params, language.tokenizer, problems, reward, how, key, **more)
             for name, how in ways.items()
         }
 
@@ -192,7 +193,8 @@ def report_guided(
         max_rows=max(how.max_rows, flags.samples),
     )
     mesh = build.make_mesh(MeshConfig())
-    task = guide.Task(language, problems, reward, how, sampler.run_key(flags.seed, Purpose.EVALUATION, 0), mesh)
+    key, name = sampler.run_key(flags.seed, Purpose.EVALUATION, 0), sources.shown(reward_name(config, flags))
+    task = guide.Task(language, problems, reward, name, config.reward_limits.fault_share, how, key, mesh)
     with jax.set_mesh(mesh):
         lines, judged = guide.sweep(guided, task, flags.kl_coef or (guided.algorithm.kl_coef,), flags.baseline)
     guide.record(flags.guide, lines, judged)

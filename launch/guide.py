@@ -83,6 +83,8 @@ class Task(NamedTuple):
     language: Language
     problems: list[dict[str, Any]]
     reward: rewards.Reward
+    reward_name: str
+    max_fault_share: float
     sampling: sampler.SamplerConfig
     key: Array
     mesh: Mesh
@@ -108,9 +110,9 @@ def sweep(
 
 
 def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
-    return evaluation.evaluate(
-        policy, params, task.language.tokenizer, task.problems, task.reward, task.sampling, task.key, mesh=task.mesh
-    )
+    how: dict[str, Any] = {"reward_name": task.reward_name, "max_fault_share": task.max_fault_share, "mesh": task.mesh}
+    tokenizer = task.language.tokenizer
+    return evaluation.evaluate(policy, params, tokenizer, task.problems, task.reward, task.sampling, task.key, **how)
 
 
 def line(name: str, kl_coef: float | None, found: Evaluation, kl: float) -> Line:

@@ -163,7 +163,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
 
     Trained reward models are left alone: to load one takes a device.
     """
-    seconds = config.reward_limits.batch_seconds * sum(".py:" in name for name in config.reward)
+    seconds = 2 * config.reward_limits.batch_seconds * sum(".py:" in name for name in config.reward)
     if 0 < 60 * config.watchdog.minutes <= seconds:
         raise InputError(
             f"the rewards of a batch may take {seconds:g} s, and a run that stands still for so long is ended",

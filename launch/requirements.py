@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpu_rl import stores
-from tpu_rl.algos import QSharpConfig
+from tpu_rl.algos import DistillConfig, QSharpConfig
 from tpu_rl.errors import InputError
 from tpu_rl.needs import Needs
 from tpu_rl.types import Pairs, Rollout
@@ -24,9 +24,6 @@ def run_dir(run_dir: str) -> None:
 
 def sampling(config: ExperimentConfig) -> None:
     how = config.sampling
-    if how.temperature < 0:
-        fix = "use 1.0; 0 takes the most likely token"
-        raise InputError(f"sampling temperature {how.temperature} is negative", where="--sampling.temperature", fix=fix)
     if how.stop_strings and any(isinstance(one.algorithm, QSharpConfig) for one in config.stages):
         why = "its answers are continued from the middle, where half of such a string may stand"
         raise InputError("Q# knows no stop strings", where="--sampling.stop-strings", why=why, fix="drop them")
@@ -37,29 +34,20 @@ def sampling(config: ExperimentConfig) -> None:
 
 
 def _completions(config: ExperimentConfig, algorithm: AlgorithmConfig) -> None:
-    how, needs, where = config.sampling, algorithm.needs, "--sampling.temperature"
+    how, needs = config.sampling, algorithm.needs
     grouped = "completions of one prompt are compared with each other"
     if config.batch.completions < needs.smallest_group:
         raise InputError(
             f"a group of {config.batch.completions} completion teaches nothing: its advantage is always 0",
             where="--batch.completions", why=grouped, fix="use at least 2; 8 is usual",
         )  # fmt: skip
-    if needs.smallest_group > 1 and how.temperature == 0:
+    if needs.smallest_group > 1 and how.temperature <= 0:
         raise InputError(
-            "sampling temperature 0 makes all completions of a prompt equal", where=where, why=grouped, fix="use 1.0"
+            f"sampling temperature {how.temperature} makes all completions of a prompt equal",
+            where="--sampling.temperature",
+            why=grouped,
+            fix="use 1.0",
         )
-    if needs.experience is Rollout and algorithm.roles["policy"].trainable and how.temperature == 0:
-        why = "the loss divides logits by it, as sampling does: there are no log-probabilities at 0"
-        raise InputError("a policy cannot learn at sampling temperature 0", where=where, why=why, fix="use 1.0")
-    if needs.experience is not Pairs or needs.sampled_by != "reference" or not needs.reference_log_probs:
-        return
-    why = "the loss compares with its log-probs as they were when it drew"
-    if how.temperature != 1:
-        what = f"the reference is sampled at temperature {how.temperature}, and the loss is at 1"
-        raise InputError(what, where=where, why=why, fix="use 1.0")
-    if how.cache == "int8":
-        what, fix = "a rounded cache would be in the reference's log-probs", "use computed"
-        raise InputError(what, where="--sampling.cache", why=why, fix=fix)
 
 
 def _staleness(config: ExperimentConfig) -> None:
@@ -77,10 +65,6 @@ def _staleness(config: ExperimentConfig) -> None:
     if any(one.experience is not Rollout or one.latest_policy for one in needs):
         why = "it learns from other things than scored completions, or from those of the latest policy alone"
         raise InputError("this algorithm takes no older completions", where=where, why=why, fix="leave it out")
-
-
-def _draws_pairs(needs: Needs) -> bool:
-    return needs.experience is Pairs and needs.sampled_by is not None and not needs.judged
 
 
 def batch(config: ExperimentConfig) -> None:
@@ -102,6 +86,26 @@ def batch(config: ExperimentConfig) -> None:
             why=f"they may have {how.max_prompt_tokens} + {how.max_new_tokens} tokens",
             fix="raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens",
         )
+    whole = 256 * config.mesh.context
+    if config.mesh.context > 1 and batch.row_length % whole:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot be cut evenly over {config.mesh.context} devices",
+            where="--batch.row-length, --mesh.context",
+            why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
+            fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
+        )
+
+
+# --- of runs that are about to learn: what an earlier one was saved with can be read all the same -------------------
+
+
+def learning(config: ExperimentConfig) -> None:
+    batch, how = config.batch, config.sampling
+    if not how.temperature >= 0:
+        what, fix = f"a sampling temperature of {how.temperature}", "use 1.0; 0 takes the most likely token"
+        raise InputError(what, where="--sampling.temperature", fix=fix)
+    for stage in config.stages:
+        _log_probs(config, stage.algorithm)
     whole_pairs = any(_draws_pairs(one.algorithm.needs) for one in config.stages)
     if whole_pairs and batch.row_length < how.max_prompt_tokens + 2 * how.max_new_tokens:
         raise InputError(
@@ -115,11 +119,24 @@ def batch(config: ExperimentConfig) -> None:
             "no group of one completion has different rewards", where="--batch.refill-rounds, --batch.completions",
             why="dynamic sampling replaces groups whose rewards are all equal", fix="use --batch.refill-rounds 0",
         )  # fmt: skip
-    whole = 256 * config.mesh.context
-    if config.mesh.context > 1 and batch.row_length % whole:
-        raise InputError(
-            f"packed rows of {batch.row_length} tokens cannot be cut evenly over {config.mesh.context} devices",
-            where="--batch.row-length, --mesh.context",
-            why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
-            fix=f"--batch.row-length {-(-batch.row_length // whole) * whole}",
-        )
+
+
+def _draws_pairs(needs: Needs) -> bool:
+    return needs.experience is Pairs and needs.sampled_by is not None and not needs.judged
+
+
+def _log_probs(config: ExperimentConfig, algorithm: AlgorithmConfig) -> None:
+    how, needs, where = config.sampling, algorithm.needs, "--sampling.temperature"
+    learns = needs.experience is Rollout and algorithm.roles["policy"].trainable
+    if (learns or isinstance(algorithm, DistillConfig)) and how.temperature == 0:
+        why = "the loss divides logits by it, as sampling does: there are no log-probabilities at 0"
+        raise InputError("a policy cannot learn at sampling temperature 0", where=where, why=why, fix="use 1.0")
+    if needs.experience is not Pairs or needs.sampled_by != "reference" or not needs.reference_log_probs:
+        return
+    why = "the loss compares with its log-probs as they were when it drew"
+    if how.temperature != 1:
+        what = f"the reference is sampled at temperature {how.temperature}, and the loss is at 1"
+        raise InputError(what, where=where, why=why, fix="use 1.0")
+    if how.cache == "int8":
+        what, fix = "a rounded cache would be in the reference's log-probs", "use computed"
+        raise InputError(what, where="--sampling.cache", why=why, fix=fix)

@@ -378,7 +378,12 @@ def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
 def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
     """Name -> function, in the order of --reward."""
     how = (config.reward_limits, config.allow_unsandboxed_code)
-    return {Path(name).name.replace(".py:", "."): resolve_reward(name, *how) for name in config.reward}
+    return {shown(name): resolve_reward(name, *how) for name in config.reward}
+
+
+def shown(reward: str) -> str:
+    """What metrics and messages call a reward: FILE.function."""
+    return Path(reward).name.replace(".py:", ".")
 
 
 def resolve_reward(

@@ -154,12 +154,16 @@ def test_a_question_has_time_for_one_completion_whatever_its_share_until_the_bat
     function._limits = limits
 
     def seconds(share: float, spent: float) -> float:
-        return function.of_share(share, spent)._limits.batch_seconds
+        return function.of_share(share, spent)._seconds
 
     assert seconds(0.5, 0.0) == 150
     assert seconds(1 / 32, 0.0) / 2 > limits.row_seconds
-    assert seconds(1 / 32, 290.0) == 10
-    assert seconds(1 / 32, 400.0) < 0.01
+    assert seconds(1 / 32, 280.0) == 20
+    assert seconds(1 / 32, 400.0) == 300 / 32  # its own
+    spent = 0.0
+    for _ in range(32):  # each takes all that it may
+        spent += seconds(1 / 32, spent)
+    assert spent <= 2 * limits.batch_seconds
 
 
 def test_a_slow_judge_of_small_groups_is_not_stopped(tmp_path):

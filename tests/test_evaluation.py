@@ -165,10 +165,10 @@ def test_a_reward_that_fails_is_named_and_may_fail_as_often_as_the_run_allows():
     config = SamplerConfig(max_new_tokens=4, stop_ids=tokenizer.eos_ids)
     asked = (says(ids, tokenizer), None, tokenizer, rows, choosy, config, jax.random.key(0))
     with pytest.raises(TpuRlError, match="3 of 4") as error:
-        evaluate(*asked, name="choosy")
+        evaluate(*asked, reward_name="choosy")
     assert "choosy" in str(error.value)
     borders = []
-    found = evaluate(*asked, name="choosy", max_fault_share=1.0, at_border=lambda: borders.append(1))
+    found = evaluate(*asked, reward_name="choosy", max_fault_share=1.0, at_border=lambda: borders.append(1))
     assert (found.accuracy, found.n, len(found.errors)) == (1.0, 1, 3)
     assert borders
 

@@ -94,7 +94,7 @@ def test_a_row_with_a_fault_has_no_total_though_other_functions_scored_it():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (math.nan, "it returned nan"),
+        (math.nan, "it returned NaN; for what cannot be scored return None"),
         (-math.inf, "it returned -inf"),
         (1e39, "it returned 1e+39"),
         ("1.0", "it returned '1.0' and not a number"),

@@ -31,8 +31,7 @@ class EarlyRewards:
         most: int | None = None,
     ):
         """prompts and columns are of all N completions, of which only those in `own`, whole groups, are asked about,
-        and of these at most so many: all questions together have a batch's time, and each its share of it
-        (`IsolatedReward.of_share`).
+        and of these at most so many: each question has its share of a batch's time (`IsolatedReward.of_share`).
 
         Raises InputError where a function needs a column that the data lack.
         """

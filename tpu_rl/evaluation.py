@@ -87,13 +87,13 @@ def evaluate(
     mesh: Mesh | None = None,
     stop_at: sampler.StopAt | None = None,
     at_border: Callable[[], None] | None = None,
-    name: str = "reward",
+    reward_name: str = "reward",
     max_fault_share: float = rewards.DEFAULT_LIMITS.fault_share,
 ) -> Evaluation:
     """Answers each row's prompt `config.samples_per_prompt` times and scores the completions.
 
-    The same key gives the same luck, so that what differs between two evaluations is the model. `name` is the reward's
-    in messages; RewardError where it fails on a larger share of the completions than `max_fault_share`.
+    The same key gives the same luck, so that what differs between two evaluations is the model. `reward_name`
+    is for messages. Raises InputError where it fails on a larger share of the completions than `max_fault_share`.
     """
 
     def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
@@ -102,7 +102,7 @@ def evaluate(
 
     group = config.samples_per_prompt
     limit = config.prompt_length or ANY_LENGTH
-    judges = {name: reward}
+    judges = {reward_name: reward}
     ids = np.arange(len(rows) * group)
     scored = rollouts.roll_out(list(rows), ids, generate, tokenizer, judges, limit, max_fault_share)
     read = ANSWERS.get(reward)

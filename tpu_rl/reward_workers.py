@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,6 @@ from tpu_rl import reward_process
 from tpu_rl.errors import InputError
 from tpu_rl.reward_process import RewardFailure
 
-LEAST_SECONDS = 1e-3
-"""For a question that comes when a batch's time is over: it is told so, row by row."""
 START_SECONDS = 120.0
 """For a reward file to load: it may import large packages."""
 MOST_OUTPUT = 64 * 1024
@@ -53,7 +51,8 @@ class RewardLimits:
     """Run it in a process of its own. Without, it shares the run's process, and none of the limits but fault_share
     holds."""
     batch_seconds: float = 300.0
-    """For the rewards of one batch. What has not answered for all of it in half of that time, is asked row by row."""
+    """For the rewards of one batch, asked at once; asked group by group as they end, up to twice as long. What has not
+    answered for all that it is asked in half of the time, is asked row by row."""
     row_seconds: float = 10.0
     """For one completion, where it is asked row by row."""
     memory_gb: float = 8.0
@@ -188,7 +187,7 @@ class IsolatedReward:
 
     def __init__(self, path: str, limits: RewardLimits):
         """Raises InputError where the file does not load."""
-        self._limits = limits
+        self._limits, self._seconds = limits, limits.batch_seconds
         self._worker = Worker(path, int(limits.memory_gb * 2**30))
         self.whole_batch = self._worker.whole_batch
         """It must see all completions of a batch in one call."""
@@ -196,34 +195,33 @@ class IsolatedReward:
             self.__signature__ = self._worker.signature
 
     def of_share(self, share: float, spent: float = 0.0) -> IsolatedReward:
-        """The same function in the same worker, for so large a share of a batch of which so many seconds are spent.
+        """The same function in the same worker, for so large a share of a batch that has taken so many seconds so far.
 
-        It has its share of the batch's time, yet, as long as there is any, three times what one completion may take:
-        half of it for all at once, so that one that takes as long as it may is not stopped, and another does not take
-        all the time of the others.
+        It has its share of the batch's time, which nobody else can take, and yet, as long as the batch has taken less
+        than its whole time, three times what one completion may take: half of it for all at once, so that a completion
+        that takes as long as it may is not stopped. All shares together take at most twice a batch's time.
         """
         limits, shared = self._limits, copy.copy(self)
-        seconds = max(share * limits.batch_seconds, 3 * limits.row_seconds)
-        left = max(limits.batch_seconds - spent, 0.0)
-        shared._limits = replace(limits, batch_seconds=max(min(seconds, left), LEAST_SECONDS))
+        own = share * limits.batch_seconds
+        shared._seconds = max(own, min(3 * limits.row_seconds, limits.batch_seconds - spent))
         return shared
 
     def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:
         """The values of as many completions as each list has, a RewardFailure where there is none."""
         arguments = dict(zip(("prompts", "completions"), positional, strict=False)) | columns
         size = len(next(iter(arguments.values()), []))
-        limits, deadline = self._limits, time.monotonic() + self._limits.batch_seconds
-        answer = self._worker.ask(arguments, size, limits.batch_seconds / 2)
+        deadline = time.monotonic() + self._seconds
+        answer = self._worker.ask(arguments, size, self._seconds / 2)
         if not isinstance(answer, RewardFailure):
             return answer
         whole, values = answer, []
         for row in range(size):
             if time.monotonic() >= deadline:
-                late = f"no time left of {limits.batch_seconds:g} s a batch; first: {whole}"
+                late = f"no time left of {self._seconds:.3g} s for {size} completions; first: {whole}"
                 values += [RewardFailure(late, whole.frames)] * (size - row)
                 break
             one_row = {name: [column[row]] for name, column in arguments.items()}
-            one = self._worker.ask(one_row, 1, limits.row_seconds, deadline)
+            one = self._worker.ask(one_row, 1, self._limits.row_seconds, deadline)
             values += [one] if isinstance(one, RewardFailure) else one
         return values
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
 from typing import Any, Literal, NamedTuple
 
-from launch import build
+from launch import build, requirements
 from launch.config import ExperimentConfig, MeshConfig
 from launch.planning.figures import Line, Target, line_of
 from launch.planning.memory import state_bytes
@@ -102,7 +102,9 @@ def changes(plan: Plan, target: Target, most: int = 3) -> list[Change]:
     found = []
     for flags, changed, scales in _candidates(plan, line, len(target.devices)):
         with contextlib.suppress(InputError):  # a row that cannot be cut so, a pair that no longer fits one
-            found.append(Change(flags, replace(plan.config, **changed), total(scales)))
+            config = replace(plan.config, **changed)
+            requirements.learning(config)
+            found.append(Change(flags, config, total(scales)))
     found = [change for change in found if change.total < 0.98 * line.memory.total]
     return sorted(found, key=lambda change: change.total)[:most]
 
@@ -179,8 +181,16 @@ def search(config: ExperimentConfig, target: Target, model: Model, say: Callable
         is_slower = bool(tried and fitting) and _least(fitting) > _least(tried)
         tried += fitting
         if is_slower:
-            say(f"--mesh.tensor {tensor} is slower: more of it is not tried")
-            break
+            say(f"--mesh.tensor {tensor} is slower: more of it is not tried while others draw")
+            best = _best_that_draws(tried, target, model, say)
+            if best is not None:
+                return best
+            tried = []
+    return _best_that_draws(tried, target, model, say)
+
+
+def _best_that_draws(tried: list[Plan], target: Target, model: Model, say: Callable[[str], None]) -> Plan | None:
+    """The fastest to learn of those whose completions can be drawn, too."""
     for plan in sorted(tried, key=lambda plan: plan.seconds):
         drawing = search_sampling(plan.config, target, model, say)
         if drawing is not None:

@@ -2,11 +2,11 @@
 
     python launch/run.py gsm8k_dpo --data.path example_model_solutions.jsonl
 
-The last quarter of the problems is held out; evaluations say how many of their pairs the implicit reward ranks rightly,
-each problem counting once, beside a ranking by length alone; a constant guess ranks half of them rightly. A model of
-half a million parameters that has read nothing else will not rank them well. Your own checkpoint: --model.path DIR
---model.no-random-init --model.dtype bfloat16 --optimizer.learning-rate 1e-6. The problems are those of GSM8K's test
-set: judge what is trained here on other ones.
+The last problems are held out, a quarter at most; evaluations say how many of their pairs the implicit reward ranks
+rightly, each problem counting once, beside a ranking by length alone; a constant guess ranks half of them rightly. A
+model of half a million parameters that has read nothing else will not rank them well. Your own checkpoint:
+--model.path DIR --model.no-random-init --model.dtype bfloat16 --optimizer.learning-rate 1e-6. The problems are those of
+GSM8K's test set: judge what is trained here on other ones.
 """
 
 from launch.config import (

@@ -105,7 +105,9 @@ class Batch:
 def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from Completions, whoever wrote them."""
     if sampling.temperature <= 0:
-        raise InputError("distributions are compared at a temperature above 0", where="--sampling.temperature")
+        raise InputError(
+            "distributions are compared at a temperature above 0", where="--sampling.temperature", fix="use 1.0"
+        )
     teacher = teachers.compose(config.target, config.alpha, config.adaptive, config.tvd_half)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:

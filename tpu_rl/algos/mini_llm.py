@@ -82,7 +82,9 @@ def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> A
 def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Learns from a Rollout, whose rewards it does not read."""
     if sampling.temperature <= 0:
-        raise InputError("distributions are compared at a temperature above 0", where="--sampling.temperature")
+        raise InputError(
+            "distributions are compared at a temperature above 0", where="--sampling.temperature", fix="use 1.0"
+        )
     clip = (config.clip, config.clip)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
