@@ -17,18 +17,7 @@ from launch import dataset, preemption, roles, watchdog
 from launch.acting import Acting, acting
 from launch.config import ExperimentConfig, Stage
 from launch.roles import Language, Select
-from tpu_rl import (
-    advantages,
-    data,
-    models,
-    packing,
-    reward_models,
-    rewards,
-    rollouts,
-    sampler,
-    sandbox,
-    sharding,
-)
+from tpu_rl import advantages, data, models, packing, reward_models, rewards, rollouts, sampler, sandbox, sharding
 from tpu_rl.models import flash_attention
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import (
