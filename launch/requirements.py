@@ -138,5 +138,5 @@ def _log_probs(config: ExperimentConfig, algorithm: AlgorithmConfig) -> None:
         what = f"the reference is sampled at temperature {how.temperature}, and the loss is at 1"
         raise InputError(what, where=where, why=why, fix="use 1.0")
     if how.cache == "int8":
-        what, fix = "a rounded cache would be in the reference's log-probs", "use computed"
+        what, fix = "a rounded cache would be in the reference's log-probs", "use --sampling.cache computed"
         raise InputError(what, where="--sampling.cache", why=why, fix=fix)

@@ -221,5 +221,5 @@ def test_a_limit_that_cannot_be_is_refused(minutes):
 
 def test_rewards_that_may_take_longer_than_the_watchdog_waits_are_refused():
     config = configuration.parse([*TINY, "--reward", "mine.py:score", "--watchdog.minutes", "5"])
-    with pytest.raises(InputError, match="--watchdog.minutes 10"):
+    with pytest.raises(InputError, match="--watchdog.minutes 20"):
         preflight.check_rewards(config, [])
