@@ -163,6 +163,28 @@ def test_a_step_of_the_run_is_one_of_the_last_stage(monkeypatch):
     assert search.make_plan(config, here(), steps.read_model(config)).seconds == 1
 
 
+def test_rounds_of_q_sharp_are_drawn_once_for_all_steps_of_their_stage():
+    """The first rolls in by the reference alone; answers go on behind a prompt and what was rolled in, half of the most
+    tokens in the mean."""
+    config = configuration.parse(["arithmetic_q_sharp", *SMALL[:-2]])
+    made = search.make_plan(config, here(), steps.read_model(config), ("sampling",))
+    first, second = ({line.step.name: line.step for stage, line in made.lines if stage.startswith(n)} for n in "12")
+    assert first.keys() == second.keys()
+    how, (stage, _) = config.sampling, config.stages
+    asked, taken = stage.algorithm.prompts, stage.last - stage.first + 1
+    tokens = asked * config.batch.completions * how.max_new_tokens / taken
+    longest = how.max_prompt_tokens + how.max_new_tokens
+    for name, width, drawn in ((" of roll-ins", how.max_prompt_tokens, 1), (" of roll-outs", longest, 0.5)):
+        prefill, decode = (first[f"{kind}{name}{rest}"] for kind, rest in (
+            ("prefill", ""), ("decode", f", cache of {width + how.max_new_tokens:,}")
+        ))  # fmt: skip
+        prompts = asked if name == " of roll-ins" else asked * config.batch.completions
+        assert prefill.times * prefill.tokens * taken == pytest.approx(prompts * width)
+        assert decode.times * decode.tokens == pytest.approx(drawn * tokens)
+    guided, alone = (part["prefill of roll-ins"].own["cache"] for part in (second, first))
+    assert guided > alone  # q has a cache, too
+
+
 def test_a_cache_that_exceeds_the_memory_is_a_step_that_does_not_fit(monkeypatch):
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     target = here()
@@ -339,4 +361,4 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
     assert made.fits(target), [(line.step.name, line.step.compiled.refused[:300]) for _, line in made.lines]
     assert all(line.estimate and line.estimate.seconds > 0 for _, line in made.lines)
     if any(sampling.samples(stage) for stage in config.stages):
-        assert {"prefill", "update"} <= {line.step.name for _, line in made.lines}
+        assert {"prefill", "update"} <= {line.step.name.partition(" of ")[0] for _, line in made.lines}

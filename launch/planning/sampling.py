@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launch import build, sources
+from launch import build, q_examples, sources
 from launch.acting import Acting
 from launch.config import Stage
 from launch.planning.steps import Compile, Planned, Step, chip_bytes, compile_step, placed, results
@@ -31,19 +31,50 @@ def cache_lengths(most: int) -> list[int]:
     return sorted({-(-most // 4), most}, reverse=True)
 
 
+class Draw(NamedTuple):
+    """A call of the sampler that the run makes again and again."""
+
+    label: str
+    """What the names of its steps end with."""
+    acting: Acting
+    how: sampler.SamplerConfig
+    asked: int
+    """Prompts."""
+    width: int
+    """Tokens that the longest of them may have."""
+    begun: int
+    """Those of the prompts whose completions are begun."""
+    drawn: float
+    """Tokens of a completion: the most, or where their limits differ the mean of them."""
+    times: float
+    """How often a step of the run does it."""
+
+
+def draws(planned: Planned) -> list[Draw]:
+    """What a stage draws: completions for each step, or Q#'s roll-ins and roll-outs once for all of them."""
+    setup, stage = planned.setup, planned.stage
+    batch, width = setup.config.batch, setup.config.sampling.max_prompt_tokens
+    how = sources.sampler_config(setup.config, setup.language.tokenizer, batch.completions)
+    if isinstance(stage.algorithm, QSharpConfig):
+        once, rows = 1 / (stage.last - stage.first + 1), stage.algorithm.prompts * batch.completions
+        answers, after = q_examples.rolls_in(setup, stage), q_examples.roll_out_config(setup)
+        assert after.prompt_length is not None
+        half = after.max_new_tokens / 2  # answers are cut where they may be, each place as likely as the others
+        return [
+            Draw(" of roll-ins", answers, how, stage.algorithm.prompts, width, 0, how.max_new_tokens, once),
+            Draw(" of roll-outs", setup.acting("policy"), after, rows, after.prompt_length, 0, half, once),
+        ]
+    by = stage.algorithm.needs.sampled_by or "policy"
+    acting = build.acting_policy(setup, stage.algorithm) if by == "policy" else setup.acting(by)
+    asked, begun = batch.prompts + batch.carry_over, batch.carry_over
+    return [Draw("", acting, how, asked, width, begun, how.max_new_tokens, 1)]
+
+
 def sampling_steps(planned: Planned, compile_with: Compile = compile_step) -> Iterator[Step]:
     """Prefill, and decoding by the longest cache first."""
-    setup, config = planned.setup, planned.setup.config
-    how = sources.sampler_config(config, setup.language.tokenizer, config.batch.completions)
-    is_round = isinstance(planned.stage.algorithm, QSharpConfig)  # drawn before the first step, for all of them
-    for new_tokens in cache_lengths(how.max_new_tokens):
-        for step in _steps_of(planned, replace(how, max_new_tokens=new_tokens), how, compile_with):
-            yield step._replace(times=0) if is_round else step
-
-
-def _acting(planned: Planned) -> Acting:
-    by = planned.stage.algorithm.needs.sampled_by or "policy"
-    return build.acting_policy(planned.setup, planned.stage.algorithm) if by == "policy" else planned.setup.acting(by)
+    for draw in draws(planned):
+        for new_tokens in cache_lengths(draw.how.max_new_tokens):
+            yield from _steps_of(planned, draw, replace(draw.how, max_new_tokens=new_tokens), compile_with)
 
 
 def copied(params: Params, read: Params) -> list[Any]:
@@ -52,52 +83,50 @@ def copied(params: Params, read: Params) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(read) if id(leaf) not in own and leaf.ndim]
 
 
-def _steps_of(
-    planned: Planned, how: sampler.SamplerConfig, whole: sampler.SamplerConfig, compile_with: Compile
-) -> Iterator[Step]:
-    """Those with a cache for as many new tokens as `how` says; `whole` are the run's settings.
+def _steps_of(planned: Planned, draw: Draw, how: sampler.SamplerConfig, compile_with: Compile) -> Iterator[Step]:
+    """Those with a cache for as many new tokens as `how` says.
 
     A segment is the one in which no slot is filled anew: it takes as many steps as there are, and fills cost little.
     It has no drafts, which are made for few rows only: with them it is faster, and needs hardly more memory.
     """
-    config, (policy, read, mesh) = planned.setup.config, _acting(planned)
+    (policy, read, mesh), asked, width = draw.acting, draw.asked, draw.width
     params = read(planned.state.params)
     weights = {"decoding weights": chip_bytes(copied(planned.state.params, params))}
-    asked, width = config.batch.prompts + config.batch.carry_over, config.sampling.max_prompt_tokens
     devices = slots.device_count(mesh)
     rows = asked * how.samples_per_prompt
     rows, at_once = (-(-size // devices) * devices for size in (rows, min(how.max_rows, rows)))
     prompts = -(-min(asked, at_once) // devices) * devices
-    array = partial(_array, mesh)
+    array, name = partial(_array, mesh), f"prefill{draw.label}"
     arguments = (policy, mesh, params, array(prompts, width), array(prompts))
-    made = compile_with(mesh, slots.prefill, *arguments)
+    made, times = compile_with(mesh, slots.prefill, *arguments), draw.times * asked / prompts
     if made.program is None:
-        yield Step("prefill", made, weights, asked / prompts, prompts * width, mesh=mesh)
+        yield Step(name, made, weights, times, prompts * width, mesh=mesh)
         return
     pool = results(mesh, slots.prefill, arguments, made)
-    if how == whole:
+    if how == draw.how:
         own = weights | {"cache": chip_bytes(pool)}
-        yield Step("prefill", made, own, asked / prompts, prompts * width, mesh=mesh)
-    if how == whole and config.batch.carry_over:
-        longest, begun = _longest_begun(whole, width), config.batch.carry_over * how.samples_per_prompt
+        yield Step(name, made, own, times, prompts * width, mesh=mesh)
+    if how == draw.how and draw.begun:
+        longest, begun = _longest_begun(how, width), draw.begun * how.samples_per_prompt
         texts = max(1, prompts // devices * width // longest) * devices
         arguments = (policy, mesh, params, array(texts, longest), array(texts))
         again = compile_with(mesh, slots.prefill, *arguments)
         own = weights | ({"cache": chip_bytes(results(mesh, slots.prefill, arguments, again))} if again.program else {})
-        yield Step("prefill, what was begun", again, own, begun / texts, texts * longest, mesh=mesh)
+        times = draw.times * begun / texts
+        yield Step(f"{name}, what was begun", again, own, times, texts * longest, mesh=mesh)
 
     cut = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
     arguments = (policy, how, params, _keys(mesh, at_once), width + how.max_new_tokens, cut)
-    made, name = compile_step(mesh, slots.empty_slots, *arguments), f"decode, cache of {width + how.max_new_tokens:,}"
-    steps = how.borders.steps
+    made, steps = compile_step(mesh, slots.empty_slots, *arguments), how.borders.steps
+    name = f"decode{draw.label}, cache of {width + how.max_new_tokens:,}"
     if made.program is None:
         yield Step(name, made, weights, 0, at_once * steps, steps, mesh)
         return
-    free = results(mesh, slots.empty_slots, arguments, made)
-    outputs = slots.Drawn(*(array(rows, whole.max_new_tokens, dtype=kind) for kind in (jnp.int32, *2 * [jnp.float32])))
+    free, most = results(mesh, slots.empty_slots, arguments, made), draw.how.max_new_tokens
+    outputs = slots.Drawn(*(array(rows, most, dtype=kind) for kind in (jnp.int32, *2 * [jnp.float32])))
     arguments = (policy, how, mesh, params, None, None, free, array(devices), outputs)
     made = compile_with(mesh, segments.decode_segment, *arguments)
-    times = rows / at_once * how.max_new_tokens / steps if how == whole else 0
+    times = draw.times * rows / at_once * draw.drawn / steps if how == draw.how else 0
     # Where more rows are asked than there are slots, the prompts of those that wait are there, too.
     own = weights | {"cache": chip_bytes((free, outputs)) + (chip_bytes(pool) if rows > at_once else 0)}
     yield Step(name, made, own, times, at_once * steps, steps, mesh)

@@ -67,11 +67,11 @@ def speed_table(plan: Plan, target: Target) -> Table:
     )
     for name, line in plan.lines:
         if line.step.compiled.program is None:
-            table.add_row(f"{name}: {line.step.name}", f"{line.step.times:g}", *"------")
+            table.add_row(f"{name}: {line.step.name}", how_often(line.step.times), *"------")
             continue
         step, found = line.step, line.estimate
         label, loops = (f"{name}: {step.name}, a token", step.loops) if step.loops > 1 else (f"{name}: {step.name}", 1)
-        figures = [f"{step.times * loops:,.0f}", f"{line.flops / loops / 1e12:,.3g}"]
+        figures = [how_often(step.times * loops), f"{line.flops / loops / 1e12:,.3g}"]
         if found is None:
             links = sum(line.links.values()) / loops / 1e9
             table.add_row(label, *figures, "-", f"{links:,.3g}", *"---", "-")
@@ -84,6 +84,11 @@ def speed_table(plan: Plan, target: Target) -> Table:
         mfu = "-" if line.mfu is None else f"at most {line.mfu:.0%}"
         table.add_row(label, *figures, bound_by(line), f"{line.tokens_per_second:,.0f}", mfu)
     return table
+
+
+def how_often(times: float) -> str:
+    """In a step of the run; what is done once for many of them has a part of one."""
+    return f"{times:,.0f}" if times >= 10 or times == int(times) else f"{times:.2g}"
 
 
 def bound_by(line: Line) -> str:
