@@ -126,9 +126,13 @@ def update_step(
 def router_probe(config: ExperimentConfig, cast: Mapping[str, Model], stage: Stage) -> Probe | None:
     """What measures the routers of the models that the stage trains, of the roles' models `cast`; None where none of
     them is a mixture of experts."""
+    return models.probe(trained(cast, stage), config.model.router_balance)
+
+
+def trained(cast: Mapping[str, Model], stage: Stage) -> dict[str, Model]:
+    """The whole models that the stage trains, of the roles' models `cast`."""
     roles_of = stage.algorithm.roles.items()
-    trained = {name: cast[name] for name, spec in roles_of if spec.trainable and spec.trunk_of is None}
-    return models.probe(trained, config.model.router_balance)
+    return {name: cast[name] for name, spec in roles_of if spec.trainable and spec.trunk_of is None}
 
 
 def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Acting:

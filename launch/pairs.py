@@ -46,8 +46,6 @@ def are_given(stage: Stage) -> bool:
 def sampled_pairs(setup: Setup, stage: Stage, role: str) -> Source:
     """Of each prompt's completions by a role's model a good one with a bad one, or each by itself, judged."""
     config, judged = setup.config, stage.algorithm.needs.judged
-    if not config.reward:
-        raise InputError("no reward tells good completions from bad", where="--reward", fix="name one")
     stream = dataset.make_stream(config, stage, setup.language)
     roll_out = sources.roller(setup, role)
     size = config.batch.prompts * config.batch.completions
@@ -206,9 +204,11 @@ def cached_log_probs(
         if has_begun and not accepted:
             changed = "data" if kept["data"] != identity["data"] else "reference model"
             fix = "restore it, or start a new run"
+            fix += ", or go on with the changed data: --accept-dataset-change" * same_model
             raise InputError(f"the {changed} changed since the run began", where=str(path), fix=fix)
     values = compute_log_probs(setup, params, role, rows, plain)
-    if processes.index() == 0:
+    processes.from_first(lambda: write_log_probs(path, identity, values))
+    if not path.exists():  # of a run in a store, each process has a folder of its own
         write_log_probs(path, identity, values)
     return values
 
@@ -244,14 +244,15 @@ def compute_log_probs(
 def write_log_probs(path: Path, identity: dict[str, str], values: list[list[np.ndarray]]) -> None:
     """Wholly or not at all."""
     completions = [value for of_row in values for value in of_row]
-    unfinished = path.with_suffix(".tmp.npz")
-    np.savez(
-        unfinished,
-        identity=np.array(json.dumps(identity)),
-        log_probs=np.concatenate(completions),
-        lengths=np.array([len(value) for value in completions]),
-        completions=np.array([len(of_row) for of_row in values]),
-    )
+    unfinished = path.with_suffix(f".{processes.index()}.tmp")
+    with unfinished.open("wb") as file:
+        np.savez(
+            file,
+            identity=np.array(json.dumps(identity)),
+            log_probs=np.concatenate(completions),
+            lengths=np.array([len(value) for value in completions]),
+            completions=np.array([len(of_row) for of_row in values]),
+        )
     unfinished.replace(path)
 
 

@@ -15,7 +15,7 @@ import yaml
 from launch import build, compilation_cache, dataset, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
-from tpu_rl import data, models, processes, redaction, rewards, row_files, stores, tokenizers
+from tpu_rl import data, metrics, models, redaction, rewards, row_files, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.reward_workers import IsolatedReward
 from tpu_rl.types import Model, QExamples, Rollout
@@ -37,7 +37,8 @@ def check(config: ExperimentConfig) -> list[str]:
     What is quick comes first: to load a tokenizer takes seconds, to download a model minutes.
     """
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
-    check_run_dir(config)
+    if config.wandb:
+        metrics.require_wandb()
     path = roles.model_path(config.model.path)
     rows, notes = check_rows(config)
     check_rewards(config, rows)
@@ -63,18 +64,6 @@ def refuse_secrets(words: Sequence[str], where: str = "") -> None:
             )
 
 
-def check_run_dir(config: ExperimentConfig) -> None:
-    """Raises InputError where the run folder is in a store and the run cannot do with that."""
-    learns_q = any(stage.algorithm.needs.experience is QExamples for stage in config.stages)
-    if stores.is_address(config.run_dir) and processes.count() > 1 and learns_q:
-        raise InputError(
-            "Q# on several processes needs a run folder that they share",
-            where=f"--run-dir {config.run_dir}",
-            why="the examples of a round are written by the first process and read by all, from the run folder",
-            fix="give a --run-dir on a disk that all hosts share, or run it on one process",
-        )
-
-
 # --- models ------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +78,9 @@ def check_models(config: ExperimentConfig, directory: Path) -> Model:
             other = models.find_directory(roles.model_path(spec.path))
             models.check(other, models.from_config(other))
     cast = roles.role_models(config, model)
-    if config.model.router_balance and not any(build.router_probe(config, cast, stage) for stage in config.stages):
+    if config.model.router_balance and not any(
+        trained.config.experts for stage in config.stages for trained in build.trained(cast, stage).values()
+    ):
         fix = "leave it out, or train a mixture"
         raise InputError("no model that learns is a mixture of experts", where="--model.router-balance", fix=fix)
     return model

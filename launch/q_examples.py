@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch import dataset, sources, watchdog
+from launch import dataset, dataset_changes, sources, watchdog
 from launch.acting import Acting, acting
-from launch.config import Stage
+from launch.config import MAY_CHANGE, ExperimentConfig, Stage, to_dict
 from launch.sources import Drawn, Setup, Source
 from tpu_rl import data, guidance, processes, rollouts, sampler
 from tpu_rl.algos import QSharpConfig
@@ -75,22 +75,28 @@ class Round(NamedTuple):
     """[N] float32: what the whole earned."""
     metrics: np.ndarray
     """[] str: JSON, the round's part of a metrics row."""
+    made_of: np.ndarray
+    """[] str: `made_of`."""
 
 
 def q_example_source(setup: Setup, stage: Stage, params: Params) -> Source:
     """The examples of this round and all before it, shuffled anew each epoch.
 
-    A round that lies in the run folder already is read: the run was interrupted in this stage.
+    A round that lies in the run folder already is read: the run was interrupted in this stage. As long as no checkpoint
+    rests on it, it is collected anew where what it was made of is not what it was.
     """
     config = setup.config
-    number = 1 + sum(isinstance(other.algorithm, QSharpConfig) for other in config.stages[: stage.index])
+    number = round_number(config, stage)
     folder = setup.run_dir / "examples"
     paths = [folder / f"round_{k}.npz" for k in range(1, number + 1)]
     times: dict[str, float] = {}
-    if not processes.from_first(paths[-1].exists):
+    of = made_of(config, prompts_of(setup, stage, number))
+    if not processes.from_first(lambda: stands(setup.run_dir, stage, paths[-1], of)):
         began = time.perf_counter()
         collected = collect(setup, stage, params, number)
         processes.from_first(lambda: write(paths[-1], collected))
+        if not paths[-1].exists():  # of a run in a store, each process has a folder of its own
+            write(paths[-1], collected)
         times["time/rollout"] = time.perf_counter() - began
     found = {path.name: read(path) for path in paths}
     rounds = [round_ for round_, _ in found.values()]
@@ -155,14 +161,14 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
     """Samples and scores the examples of a round. Raises InputError where no prompt's examples differ in return."""
     config, lang, algorithm = setup.config, setup.language, stage.algorithm
     assert isinstance(algorithm, QSharpConfig)
-    rows = prompts_of(setup, stage, algorithm.prompts, number)
+    rows = prompts_of(setup, stage, number)
     row_ids = np.arange(algorithm.prompts * config.batch.completions)
     cuts: list[np.ndarray] = []
 
     def generate(prompts: list[list[int]], row_ids: np.ndarray, on_finished: sampler.OnFinished | None) -> Rollout:
         del on_finished  # what ends is a part of the answers
         watchdog.mark(f"the roll-ins of round {number}")
-        rolled_in = roll_in(setup, stage, params, prompts, row_ids, guided=number > 1)
+        rolled_in = roll_in(setup, stage, params, prompts, row_ids)
         watchdog.mark(f"the roll-outs of round {number}")
         rollout, places = roll_out(setup, stage, params, rolled_in, row_ids)
         cuts.append(places)
@@ -186,15 +192,33 @@ def collect(setup: Setup, stage: Stage, params: Params, number: int) -> Round:
     tokens, mask = np.asarray(scored.rollout.tokens), np.asarray(scored.rollout.action_mask)
     ends = mask.shape[1] - mask[:, ::-1].argmax(1)
     arrays = (tokens, cuts[0], ends, scored.rewards)
-    return Round(*(np.asarray(x)[kept] for x in arrays), metrics=np.asarray(json.dumps(measured)))
+    of = np.asarray(made_of(config, rows))
+    return Round(*(np.asarray(x)[kept] for x in arrays), metrics=np.asarray(json.dumps(measured)), made_of=of)
 
 
-def prompts_of(setup: Setup, stage: Stage, size: int, number: int) -> list[data.Row]:
+def prompts_of(setup: Setup, stage: Stage, number: int) -> list[data.Row]:
     """The data rows of the round: each round has the next ones of the stream."""
-    stream = dataset.make_stream(setup.config, stage, setup.language, size)
+    assert isinstance(stage.algorithm, QSharpConfig)
+    stream = dataset.make_stream(setup.config, stage, setup.language, stage.algorithm.prompts)
     for _ in range(number - 1):
         next(stream)
     return next(stream)[1]
+
+
+def made_of(config: ExperimentConfig, rows: list[data.Row]) -> str:
+    """A digest of what examples are made of: prompts, files of reward functions, settings."""
+    settings = {name: value for name, value in to_dict(config).items() if name not in MAY_CHANGE}
+    files = [name.rpartition(":")[0] for name in config.reward if ".py:" in name]
+    content = b"".join(Path(file).expanduser().read_bytes() for file in files)
+    return hashlib.sha256(f"{data.fingerprint(rows)} {settings}".encode() + content).hexdigest()
+
+
+def stands(run_dir: Path, stage: Stage, path: Path, of: str) -> bool:
+    """Whether the round there is to be learned from."""
+    if not path.exists():
+        return False
+    # A checkpoint knows the round by its SHA-256.
+    return dataset_changes.newest_checkpoint(run_dir) >= stage.first or str(read(path)[0].made_of) == of
 
 
 def check_returns(algorithm: QSharpConfig, returns: np.ndarray) -> None:
@@ -207,18 +231,33 @@ def check_returns(algorithm: QSharpConfig, returns: np.ndarray) -> None:
         )
 
 
-def roll_in(
-    setup: Setup, stage: Stage, params: Params, prompts: list[list[int]], row_ids: np.ndarray, *, guided: bool
-) -> Rollout:
-    """Whole answers of the guided policy, or of the reference."""
-    config, algorithm = setup.config, stage.algorithm
-    assert isinstance(algorithm, QSharpConfig)
-    answers = guided_acting(setup, algorithm) if guided else setup.acting("policy")
+def round_number(config: ExperimentConfig, stage: Stage) -> int:
+    """From 1 on."""
+    return 1 + sum(isinstance(other.algorithm, QSharpConfig) for other in config.stages[: stage.index])
+
+
+def rolls_in(setup: Setup, stage: Stage) -> Acting:
+    """The guided policy, or the reference in the first round, when nothing has learned to guide it."""
+    assert isinstance(stage.algorithm, QSharpConfig)
+    is_first = round_number(setup.config, stage) == 1
+    return setup.acting("policy") if is_first else guided_acting(setup, stage.algorithm)
+
+
+def roll_in(setup: Setup, stage: Stage, params: Params, prompts: list[list[int]], row_ids: np.ndarray) -> Rollout:
+    """Whole answers of who rolls in."""
+    config, answers = setup.config, rolls_in(setup, stage)
     how = sources.sampler_config(config, setup.language.tokenizer, config.batch.completions)
     with jax.set_mesh(answers.mesh):
         key, params = sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first), answers.params(params)
         looks: dict[str, Any] = {"mesh": answers.mesh, "at_border": watchdog.beat}
         return sampler.sample(answers.policy, params, prompts, key, how, row_ids=row_ids, **looks)
+
+
+def roll_out_config(setup: Setup) -> sampler.SamplerConfig:
+    """How the reference goes on behind prompts with what was rolled in, once behind each."""
+    config = setup.config
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    return replace(sources.sampler_config(config, setup.language.tokenizer, 1), prompt_length=longest)
 
 
 def roll_out(
@@ -236,10 +275,6 @@ def roll_out(
     over = cuts == ends - 1
 
     room = begins + config.sampling.max_new_tokens - (cuts + 1)
-    how = replace(
-        sources.sampler_config(config, setup.language.tokenizer, 1),
-        prompt_length=config.sampling.max_prompt_tokens + config.sampling.max_new_tokens,
-    )
     prefixes = [row[: cut + 1].tolist() for row, cut in zip(tokens, cuts, strict=True)]
     reference = setup.acting("policy")
     with jax.set_mesh(reference.mesh):
@@ -248,7 +283,7 @@ def roll_out(
             reference.params(params),
             prefixes,
             sampler.run_key(config.seed, Purpose.ROLLOUT, stage.first),
-            how,
+            roll_out_config(setup),
             limits=np.where(over, 1, room),
             row_ids=len(row_ids) + row_ids,  # luck of their own, not that of the roll-in
             mesh=reference.mesh,
@@ -297,7 +332,7 @@ def write(path: Path, round_: Round) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     np.savez_compressed(content, **round_._asdict())
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_suffix(f".{processes.index()}.tmp")
     unfinished.write_bytes(content.getvalue())
     unfinished.replace(path)
 

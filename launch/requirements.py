@@ -106,8 +106,10 @@ def learning(config: ExperimentConfig) -> None:
         raise InputError(what, where="--sampling.temperature", fix=fix)
     for stage in config.stages:
         _log_probs(config, stage.algorithm)
-    whole_pairs = any(_draws_pairs(one.algorithm.needs) for one in config.stages)
-    if whole_pairs and batch.row_length < how.max_prompt_tokens + 2 * how.max_new_tokens:
+    drawn = [needs for needs in (one.algorithm.needs for one in config.stages) if _draws_pairs(needs)]
+    if drawn and not config.reward:
+        raise InputError("no reward tells good completions from bad", where="--reward", fix="name one")
+    if not all(needs.judged for needs in drawn) and batch.row_length < how.max_prompt_tokens + 2 * how.max_new_tokens:
         raise InputError(
             f"packed rows of {batch.row_length} tokens cannot hold a prompt with both its completions",
             where="--batch.row-length",
@@ -122,7 +124,7 @@ def learning(config: ExperimentConfig) -> None:
 
 
 def _draws_pairs(needs: Needs) -> bool:
-    return needs.experience is Pairs and needs.sampled_by is not None and not needs.judged
+    return needs.experience is Pairs and needs.sampled_by is not None
 
 
 def _log_probs(config: ExperimentConfig, algorithm: AlgorithmConfig) -> None:

@@ -177,7 +177,7 @@ class Spool(RunFolder):
             try:
                 self.publish_files()
                 for path in self._files():
-                    if path.relative_to(self.path).parts[0] == "tensorboard":
+                    if path.relative_to(self.path).parts[0] in ("tensorboard", "profile"):
                         self._send(path)
             except MachineError as error:
                 print(f"warning: {error.what} any more ({error.why}): the rest is in {self.path}", file=sys.stderr)

@@ -4,11 +4,13 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
 import rich.console
 
+from launch import config, preflight
 from tpu_rl import metrics
 from tpu_rl.errors import DamagedDataError, MachineError
 
@@ -106,6 +108,8 @@ def test_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MachineError, match=r"pip install"):
         open_quietly(tmp_path, wandb=True)
+    with pytest.raises(MachineError, match=r"pip install"):  # before a device is claimed
+        preflight.check(replace(config.preset("arithmetic_grpo"), wandb=True))
 
 
 def test_summary_is_written_whole(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from launch import config, dataset, evaluate, q_examples, run
 from launch.config import ExperimentConfig, Phase
+from launch.q_examples import write
 from tests import tiny
 from tpu_rl import environments, guidance, tokenizers, training
 from tpu_rl.algos import QSharpConfig, q_sharp
@@ -280,6 +281,32 @@ def test_nothing_to_learn_from_is_said(tmp_path, capsys):
     one = small(tmp_path / "run", reward=(f"{tmp_path / 'reward.py'}:same",))
     assert start(one) == 2
     assert "nothing to learn from in round 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_round_that_no_checkpoint_rests_on_is_collected_again_where_a_reward_was_mended(tmp_path, monkeypatch):
+    file = tmp_path / "reward.py"
+    text = "def parity(prompts, completions, **columns):\n    return [float(len(c) % 2 == {}) for c in completions]\n"
+    file.write_text(text.format(0))
+    one = small(tmp_path / "run", reward=(f"{file}:parity",))
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.states, "save", stopped)  # after the first step's metrics
+        assert start(one) == run.INTERRUPTED
+    first = round_of(one, 1)
+    collected = []
+    monkeypatch.setattr(q_examples, "write", lambda path, round_: collected.append(path.name) or write(path, round_))
+    with monkeypatch.context() as patch:
+        patch.setattr(run.states, "save", stopped)
+        assert start(one) == run.INTERRUPTED
+    assert not collected
+    file.write_text(text.format(1))
+    assert start(one, "--steps", "3") == 0
+    assert collected == ["round_1.npz", "round_2.npz"]
+    np.testing.assert_array_equal(round_of(one, 1).returns, 1 - first.returns)
 
 
 def test_a_file_of_prompts_is_enough(tmp_path):

@@ -20,6 +20,7 @@ MISFITS = {
         ["arithmetic_ppo", "--batch.completions", "1", "--batch.refill-rounds", "3"],
         "--batch.refill-rounds, --batch.completions",
     ),
+    "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
     "a rounded reference": (["arithmetic_dpo", "--sampling.cache", "int8"], "--sampling.cache"),
     "a rounded reference, judged": (["arithmetic_bco", "--sampling.cache", "int8"], "--sampling.cache"),
     "a reference elsewhere": (["arithmetic_dpo", "--sampling.temperature", "0.7"], "--sampling.temperature"),

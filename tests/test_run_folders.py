@@ -6,17 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch import config, evaluate, export, preflight, run, stored_runs, verify
+from launch import evaluate, export, preflight, run, stored_runs, verify
 from tests.fake_store import FakeStore
 from tests.test_launch import TINY, rows_of
 from tests.test_survival import digest, run_until
-from tpu_rl import processes, store_lock, stores
-from tpu_rl.errors import InputError
+from tpu_rl import store_lock, stores
 
 STEPS = ["--steps", "4", "--checkpoint-every", "2"]
 ADDRESS = "gs://bucket/runs/first"
@@ -243,13 +241,6 @@ def test_a_sigterm_publishes_the_last_whole_step(fake, whole, monkeypatch):
     assert fake.names("runs/first/tensorboard/")
     assert run.main(COMMAND) == 0
     same(ADDRESS, whole)
-
-
-def test_q_sharp_on_several_processes_needs_a_shared_disk(monkeypatch):
-    monkeypatch.setattr(processes, "count", lambda: 2)
-    with pytest.raises(InputError, match="Q# on several processes"):
-        preflight.check_run_dir(replace(config.preset("arithmetic_q_sharp"), run_dir=ADDRESS))
-    preflight.check_run_dir(replace(config.preset("arithmetic_grpo"), run_dir=ADDRESS))
 
 
 LOSES = """

@@ -1,21 +1,25 @@
 """One run on several processes: the same as on one, and it ends as one. Each process has a device of this machine's CPU
 and a limit of time. Which process of which run one is: tests/test_membership.py."""
 
+import json
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from launch import run, stored_runs, verify
+from launch import config, run, stored_runs, verify
 from tests import several
 from tests.fake_store import FakeStore
 from tests.test_launch import TINY, rows_of
+from tests.test_pairs import TINY as PAIRS
 from tests.test_preemption import COMPILES
+from tests.test_q_sharp import small
 from tests.test_survival import digest
 
 RUN = ["-m", "launch.run", *TINY, "--batch.micro-batch-rows", "2", "--sampling.temperature", "1.5"]
@@ -370,6 +374,18 @@ def test_a_run_of_two_goes_on_as_one_and_then_on_another_mesh(whole, tmp_path):
     assert [row["step"] for row in rows_of(run_dir)] == [0, 1, 2, 3, 4, 5]
 
 
+def kill_behind(fake: FakeStore, name: str, processes: list[subprocess.Popen]) -> None:
+    """As soon as the store has that object."""
+    deadline = time.monotonic() + 600
+    while name not in fake.objects:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+    several.wait(processes)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_of_two_in_a_store_is_killed_and_goes_on_to_the_same_bits(whole, monkeypatch):
@@ -379,14 +395,7 @@ def test_a_run_of_two_in_a_store_is_killed_and_goes_on_to_the_same_bits(whole, m
         monkeypatch.setenv(name, value)
     stored = [*RUN, "--steps", "3", "--run-dir", address]
     processes = several.start(2, stored)
-    deadline = time.monotonic() + 600
-    while "run/checkpoints/2.json" not in fake.objects:
-        assert time.monotonic() < deadline
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.02)
-    for process in processes:
-        process.kill()
-    several.wait(processes)
+    kill_behind(fake, "run/checkpoints/2.json", processes)
     assert "run/summary.json" not in fake.objects
     first, second = several.run(2, stored, limit=900)
     assert (first.code, second.code) == (0, 0), first.err
@@ -395,4 +404,40 @@ def test_a_run_of_two_in_a_store_is_killed_and_goes_on_to_the_same_bits(whole, m
     assert digest(there) == digest(whole)
     assert rows_of(there) == rows_of(whole)
     assert verify.main([address]) == 0
+    fake.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_learn_q_from_rounds_in_a_store(tmp_path, monkeypatch):
+    """Each keeps what they collect where it works itself, to the last bit, and reads it back when it goes on."""
+    fake = FakeStore()
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    one = small(tmp_path / "run")
+    config.save(replace(one, evaluation=replace(one.evaluation, rows=0)), tmp_path / "run.yaml")
+    for steps in ("3", "4"):
+        flags = ["--steps", steps, "--run-dir", "gs://bucket/run"]
+        first, second = several.run(2, ["-m", "launch.run", str(tmp_path / "run.yaml"), *flags], limit=600)
+        assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "(digest ok)" in first.out
+    assert fake.names("run/examples/") == ["run/examples/round_1.npz", "run/examples/round_2.npz"]
+    fake.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_learn_from_pairs_in_a_store(tmp_path, monkeypatch):
+    """Each keeps the reference's log-probs, which it needs again, where it works itself."""
+    fake = FakeStore()
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"{a}+1=", "chosen": f"#{a + 1}", "rejected": "#0"}) + "\n" for a in range(1, 21))
+    )
+    flags = ["--data.path", str(file), "--steps", "1", "--run-dir", "gs://bucket/run"]
+    first, second = several.run(2, ["-m", "launch.run", *PAIRS, *flags])
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "run/reference_log_probs_0.npz" in fake.objects
     fake.close()

@@ -10,6 +10,7 @@ Only process 0 writes; elsewhere the same calls do nothing.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -192,16 +193,20 @@ class TensorBoard:
         self._writer.close()
 
 
+def require_wandb() -> None:
+    """Raises MachineError where it is not installed."""
+    if importlib.util.find_spec("wandb") is None:
+        fix = 'pip install "tpu_rl[wandb]", or leave the flag away.'
+        raise MachineError("wandb was asked for and is not installed.", fix=fix)
+
+
 class Wandb:
     """Scalars for Weights & Biases; a resumed run goes on under the id in the run folder."""
 
     def __init__(self, run_dir: Path):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MachineError(
-                "wandb was asked for and is not installed.", fix='pip install "tpu_rl[wandb]", or leave the flag away.'
-            ) from error
+        require_wandb()
+        import wandb  # pyright: ignore[reportMissingImports]
+
         identity = run_dir / "wandb_id"
         if not identity.exists():
             identity.write_text(secrets.token_hex(8))
