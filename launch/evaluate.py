@@ -127,11 +127,14 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[dict[str, Any]]:
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
         return dataset.read_rows(files, flags.data.path, config.algorithm.needs)[: flags.rows]
-    if flags.rows is not None:
+    is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None
+    if flags.rows is not None and not is_split:  # a file's own last rows were held out as the run has it, and no others
         config = replace(config, evaluation=replace(config.evaluation, rows=flags.rows))
-    rows = dataset.evaluation_rows(config)
+    rows = dataset.evaluation_rows(config)[: flags.rows]
     if not rows:
         raise InputError("there are no held-out problems", where="--rows, --data.path", fix="give --data.path")
+    if len(rows) < (flags.rows or 0):
+        print(f"note: {len(rows)} problems are held out, not {flags.rows}", file=sys.stderr)
     return rows
 
 

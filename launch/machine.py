@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -107,3 +109,14 @@ def processes_that_hold_a_tpu(root: Path = Path("/")) -> list[str]:
         if process.name != str(os.getpid()) and any(target.startswith(TPU_DEVICES) for target in targets):
             found.append(f"pid {process.name} ({name})")
     return found
+
+
+@contextmanager
+def no_space_is_said() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fix = "free some space: the same command then goes on from the last checkpoint"
+        raise MachineError("the disk is full", where=str(error.filename or "the run folder"), fix=fix) from error

@@ -222,7 +222,7 @@ def param_shapes(config: ExperimentConfig, base: Model) -> dict[str, Params]:
     under, found = weights_under(config), {}
     cast = role_models(config, base)
     for name, spec in specs(config).items():
-        whole = jax.eval_shape(cast[name].init, jax.random.key(0))
+        whole = init_shapes(cast[name])
         weights, adapters = models.split(whole)
         head = {"score": weights.pop("score")} if cast[name].config.outputs else {}
         if name in under:
@@ -232,8 +232,13 @@ def param_shapes(config: ExperimentConfig, base: Model) -> dict[str, Params]:
             found[name] = whole if spec.trunk_of is None else head
         if name in found and not moves(config, name):
             found[name] = models.narrow(found[name], config.model.dtype)
-    shared = {BASE: jax.eval_shape(base.init, jax.random.key(0))} if BASE in under.values() else {}
+    shared = {BASE: init_shapes(base)} if BASE in under.values() else {}
     return shared | found
+
+
+def init_shapes(model: Model) -> Params:
+    """Without a key, which would claim a device."""
+    return jax.eval_shape(lambda: model.init(jax.random.key(0)))
 
 
 # --- how they begin ----------------------------------------------------------------------------------------------

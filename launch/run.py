@@ -9,14 +9,13 @@ saves the last whole step and ends the run with exit code 75, Ctrl-C with 130.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from launch import (
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage
 from launch.dry_run import print_plan
-from launch.machine import peak_memory_bytes, seconds_since_start
+from launch.machine import no_space_is_said, peak_memory_bytes, seconds_since_start
 from launch.preemption import INTERRUPTED, Preempted, Signals
 from launch.profiling import Profile
 from launch.run_folders import RunFolder
@@ -65,7 +64,7 @@ from tpu_rl import (
     reward_workers,
     training,
 )
-from tpu_rl.errors import DamagedDataError, InputError, MachineError, TpuRlError
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
 from tpu_rl.types import Params, TrainState
 
 
@@ -88,17 +87,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-@contextmanager
-def no_space_is_said() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        fix = "free some space: the same command then goes on from the last checkpoint"
-        raise MachineError("the disk is full", where=str(error.filename or "the run folder"), fix=fix) from error
-
-
 def start(config: ExperimentConfig, command: str) -> None:
     """On every process of the run: whatever can be wrong is looked at first, and then it runs."""
     hosts.require_the_same(config)
@@ -110,7 +98,7 @@ def start(config: ExperimentConfig, command: str) -> None:
         run_folders.opened(config.run_dir, end_without_lock) as folder,
     ):
         if processes.from_first(lambda: finished(config, open_run_dir(config, folder))):
-            print(f"this run is finished: {folder.address}/report.html, model in {folder.address}/model")
+            print(f"this run is finished: {folder.address}/{report.FILE}, model in {folder.address}/model")
             return
         folder.require_shared()
         preflight.prepare(config)
@@ -164,8 +152,8 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
 
 def finished(config: ExperimentConfig, run_dir: Path) -> bool:
     """Whether an earlier run took all the steps; asked for more, it goes on."""
-    summary = run_dir / "summary.json"
-    return summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.steps
+    summary, page = run_dir / "summary.json", run_dir / report.FILE  # which is written last
+    return page.exists() and summary.exists() and json.loads(summary.read_text())["steps"] >= config.steps
 
 
 class Parts(NamedTuple):
@@ -198,11 +186,10 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     began, run_dir = time.perf_counter(), folder.path
     mesh = build.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        setup, params = build.make_setup(config, run_dir, mesh)
         checkpoints = checkpoint.open_checkpoints(folder.checkpoints)
-        done, seconds, begun = resume(setup, checkpoints, params)
+        setup, done, seconds, params, begun = begin(config, run_dir, mesh, checkpoints)
         began, signs = began - seconds, Signs()
-        saves, profile = Saves(folder, checkpoints, began, done), Profile(config.profile, run_dir)
+        saves, profile = Saves(folder, checkpoints, began), Profile(config.profile, run_dir)
         folder.begin(done)
         begins = max(done, 0) + 1
         with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink, ExitStack() as at_end:
@@ -224,7 +211,9 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                         with signals.at_borders(), profile.of(step):
                             state, row, drawn = learn(config, parts, state, step)
                     except preemption.Asked as asked:
-                        saves.leave(step - 1, state, data, asked.code)
+                        if not skips.in_a_row:  # such steps are no place to go back to
+                            saves.catch_up(step - 1, state, data)
+                        saves.leave(asked.code)
                     signals.has_begun.set()
                     if step == begins:
                         print(f"time to first step: {seconds_since_start():.1f} s")
@@ -248,37 +237,49 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
         finish(setup, params, began, folder)
 
 
-def resume(
-    setup: sources.Setup, checkpoints: checkpoint.Checkpoints, params: Params
-) -> tuple[int, float, dict[int, tuple[Parts, TrainState]]]:
-    """(step, seconds spent, {its stage's index: parts and state}) of the newest whole checkpoint; of none -1, 0, {}.
+class Begun(NamedTuple):
+    """Where a run begins, or goes on."""
 
-    A damaged one is set aside, aloud.
-    """
-    while (step := checkpoints.latest()) is not None:
-        if step > setup.config.steps:
+    setup: sources.Setup
+    done: int
+    """The step of the newest whole checkpoint; -1: there is none."""
+    seconds: float
+    """That the run has taken up to there."""
+    params: Params
+    parts: dict[int, tuple[Parts, TrainState]]
+    """Of the stage that it goes on in, by its index."""
+
+
+def begin(config: ExperimentConfig, run_dir: Path, mesh: Mesh, checkpoints: checkpoint.Checkpoints) -> Begun:
+    """A damaged checkpoint is set aside, aloud, for the one before it."""
+    while True:
+        setup, params = build.make_setup(config, run_dir, mesh)
+        step = checkpoints.latest()
+        if step is None:
+            return Begun(setup, -1, 0.0, params, {})
+        if step > config.steps:
             fix = f"use --steps {step} or more"
             raise InputError(f"the run has taken {step} steps already", where="--steps", fix=fix)
-        stages = phases.stages(setup.config, setup.run_dir, step)
-        stage = next(stage for stage in stages if step <= stage.last)
+        stage = next(stage for stage in phases.stages(config, run_dir, step) if step <= stage.last)
         parts, state = compose(setup, stage, params)
+        wanted = states.abstract(state)
+        del params, state  # there may be no room for two states
         try:
-            state, extra = states.restore(checkpoints, step, states.abstract(state))
+            state, extra = states.restore(checkpoints, step, wanted)
         except DamagedDataError as error:
             place = checkpoints.set_aside(step)
             print(f"warning: {error.what} It is set aside as {place}. {error.why}", file=sys.stderr)
             continue
         parts.source.set_state(extra["data"])
         print(f"resumed at step {step} (digest ok)")
-        return step, extra["seconds"], {stage.index: (parts, state)}
-    return -1, 0.0, {}
+        return Begun(setup, step, extra["seconds"], state.params, {stage.index: (parts, state)})
 
 
 class Saves:
-    """Writes the checkpoints of a run that has been going on since `began`, and has saved the step `last` last."""
+    """Writes the checkpoints of a run that has been going on since `began`."""
 
-    def __init__(self, folder: RunFolder, checkpoints: checkpoint.Checkpoints, began: float, last: int):
-        self._folder, self._checkpoints, self._began, self._last = folder, checkpoints, began, last
+    def __init__(self, folder: RunFolder, checkpoints: checkpoint.Checkpoints, began: float):
+        self._folder, self._checkpoints, self._began = folder, checkpoints, began
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], wait: bool) -> None:
         """`data` is the state of the source that the next step draws from."""
@@ -286,12 +287,15 @@ class Saves:
         self._folder.publish(step)
         extra = {"data": data, "seconds": time.perf_counter() - self._began}
         states.save(self._checkpoints, step, state, extra, wait)
-        self._last = step
 
-    def leave(self, step: int, state: TrainState, data: dict[str, Any], code: int) -> NoReturn:
-        """End the run before its time, its last whole step saved; of a run without any there is nothing to save."""
-        if step > max(self._last, 0):
+    def catch_up(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+        """Save the last whole step, where it is not, or could not be in the background; before the first is nothing."""
+        if step > 0 and self._checkpoints.latest() != step:
             self.save(step, state, data, wait=True)
+
+    def leave(self, code: int) -> NoReturn:
+        """End the run before its time."""
+        step = self._checkpoints.latest()
         self._checkpoints.close()
         what = "interrupted" if code == INTERRUPTED else "pre-empted"
         raise Preempted(f"{what}: step {step} is saved" if step else f"{what} before the first step", code)
@@ -362,10 +366,11 @@ def finish(setup: sources.Setup, params: Params, began: float, folder: RunFolder
         "params_digest": digest,
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
     }
+    (run_dir / report.FILE).unlink(missing_ok=True)  # one of fewer steps: until there is another, nothing is finished
     metrics.write_summary(run_dir, summary)
     report.write_report(run_dir)
     folder.finish()
-    print(f"done: {folder.address}/report.html, model in {folder.address}/model")
+    print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
 
 
 def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,9 @@ class Skips:
         good = checkpoints.latest()
         if self._went_back or good is None or good < stage.first:
             raise self._error(step, drawn)
-        state, _ = states.restore(checkpoints, good, states.abstract(state))
+        wanted = states.abstract(state)
+        states.let_go(state)  # there may be no room for two
+        state, _ = states.restore(checkpoints, good, wanted)
         row[BACK] = 1.0
         self._count(row)
         print(f"warning: step {step}: {PATIENCE} steps in a row were not finite; back to step {good}", file=sys.stderr)

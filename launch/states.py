@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from launch.roles import BASE
 from tpu_rl import checkpoint, digests
 from tpu_rl.errors import InputError
@@ -43,6 +45,13 @@ def restore(checkpoints: checkpoint.Checkpoints, step: int, wanted: TrainState) 
             fix="restore them, or start a new run in another --run-dir",
         )
     return replace(state, params=state.params | under), extra
+
+
+def let_go(state: TrainState) -> None:
+    """Free what a checkpoint has of the state, whoever still knows of it."""
+    kept, _ = apart(state)
+    for leaf in jax.tree.leaves(kept):
+        leaf.delete()
 
 
 def apart(state: TrainState) -> tuple[TrainState, Params]:

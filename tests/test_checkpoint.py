@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, also on another mesh and after kill -9; damage and mismatch are named."""
 
+import errno
 import os
 import shutil
 import signal
@@ -300,6 +301,28 @@ def test_what_cannot_be_read_though_nothing_changed_is_no_damage(tmp_path, monke
         checkpoints.restore(3, checkpoint.abstract(numbered(3)))
     (tmp_path / "3" / "record" / "metadata").write_text("{}")
     with pytest.raises(DamagedDataError, match="cannot be read"):
+        checkpoints.restore(3, checkpoint.abstract(numbered(3)))
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (ValueError("RESOURCE_EXHAUSTED: out of memory"), MachineError),
+        (MemoryError(), MachineError),
+        (ValueError(f'Error opening "manifest.ocdbt": {os.strerror(errno.EACCES)}'), MachineError),
+        (ValueError("DATA_LOSS: unexpected end of input"), DamagedDataError),
+    ],
+)
+def test_of_a_step_without_a_manifest_the_error_says_whether_it_is_damaged(tmp_path, monkeypatch, error, found):
+    save_one(tmp_path, numbered(3))
+    (tmp_path / "3" / manifests.MANIFEST).unlink()
+    checkpoints = checkpoint.open_checkpoints(str(tmp_path))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(checkpoints._steps._manager, "restore", fail)
+    with pytest.raises(found):
         checkpoints.restore(3, checkpoint.abstract(numbered(3)))
 
 

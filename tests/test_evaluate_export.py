@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launch import config as configuration
-from launch import evaluate, export, run
+from launch import dataset, evaluate, export, run
 from tpu_rl import environments, models, tokenizers
 
 ROWS = 24
@@ -101,3 +101,17 @@ def test_bad_input_is_one_message_and_code_2(model_dir, capsys, command, flags, 
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("error: ")
+
+
+def test_more_problems_than_were_held_out_are_not_taken_from_those_that_were_learned(tmp_path, capsys):
+    """A file's last tenth was held out, or as many as the run was told."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(100)))
+    one = configuration.preset("arithmetic_grpo")
+    one = replace(one, data=configuration.FileData(path=str(file)), evaluation=replace(one.evaluation, rows=4))
+    learned = dataset.train_rows(one, one.algorithm.needs)
+    for rows, found in ((3, 3), (None, 4), (9, 4)):
+        held_out = evaluate.held_out(one, evaluate.Flags("model", rows=rows))
+        assert len(held_out) == found
+        assert not [row for row in held_out if row in learned]
+    assert "4 problems are held out, not 9" in capsys.readouterr().err

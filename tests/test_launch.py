@@ -142,6 +142,13 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
     assert "same command" in capsys.readouterr().err
 
 
+def test_a_dry_run_claims_no_device():
+    """Of which there are none here that could be claimed."""
+    env = os.environ | {"JAX_PLATFORMS": "tpu"}
+    ended = subprocess.run([sys.executable, "launch/run.py", "--dry-run"], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
 def test_dry_run(capsys):
     assert run.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out

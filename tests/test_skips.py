@@ -1,6 +1,7 @@
 """A run whose numbers stop being finite goes back once, then stops and shows the rows."""
 
 import json
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from launch import run, skips
 from launch.sources import Drawn
 from tests import tiny
 from tests.test_launch import TINY, rows_of
+from tests.test_survival import run_until
 from tpu_rl import rollouts, tokenizers
 
 
@@ -43,6 +45,15 @@ def test_a_run_goes_back_once_and_on_with_new_rows(tmp_path, monkeypatch, capsys
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(set(prompts)) > len(prompts) / 16
     assert not (tmp_path / skips.FILE).exists()
+
+
+@pytest.mark.slow
+def test_a_skipped_step_is_no_place_to_go_back_to(tmp_path, monkeypatch):
+    """Told to end among them, the run saves nothing, and goes back to where it would have gone undisturbed."""
+    spoil_from(monkeypatch, 1, 3)
+    command = [*COMMAND, "--steps", "4", "--run-dir", str(tmp_path)]
+    assert run_until(signal.SIGTERM, command, 2, monkeypatch) == 75
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == ["1"]
 
 
 @pytest.mark.slow

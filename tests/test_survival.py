@@ -6,9 +6,10 @@ import shutil
 import signal
 from pathlib import Path
 
+import jax
 import pytest
 
-from launch import preemption, run, verify
+from launch import preemption, run, states, verify
 from tests.test_launch import TINY, rows_of
 from tpu_rl import metrics, run_lock
 
@@ -58,6 +59,55 @@ def run_until(received: signal.Signals, command: list[str], last: int, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(metrics.Sink, "write", end_after_it)
         return run.main(command)
+
+
+def test_a_run_that_goes_on_needs_room_for_one_state(whole, tmp_path, monkeypatch):
+    """Neither the first weights nor those that say what is wanted are there while a checkpoint is read."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    restore, live, there = states.restore, jax.live_arrays, []
+
+    def measured(checkpoints, step, wanted):
+        there.append(sum(array.nbytes for array in live()) - before)
+        state, extra = restore(checkpoints, step, wanted)
+        there.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        return state, extra
+
+    monkeypatch.setattr(states, "restore", measured)
+    before = sum(array.nbytes for array in live())
+    assert run.main([*TINY, "--steps", "5", "--run-dir", str(run_dir)]) == 0
+    others, state = there
+    assert others < 0.1 * state
+
+
+def test_an_old_report_is_no_sign_of_a_finished_run(whole, tmp_path, monkeypatch, capsys):
+    """A kill between summary and report: the same command writes the report."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    (run_dir / "report.html").unlink()
+    assert run.main([*TINY, *STEPS, "--run-dir", str(run_dir)]) == 0
+    assert "done:" in capsys.readouterr().out
+    assert (run_dir / "report.html").exists()
+    assert rows_of(run_dir) == rows_of(whole)
+
+
+class Kept:
+    """Checkpoints as far as `Saves` asks them."""
+
+    def __init__(self, latest: int | None):
+        self.latest, self.close = lambda: latest, lambda: None
+
+
+@pytest.mark.parametrize(("latest", "step", "saved"), [(None, 0, []), (2, 2, []), (2, 3, [3]), (None, 1, [1])])
+def test_what_is_not_on_the_disk_is_saved_before_a_run_leaves(latest, step, saved, monkeypatch):
+    """Also a step that was to be saved in the background, and was lost there."""
+    found = []
+    monkeypatch.setattr(run.Saves, "save", lambda self, step, *rest, wait: found.append(step))
+    saves = run.Saves(None, Kept(latest), 0.0)
+    saves.catch_up(step, None, {})
+    assert found == saved
+    with pytest.raises(preemption.Preempted, match="before the first step" if latest is None else "step 2 is saved"):
+        saves.leave(75)
 
 
 @pytest.mark.parametrize(

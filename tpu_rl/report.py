@@ -22,6 +22,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 from tpu_rl.report_charts import BEHAVIOUR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
 
+FILE = "report.html"
 GUIDED_FILE = "guided.json"
 SHOWN_PROMPTS = 6
 OTHER_CHARTS = 12
@@ -66,7 +67,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
     page = report_page.PAGE.format(
         title=html.escape(run.name), style=report_page.STYLE, body="\n".join(filter(None, sections))
     )
-    path = Path(run_dir) / "report.html"
+    path = Path(run_dir) / FILE
     temporary = path.with_suffix(".html.tmp")
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)

@@ -8,7 +8,9 @@ once it has been restored.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -19,6 +21,12 @@ from tpu_rl import manifests, processes
 
 SET_ASIDE = "damaged"
 _TRASH = "deleted"
+_LACKS = (
+    "RESOURCE_EXHAUSTED",
+    "PERMISSION_DENIED",
+    *map(os.strerror, (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)),
+)
+"""What errors of tensorstore and XLA, which have neither type nor number, say where something is lacking."""
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
@@ -116,8 +124,10 @@ class StepFolders:
     def is_at_fault(self, step: int, error: Exception) -> bool:
         """Whether a step that could not be read is not as it was written. A lack of memory or of rights is no damage:
         nothing may be set aside for it."""
-        del error
-        return manifests.compare(self._directory / str(step)) != manifests.Differences([], [], [])
+        found = manifests.compare(self._directory / str(step))
+        if found is None:  # a kill left it without; only the error tells
+            return not (isinstance(error, MemoryError) or any(lack in str(error) for lack in _LACKS))
+        return found != manifests.Differences([], [], [])
 
     def was_restored(self, step: int) -> None:
         """It is whole: give it the manifest that a kill may have left it without."""
