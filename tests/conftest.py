@@ -23,10 +23,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Runs of the whole program compile the same steps again and again: within one session they need not.
 _cache = tempfile.mkdtemp(prefix="tpu_rl_xla_")
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", _cache)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache  # of those that tests start, too
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+for name, value in (
+    ("jax_compilation_cache_dir", _cache),
+    ("jax_persistent_cache_min_compile_time_secs", 0.03),
+    ("jax_persistent_cache_min_entry_size_bytes", -1),
+):
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)  # of the processes that tests start, too
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,8 +23,6 @@ from tpu_rl.needs import RoleSpec
 from tpu_rl.types import Model, Params, Role, Roles, TrainState
 
 PROMPTS = [[3, 4, 5, 6], [7], [8, 9], [3, 4], [5], [6, 7, 8], [9], [4, 4]]
-DRAW = ("grpo", "ppo")
-"""The algorithms in whose cases completions are drawn, too."""
 HOW = sampler.SamplerConfig(max_new_tokens=5, samples_per_prompt=2, max_rows=8)
 
 
@@ -97,8 +95,8 @@ def compared(case: str) -> dict[str, Any]:
     count = int(np.prod(list(sizes.values())))
     meshes = [sharding.make_mesh(devices=jax.devices()[:1]), sharding.make_mesh(**sizes, devices=jax.devices()[:count])]
     one, many = (stepped(family, name, mesh) for mesh in meshes)
-    drawn_on = [*meshes, sharding.drawing_mesh(meshes[1], 1), sharding.drawing_mesh(meshes[1], 2)]
-    tokens = [sampled(family, mesh) for mesh in (drawn_on if name in DRAW else [])]
+    drawn_on = {"ppo": meshes, "grpo": [*meshes, *(sharding.drawing_mesh(meshes[1], size) for size in (1, 2))]}
+    tokens = [sampled(family, mesh) for mesh in drawn_on.get(name, [])]
     found = {key: difference(one[key], many[key]) for key in ("gradients", "params")}
     found["metrics"] = max(abs(many["metrics"][k] - x) / max(abs(x), 0.1) for k, x in one["metrics"].items())
     assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(one["gradients"]))
