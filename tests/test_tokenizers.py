@@ -83,6 +83,7 @@ def test_a_directory_loads_as_it_was_saved(letters, tmp_path):
 def test_tokenizer_json_alone_suffices_but_for_its_end(letters, tmp_path):
     letters.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "generation_config.json").unlink()
     with pytest.raises(InputError, match="cannot stop"):
         tokenizers.load(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
@@ -104,6 +105,47 @@ def test_every_listed_end_counts_and_the_tokenizers_own_comes_first(letters, tmp
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
         tokenizers.load(tmp_path)
+
+
+def test_ends_are_those_of_the_configuration_where_nothing_else_lists_them(letters, tmp_path):
+    letters.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    for source in ({"eos_token_id": [2, 1]}, {"text_config": {"eos_token_id": [2, 1]}}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | source))
+        assert tokenizers.load(tmp_path).eos_ids == (2, 1)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert tokenizers.load(tmp_path).eos_ids == (2,)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 999}')
+    with pytest.raises(InputError, match="take tokenizer and config.json"):
+        tokenizers.load(tmp_path)
+
+
+def test_every_end_is_written_for_transformers_too(letters, tmp_path):
+    from transformers import GenerationConfig
+
+    for ends, listed in [((2,), 2), ((2, 1), [2, 1])]:
+        dataclasses.replace(letters, eos_ids=ends).save_pretrained(tmp_path)
+        assert tokenizers.load(tmp_path).eos_ids == ends
+        written = GenerationConfig.from_pretrained(tmp_path)
+        assert (written.eos_token_id, written.bos_token_id, written.pad_token_id) == (listed, 1, 0)
+
+
+def test_an_end_that_is_the_unknown_token_too_is_a_control_token(tmp_path):
+    """As <|endoftext|> of GPT-2 is."""
+    byte_level(tmp_path, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<end>"))
+    loaded = tokenizers.load(tmp_path)
+    (end,) = loaded.eos_ids
+    assert loaded.control == {"<end>": end}
+    assert end not in loaded.encode("a<end>")
+    assert loaded.decode([*loaded.encode("a"), end]) == "a"
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path):
+    for names, expected in [(("default", "tools"), TEMPLATE), (("rag", "tools"), None)]:
+        byte_level(tmp_path, eos_token="<eos>", bos_token="<bos>", chat_template=dict.fromkeys(names, TEMPLATE))
+        assert tokenizers.load(tmp_path).chat_template == expected
+        shutil.rmtree(tmp_path)
 
 
 def test_messages_are_written_by_the_template(letters):
@@ -254,7 +296,7 @@ def test_sentencepiece_files_load_and_save(sentencepiece_file, tmp_path):
     assert loaded.decode([1, *library.encode("two"), 2]) == "two"
     assert loaded.decode([1, *library.encode("two"), 2], skip_special=False) == "<s>two</s>"
     loaded.save_pretrained(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.model"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["generation_config.json", "tokenizer.model"]
     again = tokenizers.load(tmp_path)
     assert again.encode(text) == loaded.encode(text)
     again.save_pretrained(tmp_path)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from tpu_rl import model_files
 from tpu_rl.errors import InputError
+
+FILE = "generation_config.json"
 
 
 def listed(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids that generation_config.json lists; chat models end a turn with more than one."""
-    file = directory / "generation_config.json"
-    if not file.is_file():
+    """End-of-sequence ids that generation_config.json lists; chat models end a turn with more than one.
+
+    Without that file, as in transformers, those of config.json, or of the language model in it.
+    Raises InputError where the file is no JSON object, or an id not one of the tokenizer's.
+    """
+    files = [directory / name for name in (FILE, "config.json") if (directory / name).is_file()]
+    if not files:
         return ()
-    try:
-        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise InputError("not a JSON object", where=str(file), why=str(error), fix="download it again") from error
+    file = files[0]
+    source = model_files.read_json(file)
+    listed = source.get("eos_token_id")
+    if listed is None and isinstance(source.get("text_config"), dict):
+        listed = source["text_config"].get("eos_token_id")
     listed = listed if isinstance(listed, list) else [listed]
     ids = tuple(i for i in listed if isinstance(i, int))
     if any(not 0 <= i < vocab_size for i in ids):
         what = f"eos_token_id {listed} is not among the tokenizer's {vocab_size} ids"
-        raise InputError(what, where=str(file), fix="take tokenizer and generation_config.json of the same model")
+        raise InputError(what, where=str(file), fix=f"take tokenizer and {file.name} of the same model")
     return ids
 
 

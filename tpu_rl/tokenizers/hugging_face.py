@@ -102,11 +102,13 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.all_special_tokens}
     special.pop(tokenizer.unk_token, None)
-    control = special | {tokenizer.convert_ids_to_tokens(i): i for i in eos_ids}
     eos_ids = end_of_sequence.require((tokenizer.eos_token_id, *eos_ids), where)
+    # All of them, as an end may be the unknown token, too: that of GPT-2 is.
+    control = special | {tokenizer.convert_ids_to_tokens(i): i for i in eos_ids}
     plain = tokenizer.encode("a", add_special_tokens=False)
     wrapped = tokenizer.encode("a", add_special_tokens=True)
     starts = [k for k in range(len(wrapped)) if wrapped[k : k + len(plain)] == plain]
+    template = tokenizer.chat_template
     return Tokenizer(
         backend=_HuggingFace(tokenizer),
         eos_ids=eos_ids,
@@ -115,5 +117,5 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
         vocab_size=_vocab_size(tokenizer),
         prefix_ids=tuple(wrapped[: starts[0]]) if starts else (),
         control=control,
-        chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
+        chat_template=(template.get("default") if isinstance(template, dict) else template) or None,
     )

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from tpu_rl import chat_templates
 from tpu_rl.errors import InputError
+from tpu_rl.tokenizers import end_of_sequence
 
 Message = dict[str, Any]
 """One turn of a conversation: {"role": "user", "content": "..."} and whatever else the chat template reads."""
@@ -121,9 +122,17 @@ class Tokenizer:
         return self.render(prompt)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes files that `load`, and transformers or sentencepiece, read back."""
+        """Writes files that `load`, and transformers or sentencepiece, read back.
+
+        generation_config.json is one of them: of several ends, a tokenizer's own files know the first alone.
+        """
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.backend.save(Path(directory))
+        first, *others = self.eos_ids
+        eos = [first, *others] if others else first
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": eos, "pad_token_id": self.pad_id}
+        known = {name: value for name, value in ids.items() if value is not None}
+        (Path(directory) / end_of_sequence.FILE).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
     def _encode_text(self, text: str) -> list[int]:
         control = frozenset(self.control.values())
