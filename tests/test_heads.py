@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_models import CAPACITY, LENGTH, plain, tiny, tokens_of
+from tests.test_models import CAPACITY, CONFIGS, LENGTH, plain, tiny, tokens_of
 from tpu_rl import models
 from tpu_rl.errors import InputError
+from tpu_rl.models import families
 from tpu_rl.types import Rows
 
 FAMILIES = ("llama3", "qwen2", "gemma2")
@@ -148,6 +149,25 @@ def test_a_headed_model_is_saved_as_a_sequence_classifier(family, tmp_path):
     again, loaded = models.load(tmp_path / "model")
     assert again.config.outputs == 3
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_head_is_saved_as_the_class_that_transformers_has(family):
+    names = pytest.importorskip("transformers.models.auto.modeling_auto")
+    kind = str(CONFIGS[family]["model_type"])
+    known = names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    assert known == (None if kind == "olmoe" else families.FAMILIES[kind].head_architecture)
+
+
+def test_labels_are_as_many_as_the_heads_numbers(tmp_path):
+    labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+    base = models.from_config(CONFIGS["llama3"] | labels)
+    for outputs in (2, 3):
+        model = models.with_head(base, outputs)
+        models.save(tmp_path, model, model.init(jax.random.key(0)))
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["num_labels"] == outputs
+        assert {name: written[name] for name in labels if name in written} == (labels if outputs == 2 else {})
 
 
 @some_families

@@ -98,6 +98,12 @@ class Family:
     """Of layer weights, where they differ from `LAYER_NAMES`."""
     gemma: bool = False
     """Norm scales stored as distance from 1, norms at both ends of a branch, embeddings times sqrt(width)."""
+    classifier: str | None = None
+    """The class with a head, where it is not called as `architecture` but for its end. OLMoE has none at all."""
+
+    @property
+    def head_architecture(self) -> str:
+        return self.classifier or self.architecture.replace("ForCausalLM", HEAD)
 
 
 _LLAMA = {
@@ -181,7 +187,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family("OlmoeForCausalLM", _OLMOE, reads_layer_types=False, names=expert_families.OLMOE_NAMES),
     "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
-    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3, kinds=_every_nth_full, names=GEMMA_NORMS, gemma=True),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA3,
+        kinds=_every_nth_full,
+        names=GEMMA_NORMS,
+        gemma=True,
+        classifier="Gemma3Text" + HEAD,
+    ),
 }
 """By `model_type`. Gemma 3 with images ("gemma3") is read as the "gemma3_text" inside it."""
 

@@ -233,7 +233,9 @@ def _without_layers(place: Sharding) -> Sharding:
 
 
 def save(path: str | Path, model: Model, params: Params, tokenizer: Any = None) -> None:
-    """Writes a model directory that transformers loads: config.json, safetensors in the params' own dtype, tokenizer.
+    """Writes a model directory that transformers loads: config.json, safetensors in the params' own dtype, tokenizer,
+    and with that generation_config.json, so that completions end where they did. (An OLMoE with a head is read here
+    alone: transformers has none.)
 
     Adapters are merged into the weights (`save_adapters` writes them alone). The directory is written beside `path` and
     renamed when whole, so `path` never holds half a model; a model directory that was there before is replaced. Several
@@ -324,6 +326,8 @@ def _write_config(path: Path, config: DecoderConfig) -> None:
     family = families.FAMILIES[source["model_type"]]
     source |= {"architectures": [family.architecture], "torch_dtype": config.param_dtype}
     if config.outputs:
-        architecture = family.architecture.replace("ForCausalLM", families.HEAD)
-        source |= {"architectures": [architecture], "num_labels": config.outputs}
+        source |= {"architectures": [family.head_architecture], "num_labels": config.outputs}
+        if len(source.get("id2label") or ()) != config.outputs:  # of the model before it had this head
+            for name in ("id2label", "label2id", "problem_type"):
+                source.pop(name, None)
     path.write_text(json.dumps(source, indent=2, sort_keys=True) + "\n")
