@@ -1,5 +1,6 @@
 """The decoder against itself: packed rows and the cache give what one plain sequence gives, on every family."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -444,6 +445,34 @@ def test_newer_and_older_configurations_read_alike():
     flat = {key: value for key, value in CONFIGS["llama3"].items() if "rope" not in key}
     flat["rope_parameters"] = {**LLAMA3_ROPE, "rope_theta": 5e5}
     assert models.from_config(flat).config.rope == models.from_config(CONFIGS["llama3"]).config.rope
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama2", {"rope_parameters": LINEAR}),
+        ("llama2", {"rope_parameters": LINEAR, "rope_theta": 5e5}),
+        ("mixtral", {"rope_parameters": LINEAR}),
+        ("llama2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LINEAR}),
+        ("gemma3", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}}),
+        ("gemma3", {"rope_parameters": {"full_attention": LINEAR}, "rope_theta": 3e6, "rope_local_base_freq": 2e4}),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 3e6}}, "rope_scaling": LINEAR}),
+    ],
+)
+def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
+    transformers = pytest.importorskip("transformers")
+    source = {key: value for key, value in CONFIGS[family].items() if "rope" not in key} | change
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(source)).rope_parameters
+    config = models.from_config(source).config
+    kinds = {"full_attention": config.rope, "sliding_attention": config.sliding_rope}
+    for name, ours in kinds.items():
+        expected = theirs.get(name, theirs)
+        assert ours.theta == expected["rope_theta"]
+        assert ours.scaling == expected["rope_type"]
+        assert ours.factor == expected.get("factor", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
-from tpu_rl.models import expert_families
+from tpu_rl.models import expert_families, ropes
 from tpu_rl.models.architecture import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
-from tpu_rl.models.layers import RopeConfig
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
@@ -307,39 +306,6 @@ def _activation(hf: Mapping[str, Any]) -> str:
     return ACTIVATION_NAMES[name]
 
 
-def _ropes(hf: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Of full and of sliding layers.
-
-    The newer form is `rope_parameters`, one dict or one a layer kind; the older `rope_theta` with `rope_scaling`,
-    to which Gemma 3 adds `rope_local_base_freq`, the sliding layers' own theta, which is never scaled.
-    """
-    newer = hf.get("rope_parameters") or {}
-    full = newer.get("full_attention") or (newer if "rope_theta" in newer else hf.get("rope_scaling")) or {}
-    local = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else full
-    return _rope(hf, full), _rope(hf, newer.get("sliding_attention") or local)
-
-
-def _rope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
-    scaling = parameters.get("rope_type") or parameters.get("type") or "default"
-    if scaling not in ("default", "linear", "llama3"):
-        raise InputError(
-            f"rope scaling {scaling!r} is not supported", where="config.json", fix="supported: default, linear, llama3"
-        )
-    theta = float(parameters.get("rope_theta") or hf["rope_theta"])
-    if scaling == "default":
-        return RopeConfig(theta)
-    if scaling == "linear":
-        return RopeConfig(theta, "linear", float(parameters["factor"]))
-    return RopeConfig(
-        theta,
-        "llama3",
-        float(parameters["factor"]),
-        float(parameters["low_freq_factor"]),
-        float(parameters["high_freq_factor"]),
-        int(parameters.get("original_max_position_embeddings") or hf["max_position_embeddings"]),
-    )
-
-
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -358,7 +324,7 @@ def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, where: 
     _require_sizes(hf, where)
     _refuse(hf)
     kinds = _kinds(family, hf)
-    rope, sliding_rope = _ropes(hf)
+    rope, sliding_rope = ropes.read(hf)
     size = hf["vocab_size"]
     return DecoderConfig(
         width=hf["hidden_size"],
