@@ -312,6 +312,21 @@ def test_an_adapters_directory_stands_for_the_merged_model(family, tmp_path):
     models.check(tmp_path / "adapter", from_adapter)
 
 
+def test_beside_images_an_adapter_has_the_names_of_the_language_model_inside(tmp_path):
+    one = adapted("gemma3")
+    text = json.loads(one.model.config.source)
+    inside = models.from_config({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    model = models.with_lora(inside, LoraConfig(3, alpha=6.0, targets=TARGETS["gemma3"]))
+    models.save(tmp_path / "base", inside, one.base)
+    models.save_adapters(tmp_path / "adapter", model, one.params, str(tmp_path / "base"))
+    stored = safetensors_files.read_header(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.split("layers")[0] for name in stored} == {"base_model.model.model.language_model."}
+    again, adapters = models.load_adapters(tmp_path / "adapter", inside)
+    assert again is model
+    assert_same(adapters, one.adapters)
+    assert_same(models.load(tmp_path / "adapter")[1], models.merge(one.model, one.params)[1])
+
+
 def test_a_reward_models_adapter_brings_its_head(tmp_path):
     one = adapted("llama3")
     headed = models.with_lora(models.with_head(tiny("llama3").model, 2), LoraConfig(3, targets=("v_proj",)))

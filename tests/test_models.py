@@ -441,7 +441,8 @@ def test_newer_and_older_configurations_read_alike():
     nested = {"model_type": "gemma3", "text_config": newer, "vision_config": {}}
     for source in (newer, nested):
         config = models.from_config(source).config
-        assert dataclasses.replace(config, source=older.source) == older
+        assert config.inside_gemma3 == (source is nested)
+        assert dataclasses.replace(config, source=older.source, inside_gemma3=False) == older
     flat = {key: value for key, value in CONFIGS["llama3"].items() if "rope" not in key}
     flat["rope_parameters"] = {**LLAMA3_ROPE, "rope_theta": 5e5}
     assert models.from_config(flat).config.rope == models.from_config(CONFIGS["llama3"]).config.rope

@@ -1,6 +1,8 @@
 """Every family against its implementation in transformers, in float32 on the CPU: loaded, computed, saved again."""
 
 import dataclasses
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.test_models import CONFIGS, LENGTH, plain, tiny, tokens_of
-from tpu_rl import models
-from tpu_rl.models import routers
+from tpu_rl import models, sharding
+from tpu_rl.models import routers, safetensors_files
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -89,6 +91,16 @@ def test_gemma3_with_images_is_read_as_text(tmp_path):
     with torch.no_grad():
         other = theirs(torch.tensor(np.asarray(tokens)[:1], dtype=torch.long)).logits[0].numpy()
     assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+
+    # PEFT finds the modules of an adapter by the pattern, and its tensors by their names.
+    model = models.with_lora(models.from_config(tmp_path), models.LoraConfig(3, targets=("q_proj", "down_proj")))
+    adapters = models.random_adapters(model, jax.random.key(0), sharding.make_mesh(devices=jax.devices()[:1]))
+    models.save_adapters(tmp_path / "adapter", model, adapters, str(tmp_path))
+    pattern = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    found = {name for name, _ in theirs.named_modules() if re.fullmatch(pattern, name)}
+    stored = safetensors_files.read_header(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found == {name.removeprefix("base_model.model.").split(".lora_")[0] for name in stored}
+    assert len(found) == 2 * text["num_hidden_layers"]
 
 
 def test_bfloat16_checkpoints_load_without_loss(tmp_path):

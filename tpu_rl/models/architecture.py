@@ -200,6 +200,8 @@ class DecoderConfig:
     """A head of so many numbers in place of the vocabulary: what `logits` gives, and then there is no unembedding."""
     adapters: LoraConfig | None = None
     """With targets by their names here. None: the weights stand alone."""
+    inside_gemma3: bool = False
+    """Whether it was read from a Gemma 3 with images, whose modules transformers calls otherwise."""
     source: str = "{}"
     """The Hugging Face configuration this came from, as JSON: what `models.save` writes back."""
 

@@ -314,6 +314,7 @@ def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, where: 
 
     Raises InputError naming what is missing or not supported.
     """
+    inside_gemma3 = source.get("model_type") == "gemma3"
     source = text_part(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
@@ -345,6 +346,7 @@ def read_config(source: Mapping[str, Any], dtype: str, param_dtype: str, where: 
         dtype=dtype,
         param_dtype=param_dtype,
         outputs=_outputs(source),
+        inside_gemma3=inside_gemma3,
         source=json.dumps(source, sort_keys=True),
     )
 

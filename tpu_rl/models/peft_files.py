@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
 """Of every tensor's name, before the one that its module has in the base."""
+
+IMAGES = "model.language_model."
+"""What the names of a language model's modules begin with inside a Gemma 3 with images, in place of "model."."""
 
 ENDS = {".lora_A.weight": LORA_A, ".lora_B.weight": LORA_B}
 """How the names of an adapter's matrices end, there and here."""
@@ -215,7 +219,9 @@ def save_adapters(path: str | Path, model: Model, params: Params, base: str, tok
     """
     require_replaceable(path, CONFIG)
     slots = _tensor_slots(model)
-    tensors = {PREFIX + name: _tensor(params, slot, shape) for name, (slot, shape) in slots.items()}
+    tensors = {
+        PREFIX + _module(model.config, name): _tensor(params, slot, shape) for name, (slot, shape) in slots.items()
+    }
     if jax.process_index() != 0:
         return
     with written_whole(path) as whole:
@@ -232,6 +238,18 @@ def _tensor(params: Params, slot: Slot, shape: tuple[int, ...]) -> np.ndarray:
     return row if slot.path[-1] == "score" else row.reshape(shape[::-1]).T
 
 
+def _module(config: DecoderConfig, name: str) -> str:
+    """What the base calls what a text model calls `name`."""
+    return name.replace("model.", IMAGES, 1) if config.inside_gemma3 and name.startswith("model.") else name
+
+
+def _targets(config: DecoderConfig, names: list[str]) -> list[str] | str:
+    """The adapted modules in PEFT's form; beside images a pattern, as the vision tower has modules of such names."""
+    if not config.inside_gemma3:
+        return names
+    return rf"({re.escape(IMAGES)}.*\.)?({'|'.join(names)})"
+
+
 def _peft_config(config: DecoderConfig, base: str) -> Mapping[str, Any]:
     adapters = config.adapters
     assert adapters is not None
@@ -242,7 +260,7 @@ def _peft_config(config: DecoderConfig, base: str) -> Mapping[str, Any]:
         "r": adapters.rank,
         "lora_alpha": int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,
         "use_rslora": adapters.rank_stabilised,
-        "target_modules": [lora.PEFT_NAMES[name] for name in adapters.targets],
+        "target_modules": _targets(config, [lora.PEFT_NAMES[name] for name in adapters.targets]),
         "modules_to_save": ["score"] if config.outputs else None,
         "bias": "none",
         "lora_dropout": 0.0,
