@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import tyro
 
-from launch import build, phases, roles, states, stored_runs
+from launch import build, phases, reward_runs, roles, states, stored_runs
 from launch import config as configuration
 from launch.config import MeshConfig
 from launch.sources import Setup
-from tpu_rl import checkpoint, models
+from tpu_rl import checkpoint, models, reward_models
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.types import Params
 
@@ -39,8 +40,12 @@ def main(argv: list[str]) -> int:
     try:
         setup, params, step = load_run(flags.run_dir)
         name = flags.role or roles.product(setup.config.algorithm)
-        if name not in setup.models:
-            raise InputError(f"the run has no model {name!r}", where="--role", fix=f"it has {', '.join(setup.models)}")
+        cast = roles.specs(setup.config)
+        whole = [one for one in setup.models if cast[one].trunk_of is None]
+        if name not in whole:
+            why = f"it is a head on the layers of {cast[name].trunk_of}" if name in cast else ""
+            fix = f"it has {', '.join(whole)}"
+            raise InputError(f"the run has no model {name!r} by itself", where="--role", why=why, fix=fix)
         write(setup, params, name, flags)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,16 +55,33 @@ def main(argv: list[str]) -> int:
 
 
 def write(setup: Setup, params: Params, name: str, flags: Flags) -> None:
-    """Raises InputError where the adapter is wanted of a model that has none, or none that could stand alone."""
+    """One model; of a reward model also how its scores are read and, beside it, the other trunks of its ensemble.
+
+    Raises InputError where the adapter is wanted of a model that has none, or none that could stand alone.
+    """
+    algorithm, target = setup.config.algorithm, Path(flags.to)
+    reading = reward_runs.reading(algorithm) if name == roles.product(algorithm) else None
+    if reading is None:
+        write_one(setup, params, name, target, flags.adapter)
+        return
+    # Named after the model that they belong to: two exports may lie side by side.
+    beside = {other: f"{target.absolute().name}_{other}" for other in reading.others}
+    for other, folder in beside.items():
+        write_one(setup, params, other, target.absolute().parent / folder, flags.adapter)
+    write_one(setup, params, name, target, flags.adapter)
+    reward_models.write_reading(target, replace(reading, others=tuple(beside.values())))
+
+
+def write_one(setup: Setup, params: Params, name: str, target: Path, adapter: bool) -> None:
     own, tokenizer = setup.params_of(name)(params), setup.language.tokenizer
-    if not flags.adapter:
-        models.save(flags.to, setup.models[name], own, tokenizer)
+    if not adapter:
+        models.save(target, setup.models[name], own, tokenizer)
         return
     base = roles.adapter_base(setup.config, name)
     if base is None:
         why = "it was trained whole, or began with weights that are no model's directory"
         raise InputError(f"{name} has no adapter to export", where="--adapter", why=why, fix="export it without")
-    models.save_adapters(flags.to, setup.models[name], own, base, tokenizer)
+    models.save_adapters(target, setup.models[name], own, base, tokenizer)
 
 
 def load_run(address: str) -> tuple[Setup, Params, int]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import build, config, run
+from launch import build, config, export, run
 from launch.config import ExperimentConfig, Phase
 from tpu_rl import models
 from tpu_rl.algos import AStarPoConfig, PpoConfig, ReinforceConfig, ValuePretrainingConfig
@@ -91,7 +91,7 @@ def test_the_source_tells_what_prompts_are_worth(tmp_path, algorithm):
         pytest.param(AStarPoConfig(), id="a_star_po", marks=pytest.mark.slow),
     ],
 )
-def test_each_takes_steps(tmp_path, algorithm):
+def test_each_takes_steps(tmp_path, algorithm, capsys):
     """On policy at first; the sampler's log-probs are the trainer's to rounding."""
     start = tmp_path / "start.yaml"
     config.save(replace(config.parse(["arithmetic_ppo", *TINY]), algorithm=algorithm, steps=2), start)
@@ -101,3 +101,8 @@ def test_each_takes_steps(tmp_path, algorithm):
     assert rows[0]["policy/ratio_max"] == pytest.approx(1, abs=5e-5)
     assert rows[0]["policy/kl_old"] < 1e-8
     assert rows[1]["optim/skipped"] == 0
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "value"), "--role", "value"]) == 2
+    error = capsys.readouterr().err
+    assert "no model 'value' by itself" in error
+    assert ("a head on the layers of policy" in error) == isinstance(algorithm, PpoConfig)
+    assert "value" not in error.partition("fix:")[2]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config, evaluate, reward_runs, run
+from launch import config, evaluate, export, reward_runs, run
 from launch.config import FileData
 from tests.test_launch import rows_of
 from tpu_rl import environments, models, reward_models, tokenizers
@@ -111,11 +111,17 @@ def test_an_ensemble_of_trunks_is_one_reward(folder):
         heads += np.asarray(models.apply(model, params, jnp.array([ids])))[0, -1].tolist()
     assert len(set(heads)) == 6
     assert score == pytest.approx(np.mean(heads) - np.std(heads), abs=1e-5)
+    assert export.main([str(run_dir), "--to", str(folder / "whole_ensemble")]) == 0
+    assert (folder / "whole_ensemble_reward_1" / "config.json").is_file()
+    assert reward_models.load(folder / "whole_ensemble")(["1+2="], ["#3"]) == [score]
 
 
 def test_a_sentence_level_model_is_trained_and_used(folder):
     constant = ("--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0")
     assert run.main(flags(folder, "arithmetic_sentence_reward", "sentences", "--steps", "1", *constant)) == 0
+    assert export.main([str(folder / "sentences"), "--to", str(folder / "exported")]) == 0
+    readings = [reward_models.read_reading(path) for path in (folder / "exported", folder / "sentences" / "model")]
+    assert readings[0] == readings[1] != reward_models.Reading()
     last = rows_of(folder / "sentences")[-1]
     assert {"preference/sentences", "eval/accuracy", "eval/length_only_accuracy"} <= set(last)
     reading = reward_models.read_reading(folder / "sentences" / "model")
