@@ -25,7 +25,9 @@ def print_plan(config: ExperimentConfig) -> None:
 def model_table(config: ExperimentConfig) -> Table:
     """The run's models, their parameters, and the bytes of weights and optimizer moments."""
     base = models.from_config(
-        roles.model_path(config.model.path), dtype=config.model.dtype, param_dtype=config.model.param_dtype
+        models.find_directory(roles.model_path(config.model.path)),
+        dtype=config.model.dtype,
+        param_dtype=config.model.param_dtype,
     )
     table = Table("model", "parameters", "weights, MiB", "optimizer moments, MiB", box=None)
     trained = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}

@@ -35,11 +35,12 @@ class Language(NamedTuple):
 def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     """The model of --model.path, and its weights on the mesh."""
     path = model_path(config.model.path)
-    tokenizer = load_tokenizer(models.tokenizer_directory(models.find_directory(path)))
+    directory = models.find_directory(path)
+    tokenizer = load_tokenizer(models.tokenizer_directory(directory))
     if not config.model.random_init:
         model, params = load(config, path, mesh)
         return Language(model, tokenizer), params
-    model = models.from_config(path, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
+    model = models.from_config(directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
     return Language(model, tokenizer), random_params(model, sampler.run_key(config.seed, Purpose.INIT, 0), mesh)
 
 

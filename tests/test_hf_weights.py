@@ -101,6 +101,18 @@ def test_vocabulary_beyond_the_tokenizer_is_no_token(saved):
     assert float(jax.nn.softmax(logits)[0, 105:].max()) == 0.0
 
 
+def test_only_special_tokens_may_lie_beyond_the_embedding(saved):
+    vocab = {f"t{i}": i for i in range(100)}
+    for special in (True, False):
+        tokenizer = {"model": {"vocab": vocab}, "added_tokens": [{"id": 131, "content": "<x>", "special": special}]}
+        (saved / "tokenizer.json").write_text(json.dumps(tokenizer))
+        if special:
+            assert models.from_config(saved).config.vocab.valid == 131
+        else:
+            with pytest.raises(InputError, match="knows 132 ids and the model's embedding 131"):
+                models.from_config(saved)
+
+
 def edit_tensors(directory, change):
     path = directory / "model.safetensors"
     tensors = {name: np.array(stored.read()) for name, stored in safetensors_files.read_header(path).items()}
@@ -133,6 +145,12 @@ def test_a_tied_model_may_have_a_copy_of_its_unembedding(tmp_path):
         tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]})
     )
     assert_same(models.load(tmp_path / "model")[1], params)
+    edit_tensors(tmp_path / "model", lambda tensors: tensors["lm_head.weight"][130].fill(0))
+    with pytest.raises(InputError, match="lm_head.weight is not the embedding"):
+        models.load(tmp_path / "model")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": np.zeros((7, 40), np.float32)}))
+    with pytest.raises(InputError, match="lm_head.weight is not the embedding"):
+        models.load(tmp_path / "model")
 
 
 def write(name, content):
@@ -146,8 +164,16 @@ def pickle_only(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
+def index(content):
+    def change(directory):
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
+        write("model.safetensors.index.json", content)(directory)
+
+    return change
+
+
 def index_to(name):
-    return write("model.safetensors.index.json", json.dumps({"weight_map": {"model.norm.weight": name}}).encode())
+    return index(json.dumps({"weight_map": {"model.norm.weight": name}}).encode())
 
 
 def cut_short(directory):
@@ -164,7 +190,8 @@ DAMAGE = [
     (index_to("../model.safetensors"), "leads out of the model directory"),
     (index_to("/etc/passwd"), "leads out of the model directory"),
     (index_to("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors is missing"),
-    (write("model.safetensors.index.json", b"[]"), "not an index"),
+    (index(b"[]"), "not an index"),
+    (write("model.safetensors.index.json", b"[]"), None),
     (write("config.json", b"{"), "config.json is not JSON"),
     (write("config.json", b"[]"), "config.json is not a JSON object"),
     (lambda directory: (directory / "config.json").unlink(), "no config.json"),
@@ -175,7 +202,7 @@ DAMAGE = [
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_damaged_directories(saved, damage, message):
     damage(saved)
-    if message is None:  # another name for the only file is no damage
+    if message is None:  # another name for the only file is no damage, nor is an index beside a whole model
         assert_same(models.load(saved)[1], tiny("llama3").params)
         return
     with pytest.raises(InputError, match="(?s)" + message):
@@ -204,5 +231,8 @@ def test_hub_ids_come_from_the_local_cache(saved, tmp_path, monkeypatch):
     assert_same(models.load("owner/tiny")[1], tiny("llama3").params)
     with pytest.raises(InputError, match="neither a directory nor a model in the local cache"):
         models.load("owner/absent")
+    for name in ("my--model", "owner/a..b"):  # which the hub's client takes for no id
+        with pytest.raises(InputError, match="neither a directory nor a model in the local cache"):
+            models.load(name)
     with pytest.raises(InputError, match="no such model directory"):
         models.load(tmp_path / "absent")

@@ -95,6 +95,14 @@ def linked_out(directory: Path) -> None:
     (directory / "model.safetensors").symlink_to(moved)
 
 
+def templates_out(directory: Path) -> None:
+    """The folder is the link; the file in it is none."""
+    moved = directory.parent / "elsewhere"
+    moved.mkdir()
+    (moved / "tools.jinja").write_text("secret")
+    (directory / "additional_chat_templates").symlink_to(moved)
+
+
 def looped(directory: Path) -> None:
     (directory / "config.json").unlink()
     (directory / "config.json").symlink_to("config.json")
@@ -117,7 +125,12 @@ def outside_vocabulary(directory: Path) -> None:
 
 def index(name: str):
     text = json.dumps({"weight_map": {"model.norm.weight": name}})
-    return lambda directory: (directory / safetensors_files.INDEX).write_text(text)
+
+    def apply(directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
+        (directory / safetensors_files.INDEX).write_text(text)
+
+    return apply
 
 
 def template(text: str):
@@ -136,6 +149,7 @@ HOSTILE = {
     "path upwards": (index("../model.safetensors"), "leads out of the model directory"),
     "absolute path": (index("/etc/passwd"), "leads out of the model directory"),
     "link out": (linked_out, "link that leads out of the model directory"),
+    "folder out": (templates_out, "link that leads out of the model directory"),
     "link loop": (looped, "link that leads nowhere"),
     "vocabulary outside": (outside_vocabulary, "names a file outside"),
     "pipe": (pipe, "not a regular file"),
@@ -198,4 +212,7 @@ def test_a_snapshot_of_the_hub_is_links_to_its_blobs(whole, tmp_path):
     for number, file in enumerate(whole.iterdir()):
         (blobs / str(number)).write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    (snapshot / "additional_chat_templates").mkdir()
+    (blobs / "template").write_text("{{ messages }}")
+    (snapshot / "additional_chat_templates" / "tools.jinja").symlink_to("../../../blobs/template")
     open_all(snapshot)

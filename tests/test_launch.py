@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
-from launch import config, run
+from launch import config, dry_run, roles, run
 from launch.run_folders import RunFolder
+from tpu_rl import models, sharding
 from tpu_rl.errors import InputError
 
 TINY = [
@@ -154,6 +156,15 @@ def test_dry_run(capsys):
     printed = capsys.readouterr().out
     assert "445,824" in printed
     assert "256" in printed
+
+
+def test_hub_ids_need_no_weights_where_none_are_read(monkeypatch):
+    found = {"owner/tiny": Path(roles.model_path("builtin:arithmetic"))}
+    monkeypatch.setattr(models, "find_directory", lambda path: found.get(path, Path(path)))
+    asked = config.parse(["--model.path", "owner/tiny", "--model.random-init"])
+    assert dry_run.model_table(asked).row_count == 1
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    assert roles.language(asked, mesh)[0].model.config.width == 128
 
 
 @pytest.mark.parametrize("name", config.preset_names())

@@ -33,7 +33,7 @@ _PAGES = (b"<!doctype html", b"<html", b"<?xml")
 def require_safe(directory: Path) -> None:
     """Raises InputError where one of the files that would be read leads elsewhere, is no file, or is a bomb."""
     for path in sorted({path for pattern in READ for path in directory.glob(pattern)}):
-        _require_inside(path)
+        _require_inside(path, directory.resolve())
         if not path.is_file():
             raise InputError(f"{path.name} is not a regular file", where=str(directory), fix="remove it")
         if path.suffix == ".safetensors":
@@ -49,10 +49,7 @@ def require_safe(directory: Path) -> None:
         _require_itself(path)
 
 
-def _require_inside(path: Path) -> None:
-    if not path.is_symlink():
-        return
-    directory = path.parent.resolve()
+def _require_inside(path: Path, directory: Path) -> None:
     allowed = [directory]
     if directory.parent.name == "snapshots":
         allowed.append(directory.parent.parent / "blobs")

@@ -23,6 +23,7 @@ def find_directory(path: str | Path) -> Path:
     if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
         raise InputError("no such model directory", where=str(path), fix="give a directory or a hub id (owner/name)")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     download = functools.partial(
         snapshot_download, str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -31,11 +32,11 @@ def find_directory(path: str | Path) -> Path:
         cached = Path(download(local_files_only=True))
         if any(cached.glob("*.safetensors")):
             return cached
-    except OSError:
+    except (OSError, HFValidationError):
         pass  # not in the cache: ask the hub
     try:
         return Path(download())
-    except OSError as error:
+    except (OSError, HFValidationError) as error:
         raise InputError(
             f"{path} is neither a directory nor a model in the local cache, and the hub did not give it",
             why=str(error).splitlines()[0],

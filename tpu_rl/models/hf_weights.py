@@ -78,7 +78,7 @@ def _known_tokens(directory: Path, size: int) -> int:
     """How many ids tokenizer.json knows, added tokens included; `size` without that file or a vocabulary in it.
 
     Raises InputError where ordinary text has ids beyond `size`, the rows of the embedding: to read them would give
-    another token's row. Added tokens may lie beyond, as the image token of Gemma 3 does: text never becomes one.
+    another token's row. Special tokens may lie beyond, as the image token of Gemma 3 does: text never becomes one.
     """
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -88,10 +88,11 @@ def _known_tokens(directory: Path, size: int) -> int:
         vocab = tokenizer.get("model", {}).get("vocab")
         if not vocab:
             return size
-        added = {token["id"] for token in tokenizer.get("added_tokens", [])}
+        added = tokenizer.get("added_tokens", [])
+        special = {token["id"] for token in added if token.get("special")}
         # Of a unigram model the vocabulary is a list of [text, score].
-        ids = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
-        known, ordinary = 1 + max(ids | added), 1 + max(ids - added, default=0)
+        ids = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab))) | {token["id"] for token in added}
+        known, ordinary = 1 + max(ids), 1 + max(ids - special, default=0)
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError("tokenizer.json has no vocabulary", where=str(path), why=repr(error)[:200]) from error
     if ordinary > size:
@@ -121,6 +122,8 @@ def load(
         return _load_merged(directory, dtype, mesh, param_dtype)
     model = from_config(directory, dtype, param_dtype)
     stored = check(directory, model)
+    if model.config.vocab.tied and model.config.outputs is None:
+        _require_tied(directory)
     shapes = param_shapes(model.config)
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
     if mesh is not None:
@@ -157,6 +160,26 @@ def _load_merged(directory: Path, dtype: str, mesh: Mesh | None, param_dtype: st
     return lora.merge(adapted, whole, donate=True)
 
 
+def _require_tied(directory: Path) -> None:
+    """Raises InputError where a tied model's file has an unembedding that is not its embedding."""
+    stored = _plain_tensors(directory)
+    ends = [stored.get(families.TOP_NAMES[name]) for name in ("embedding", "unembedding")]
+    one, other = (None if tensor is None else tensor.read() for tensor in ends)
+    if one is None or other is None:
+        return
+    pieces = [slice(start, start + 4096) for start in range(0, len(one), 4096)]  # rows: as float32 all would be large
+    if one.shape != other.shape or any(
+        not np.array_equal(one[rows].astype(np.float32), other[rows].astype(np.float32), equal_nan=True)
+        for rows in pieces
+    ):
+        raise InputError(
+            "lm_head.weight is not the embedding, though config.json ties the two",
+            where=str(directory),
+            why="transformers would compute logits with lm_head.weight, and a tied model with the embedding",
+            fix="set tie_word_embeddings to false in config.json",
+        )
+
+
 @jax.jit
 def _all_finite(params: Params) -> Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
@@ -189,16 +212,17 @@ def check(directory: Path, model: Model) -> dict[str, safetensors_files.Stored]:
         base = from_config(place)
         peft_files.adapted_model(directory, base)
         return check(place, base)
-    slots = weight_slots(model)
-    stored = {}
-    for name, tensor in safetensors_files.find_tensors(directory).items():
-        plain = families.plain_name(name)
-        if plain is not None:
-            stored[plain] = tensor
+    slots, stored = weight_slots(model), _plain_tensors(directory)
     if families.TOP_NAMES["unembedding"] not in slots:
         stored.pop(families.TOP_NAMES["unembedding"], None)  # a tied model needs none; some files have a copy
     require_fit(directory, {name: slot.shape for name, slot in slots.items()}, stored, "config.json")
     return stored
+
+
+def _plain_tensors(directory: Path) -> dict[str, safetensors_files.Stored]:
+    """By the names that a text model has."""
+    tensors = ((families.plain_name(name), one) for name, one in safetensors_files.find_tensors(directory).items())
+    return {name: tensor for name, tensor in tensors if name is not None}
 
 
 def _place(tensors: list[safetensors_files.Stored], config: DecoderConfig, name: str, place: Sharding) -> Array:

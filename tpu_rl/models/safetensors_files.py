@@ -68,11 +68,12 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
 
 def _files(directory: Path) -> list[Path]:
     """The safetensors files that make up the model in `directory`."""
-    index = directory / INDEX
+    single, index = directory / "model.safetensors", directory / INDEX
+    if single.exists():  # as transformers does: an index beside it is of an older model
+        return [single]
     if index.exists():
         return [directory / name for name in _indexed(index)]
-    single = directory / "model.safetensors"
-    found = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    found = sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
         return found
     if found:
