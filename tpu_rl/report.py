@@ -64,9 +64,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
         _faults(run),
         _configuration(run),
     )
-    page = report_page.PAGE.format(
-        title=html.escape(run.name), style=report_page.STYLE, body="\n".join(filter(None, sections))
-    )
+    body = "\n".join(filter(None, sections))
+    page = report_page.PAGE.format(title=html.escape(run.name), style=report_page.STYLE, body=body)
     path = Path(run_dir) / FILE
     temporary = path.with_suffix(".html.tmp")
     temporary.write_text(page, encoding="utf-8")
