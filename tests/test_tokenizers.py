@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 
 import pytest
 
@@ -196,6 +197,35 @@ def test_template_bombs_are_refused(letters, monkeypatch, template, why):
     assert why in error.value.why
     # The next conversation has a process again.
     assert letters.render([{"role": "user", "content": "a"}])
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_bomb_that_the_kernel_does_not_end_is_ended_by_the_clock(letters, monkeypatch):
+    monkeypatch.setattr(chat_templates, "CPU_SECONDS", 1)
+    uncounted = chat_templates._WORKER.replace("ITIMER_PROF, seconds", "ITIMER_PROF, 0")
+    monkeypatch.setattr(chat_templates, "_WORKER", uncounted)
+    monkeypatch.setattr(chat_templates, "PATIENCE", 4)
+    chat_templates._worker.cache_clear()
+    with pytest.raises(InputError, match="more than 1 s"):
+        dataclasses.replace(letters, chat_template=ENDLESS).render([{"role": "user", "content": "a"}])
+
+
+def test_after_an_interrupt_the_next_conversation_gets_its_own_answer(letters):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dataclasses.replace(letters, chat_template=ENDLESS).render([{"role": "user", "content": "a"}])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    spoken = dataclasses.replace(letters, chat_template="{{ messages[0].content }}")
+    assert spoken.render([{"role": "user", "content": "b"}]) == letters.encode("b")
 
 
 BROKEN_TEMPLATES = {

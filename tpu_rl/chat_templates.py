@@ -23,6 +23,8 @@ from tpu_rl.errors import InputError, MachineError
 CPU_SECONDS = 3
 """For one conversation, which takes a millisecond."""
 MEMORY_BYTES = 2**30
+PATIENCE = 60
+"""So many times as long by the clock, where the kernel, which counts, ends nothing; its process begins in it, too."""
 CHARACTERS = 10_000_000
 """The longest text of a conversation."""
 
@@ -32,6 +34,8 @@ _WORKER = f"""
 import json, resource, signal, sys
 from transformers.utils.chat_template_utils import render_jinja_template
 seconds, memory, characters = map(int, sys.argv[1:])
+signal.signal(signal.SIGPROF, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGPROF}})
 if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 for line in sys.stdin:
@@ -67,7 +71,11 @@ def render(
     spoken = [{key: value for key, value in message.items() if value is not None} for message in messages]
     request = {"conversations": [spoken], "chat_template": template, "add_generation_prompt": add_generation_prompt}
     worker = _worker(CPU_SECONDS, MEMORY_BYTES, CHARACTERS)
-    answer = worker.ask({**special, **request})
+    try:
+        answer = worker.ask({**special, **request})
+    except BaseException:  # an interrupt: what the process still answers is not what the next conversation asks
+        _worker.cache_clear()
+        raise
     if answer is None:
         _worker.cache_clear()
         raise _over_limits(template, worker.end())
@@ -98,13 +106,17 @@ class _Worker:
         """[text, error], one of which is None; None where the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        late = threading.Timer(PATIENCE * CPU_SECONDS, self._process.send_signal, (signal.SIGPROF,))
         with self._lock:
+            late.start()
             try:
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
+                line = self._process.stdout.readline()
             except BrokenPipeError:
                 return None
-            line = self._process.stdout.readline()
+            finally:
+                late.cancel()
         return json.loads(line) if line else None
 
     def end(self) -> int:
