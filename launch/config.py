@@ -350,20 +350,23 @@ MAY_CHANGE += ("model.remat", "model.attention")
 what it writes when, what its rewards may take, how long it may stand still, and, at a constant rate, how long it is."""
 
 
-def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
-    """Lines "name: old -> new" for every value that differs, other than those in MAY_CHANGE."""
+def that_stay(config: ExperimentConfig) -> dict[str, Any]:
+    """Name -> value of every setting that is not in MAY_CHANGE."""
 
     def flat(values: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(values, dict):
             return {prefix: values}
         return {k: v for name, value in values.items() for k, v in flat(value, f"{prefix}.{name}".strip(".")).items()}
 
-    before, after = flat(to_dict(old), ""), flat(to_dict(new), "")
+    every = flat(to_dict(config), "")
+    return {k: v for k, v in every.items() if k not in MAY_CHANGE and k.partition(".")[0] not in MAY_CHANGE}
 
-    def may_change(name: str) -> bool:
-        return name in MAY_CHANGE or name.partition(".")[0] in MAY_CHANGE
 
+def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
+    """Lines "name: old -> new" for every value that differs, other than those in MAY_CHANGE."""
+    before, after = that_stay(old), that_stay(new)
     # A schedule that falls until the last step is another one when that step moves.
-    fixed = ("steps",) if new.optimizer.schedule != "constant" else ()
-    names = [name for name in before | after if name in fixed or not may_change(name)]
+    if new.optimizer.schedule != "constant":
+        before["steps"], after["steps"] = old.steps, new.steps
+    names = before | after
     return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if before.get(name) != after.get(name)]

@@ -208,7 +208,7 @@ def cached_log_probs(
             raise InputError(f"the {changed} changed since the run began", where=str(path), fix=fix)
     values = compute_log_probs(setup, params, role, rows, plain)
     processes.from_first(lambda: write_log_probs(path, identity, values))
-    if not path.exists():  # of a run in a store, each process has a folder of its own
+    if not path.exists() or read_log_probs(path)[0] != identity:  # in a store, each process has a folder of its own
         write_log_probs(path, identity, values)
     return values
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch import dataset, dataset_changes, sources, watchdog
+from launch import dataset, dataset_changes, hosts, sources, watchdog
 from launch.acting import Acting, acting
-from launch.config import MAY_CHANGE, ExperimentConfig, Stage, to_dict
+from launch.config import ExperimentConfig, Stage, that_stay
 from launch.sources import Drawn, Setup, Source
 from tpu_rl import data, guidance, processes, rollouts, sampler
 from tpu_rl.algos import QSharpConfig
@@ -95,10 +95,11 @@ def q_example_source(setup: Setup, stage: Stage, params: Params) -> Source:
         began = time.perf_counter()
         collected = collect(setup, stage, params, number)
         processes.from_first(lambda: write(paths[-1], collected))
-        if not paths[-1].exists():  # of a run in a store, each process has a folder of its own
+        if not stands(setup.run_dir, stage, paths[-1], of):  # of a run in a store, each has a folder of its own
             write(paths[-1], collected)
         times["time/rollout"] = time.perf_counter() - began
     found = {path.name: read(path) for path in paths}
+    hosts.require_alike({f"examples/{name}": digest for name, (_, digest) in found.items()})
     rounds = [round_ for round_, _ in found.values()]
     size, total, position = config.batch.prompts * config.batch.completions, sum(len(r.ends) for r in rounds), [0]
 
@@ -207,18 +208,21 @@ def prompts_of(setup: Setup, stage: Stage, number: int) -> list[data.Row]:
 
 def made_of(config: ExperimentConfig, rows: list[data.Row]) -> str:
     """A digest of what examples are made of: prompts, files of reward functions, settings."""
-    settings = {name: value for name, value in to_dict(config).items() if name not in MAY_CHANGE}
     files = [name.rpartition(":")[0] for name in config.reward if ".py:" in name]
     content = b"".join(Path(file).expanduser().read_bytes() for file in files)
-    return hashlib.sha256(f"{data.fingerprint(rows)} {settings}".encode() + content).hexdigest()
+    return hashlib.sha256(f"{data.fingerprint(rows)} {that_stay(config)}".encode() + content).hexdigest()
 
 
 def stands(run_dir: Path, stage: Stage, path: Path, of: str) -> bool:
     """Whether the round there is to be learned from."""
     if not path.exists():
         return False
-    # A checkpoint knows the round by its SHA-256.
-    return dataset_changes.newest_checkpoint(run_dir) >= stage.first or str(read(path)[0].made_of) == of
+    if dataset_changes.newest_checkpoint(run_dir) >= stage.first:  # it knows the round by its SHA-256
+        return True
+    try:
+        return str(read(path)[0].made_of) == of
+    except DamagedDataError:
+        return False
 
 
 def check_returns(algorithm: QSharpConfig, returns: np.ndarray) -> None:

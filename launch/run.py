@@ -269,6 +269,7 @@ def begin(config: ExperimentConfig, run_dir: Path, mesh: Mesh, checkpoints: chec
         except DamagedDataError as error:
             place = checkpoints.set_aside(step)
             print(f"warning: {error.what} It is set aside as {place}. {error.why}", file=sys.stderr)
+            del parts, wanted
             continue
         parts.source.set_state(extra["data"])
         print(f"resumed at step {step} (digest ok)")
