@@ -25,7 +25,7 @@ def print_plan(config: ExperimentConfig) -> None:
 def model_table(config: ExperimentConfig) -> Table:
     """The run's models, their parameters, and the bytes of weights and optimizer moments."""
     base = models.from_config(
-        models.find_directory(roles.model_path(config.model.path)),
+        models.find_configuration(roles.model_path(config.model.path)),
         dtype=config.model.dtype,
         param_dtype=config.model.param_dtype,
     )

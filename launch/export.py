@@ -73,6 +73,7 @@ def write(setup: Setup, params: Params, name: str, flags: Flags) -> None:
 
 
 def write_one(setup: Setup, params: Params, name: str, target: Path, adapter: bool) -> None:
+    """A role's model, or its adapter alone. Raises InputError where there is none."""
     own, tokenizer = setup.params_of(name)(params), setup.language.tokenizer
     if not adapter:
         models.save(target, setup.models[name], own, tokenizer)

@@ -15,7 +15,7 @@ import yaml
 from launch import build, compilation_cache, dataset, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
-from tpu_rl import data, metrics, models, redaction, rewards, row_files, tokenizers
+from tpu_rl import data, metrics, models, processes, redaction, rewards, row_files, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.reward_workers import IsolatedReward
 from tpu_rl.types import Model, QExamples, Rollout
@@ -37,12 +37,12 @@ def check(config: ExperimentConfig) -> list[str]:
     What is quick comes first: to load a tokenizer takes seconds, to download a model minutes.
     """
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
-    if config.wandb:
+    if config.wandb and processes.index() == 0:  # which alone writes
         metrics.require_wandb()
-    path = roles.model_path(config.model.path)
+    roles.model_path(config.model.path)  # whether there is one is told before data are read
     rows, notes = check_rows(config)
     check_rewards(config, rows)
-    directory = models.find_directory(path)
+    directory = roles.model_directory(config)
     model = check_models(config, directory)
     others = (spec.path for spec in roles.specs(config).values() if spec.path is not None)
     hosts.require_alike_models([directory, *(models.find_directory(roles.model_path(path)) for path in others)])

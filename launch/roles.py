@@ -34,14 +34,19 @@ class Language(NamedTuple):
 
 def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     """The model of --model.path, and its weights on the mesh."""
-    path = model_path(config.model.path)
-    directory = models.find_directory(path)
+    directory = model_directory(config)
     tokenizer = load_tokenizer(models.tokenizer_directory(directory))
     if not config.model.random_init:
-        model, params = load(config, path, mesh)
+        model, params = load(config, str(directory), mesh)
         return Language(model, tokenizer), params
     model = models.from_config(directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
     return Language(model, tokenizer), random_params(model, sampler.run_key(config.seed, Purpose.INIT, 0), mesh)
+
+
+def model_directory(config: ExperimentConfig) -> Path:
+    """Of --model.path; of a hub id without weights where none are read."""
+    path = model_path(config.model.path)
+    return models.find_configuration(path) if config.model.random_init else models.find_directory(path)
 
 
 def load(config: ExperimentConfig, path: str, mesh: Mesh) -> tuple[Model, Params]:
@@ -93,7 +98,7 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
     """The architecture of a role without adapters, and without touching weights."""
     model = base
     if spec.path is not None:
-        path = models.find_directory(model_path(spec.path))
+        path = models.find_configuration(model_path(spec.path))
         model = models.from_config(path, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
     if spec.layers is not None:
         model = models.first_layers(model, spec.layers)

@@ -13,7 +13,7 @@ import pytest
 
 from launch import config, dry_run, roles, run
 from launch.run_folders import RunFolder
-from tpu_rl import models, sharding
+from tpu_rl import sharding
 from tpu_rl.errors import InputError
 
 TINY = [
@@ -159,12 +159,20 @@ def test_dry_run(capsys):
 
 
 def test_hub_ids_need_no_weights_where_none_are_read(monkeypatch):
-    found = {"owner/tiny": Path(roles.model_path("builtin:arithmetic"))}
-    monkeypatch.setattr(models, "find_directory", lambda path: found.get(path, Path(path)))
-    asked = config.parse(["--model.path", "owner/tiny", "--model.random-init"])
-    assert dry_run.model_table(asked).row_count == 1
+    asked = []
+
+    def snapshot(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        assert name == "owner/tiny"
+        asked.extend(allow_patterns)
+        return roles.model_path("builtin:arithmetic")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    one = config.parse(["--model.path", "owner/tiny", "--model.random-init"])
+    assert dry_run.model_table(one).row_count == 1
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    assert roles.language(asked, mesh)[0].model.config.width == 128
+    assert roles.language(one, mesh)[0].model.config.width == 128
+    assert asked
+    assert not [pattern for pattern in asked if "safetensors" in pattern]
 
 
 @pytest.mark.parametrize("name", config.preset_names())

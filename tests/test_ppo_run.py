@@ -86,7 +86,7 @@ def test_the_source_tells_what_prompts_are_worth(tmp_path, algorithm):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(PpoConfig(Critic(trunk="shared")), id="shared_trunk"),
+        pytest.param(PpoConfig(Critic(trunk="shared")), id="shared_trunk", marks=pytest.mark.slow),
         pytest.param(ReinforceConfig("greedy"), id="remax", marks=pytest.mark.slow),
         pytest.param(AStarPoConfig(), id="a_star_po", marks=pytest.mark.slow),
     ],

@@ -366,6 +366,13 @@ def test_a_sigterm_to_one_of_two_saves_the_same_step_of_both(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_moments_in_the_memory_of_two_hosts_change_no_bit(whole, tmp_path):
+    go_on(2, tmp_path / "run", 3, "--optimizer.offload")
+    assert digest(tmp_path / "run") == digest(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_run_of_two_goes_on_as_one_and_then_on_another_mesh(whole, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)

@@ -35,6 +35,7 @@ def spoil_from(monkeypatch, first: int, until: int) -> None:
 COMMAND = [*TINY, "--checkpoint-every", "1", "--evaluation.rows", "0"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_once_and_on_with_new_rows(tmp_path, monkeypatch, capsys):
     spoil_from(monkeypatch, 1, 3)
     assert run.main([*COMMAND, "--steps", "4", "--run-dir", str(tmp_path)]) == 0

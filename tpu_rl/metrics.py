@@ -10,7 +10,7 @@ Only process 0 writes; elsewhere the same calls do nothing.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -194,10 +194,14 @@ class TensorBoard:
 
 
 def require_wandb() -> None:
-    """Raises MachineError where it is not installed."""
-    if importlib.util.find_spec("wandb") is None:
-        fix = 'pip install "tpu_rl[wandb]", or leave the flag away.'
-        raise MachineError("wandb was asked for and is not installed.", fix=fix)
+    """Raises MachineError where it is not installed, or broken."""
+    try:
+        importlib.import_module("wandb")
+    except ImportError as error:
+        raise MachineError(
+            "wandb was asked for and is not installed.", why=str(error),
+            fix='pip install "tpu_rl[wandb]", or leave the flag away.',
+        ) from error  # fmt: skip
 
 
 class Wandb:

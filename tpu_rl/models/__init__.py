@@ -3,7 +3,7 @@
 
 from tpu_rl.models.architecture import DecoderConfig, LoraConfig
 from tpu_rl.models.decoder import axes, decoder, narrow
-from tpu_rl.models.directories import find_directory
+from tpu_rl.models.directories import find_configuration, find_directory
 from tpu_rl.models.heads import first_layers, first_layers_params, head_params, head_role, random_head, with_head
 from tpu_rl.models.hf_weights import check, from_config, load, save
 from tpu_rl.models.lora import join, merge, random_adapters, split, with_lora
@@ -26,6 +26,7 @@ __all__ = [
     "axes",
     "check",
     "decoder",
+    "find_configuration",
     "find_directory",
     "first_layers",
     "first_layers_params",

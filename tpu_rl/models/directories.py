@@ -11,12 +11,23 @@ from pathlib import Path
 
 from tpu_rl.errors import InputError
 
+_SMALL = ("*.json", "*.model", "*.txt", "*.jinja")
+
 
 def find_directory(path: str | Path) -> Path:
     """The directory of a model: `path` itself, or that of a hub id, from the local cache first, then the network.
 
     Raises InputError where it is neither.
     """
+    return _find(path, (*_SMALL, "*.safetensors"), "*.safetensors")
+
+
+def find_configuration(path: str | Path) -> Path:
+    """The same, of which only the configuration is read: of a hub id no weights are fetched for it."""
+    return _find(path, _SMALL, "*config.json")
+
+
+def _find(path: str | Path, files: tuple[str, ...], needed: str) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -25,12 +36,10 @@ def find_directory(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    download = functools.partial(
-        snapshot_download, str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    )
+    download = functools.partial(snapshot_download, str(path), allow_patterns=list(files))
     try:
         cached = Path(download(local_files_only=True))
-        if any(cached.glob("*.safetensors")):
+        if any(cached.glob(needed)):
             return cached
     except (OSError, HFValidationError):
         pass  # not in the cache: ask the hub
