@@ -145,7 +145,7 @@ def speculations(draft: str | None) -> dict[str, dict[str, Callable[[], Rollout]
         drafter = small if speculation.model else None
         return lambda: sampler.sample(policy, whole, prompts, KEY, own, drafter=drafter)
 
-    arms = {"plain": Speculation(), "look-up of 2": Speculation(2)}
+    arms = {"plain": Speculation()} | {f"look-up of {k}": Speculation(k) for k in (2, 4)}
     if draft is not None:
         arms |= {f"draft of {k}": Speculation(k, model=draft) for k in (2, 4)}
     return {f"speculation {rows}": {name: of(rows, arm) for name, arm in arms.items()} for rows in (1, 2, 4, 8)}

@@ -1,5 +1,6 @@
 """Speculative decoding: the same tokens as plain decoding, whatever the draft, in fewer steps."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +20,10 @@ from tests.test_sampler import KEY, PROMPTS, STOP, V, completions, trigram
 from tests.test_sampler_refill import TWO_KINDS, contains, decoder, same_or_within_rounding
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import Borders, SamplerConfig, Speculation, sample
+from tpu_rl.sampler import Borders, SamplerConfig, Speculation, drafts, requests, sample
 from tpu_rl.sampler.caches import with_lengths
-from tpu_rl.sampler.speculation import look_up
+from tpu_rl.sampler.drafts import Known, look_up
+from tpu_rl.sampler.slots import NO_TOKEN
 from tpu_rl.types import Policy
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +120,19 @@ def test_a_draft_that_is_always_right_is_taken_whole():
     assert np.sum(verified, axis=0).tolist() == [sum(-(-limits // 5)), limits.sum()]
 
 
+def test_a_draft_of_what_is_no_token_is_wrong_and_no_harm(monkeypatch):
+    model, params = decoder()
+    policy, config = models.policy(model), SamplerConfig(8, samples_per_prompt=2, prompt_length=8)
+
+    def no_tokens(params, cache, known, config):
+        del params, config
+        return jnp.where(known.lengths[:, None] % 2 == 0, 10**6, NO_TOKEN) + jnp.zeros((1, 3), jnp.int32), cache
+
+    plain = sample(policy, params, PROMPTS, KEY, config)
+    monkeypatch.setattr(drafts, "look_up", lambda tokens, ngram: look_up(tokens, ngram)._replace(propose=no_tokens))
+    require_same(sample(policy, params, PROMPTS, KEY, replace(config, speculation=Speculation(3))), plain)
+
+
 def test_a_cache_forgets_what_was_drafted_in_full_and_sliding_layers():
     model, params = decoder(**TWO_KINDS)
     right, wrong = (jax.random.randint(jax.random.key(seed), (2, 16), 0, 131) for seed in (0, 1))
@@ -155,22 +170,80 @@ def test_caches_of_both_models_forget_what_was_not_drawn():
         assert same_or_within_rounding(drafted, plain, logits_of, config) >= 7
 
 
-def test_look_up_against_plain_python():
+def looked_up(prompt, completions, own, uniforms, ngram):
+    """The draft of a row, by lists of tokens."""
+    before = [NO_TOKEN] * ngram
+
+    def longest_match(text, first, here):
+        """(tokens, place of what followed) of the longest, of equal ones that nearest to here; (0, 0) without any."""
+        last, best = (before + own)[: -ngram - 1 : -1], (0, 0, 0)
+        for place in range(first, len(text)):
+            pairs = zip(text[:place][: -ngram - 1 : -1], last, strict=False)
+            equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            best = max(best, (equal, -abs(place - here), -place) if equal else best)
+        return best[0], -best[2]
+
+    found = []
+    for completion in completions:
+        text = (before + prompt)[-ngram:] + completion
+        equal, place = longest_match(text, ngram, ngram + len(own) - len(prompt))
+        found.append((equal or -1, text[place:][: len(uniforms)] if equal else []))
+    whole = before + own
+    equal, place = longest_match(whole, ngram, len(whole))
+    for i in range(len(uniforms)):
+        whole.append(whole[(place or len(before + own) - 1) + i])
+    found.append((equal, whole[len(before + own) :]))
+
+    most = max(equal for equal, _ in found)
+    votes, draft = [follow for equal, follow in found if equal == most], []
+    for i, uniform in enumerate(uniforms):
+        votes = [follow for follow in votes if len(follow) > i]
+        tokens = sorted(follow[i] for follow in votes)
+        draft.append(tokens[int(uniform * np.float32(len(tokens)))] if tokens else found[-1][1][i])
+        votes = [follow for follow in votes if follow[i] == draft[-1]]
+    return draft
+
+
+@pytest.mark.parametrize("others", [0, 4])
+def test_look_up_against_plain_python(others):
     rng = np.random.default_rng(0)
-    text, lengths = rng.integers(0, 3, (200, 14)), rng.integers(1, 12, 200)
-    draft = look_up(4, 3)
-    found = draft.propose({}, (), jnp.asarray(text), jnp.asarray(lengths), jnp.zeros((200, 4)), BASE)[0]
-    for row, length, guess in zip(text.tolist(), lengths, np.asarray(found).tolist(), strict=True):
-        own = row[:length]
-        matches = {
-            begin: next(n for n in range(4) if n == 3 or n >= begin or own[begin - 1 - n] != own[-1 - n])
-            for begin in range(1, length)
-        }
-        longest = max(matches.values(), default=0)
-        begin = max(at for at in matches if matches[at] == longest) if longest else length - 1
-        for i in range(4):
-            own.append(own[begin + i])
-        assert guess == own[length:]
+    rows, width, ngram = 300, 14, 3
+    text, prompts = rng.integers(0, 3, (rows, width)), rng.integers(1, 6, rows)
+    lengths = prompts + rng.integers(0, 8, rows)
+    written = rng.integers(0, 3, (rows, others, 9))
+    written[np.arange(9) >= rng.integers(0, 10, (rows, others, 1))] = NO_TOKEN
+    uniforms = rng.random((rows, 4), np.float32)
+    known = Known(*map(jnp.asarray, (text, lengths, prompts, written, uniforms)))
+    found = look_up(4, ngram).propose({}, (), known, BASE)[0]
+    for i, guess in enumerate(np.asarray(found).tolist()):
+        own = text[i, : lengths[i]].tolist()
+        completions = [[token for token in one.tolist() if token != NO_TOKEN] for one in written[i]]
+        assert guess == looked_up(own[: prompts[i]], completions, own, uniforms[i], ngram)
+
+
+def test_what_its_group_has_written_drafts_a_row():
+    """The likeliest tokens, which two tokens decide: what follows a first completion is drafted whole."""
+    verified = []
+
+    def steps(group):
+        config = replace(BASE, temperature=0.0, stop_ids=(), samples_per_prompt=group, max_rows=1)
+        told = {"on_verified": lambda *counts: verified.append(counts[0])}
+        verified.clear()
+        sample(POLICY, PARAMS, PROMPTS, KEY, replace(config, speculation=Speculation(3)), **told)
+        return sum(verified)
+
+    assert steps(3) == steps(1) + 2 * len(PROMPTS) * 24 // 4
+
+
+def test_rows_of_a_prompt_wait_for_one_another_where_they_are_looked_up():
+    limits = np.array([24, 24, 24, 24, 24, 24, 24, 24, 5, 24, 24, 24])
+    config = replace(BASE, max_rows=2, speculation=Speculation(3))
+    asked = requests.ask(POLICY, PARAMS, PROMPTS, KEY, config, limits, None, None)
+    orders = [
+        requests.Shares(asked, how, None).next_pool(np.zeros(1, int))[2].row.tolist()
+        for how in (config, replace(config, speculation=Speculation(3, most_rows=1)))
+    ]
+    assert orders == [[0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5]]
 
 
 def test_what_cannot_be_drafted_is_refused():
@@ -206,8 +279,11 @@ import jax, numpy as np
 from dataclasses import replace
 from tests.test_sampler import KEY, PROMPTS
 from tests.test_speculation import BASE, DRAFTER, PARAMS, POLICY, SMALL
+from jax.sharding import NamedSharding, PartitionSpec
 from tpu_rl import sharding
 from tpu_rl.sampler import Borders, Speculation, sample
+from tpu_rl.sampler.slots import NO_TOKEN, Drawn, slot_axes
+from tpu_rl.sampler.speculation import of_the_group
 
 mesh, params = sharding.make_mesh(2, 2, 1), PARAMS | SMALL
 for config in (replace(BASE, max_rows=8), replace(BASE, max_rows=12, borders=Borders(2, 1, 8))):
@@ -218,6 +294,19 @@ for config in (replace(BASE, max_rows=8), replace(BASE, max_rows=12, borders=Bor
             spread = sample(POLICY, params, PROMPTS, KEY, drafted, mesh=mesh, drafter=drafter)
         np.testing.assert_array_equal(alone.tokens, spread.tokens)
         np.testing.assert_allclose(alone.log_probs, spread.log_probs, atol=2e-6)
+
+# Groups of 5 on devices with 3 rows each: what stands on another device is not looked up.
+rows = NamedSharding(mesh, PartitionSpec(slot_axes(mesh)))
+tokens, row = np.arange(12 * 6).reshape(12, 6), np.array([0, 2, 1, 2, 0, 1, 2, 0])
+drawn = Drawn(*3 * [jax.device_put(tokens, rows)])
+with jax.set_mesh(mesh):
+    found = jax.jit(lambda row, drawn: of_the_group(5, mesh, row, drawn))(jax.device_put(row, rows), drawn)
+for slot, others in enumerate(np.asarray(found)):
+    own, block = row[slot] + 3 * (slot // 2), 3 * (slot // 2)
+    group = [one for one in range(own - own % 5, own - own % 5 + 5)]
+    there = [one != own and block <= one < block + 3 for one in group]
+    expected = [tokens[one] if here else np.full(6, NO_TOKEN) for one, here in zip(group, there)]
+    np.testing.assert_array_equal(others, expected)
 print("same")
 """
 

@@ -7,7 +7,8 @@ a row that ends leaves its slot, on the device, to the next that waits. The last
     drawing     keys, and one token from logits
     caches      rows of any policy's cache
     slots       the device's part: pool and slots
-    speculation drafts of tokens, and the step that verifies them
+    drafts      what guesses a row's next tokens
+    speculation the step that verifies drafts
     segments    one segment of steps
     requests    what is asked for, and which device does which part of it
     decoding    the host's part: `sample`, and what happens at the borders of segments

@@ -31,10 +31,10 @@ class Speculation:
     tokens: int = 0
     """Tokens of a draft; 0 is plain decoding."""
     model: str | None = None
-    """A small model that drafts, of the same tokenizer: directory or hub id. None: what followed the row's last tokens
-    where they stood before (prompt look-up)."""
-    ngram: int = 3
-    """Look-up: at most so many last tokens are looked for; the longest match counts, of equal ones the latest."""
+    """A small model that drafts, of the same tokenizer: directory or hub id. None: look-up, what followed the row's
+    last tokens where they stood before, in its own text and in the other completions of its prompt."""
+    ngram: int = 5
+    """Look-up: at most so many last tokens are looked for; the longest match counts."""
     most_rows: int = 8
     """Drafts are made while at most so many rows are decoded, over all devices: more fill a device by themselves."""
 
@@ -46,6 +46,10 @@ class Speculation:
         if self.model is not None and not self.tokens:
             why, fix = "drafts have no tokens", "set tokens, e.g. to 4, or name no model"
             raise InputError(f"Speculation.model is {self.model!r}", why=why, fix=fix)
+
+    def drafts(self, rows: int) -> bool:
+        """Whether so many rows at once are drafted."""
+        return self.tokens > 0 and rows <= self.most_rows
 
 
 @dataclass(frozen=True)

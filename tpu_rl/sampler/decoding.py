@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl import sharding
-from tpu_rl.sampler import segments, speculation
+from tpu_rl.sampler import drafts, segments, speculation
 from tpu_rl.sampler import slots as device
 from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.sampler.drafts import Draft
 from tpu_rl.sampler.requests import Asked, Begun, Shares, ask
 from tpu_rl.sampler.slots import NO_TOKEN, Border, Drawn, Slots, slot_axes
-from tpu_rl.sampler.speculation import Draft
 from tpu_rl.types import Array, Params, Policy, Rollout
 
 OnFinished = Callable[[dict[int, list[int]]], None]
@@ -70,7 +70,7 @@ def sample(
     speculation cannot be done.
     """
     asked = ask(policy, params, prompts, key, config, limits, row_ids, begun)
-    draft = speculation.make_draft(policy, params, config, drafter, asked.most_tokens)
+    draft = drafts.make_draft(policy, params, config, drafter, asked.most_tokens)
     look = _Look(asked, config.stop_ids, on_finished, stop_at, at_border, on_verified, enough)
     drawn = _decode(_Programs(policy, draft, config), params, asked, config, mesh, look)
     return _assemble(asked, config, look, drawn, policy_step)
@@ -174,12 +174,12 @@ class _Programs:
     """
 
     def __init__(self, policy: Policy, draft: Draft | None, config: SamplerConfig):
-        steps, how = config.borders.steps, config.speculation
-        self.plain, self._most_rows = _Program(policy, None, steps), how.most_rows
-        self._drafted = draft and _Program(speculation.together(policy, draft), draft, steps * (1 + how.tokens))
+        steps, self._how = config.borders.steps, config.speculation
+        self.plain = _Program(policy, None, steps)
+        self._drafted = draft and _Program(speculation.together(policy, draft), draft, steps * (1 + self._how.tokens))
 
     def of(self, rows: int) -> _Program:
-        return self._drafted if self._drafted and rows <= self._most_rows else self.plain
+        return self._drafted if self._drafted and self._how.drafts(rows) else self.plain
 
 
 def _decode(

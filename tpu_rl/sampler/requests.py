@@ -242,6 +242,8 @@ class Shares:
         self._new = self._most_texts(~self._is_begun, self.slots)
         prompts = min(self.slots, -(-len(asked.prompts.lengths) // self.devices))
         self._begun = self._most_texts(self._is_begun, max(1, prompts * width // wider))
+        if config.speculation.model is None and config.speculation.drafts(self.slots * self.devices):
+            self._orders = [self._apart(order) for order in self._orders]
         self._given, self._sizes = np.zeros((2, self.devices), np.int32)
         """Rows that earlier queues gave, and those in the one that is there."""
 
@@ -253,6 +255,13 @@ class Shares:
             step = max(1, 1 << (texts.bit_length() - 3)) if texts > 4 else 1
             texts = -(-texts // step) * step
         return -(-texts // -(-texts // most))
+
+    def _apart(self, order: np.ndarray) -> np.ndarray:
+        """The same, but of equal rows those of one prompt not at once: so each finds what those before it have written.
+        The prompts of a pool stay together."""
+        asked, prompt = self.asked, order // self.asked.group
+        pool = (prompt - prompt.min(initial=len(asked.limits))) // self._new
+        return order[np.lexsort((order % asked.group, pool, -asked.limits[order], asked.counts[order] == 0))]
 
     def waiting(self, taken: np.ndarray) -> np.ndarray:
         """[D] int: rows without a slot yet, when so many of each queue are taken [D]."""

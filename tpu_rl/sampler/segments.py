@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from tpu_rl.sampler import speculation
 from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.sampler.drafts import Draft
 from tpu_rl.sampler.drawing import draw, uniforms
 from tpu_rl.sampler.slots import Border, Drawn, Pool, Queue, Slots, border_of, each_device, pull_rows, write
-from tpu_rl.sampler.speculation import Draft
 from tpu_rl.types import Array, Params, Policy
 
 

@@ -1,52 +1,28 @@
-"""Speculative decoding: drafts, and the step that verifies them.
+"""Speculative decoding: the step that verifies drafts, and the slots whose rows are drafted.
 
-A draft is a guess of a row's next k tokens. The policy reads the row's last token and the draft in one call of
-`extend`, which gives the logits of k + 1 positions; each is drawn with its own uniform, the one that plain decoding
-draws it with. A token's logits are right if all drafted tokens before it are those that were drawn; so the tokens up to
-the first that differs from the draft, that one included, are what plain decoding draws, whatever the draft. (Accepting
-drafts by rejection, as arXiv 2211.17192 does, keeps the distribution alone: here tokens are the same.) Logits of a
-wider `extend` may differ in their last bits: a token is another only where its uniform lies that near a border of the
-cumulative distribution.
-
-A small model draws its draft with these uniforms, too: where its distribution is near the policy's, it mostly draws the
-very token, at any temperature.
+The policy reads a row's last token and its draft in one call of `extend`, which gives the logits of k + 1 positions;
+each is drawn with its own uniform, the one that plain decoding draws it with. A token's logits are right if all drafted
+tokens before it are those that were drawn; so the tokens up to the first that differs from the draft, that one
+included, are what plain decoding draws, whatever the draft. (Accepting drafts by rejection, as arXiv 2211.17192 does,
+keeps the distribution alone: here tokens are the same.) Logits of a wider `extend` may differ in their last bits: a
+token is another only where its uniform lies that near a border of the cumulative distribution.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_rl.errors import InputError
-from tpu_rl.sampler.caches import forgets, with_lengths
+from tpu_rl.sampler.caches import with_lengths
 from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.sampler.drafts import Draft, Known
 from tpu_rl.sampler.drawing import draw, uniforms
-from tpu_rl.sampler.slots import Drawn, Slots, each_device, spread, write
+from tpu_rl.sampler.slots import NO_TOKEN, Drawn, Slots, each_device, spread, vocabulary_size, write
 from tpu_rl.types import Array, Params, Policy
-
-
-class Draft(NamedTuple):
-    """What guesses a row's next tokens."""
-
-    tokens: int
-    """k."""
-    init_cache: Callable[[Params, int, int], Any]
-    """As of `Policy`."""
-    extend: Callable[[Params, Any, Array, Array, Array, Array], tuple[Any, Any]]
-    """As of `Policy`, but for what stands in place of the logits: reads tokens before the first draft."""
-    propose: Callable[[Params, Any, Array, Array, Array, SamplerConfig], tuple[Array, Any]]
-    """(params, cache, text [B, S], lengths [B], uniforms [B, k], config) -> (draft [B, k], cache).
-
-    The row's tokens are the first lengths[b] of its text. Of these the cache holds all but the last, or the last two if
-    all of the draft before came true; it may hold more, which no longer are the row's. The uniforms are those that the
-    policy will draw the drafted positions with.
-    """
 
 
 class Drafted(NamedTuple):
@@ -58,105 +34,6 @@ class Drafted(NamedTuple):
     """[1, B, S] int32: the row's tokens; what stands behind them is nobody's."""
     draft: Any
     """The draft's own."""
-
-
-# --- drafts --------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def look_up(tokens: int, ngram: int) -> Draft:
-    """What followed where the row's last tokens, at most `ngram`, stood before: the longest match, of equal ones the
-    latest. Behind the row's end its draft goes on as the text from there does. No match: the last token once more."""
-
-    def init_cache(params: Params, rows: int, length: int) -> Any:
-        del params, rows, length
-        return ()
-
-    def extend(params: Params, cache: Any, *new: Array) -> tuple[None, Any]:
-        del params, new
-        return None, cache
-
-    def propose(
-        params: Params, cache: Any, text: Array, lengths: Array, uniform: Array, config: SamplerConfig
-    ) -> tuple[Array, Any]:
-        del params, uniform, config
-        return _what_followed(text, lengths, tokens, ngram), cache
-
-    return Draft(tokens, init_cache, extend, propose)
-
-
-def _what_followed(text: Array, lengths: Array, tokens: int, ngram: int) -> Array:
-    """text [B, S], lengths [B] -> [B, tokens]."""
-    ends = jnp.arange(text.shape[1])[None]
-    last = lengths[:, None] - 1
-    going = ends < last
-    matched = jnp.zeros_like(text)
-    for back in range(ngram):
-        before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, : text.shape[1]]
-        going &= before == jnp.take_along_axis(text, jnp.maximum(last - back, 0), axis=1)
-        matched += going
-    score = jnp.where(matched > 0, matched * text.shape[1] + ends, 0)
-    end = jnp.where(jnp.any(matched > 0, axis=1), jnp.argmax(score, axis=1), jnp.maximum(lengths - 2, 0))
-    period = jnp.maximum(last - end[:, None], 1)
-    return jnp.take_along_axis(text, last + 1 - period + jnp.arange(tokens)[None] % period, axis=1)
-
-
-@functools.cache
-def small_model(policy: Policy, tokens: int) -> Draft:
-    """What another policy draws, one token after the other, with the uniforms of the positions."""
-
-    def propose(
-        params: Params, cache: Any, text: Array, lengths: Array, uniform: Array, config: SamplerConfig
-    ) -> tuple[Array, Any]:
-        how = replace(config, repetition_penalty=1.0)
-        # The last token but one is read again: where all of the draft before came true, it was not read yet.
-        count = jnp.minimum(lengths, 2)
-        places = (lengths - count)[:, None] + jnp.arange(2)[None]
-        pair = jnp.take_along_axis(text, places, axis=1)
-        cache = with_lengths(cache, lengths - count)
-        logits, cache = policy.extend(params, cache, pair, places, jnp.zeros_like(pair), count)
-        last = jnp.take_along_axis(logits, (count - 1)[:, None, None], axis=1)[:, 0]
-        first = draw(last.astype(jnp.float32), uniform[:, 0], how)[0]
-
-        def one(carry: tuple[Any, Array, Array], uniform: Array) -> tuple[tuple[Any, Array, Array], Array]:
-            cache, token, place = carry
-            column = token[:, None]
-            new = (column, place[:, None], jnp.zeros_like(column), jnp.ones_like(token))
-            logits, cache = policy.extend(params, cache, *new)
-            token = draw(logits[:, 0].astype(jnp.float32), uniform, how)[0]
-            return (cache, token, place + 1), token
-
-        (cache, *_), rest = jax.lax.scan(one, (cache, first, lengths), uniform[:, 1:].T)
-        return jnp.concatenate([first[:, None], rest.T], axis=1), cache
-
-    return Draft(tokens, policy.init_cache, policy.extend, propose)
-
-
-def make_draft(
-    policy: Policy, params: Params, config: SamplerConfig, drafter: Policy | None, length: int
-) -> Draft | None:
-    """What the settings ask for; None without speculation. `length`: most tokens of a row.
-
-    Raises InputError where a small model is asked for and there is none, or the other way round, and where a cache
-    cannot forget tokens.
-    """
-    how = config.speculation
-    if not how.tokens:
-        return None
-    if (how.model is None) != (drafter is None):
-        why = f"speculation.model is {how.model!r}"
-        raise InputError(
-            "sample: it is not clear what drafts", why=why, fix="give both `drafter` and its name, or none"
-        )
-    for one in (policy, drafter):
-        # What reads along commits a token more than it drafts, and reads two again.
-        if one is not None and not forgets(one, params, length, how.tokens + 3):
-            raise InputError(
-                "speculative decoding needs caches that can forget tokens",
-                why="a part of this policy's cache has no place of its own for each token: a ring, or a running state",
-                fix=f"set speculation.tokens to {max((one.forgets or 0) - 3, 0)}",
-            )
-    return look_up(how.tokens, how.ngram) if drafter is None else small_model(drafter, how.tokens)
 
 
 # --- slots ---------------------------------------------------------------------------------------------------------
@@ -222,7 +99,11 @@ def decode_step(
     width, text = 1 + draft.tokens, cache.text[0]
     ahead, live = jnp.arange(width)[None], slots.live[:, None]
     uniform = jax.vmap(uniforms, in_axes=(None, 1), out_axes=1)(slots.key, slots.length[:, None] + ahead)
-    guess, of_draft = draft.propose(params, cache.draft, text, slots.length, uniform[:, :-1], config)
+    others = of_the_group(config.samples_per_prompt, mesh, slots.row, drawn)
+    known = Known(text, slots.length, slots.length - slots.drawn, others, uniform[:, :-1])
+    guess, of_draft = draft.propose(params, cache.draft, known, config)
+    # What is no token would leave NaN in the cache, where no mask helps against it.
+    guess = jnp.clip(guess, 0, vocabulary_size(policy, params) - 1)
     read = jnp.concatenate([slots.token[:, None], guess], axis=1)
     new = (read, slots.length[:, None] - 1 + ahead, jnp.zeros_like(read), width * slots.live.astype(jnp.int32))
     logits, of_policy = policy.extend(params, cache.policy, *new)
@@ -252,6 +133,20 @@ def decode_step(
         seen=None if slots.seen is None else _seen_after(slots.seen, token, reached),
     )
     return after, drawn, jnp.stack([jnp.sum(slots.live, dtype=jnp.int32), jnp.sum(count)])
+
+
+def of_the_group(group: int, mesh: Mesh | None, row: Array, drawn: Drawn) -> Array:
+    """[B, group, max_new_tokens]: what is drawn by now of the completions of each row's prompt, of those that are on
+    its device, without its own."""
+
+    def on_a_device(row: Array, drawn: Drawn, number: Array) -> tuple[Array]:
+        own = number[0] + row[:, None]
+        others = own - own % group + jnp.arange(group)[None]
+        here = (others != own) & (others >= number[0]) & (others <= number[-1])
+        place = jnp.where(here, others - number[0], len(number))
+        return (jnp.take(drawn.tokens, place, axis=0, mode="fill", fill_value=NO_TOKEN),)
+
+    return each_device(mesh, on_a_device, row, drawn, jnp.arange(len(drawn.tokens), dtype=jnp.int32))[0]
 
 
 def _seen_at_each(seen: Array, guess: Array) -> Array:
