@@ -20,7 +20,7 @@ from tests.test_sampler import KEY, PROMPTS, STOP, V, completions, trigram
 from tests.test_sampler_refill import TWO_KINDS, contains, decoder, same_or_within_rounding
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import Borders, SamplerConfig, Speculation, drafts, requests, sample
+from tpu_rl.sampler import Begun, Borders, SamplerConfig, Speculation, drafts, requests, sample
 from tpu_rl.sampler.caches import with_lengths
 from tpu_rl.sampler.drafts import Known, look_up
 from tpu_rl.sampler.slots import NO_TOKEN
@@ -235,15 +235,25 @@ def test_what_its_group_has_written_drafts_a_row():
     assert steps(3) == steps(1) + 2 * len(PROMPTS) * 24 // 4
 
 
+def orders(config, limits, begun=None):
+    """The rows of each pool, in their order."""
+    asked = requests.ask(POLICY, PARAMS, PROMPTS, KEY, config, limits, None, begun)
+    shares, found = requests.Shares(asked, config, None), []
+    while (shares.waiting(np.array([len(found[-1]) if found else 0])) > 0).any():
+        queue = shares.next_pool(np.array([len(found[-1]) if found else 0]))[2]
+        found.append(queue.row[: queue.size[0]].tolist())
+    return found
+
+
 def test_rows_of_a_prompt_wait_for_one_another_where_they_are_looked_up():
-    limits = np.array([24, 24, 24, 24, 24, 24, 24, 24, 5, 24, 24, 24])
-    config = replace(BASE, max_rows=2, speculation=Speculation(3))
-    asked = requests.ask(POLICY, PARAMS, PROMPTS, KEY, config, limits, None, None)
-    orders = [
-        requests.Shares(asked, how, None).next_pool(np.zeros(1, int))[2].row.tolist()
-        for how in (config, replace(config, speculation=Speculation(3, most_rows=1)))
-    ]
-    assert orders == [[0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5]]
+    """And each prompt is in one pool."""
+    drafted = replace(BASE, max_rows=2, speculation=Speculation(3))
+    one_by_one = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert orders(drafted, None) == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+    assert orders(replace(drafted, speculation=Speculation(3, most_rows=1)), None) == one_by_one
+    assert orders(drafted, np.repeat([12, 12, 24, 12], 3)) == [[6, 7, 8, 0, 1, 2], [3, 9, 4, 10, 5, 11]]
+    whole = Begun(np.ones(24, np.int32), *np.zeros((2, 24), np.float32), np.zeros(2, np.uint32), 0, True, True)
+    assert orders(drafted, None, [whole] + 11 * [None]) == [[1, 2, 3, 4, 5], one_by_one[1]]
 
 
 def test_what_cannot_be_drafted_is_refused():
@@ -286,12 +296,13 @@ from tpu_rl.sampler.slots import NO_TOKEN, Drawn, slot_axes
 from tpu_rl.sampler.speculation import of_the_group
 
 mesh, params = sharding.make_mesh(2, 2, 1), PARAMS | SMALL
-for config in (replace(BASE, max_rows=8), replace(BASE, max_rows=12, borders=Borders(2, 1, 8))):
-    alone = sample(POLICY, params, PROMPTS, KEY, config)
+settings = ({"max_rows": 8}, {"max_rows": 12, "borders": Borders(2, 1, 8)}, {"max_rows": 4, "samples_per_prompt": 5})
+for config, prompts in zip((replace(BASE, **how) for how in settings), (PROMPTS, PROMPTS, PROMPTS[:3])):
+    alone = sample(POLICY, params, prompts, KEY, config)
     for how, drafter in ((Speculation(3), None), (Speculation(3, "small"), DRAFTER)):
         with jax.set_mesh(mesh):
             drafted = replace(config, speculation=how)
-            spread = sample(POLICY, params, PROMPTS, KEY, drafted, mesh=mesh, drafter=drafter)
+            spread = sample(POLICY, params, prompts, KEY, drafted, mesh=mesh, drafter=drafter)
         np.testing.assert_array_equal(alone.tokens, spread.tokens)
         np.testing.assert_allclose(alone.log_probs, spread.log_probs, atol=2e-6)
 
@@ -300,12 +311,12 @@ rows = NamedSharding(mesh, PartitionSpec(slot_axes(mesh)))
 tokens, row = np.arange(12 * 6).reshape(12, 6), np.array([0, 2, 1, 2, 0, 1, 2, 0])
 drawn = Drawn(*3 * [jax.device_put(tokens, rows)])
 with jax.set_mesh(mesh):
-    found = jax.jit(lambda row, drawn: of_the_group(5, mesh, row, drawn))(jax.device_put(row, rows), drawn)
+    found = jax.jit(lambda row, drawn: of_the_group(5, mesh, row, drawn, 4))(jax.device_put(row, rows), drawn)
 for slot, others in enumerate(np.asarray(found)):
     own, block = row[slot] + 3 * (slot // 2), 3 * (slot // 2)
     group = [one for one in range(own - own % 5, own - own % 5 + 5)]
     there = [one != own and block <= one < block + 3 for one in group]
-    expected = [tokens[one] if here else np.full(6, NO_TOKEN) for one, here in zip(group, there)]
+    expected = [tokens[one, :4] if here else np.full(4, NO_TOKEN) for one, here in zip(group, there)]
     np.testing.assert_array_equal(others, expected)
 print("same")
 """

@@ -32,11 +32,12 @@ class Speculation:
     """Tokens of a draft; 0 is plain decoding."""
     model: str | None = None
     """A small model that drafts, of the same tokenizer: directory or hub id. None: look-up, what followed the row's
-    last tokens where they stood before, in its own text and in the other completions of its prompt."""
+    last tokens where they stood before, in its own text and in the other completions of its prompt on its device."""
     ngram: int = 5
     """Look-up: at most so many last tokens are looked for; the longest match counts."""
     most_rows: int = 8
-    """Drafts are made while at most so many rows are decoded, over all devices: more fill a device by themselves."""
+    """Drafts are made while at most so many rows are decoded, over all devices: more fill a device by themselves. If no
+    more are decoded from the start, the completions of a prompt are begun one after another, to be looked up."""
 
     def __post_init__(self):
         for name, least in (("tokens", 0), ("ngram", 1), ("most_rows", 1)):

@@ -32,7 +32,7 @@ class Known(NamedTuple):
     prompts: Array
     """[B] int32: how many of them are the prompt's."""
     others: Array
-    """[B, G, T] int32: the other completions of the prompt, as far as they are drawn; NO_TOKEN elsewhere."""
+    """[B, G, n] int32: of the other completions of the prompt on the row's device what is drawn; NO_TOKEN elsewhere."""
     uniforms: Array
     """[B, k] float32 in [0, 1): what the policy will draw the positions with."""
 
@@ -140,7 +140,7 @@ def _before(text: Array, ends: Array, count: int) -> Array:
 
 
 def _longest_match(known: Known, texts: Array, front: Array, here: Array) -> tuple[Array, Array]:
-    """texts [B, G, T], NO_TOKEN where there is nothing, and what stands before them [B, ngram] -> (matched [B, G],
+    """texts [B, G, n], NO_TOKEN where there is nothing, and what stands before them [B, ngram] -> (matched [B, G],
     how many of the row's last tokens; begin [B, G], where what followed them begins).
 
     Of equal ones that nearest to `here` [B], where the row goes on. What stands before the first token of a text counts

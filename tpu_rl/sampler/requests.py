@@ -223,7 +223,8 @@ class Shares:
 
     Rows stay in blocks, so that a group is on one device or few. A pool has no more prompts than there are slots, so
     that it takes less memory than they do. What was begun earlier goes first, then what may become longest; it has
-    pools of its own, so that it alone is read in its greater width, and no more tokens at once than of prompts.
+    pools of its own, so that it alone is read in its greater width, and no more tokens at once than of prompts. Where
+    few rows are looked up in one another from the start, those of a prompt go one after another.
     """
 
     def __init__(self, asked: Asked, config: SamplerConfig, mesh: Mesh | None):
@@ -242,7 +243,8 @@ class Shares:
         self._new = self._most_texts(~self._is_begun, self.slots)
         prompts = min(self.slots, -(-len(asked.prompts.lengths) // self.devices))
         self._begun = self._most_texts(self._is_begun, max(1, prompts * width // wider))
-        if config.speculation.model is None and config.speculation.drafts(self.slots * self.devices):
+        looks_up = config.speculation.model is None and config.speculation.drafts(self.slots * self.devices)
+        if looks_up and asked.drawn is None:
             self._orders = [self._apart(order) for order in self._orders]
         self._given, self._sizes = np.zeros((2, self.devices), np.int32)
         """Rows that earlier queues gave, and those in the one that is there."""
@@ -257,11 +259,12 @@ class Shares:
         return -(-texts // -(-texts // most))
 
     def _apart(self, order: np.ndarray) -> np.ndarray:
-        """The same, but of equal rows those of one prompt not at once: so each finds what those before it have written.
-        The prompts of a pool stay together."""
-        asked, prompt = self.asked, order // self.asked.group
-        pool = (prompt - prompt.min(initial=len(asked.limits))) // self._new
-        return order[np.lexsort((order % asked.group, pool, -asked.limits[order], asked.counts[order] == 0))]
+        """The same, but of rows with one limit those of one prompt not at once: so each finds what those before it have
+        written. The prompts of a pool stay together."""
+        group = self.asked.group
+        _, first, prompt = np.unique(order // group, return_index=True, return_inverse=True)
+        pool = np.argsort(np.argsort(first))[prompt] // self._new
+        return order[np.lexsort((order % group, pool, -self.asked.limits[order]))]
 
     def waiting(self, taken: np.ndarray) -> np.ndarray:
         """[D] int: rows without a slot yet, when so many of each queue are taken [D]."""

@@ -99,7 +99,7 @@ def decode_step(
     width, text = 1 + draft.tokens, cache.text[0]
     ahead, live = jnp.arange(width)[None], slots.live[:, None]
     uniform = jax.vmap(uniforms, in_axes=(None, 1), out_axes=1)(slots.key, slots.length[:, None] + ahead)
-    others = of_the_group(config.samples_per_prompt, mesh, slots.row, drawn)
+    others = of_the_group(config.samples_per_prompt, mesh, slots.row, drawn, text.shape[1])
     known = Known(text, slots.length, slots.length - slots.drawn, others, uniform[:, :-1])
     guess, of_draft = draft.propose(params, cache.draft, known, config)
     # What is no token would leave NaN in the cache, where no mask helps against it.
@@ -135,16 +135,16 @@ def decode_step(
     return after, drawn, jnp.stack([jnp.sum(slots.live, dtype=jnp.int32), jnp.sum(count)])
 
 
-def of_the_group(group: int, mesh: Mesh | None, row: Array, drawn: Drawn) -> Array:
-    """[B, group, max_new_tokens]: what is drawn by now of the completions of each row's prompt, of those that are on
-    its device, without its own."""
+def of_the_group(group: int, mesh: Mesh | None, row: Array, drawn: Drawn, most: int) -> Array:
+    """[B, group, T]: what is drawn by now, at most so many tokens, of the completions of each row's prompt, of those
+    that are on its device, without its own."""
 
     def on_a_device(row: Array, drawn: Drawn, number: Array) -> tuple[Array]:
         own = number[0] + row[:, None]
         others = own - own % group + jnp.arange(group)[None]
         here = (others != own) & (others >= number[0]) & (others <= number[-1])
         place = jnp.where(here, others - number[0], len(number))
-        return (jnp.take(drawn.tokens, place, axis=0, mode="fill", fill_value=NO_TOKEN),)
+        return (jnp.take(drawn.tokens[:, :most], place, axis=0, mode="fill", fill_value=NO_TOKEN),)
 
     return each_device(mesh, on_a_device, row, drawn, jnp.arange(len(drawn.tokens), dtype=jnp.int32))[0]
 
