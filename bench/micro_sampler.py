@@ -1,11 +1,12 @@
 """Each idea of the sampler on and off, in turn, on this machine: wall and CPU seconds, tokens a second.
 
-    python bench/micro_sampler.py [--rounds 3] [--only refill batches caches both borders partial speculation]
+    python bench/micro_sampler.py [--rounds 3] [--only refill batches caches both borders partial cpus speculation]
                                   [--draft DIR]
 
 The model is a Llama of 12.6 million random weights in float32; lengths are forced and long-tailed. "refill": 256 rows
 of 64 + 39 tokens on average, at most 192, in 32 slots. The others: 32 rows in 32 slots, four times as long. "partial":
-four steps of 64 such rows, the last of which takes all that is left. Arms are run round by round, the first round
+four steps of 64 such rows, the last of which takes all that is left. "cpus 8" to "64": so many rows of 64 + 128 tokens
+each, from caches as accelerators and as CPUs read them. Arms are run round by round, the first round
 compiles and is dropped, and medians are printed as a table in Markdown.
 "speculation 1" to "8": the shipped arithmetic model answers 16 held-out problems 32 times each at temperature 1, so
 many rows at once; with --draft also drafted by a small model of its tokenizer.
@@ -128,6 +129,19 @@ def ideas(policy: Any, params: Any) -> dict[str, dict[str, Callable[[], Rollout]
     }
 
 
+def cache_layouts(params: Any) -> dict[str, dict[str, Callable[[], Rollout]]]:
+    """The same, by how many rows are decoded."""
+    model = models.from_config(LLAMA)
+    arms = {"for accelerators": models.policy(model), "for CPUs": models.policy(models.with_cache_for_cpus(model))}
+
+    def of(rows: int, policy: Any) -> Callable[[], Rollout]:
+        work = Workload(rows, slots=rows, most=128)
+        work.lengths = np.full(rows, work.most)
+        return lambda: decode(policy, params, work, Borders())
+
+    return {f"cpus {rows}": {name: of(rows, arm) for name, arm in arms.items()} for rows in (8, 16, 32, 64)}
+
+
 def speculations(draft: str | None) -> dict[str, dict[str, Callable[[], Rollout]]]:
     """The same, by how many rows are decoded at once."""
     config = configuration.preset("arithmetic_grpo")
@@ -169,7 +183,8 @@ def main() -> None:
     params = jax.jit(model.init)(jax.random.key(0))
     print("| idea | arm | wall, s (least, most) | CPU, s | tokens/s | segments | same tokens |\n"
           "|---|---|---|---|---|---|---|")  # fmt: skip
-    for idea, arms in (ideas(models.policy(model), params) | speculations(flags.draft)).items():
+    all_ideas = ideas(models.policy(model), params) | cache_layouts(params) | speculations(flags.draft)
+    for idea, arms in all_ideas.items():
         if flags.only and idea.split()[0] not in flags.only:
             continue
         first, segments = {}, {}

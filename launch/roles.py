@@ -142,7 +142,7 @@ def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
     """The same model with what is fastest on the mesh's devices, or wanted."""
     model = models.with_remat(model, config.model.remat)
     if mesh.devices.flat[0].platform == "cpu":
-        model = models.with_transposed_keys(model)
+        model = models.with_cache_for_cpus(model)
     if config.model.attention == "cudnn":
         return models.with_attention_kernel(model, "cudnn")
     return models.with_attention_kernel(model) if has_attention_kernel(config, mesh) else model

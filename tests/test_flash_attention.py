@@ -18,7 +18,7 @@ from tests import several
 from tests.test_models import tiny
 from tests.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models, sharding
-from tpu_rl.models import flash_attention, flash_kernels, layers
+from tpu_rl.models import caches, flash_attention, flash_kernels, layers
 from tpu_rl.models.flash_kernels import How
 from tpu_rl.models.layers import Slots
 from tpu_rl.types import Model
@@ -113,8 +113,8 @@ def test_bfloat16_differs_by_its_own_rounding(small_blocks):
 def test_a_block_of_new_tokens_over_a_longer_cache(small_blocks):
     lengths = jnp.array([5, 200], jnp.int32)
     positions = lengths[:, None] + jnp.arange(128)[None, :]
-    queries = layers.new_slots(lengths, positions, jnp.zeros_like(positions))
-    keys = layers.read_into_places(lengths, 384, queries).keys
+    queries = caches.new_slots(lengths, positions, jnp.zeros_like(positions))
+    keys = caches.read_into_places(lengths, 384, queries).keys
     key, value = (heads(seed, 2, 384).swapaxes(1, 2) for seed in (1, 2))
     require_alike(*both(heads(0, 4, 128), key, value, queries, keys, HOWS["plain"]))
 
@@ -194,7 +194,7 @@ def test_a_model_by_the_kernel_is_the_model(small_blocks):
 def test_each_platform_has_its_kernel_and_its_cache(platform, kernel, transposed):
     mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
     found = roles.fast_model(configuration.preset("arithmetic_grpo"), tiny("llama3").model, mesh).config.attention
-    assert (found.kernel, found.transposed_keys) == (kernel, transposed)
+    assert (found.kernel, found.cache_for_cpus) == (kernel, transposed)
 
 
 @needs_libtpu

@@ -14,7 +14,7 @@ import pytest
 from tests.tiny import VOCABULARY, attention_model, plain_log_probs
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.models import layers
+from tpu_rl.models import caches, layers
 from tpu_rl.sampler import SamplerConfig, sample
 from tpu_rl.types import Model, Params, Rows
 
@@ -197,7 +197,7 @@ def test_cache_equals_whole_sequences(family):
 def test_numbers_are_quantised_to_half_a_step():
     x = jax.random.normal(jax.random.key(0), (3, 5, 2, 16)) * jnp.array([1e-3, 1.0, 40.0])[:, None, None, None]
     x = x.at[0, 0].set(0.0)
-    numbers, scale = layers.quantise(x)
+    numbers, scale = caches.quantise(x)
     assert numbers.dtype == jnp.int8
     assert int(jnp.abs(numbers).max()) == 127
     assert float((jnp.abs(numbers * scale[..., None] - x) / jnp.maximum(scale, 1e-30)[..., None]).max()) <= 0.5 + 1e-4
@@ -207,7 +207,7 @@ def test_numbers_are_quantised_to_half_a_step():
 @pytest.mark.parametrize(("family", "transposed"), [("qwen3", False), ("gemma3", False), ("gemma3", True)])
 def test_an_int8_cache_equals_whole_sequences_of_rounded_keys_and_values(family, transposed, monkeypatch):
     model, params, _, _ = tiny(family)
-    model = models.with_int8_cache(models.with_transposed_keys(model) if transposed else model)
+    model = models.with_int8_cache(models.with_cache_for_cpus(model) if transposed else model)
     tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
     plainly = log_probs(family, tokens, *plain(3))
     cache = models.policy(model).init_cache(params, 3, CAPACITY)
@@ -219,7 +219,7 @@ def test_an_int8_cache_equals_whole_sequences_of_rounded_keys_and_values(family,
     after, _ = extend(params, cache, jnp.take_along_axis(tokens, at, 1), at, jnp.zeros_like(at), jnp.full(3, 2))
 
     def rounded(x):
-        numbers, scale = layers.quantise(x)
+        numbers, scale = caches.quantise(x)
         return numbers * scale[..., None]
 
     attention = layers.attention

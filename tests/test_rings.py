@@ -10,13 +10,13 @@ import pytest
 from tests.test_models import CONFIGS
 from tests.test_sampler_refill import KEY, PROMPTS, same_or_within_rounding
 from tpu_rl import models
-from tpu_rl.models import layers
+from tpu_rl.models import caches, layers
 from tpu_rl.sampler import Borders, SamplerConfig, Speculation, sample
 from tpu_rl.sampler.caches import with_lengths
 
 LENGTH = 560
 WINDOW = 5
-PLACES = layers.ring(WINDOW)
+PLACES = caches.ring(WINDOW)
 LENGTHS = jnp.array([300, 260, 7])
 
 
@@ -43,7 +43,7 @@ def read(model, params, cache, tokens, count: int, commit):
 def test_a_ring_has_room_for_its_window_and_what_is_read_beside_it(gemma3):
     model, params = gemma3
     assert PLACES == 256
-    assert [layers.ring(window) for window in (1, 2, 512, 4096)] == [128, 256, 640, 4224]
+    assert [caches.ring(window) for window in (1, 2, 512, 4096)] == [128, 256, 640, 4224]
     for length, places in ((16, 16), (256, 256), (LENGTH, 256)):
         cache = model.init_cache(params, 3, length)
         assert cache["sliding"]["k"].shape[3] == places
@@ -59,7 +59,7 @@ def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, mon
     cache = model.init_cache(params, 3, LENGTH)
     found = []
     for count, commit in (
-        (300, LENGTHS), (1, [1, 1, 1]), (1, [1, 0, 1]), (100, [100, 3, 0]), (layers.SPARE, [0, 9, 128]),
+        (300, LENGTHS), (1, [1, 1, 1]), (1, [1, 0, 1]), (100, [100, 3, 0]), (caches.SPARE, [0, 9, 128]),
         (130, [20, 130, 1]), (1, [1, 1, 1]), (1, [1, 1, 1]),
     ):  # fmt: skip
         before = cache["lengths"]
@@ -70,7 +70,7 @@ def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, mon
     if kept_in == "int8":
 
         def rounded(x):
-            numbers, scale = layers.quantise(x)
+            numbers, scale = caches.quantise(x)
             return numbers * scale[..., None]
 
         plain = layers.attention
@@ -86,11 +86,14 @@ def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, mon
             np.testing.assert_allclose(log_probs[row, :count], expected[row, first : first + count], atol=3e-5)
 
 
-def test_transposed_keys_are_the_same_cache(gemma3, tokens):
+@pytest.mark.parametrize("at_once", [caches.AT_ONCE, 1], ids=["whole", "row by row"])
+def test_caches_for_cpus_are_the_same_cache(gemma3, tokens, at_once, monkeypatch):
     """Places of their own and a ring; what is read beside the ring, too."""
     model, params = gemma3
+    monkeypatch.setattr(caches, "AT_ONCE", at_once)
+    jax.clear_caches()  # which hold programs for the other number
     found = []
-    for one in (model, models.with_transposed_keys(model)):
+    for one in (model, models.with_cache_for_cpus(model)):
         cache, seen = one.init_cache(params, 3, LENGTH), []
         for count, commit in ((300, LENGTHS), (1, [1, 0, 1]), (130, [20, 130, 1]), (1, [1, 1, 1])):
             log_probs, cache = read(one, params, cache, tokens, count, commit)
@@ -100,9 +103,18 @@ def test_transposed_keys_are_the_same_cache(gemma3, tokens):
     for one, other in zip(fast, plain, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-5)
     for kind in ("full", "sliding"):
-        turned = cache[kind][layers.TRANSPOSED]
+        turned = cache[kind][caches.TRANSPOSED]
         assert turned.shape[-1] == whole[kind]["k"].shape[-2]
         np.testing.assert_allclose(turned.swapaxes(3, 4), whole[kind]["k"], atol=3e-5)
+
+
+def test_rows_that_are_read_at_once_divide_the_rows_and_fit():
+    def at_once(rows, places, dtype=jnp.float32):
+        return caches.rows_at_once(jax.ShapeDtypeStruct((rows, 2, places, 64), dtype))
+
+    assert [at_once(rows, 192) for rows in (1, 8, 16, 64, 12, 13)] == [1, 8, 8, 8, 12, 13]
+    assert [at_once(64, places) for places in (64, 192, 576, 4096)] == [32, 8, 4, 1]
+    assert at_once(64, 192, jnp.bfloat16) == 16
 
 
 def test_candidates_leave_no_trace_in_a_ring(gemma3, tokens):

@@ -324,7 +324,7 @@ from tpu_rl.sampler import Borders, SamplerConfig, sample, segments
 
 model, params = decoder()
 if "transposed" in sys.argv:
-    model = models.with_transposed_keys(model)
+    model = models.with_cache_for_cpus(model)
 policy, prompts, limits = models.policy(model), PROMPTS + PROMPTS[:3], np.arange(21) * 7 % 20 + 1
 config = SamplerConfig(20, samples_per_prompt=3, max_rows=8, prompt_length=8, stop_ids=(5,), borders=Borders(4, 1, 8))
 alone = sample(policy, params, prompts, KEY, config, limits=limits)

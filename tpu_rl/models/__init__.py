@@ -13,9 +13,9 @@ from tpu_rl.models.roles import (
     policy,
     role,
     with_attention_kernel,
+    with_cache_for_cpus,
     with_int8_cache,
     with_remat,
-    with_transposed_keys,
 )
 from tpu_rl.models.routers import probe
 
@@ -53,5 +53,5 @@ __all__ = [
     "with_int8_cache",
     "with_lora",
     "with_remat",
-    "with_transposed_keys",
+    "with_cache_for_cpus",
 ]

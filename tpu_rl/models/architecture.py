@@ -136,9 +136,9 @@ class AttentionConfig:
     kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
     """tpu: rows that can be cut into blocks go through `flash_attention`; interpreted, it runs anywhere, slowly. cudnn:
     rows without a cache go through `cudnn_attention`."""
-    transposed_keys: bool = False
-    """How a cache holds keys: widths before places, in which order CPUs read them for scores. TPUs want
-    the other, GPUs have not been tried."""
+    cache_for_cpus: bool = False
+    """The cache holds keys with widths before places, in which order CPUs read them for scores, and few rows at a time
+    are cut out of it (`caches.attend_in_blocks`). TPUs want neither, GPUs have not been tried."""
 
 
 @dataclasses.dataclass(frozen=True)

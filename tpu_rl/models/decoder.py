@@ -31,8 +31,6 @@ from tpu_rl.types import Array, Model, Params
 KEYS = ("rows", "kv_heads", None, None)
 """Logical axes of a packed row's keys and values [B, K, S, E], which all its tokens look at."""
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
-
 
 class Context(NamedTuple):
     """What all layers share in one forward pass."""
@@ -44,7 +42,7 @@ class Context(NamedTuple):
     """By kind of layer: cosines and sines of the queries' positions."""
     key_tiles: Array | None = None
     """See `layers.attention`."""
-    reads: dict[str, layers.Read] | None = None
+    reads: dict[str, caches.Read] | None = None
     """By kind of layer, of the cache; None without one."""
 
 
@@ -167,10 +165,10 @@ class Layer(Weights):
         if config.clip is not None:
             query, key, value = (jnp.clip(part, -config.clip, config.clip) for part in (query, key, value))
         query, key = (layers.apply_rope(part, context.angles[self.kind]) for part in (query, key))
-        if context.reads is None:
-            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        else:
-            cache, keys, values = layers.write_cache(cache, self.kind, layer, context.reads[self.kind], key, value)
+        keys, values, look_up = key.swapaxes(1, 2), value.swapaxes(1, 2), None
+        if context.reads is not None:
+            cache, look_up = caches.write(cache, self.kind, layer, context.reads[self.kind], key, value)
+            keys, values = look_up(0, len(key))
         window = config.window if self.kind == "sliding" else None
         slots, cut = (context.queries, context.keys[self.kind]), _cut(cache)
         parts = spread(cut.tokens, query.shape[1])
@@ -182,13 +180,17 @@ class Layer(Weights):
                 keys, values = constrain(keys, KEYS), constrain(values, KEYS)
             rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
             by = cudnn_attention if config.kernel == "cudnn" and cache is None else None
-            seen = layers.attention(query, keys, values, *slots, **rules, key_tiles=context.key_tiles, scores_by=by)
+            attend = functools.partial(layers.attention, **rules, key_tiles=context.key_tiles, scores_by=by)
+            if look_up and config.cache_for_cpus and spread(cut.rows, len(query)) == 1:
+                seen = caches.attend_in_blocks(attend, look_up, caches.rows_at_once(keys), query, *slots)
+            else:
+                seen = attend(query, keys, values, *slots)
             seen = checkpoint_name(seen, PRODUCT)
         return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
 
     def mlp(self, x: Array) -> Array:
         config = self.config.mlp
-        gate = ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
+        gate = layers.ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
         return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
 
     def mixture(self, x: Array, cut: Cut) -> tuple[Array, experts.Routing]:
@@ -197,7 +199,7 @@ class Layer(Weights):
         logits = jnp.einsum("btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32)
         routing = experts.route(config.experts, logits)
         matrices = experts.Matrices(*map(self.weight, EXPERT_MATRICES))
-        return experts.mixture(x, routing, matrices, ACTIVATIONS[config.mlp.activation], cut), routing
+        return experts.mixture(x, routing, matrices, layers.ACTIVATIONS[config.mlp.activation], cut), routing
 
 
 def _remade(config: DecoderConfig, guarded: bool) -> type[nn.Module]:
@@ -304,7 +306,7 @@ def packed(config: DecoderConfig, slots: Slots, key_tiles: Array | None = None) 
     return Context(slots, dict.fromkeys(kinds, slots), _angles(config, slots.positions), key_tiles)
 
 
-def cached(config: DecoderConfig, queries: Slots, reads: dict[str, layers.Read]) -> Context:
+def cached(config: DecoderConfig, queries: Slots, reads: dict[str, caches.Read]) -> Context:
     """What layers need to know of new tokens, and of the cache that they see."""
     keys = {kind: read.keys for kind, read in reads.items()}
     return Context(queries, keys, _angles(config, queries.positions), reads=reads)
@@ -356,19 +358,15 @@ def decoder(config: DecoderConfig) -> Model:
         params: Params, cache: Any, tokens: Array, positions: Array, branch_ids: Array, commit: Array
     ) -> tuple[Array, Any]:
         lengths, stacks = cache["lengths"], {kind: stack for kind, stack in cache.items() if kind != "lengths"}
-        queries = layers.new_slots(lengths, positions, branch_ids)
+        queries = caches.new_slots(lengths, positions, branch_ids)
 
-        def read(kind: str) -> layers.Read:
-            places = stacks[kind]["v"].shape[3]
-            if places == caches.ring_of(config, kind):
-                return layers.read_into_ring(lengths, commit, places, queries)
-            return layers.read_into_places(lengths, places, queries)
-
-        new = cached(config, queries, {kind: read(kind) for kind in stacks})
+        places = {kind: stack["v"].shape[3] for kind, stack in stacks.items()}
+        reads = {kind: caches.read(config, kind, lengths, commit, places[kind], queries) for kind in stacks}
+        new = cached(config, queries, reads)
         out: Any = module.apply({"params": params}, tokens, stacks, new)
         return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
 
-    forgets = layers.SPARE if any(caches.ring_of(config, kind) for kind in config.kinds) else layers.ALL
+    forgets = caches.SPARE if any(caches.ring_of(config, kind) for kind in config.kinds) else caches.ALL
     return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)), forgets)
 
 

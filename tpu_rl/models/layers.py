@@ -1,5 +1,4 @@
-"""Functions that the layers of every decoder are made of: norms, rotary angles, visibility, the cache,
-attention.
+"""Functions that the layers of every decoder are made of: norms, rotary angles, visibility, attention.
 
 Letters: B rows, T tokens that look (queries), S slots that are looked at (keys), H heads, K key-value heads,
 G = H / K, D model width, E head width.
@@ -20,6 +19,8 @@ Array = jax.Array
 
 MASKED = -1e30
 """Score of what is not seen and logit of what is not a token: exp gives exactly 0, and gradients stay finite."""
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,116 +85,6 @@ def sees(query: Slots, key: Slots, window: int | None) -> Array:
 def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
     """Which key each query `sees`, [B, T, S] bool."""
     return sees(Slots(*(part[:, :, None] for part in queries)), Slots(*(part[:, None, :] for part in keys)), window)
-
-
-SPARE = 128
-"""Places of a ring beyond what a window's tokens need: so many tokens may be read at once into their places, be only
-looked at, or be forgotten, and none that is still seen is written over."""
-ALL = 2**31 - 1
-"""Tokens that a cache without rings can forget."""
-
-
-def ring(window: int) -> int:
-    """Places of the cache of a sliding layer: a token's place is its number modulo this. Whole blocks of the kernel."""
-    return -(-(window - 1 + SPARE) // 128) * 128
-
-
-class Read(NamedTuple):
-    """New tokens [B, T] and a cache: where they are written, and what they see."""
-
-    places: Array
-    """[B, T] int32, in the cache; those beyond its end are dropped."""
-    keys: Slots
-    """[B, S] of the cache once they are written; [B, S + T] where more are new than a ring has room for: then of the
-    cache before, and behind it of the new ones."""
-
-
-def new_slots(lengths: Array, positions: Array, branch_ids: Array) -> Slots:
-    """Tokens [B, T] behind the committed ones, lengths [B], as queries."""
-    index = lengths[:, None] + jnp.arange(positions.shape[1])[None, :]
-    return Slots(index, positions, jnp.ones_like(index), branch_ids)
-
-
-def read_into_places(lengths: Array, capacity: int, new: Slots) -> Read:
-    """A cache in which each token has a place of its own: its number."""
-    places = jnp.broadcast_to(jnp.arange(capacity)[None, :], (len(lengths), capacity))
-    return Read(new.index, _keys(lengths, places, new))
-
-
-def read_into_ring(lengths: Array, commit: Array, capacity: int, new: Slots) -> Read:
-    """A `ring`, of which each place has the newest token that belongs there."""
-    width, place, ends = new.index.shape[1], jnp.arange(capacity)[None, :], lengths + commit
-    fits = width <= SPARE
-    newest = lengths[:, None] + (width if fits else 0) - 1
-    keys = _keys(lengths, newest - (newest - place) % capacity, new)
-    if fits:
-        return Read(new.index % capacity, keys)
-    # Of the new ones those stay that are committed and the last; the others have no place, each another one.
-    stays = (new.index < ends[:, None]) & (new.index >= ends[:, None] - capacity)
-    places = jnp.where(stays, new.index % capacity, capacity + jnp.arange(width)[None, :])
-    return Read(places, Slots(*(jnp.concatenate(parts, axis=1) for parts in zip(keys, new, strict=True))))
-
-
-def _keys(lengths: Array, index: Array, new: Slots) -> Slots:
-    """The tokens with the numbers index [B, S], of committed and new ones; segment 0 where there is none."""
-    width = new.index.shape[1]
-    age = index - lengths[:, None]  # 0 for the first of the new tokens, negative for what is committed
-
-    def of(committed: Array, new: Array) -> Array:
-        return jnp.where(age < 0, committed, jnp.take_along_axis(new, jnp.clip(age, 0, width - 1), axis=1))
-
-    exists = (index >= 0) & (age < width)
-    return Slots(index, of(index, new.positions), jnp.int32(exists), of(jnp.zeros_like(index), new.branch_ids))
-
-
-TRANSPOSED = "k_transposed"
-"""Of a cache that has it in place of "k": keys, their widths in front of their places."""
-
-
-def write_cache(
-    cache: Any, kind: str, layer: Array | int, read: Read, key: Array, value: Array
-) -> tuple[Any, Array, Array]:
-    """The cache with key and value [B, T, K, E] of new tokens of a layer, and of each what belongs to `read.keys`.
-
-    What lies beyond the cache's end is dropped. A cache of integers holds scales, too; what is read from it, new tokens
-    included, is rounded.
-    """
-    before = cache[kind]
-    keys = TRANSPOSED if TRANSPOSED in before else "k"
-    new = {keys: key, "v": value}
-    if "k_scale" in before:
-        (new[keys], new["k_scale"]), (new["v"], new["v_scale"]) = quantise(key), quantise(value)
-
-    def places(name: str) -> tuple:
-        in_front = (slice(None),) * (2 if name == TRANSPOSED else 1)
-        return layer, jnp.arange(len(key))[:, None], *in_front, read.places
-
-    stack = {
-        name: before[name].at[places(name)].set(part, mode="drop", unique_indices=True) for name, part in new.items()
-    }
-    is_beside = read.keys.index.shape[1] > before["v"].shape[3]
-
-    def stored(stack: dict[str, Array], name: str) -> Array:
-        return stack[name][layer].swapaxes(2, 3) if name == TRANSPOSED else stack[name][layer]
-
-    def look(name: str) -> Array:
-        if is_beside:
-            return jnp.concatenate([stored(before, name), new[name].swapaxes(1, 2)], axis=2)
-        return stored(stack, name)
-
-    def widened(name: str, scale: str) -> Array:
-        seen = look(name)
-        return (seen * look(scale)[..., None]).astype(key.dtype) if scale in stack else seen
-
-    return {**cache, kind: stack}, widened(keys, "k_scale"), widened("v", "v_scale")
-
-
-def quantise(x: Array) -> tuple[Array, Array]:
-    """x [..., E] -> (int8 of the same shape, float32 scales [...]): x is their product but for half a step at most, a
-    step being a 127th of the largest of E numbers."""
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1) / 127
-    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale
 
 
 def attention(

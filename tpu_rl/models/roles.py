@@ -37,7 +37,7 @@ def _selecting(policy: Policy, select: Callable[[Params], Params]) -> Policy:
 
 
 def with_int8_cache(model: Model) -> Model:
-    """The same model, whose caches keep keys and values in int8 (`layers.quantise`)."""
+    """The same model, whose caches keep keys and values in int8 (`caches.quantise`)."""
     return decoder(replace(model.config, cache_dtype="int8"))
 
 
@@ -46,10 +46,10 @@ def with_attention_kernel(model: Model, kernel: Literal["tpu", "interpreted", "c
     return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
 
 
-def with_transposed_keys(model: Model) -> Model:
-    """The same model with caches as CPUs are fastest with (`AttentionConfig.transposed_keys`): decoding 64 rows of a
+def with_cache_for_cpus(model: Model) -> Model:
+    """The same model with caches as CPUs are fastest with (`AttentionConfig.cache_for_cpus`): decoding 64 rows of a
     small model takes a fifth less time."""
-    return decoder(replace(model.config, attention=replace(model.config.attention, transposed_keys=True)))
+    return decoder(replace(model.config, attention=replace(model.config.attention, cache_for_cpus=True)))
 
 
 def with_remat(model: Model, remat: Literal["full", "products", "none"]) -> Model:
