@@ -200,6 +200,9 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
                 result = evaluation.evaluate(
                     acting.policy, params, lang.tokenizer, rows, reward, how, key, mesh=acting.mesh, **more
                 )
+            if result.errors:
+                few = f"{len(result.errors)} completions were not judged; the first: {result.errors[0]}"
+                print(f"note: evaluation: {few}", file=sys.stderr)
             found |= {
                 f"{prefix}accuracy": result.accuracy,
                 f"{prefix}accuracy_low": result.low,

@@ -9,7 +9,7 @@ from typing import Any
 from launch import dataset_changes
 from launch.config import ArithmeticData, ExperimentConfig, FileData, Stage, StarGraphData
 from launch.roles import Language
-from tpu_rl import data, environments, rollouts, sandbox
+from tpu_rl import data, environments, program_tests, rollouts
 from tpu_rl.errors import InputError
 from tpu_rl.needs import Needs
 from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
@@ -117,7 +117,7 @@ def read_rows(files: FileData, path: str, needs: Needs) -> list[data.Row]:
     if files.format == "gsm8k":
         rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
     elif files.format == "code":
-        rows = data.read(path, (*needs.columns, "tests"), lambda row: sandbox.check_tests(row["tests"]))
+        rows = data.read(path, (*needs.columns, "tests"), lambda row: program_tests.check_tests(row["tests"]))
     elif needs.columns == ("messages",) and "messages" not in data.read(path, ())[0]:
         rows = data.read(path, ("prompt", "completion"))
     else:

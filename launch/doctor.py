@@ -26,7 +26,7 @@ import tyro
 from packaging.requirements import Requirement
 
 from launch import machine
-from tpu_rl import stores
+from tpu_rl import sandbox, stores
 from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.redaction import redact
 
@@ -78,6 +78,7 @@ def examine(run_dir: str) -> Iterator[Finding]:
     yield from disk(Path(tempfile.gettempdir() if in_store else run_dir))
     if in_store:
         yield store(run_dir)
+    yield programs()
     yield from caches()
     yield from devices()
 
@@ -117,6 +118,13 @@ def installed(name: str) -> str | None:
 def extras() -> Finding:
     absent = [f"{name} [{extra}]" for name, extra in EXTRAS.items() if installed(name) is None]
     return Finding("extras", f"not installed: {', '.join(absent)}" if absent else "all installed")
+
+
+def programs() -> Finding:
+    """Whether what a model writes can be run (`code_grpo`)."""
+    reason = sandbox.refusal()
+    fix = "for code_grpo: allow user namespaces, on Linux on x86-64" if reason else ""
+    return Finding("sandbox", reason or "model-written programs can be confined", fix, stops=False)
 
 
 def system() -> Iterator[Finding]:

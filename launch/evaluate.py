@@ -139,10 +139,11 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[dict[str, Any]]:
 
 
 def reward_name(config: ExperimentConfig, flags: Flags) -> str:
-    names = (flags.reward,) if flags.reward else config.reward
-    if not names:
+    """What judges: as the run's own evaluations do, where nothing else is said."""
+    judge = flags.reward or config.evaluation.reward or next(iter(config.reward), None)
+    if not judge:
         raise InputError("no reward says what is correct", where="--reward", fix="name one or FILE.py:function")
-    return names[0]
+    return judge
 
 
 def answer(

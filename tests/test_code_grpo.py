@@ -10,7 +10,7 @@ from launch import dataset, run
 from launch.config import FileData
 from tests.test_gsm8k import checkpoint as checkpoint
 from tests.test_sandbox import confined
-from tpu_rl import row_files, sandbox
+from tpu_rl import program_tests, row_files, sandbox
 from tpu_rl.algos import GrpoConfig
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import python_tests
@@ -51,7 +51,7 @@ def test_two_steps_in_which_programs_really_run(checkpoint, tmp_path, monkeypatc
         outcomes.append(run_one(*arguments, **settings))
         return outcomes[-1]
 
-    monkeypatch.setattr(sandbox, "run", spied)
+    monkeypatch.setattr(program_tests, "run", spied)
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decode(self, ids) if next(turn) % 2 else program)
     flags = ("--data.evaluation-path", str(PROBLEMS), "--evaluation.rows", "2", "--evaluation.no-greedy")
     assert run.main(command(checkpoint, tmp_path, PROBLEMS, *flags)) == 0
@@ -85,7 +85,7 @@ BAD_ROWS = {
     "an input without an output": ({"tests": [{"input": "1"}]}, "a test is {'input': text, 'output': text}"),
     "lists of different lengths": ({"tests": {"inputs": ["1"], "outputs": []}}, "no tests"),
     "no assert": ({"tests": ["f()"]}, "asserts nothing"),
-    "a package": ({"tests": ["import numpy\nassert numpy.array(f()) == 1"]}, "the test's import numpy"),
+    "a package": ({"tests": ["import numpy\nassert numpy.array(f()) == 1"]}, "what the test imports as numpy"),
 }
 
 

@@ -22,9 +22,17 @@ def test_this_machine_on_one_screen(tmp_path, capsys, monkeypatch):
     assert len(lines) <= 24
     assert not any("s3cret" in line for line in lines)
     names = [line[5:21].strip() for line in lines[:-1] if line[:4] in ("ok  ", "note")]
-    assert {"python", "packages", "host memory", "disk", "run folder", "model cache", "devices", "compiling"} <= {
-        *names
-    }
+    assert {
+        "python",
+        "packages",
+        "host memory",
+        "disk",
+        "run folder",
+        "model cache",
+        "sandbox",
+        "devices",
+        "compiling",
+    } <= {*names}
     assert not list(tmp_path.iterdir())
 
 
@@ -41,6 +49,14 @@ def test_what_fails_comes_with_its_remedy(monkeypatch, capsys):
     assert "note clock" in out
     assert out.endswith("cannot run yet: python\n")
     assert failed(monkeypatch, capsys, doctor.Finding("clock", "1970", "set it", False))[0] == 0
+
+
+def test_a_kernel_that_confines_no_programs_is_a_note(monkeypatch, capsys):
+    monkeypatch.setattr(doctor.sandbox, "refusal", lambda: "unshare: Operation not permitted")
+    code, out = failed(monkeypatch, capsys, doctor.programs())
+    assert code == 0
+    assert "note sandbox" in out
+    assert "unshare: Operation not permitted" in out
 
 
 def test_packages_are_compared_with_what_is_asked(monkeypatch):

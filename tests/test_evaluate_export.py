@@ -33,8 +33,9 @@ def run_dir(model_dir, tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     (path / "odd.py").write_text("def length(prompts, completions):\n    return [len(c) % 2 for c in completions]\n")
     flags = f"""arithmetic_sft --model.path {model_dir} --model.no-random-init --run-dir {path / "of-one-step"}
-        --steps 1 --batch.prompts 2 --batch.row-length 128 --batch.micro-batch-rows 1 --reward {path / "odd.py"}:length
-        --evaluation.rows {ROWS} --sampling.max-new-tokens 8 --optimizer.warmup-steps 0"""
+        --steps 1 --batch.prompts 2 --batch.row-length 128 --batch.micro-batch-rows 1 --reward arithmetic
+        --evaluation.reward {path / "odd.py"}:length --evaluation.rows {ROWS}
+        --sampling.max-new-tokens 8 --optimizer.warmup-steps 0"""
     assert run.main(flags.split()) == 0
     return str(path / "of-one-step")
 

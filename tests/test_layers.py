@@ -58,7 +58,8 @@ ALLOWED = {
     "math_verdicts": set(),
     "sandbox_child": set(),
     "sandbox": {"errors"},
-    "rewards": {"environments", "reward_process", "reward_workers", "sandbox", "types", "errors"},
+    "program_tests": {"sandbox"},
+    "rewards": {"environments", "reward_process", "reward_workers", "sandbox", "program_tests", "types", "errors"},
     "reward_models": STATE | {"models", "scores", "masked", "data", "tokenizers"},
     "early_rewards": {"rewards"},
     "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "redaction", "errors"}

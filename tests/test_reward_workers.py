@@ -87,6 +87,16 @@ def test_a_fault_costs_its_own_row_only_and_no_more_than_the_deadline(tmp_path, 
     function.stop()
 
 
+def test_who_must_see_the_whole_batch_is_not_asked_about_a_part_of_it(tmp_path):
+    path = reward_file(tmp_path, "1 / 0")
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "score.whole_batch = True\n")
+    function = IsolatedReward(path, LIMITS)
+    numbers, faults = rewards.ask("mine", function, COMPLETIONS, COMPLETIONS, {})
+    assert np.isnan(numbers).all()
+    assert [fault.row for fault in faults] == [0, 1, 2, 3]
+    function.stop()
+
+
 @pytest.mark.parametrize("oddity", HARMLESS)
 def test_what_is_odd_but_no_fault(tmp_path, oddity, capsys):
     function = IsolatedReward(reward_file(tmp_path, HARMLESS[oddity]), LIMITS)

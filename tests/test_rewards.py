@@ -206,6 +206,12 @@ def test_arithmetic():
         ("12.", 12),
         ("72 + 0", 72),
         ("3, 4", 3),
+        ("1{,}234", 1234),
+        ("10\\,000", 10000),
+        ("1\\!,234", 1234),
+        ("\\frac{1}{2}", Fraction(1, 2)),
+        ("-\\dfrac{3}{4}", Fraction(-3, 4)),
+        ("1\\frac{1}{2}", 1),
         ("none", None),
         ("", None),
     ],
@@ -302,6 +308,22 @@ def test_math_verify_itself(fresh_verifiers):
     truths = ["\\frac{1}{2}", "$x+1$", "7", "7"]
     completions = ["so \\boxed{0.5}", "$1+x$", "\\boxed{8}", "I do not know"]
     assert rewards.math_equivalent(completions, completions, answer=truths) == [1, 1, 0, 0]
+    bare = [r"2\sqrt{3}", r"5\pi", "2^{10}", "6 - 5i", "1,234", "50%", "(3, 4)", r"\$18"]
+    right = [rf"\boxed{{{truth}}}" for truth in bare]
+    assert rewards.math_equivalent(right, right, answer=bare) == [1] * len(bare)
+    wrong = [rf"\boxed{{{number}}}" for number in (2, 5, 2, 5, 1, 5, 4, 8)]
+    assert rewards.math_equivalent(wrong, wrong, answer=bare) == [0] * len(bare)
+
+
+def test_what_must_see_the_whole_batch_is_not_asked_about_a_part():
+    def score(completions, **_):
+        return [1 / len(text) - len(completions) for text in completions]
+
+    score.whole_batch = True
+    numbers, faults = rewards.ask("length", score, ["q"] * 3, ["a", "", "b"], {})
+    assert np.isnan(numbers).all()
+    assert [fault.row for fault in faults] == [0, 1, 2]
+    assert "division by zero" in faults[0].message
 
 
 def test_a_missing_math_verify_is_the_machines_fault(monkeypatch, fresh_verifiers):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from launch import sources
-from tpu_rl import rewards, sandbox
+from tpu_rl import program_tests, rewards, sandbox
 from tpu_rl.errors import MachineError
 
 REFUSAL = sandbox.refusal()
@@ -140,6 +140,8 @@ def test_attacks_fail_also_where_only_a_user_namespace_is_allowed(outside):
         ("1 / 0", "exit 1"),
         ("import os; os._exit(0)", ""),
         ("import sys; sys.exit(0)", ""),
+        ("import os, time; os.closerange(1, 64); time.sleep(1000)", "time"),
+        ("import os, time; os.closerange(1, 64); time.sleep(0.1)", ""),
         ("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()", ""),
     ],
 )  # fmt: skip
@@ -147,6 +149,15 @@ def test_how_programs_end(program, ended):
     assert sandbox.run(program, limits=LIMITS).ended.startswith(ended)
     if not ended:
         assert sandbox.run(program, limits=LIMITS).ended == ""
+
+
+@confined
+def test_programs_import_the_library_whatever_the_users_mask():
+    mask = os.umask(0o077)
+    try:
+        assert sandbox.run("import heapq, fractions\nprint(1)").printed == "1\n"
+    finally:
+        os.umask(mask)
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -197,38 +208,118 @@ FORGERIES = {
 @confined
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_no_forged_verdict_is_rewarded(forgery):
-    assert not sandbox.passes(FORGERIES[forgery], TEST, LIMITS)
+    assert not program_tests.passes(FORGERIES[forgery], TEST, LIMITS)
 
 
 @confined
 def test_honest_programs_pass():
-    assert sandbox.passes(HONEST, TEST)
-    assert not sandbox.passes(HONEST.replace("n + 1", "n"), TEST)
+    assert program_tests.passes(HONEST, TEST)
+    assert not program_tests.passes(HONEST.replace("n + 1", "n"), TEST)
     echo = {"input": "2\n3\n", "output": "5"}
-    assert sandbox.passes("print(int(input()) + int(input()))", echo)
-    assert sandbox.passes("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' \\n\\n')", echo)
-    assert not sandbox.passes("print(int(input()) * int(input()))", echo)
-    assert not sandbox.passes("print(5)\n1 / 0", echo | {"output": "6"})
+    assert program_tests.passes("print(int(input()) + int(input()))", echo)
+    assert program_tests.passes("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' \\n\\n')", echo)
+    assert not program_tests.passes("print(int(input()) * int(input()))", echo)
+    assert not program_tests.passes("print(5)\n1 / 0", echo | {"output": "6"})
     stack = "class Stack(list):\n    push = list.append\n    def size(self): return len(self)"
-    assert sandbox.passes(stack, "s = Stack()\ns.push(1)\nassert s.size() == 1 and not s.size() == 2\nassert s == [1]")
-    assert sandbox.passes("def sort(x): x.sort()", "xs = [2, 1]\nsort(xs)\nassert xs == [1, 2]")
+    assert program_tests.passes(
+        stack, "s = Stack()\ns.push(1)\nassert s.size() == 1 and not s.size() == 2\nassert s == [1]"
+    )
+    assert program_tests.passes("def sort(x): x.sort()", "xs = [2, 1]\nsort(xs)\nassert xs == [1, 2]")
     counts = "import collections\ndef count(x): return collections.Counter(x)"
-    assert sandbox.passes(counts, "assert count('aab') == {'a': 2, 'b': 1}")
+    assert program_tests.passes(counts, "assert count('aab') == {'a': 2, 'b': 1}")
 
 
 def test_a_test_is_split_into_what_the_program_sees_and_what_it_does_not():
-    steps, claims = sandbox.split("xs = [3, 1]\nwant = [1, 3]\nassert sorted(f(xs)) == want, 'no'")
+    steps, own = program_tests.split("xs = [3, 1]\nwant = [1, 3]\nassert sorted(f(xs)) == want, 'no'")
     assert steps == [("do", "xs = [3, 1]"), ("value", "f(xs)")]
-    assert claims == ["sorted(hole_0) == [1, 3]"]
+    assert own == [("do", "want = [1, 3]"), ("value", "bool(sorted(hole_0) == want)")]
+
+
+@pytest.mark.parametrize(
+    "answer", ["want = sorted([3, 1])", "want: list = [1, 3]", "a = [3, 1]\nb = 0\nwant = sorted(a[b:])"]
+)
+def test_no_program_sees_what_a_test_computes_without_it(answer):
+    test = answer + "\nassert len(want) == 2 and f() == want"
+    steps, own = program_tests.split(test)
+    assert steps == [("value", "f()")]
+    assert own[-1] == ("value", "bool(len(want) == 2 and hole_0 == want)")
+    assert not program_tests.passes("def f(): return want", test)
+    assert program_tests.passes("def f(): return [1, 3]", test)
+
+
+def test_what_the_program_is_given_it_sees():
+    steps, own = program_tests.split("a = [3, 1]\nb = sorted(a)\nassert f(b) == [1, 3]\nassert g(1) == len(a)")
+    assert steps == [
+        ("do", "a = [3, 1]"),
+        ("do", "b = sorted(a)"),
+        *[("value", text) for text in ("f(b)", "g(1)", "a")],
+    ]
+    assert own == [("value", "bool(hole_0 == [1, 3])"), ("value", "bool(hole_1 == len(hole_2))")]
+
+
+# Expression, then the program's function f. All are right.
+VALUES = {
+    "list(f(3)) == [0, 1, 2]": "def f(n):\n    yield from range(n)",
+    "sorted(f(3)) == [0, 1, 2] and f(3)[1] == 1": "def f(n): return range(n)",
+    "list(f('ab')) == ['A', 'B']": "def f(x): return map(str.upper, x)",
+    "''.join(f('ab')) == 'AB'": "def f(x): return (c.upper() for c in x)",
+    "set(f()) == {1, 2} and f() == {1, 2} and len(f()) == 2": "def f(): return {1: 0, 2: 0}.keys()",
+    "sum(f()) == 3 and dict(g()) == {1: 2}": "def f(): return {1: 0, 2: 3}.values()\ndef g(): return {1: 2}.items()",
+    "f() == float('inf') and f(-1) == -float('inf')": "def f(x=1): return x * float('inf')",
+    "math.isnan(f()[0])": "def f(): return (float('nan'),)",
+    "f() == fractions.Fraction(1, 2) == 0.5": "import fractions\ndef f(): return fractions.Fraction(1, 2)",
+    "f() == decimal.Decimal('0.1')": "from decimal import Decimal\ndef f(): return Decimal('0.1')",
+    "f() == collections.deque([1, 2])": "from collections import deque\ndef f(): return deque([1, 2])",
+    "f() == {frozenset({1}), frozenset()}": "def f(): return {frozenset(), frozenset([1])}",
+    "f() == 10 ** 5000": "def f(): return 10 ** 5000",
+    "f() == 2 and f() is not True": "import enum\nclass E(enum.IntEnum): A = 2\ndef f(): return E.A",
+    "f() == ((), (1,), set(), frozenset(), {}, [], None, -1.5, 1 - 2j, b'x', 'a\\n')": (
+        "def f(): return (), (1,), set(), frozenset(), {}, [], None, -1.5, 1 - 2j, b'x', 'a\\n'"
+    ),
+}
+
+
+@confined
+@pytest.mark.parametrize("claim", VALUES)
+def test_values_that_are_no_literals_are_compared(claim):
+    assert program_tests.passes(VALUES[claim], f"assert {claim}")
+    assert not program_tests.passes("def f(*x): return [7]\ng = f", f"assert {claim}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["__import__('os')", "open('x')", "[].__class__", "eval('1')", "float(x=1)", "2 ** 9", "a", "f''", "[" * 999],
+)
+def test_no_value_is_more_than_one(text):
+    assert program_tests.value_source(text) is None
+
+
+@confined
+def test_a_statement_that_raises_behind_the_asserts_fails_the_test():
+    assert not program_tests.passes("def f(): return 1", "assert f() == 1\nf(2)")
 
 
 @pytest.mark.parametrize(
     "test",
-    ["", "f(1)", "assert", "assert all(f(x) for x in range(3))", "import numpy as np\nassert np.allclose(f(1), 1)"],
+    [
+        *(
+            "",
+            "f(1)",
+            "assert",
+            "assert all(f(x) for x in range(3))",
+            "import numpy as np\nassert np.allclose(f(1), 1)",
+        ),
+        "assert f(0) == 0\nfor i in range(1, 5):\n    assert f(i) == i * i",
+        "def check(f):\n    assert f(1) == 1\ncheck(f)",
+        "assert sum(10, 15) == 6",
+        "want = 1\nassert f() == 1\nassert want == 1",
+        "from math import isclose\nassert isclose(f(), 1.0)",
+        "import math as m\nassert m.isclose(f(), 1.0)",
+    ],
 )
 def test_tests_that_cannot_be_judged_apart_from_the_program(test):
     with pytest.raises(ValueError, match="test|apart"):
-        sandbox.split(test)
+        program_tests.split(test)
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------

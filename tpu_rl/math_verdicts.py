@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from math_verify import parse, verify  # pyright: ignore[reportMissingImports]  # of the extra [math]
 
@@ -13,7 +14,24 @@ def equivalent(completions: Sequence[str], answer: Sequence[str]) -> list[float]
 
 
 def _equivalent(completion: str, truth: str) -> float:
-    gold = parse(truth) or parse(f"${truth}$")
+    gold = _gold(truth)
     if not gold:
         raise ValueError(f"the ground truth {truth!r} holds no answer")
-    return float(verify(gold, parse(completion)))
+    return float(verify(gold, parse(_without_dollars(completion))))
+
+
+MARKS = ("$", "\\boxed", "\\(", "\\[")
+"""What says where LaTeX begins."""
+
+
+def _gold(truth: str) -> list[Any]:
+    r"""A ground truth without marks is LaTeX as a whole: looked for as in a text, 2\sqrt{3} would be a 2."""
+    truth = _without_dollars(truth)
+    if any(mark in truth for mark in MARKS):
+        return parse(truth)
+    return parse(f"${truth}$") or parse(truth)
+
+
+def _without_dollars(text: str) -> str:
+    """Amounts without their currency, which would end the LaTeX around them."""
+    return text.replace("\\$", "")

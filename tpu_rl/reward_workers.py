@@ -211,9 +211,11 @@ class IsolatedReward:
         arguments = dict(zip(("prompts", "completions"), positional, strict=False)) | columns
         size = len(next(iter(arguments.values()), []))
         deadline = time.monotonic() + self._seconds
-        answer = self._worker.ask(arguments, size, self._seconds / 2)
+        answer = self._worker.ask(arguments, size, self._seconds if self.whole_batch else self._seconds / 2)
         if not isinstance(answer, RewardFailure):
             return answer
+        if self.whole_batch:  # of a part of it, it would say something else
+            return [answer] * size
         whole, values = answer, []
         for row in range(size):
             if time.monotonic() >= deadline:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl import environments, reward_process, sandbox
+from tpu_rl import environments, program_tests, reward_process, sandbox
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.reward_process import RewardFailure, as_number, did_you_mean, load_function, shorten
 from tpu_rl.reward_workers import IsolatedReward, RewardLimits, Worker
@@ -214,7 +214,7 @@ def python_tests_unsandboxed(
 
 def _judge_programs(completions: Sequence[Any], tests: Sequence[Any], confine: bool) -> list[float | RewardFailure]:
     programs = [program_of(text_of(completion)) for completion in completions]
-    verdicts = sandbox.all_pass(programs, tests, confine)
+    verdicts = program_tests.all_pass(programs, tests, confine)
     return [RewardFailure(str(found)) if isinstance(found, ValueError) else float(found) for found in verdicts]
 
 
@@ -256,11 +256,13 @@ def final_number(text: str) -> Fraction | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The first number of a text: signs, thousands commas, decimals, fractions; currency and percent signs are dropped.
+    """The first number of a text: signs, thousands commas, decimals, fractions, LaTeX's too; currency and percent signs
+    are dropped.
 
     So "$1,234.00", "1234" and "1234.0 dollars" are the same number, and "50%" is 50.
     """
-    match = _NUMBER.search(text.replace("\u2212", "-").replace("\\$", "").replace("$", ""))
+    plain = _FRACTION.sub(r" \1/\2", _SPACES.sub("", text.replace("\u2212", "-").replace("{,}", ",")))
+    match = _NUMBER.search(plain.replace("\\$", "").replace("$", ""))
     if not match:
         return None
     whole, denominator = (part and part.replace(",", "").replace(" ", "") for part in match.groups())
@@ -271,6 +273,9 @@ def read_number(text: str) -> Fraction | None:
 
 _DIGITS = r"(?:[0-9][0-9,]{0,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40})"
 _NUMBER = re.compile(rf"(-? ?{_DIGITS})(?:/({_DIGITS}))?")
+_FRACTION = re.compile(rf"\\[dt]?frac *{{ *(-?{_DIGITS}) *}} *{{ *({_DIGITS}) *}}")
+_SPACES = re.compile(r"\\[,!;:]")
+"""Of LaTeX, between digits."""
 
 
 def _closing_brace(text: str) -> int:
@@ -295,7 +300,9 @@ def ask(
 ) -> Answer:
     """One function's answer about N completions."""
     values = _call(function, prompts, completions, columns)
-    if isinstance(values, RewardFailure):
+    if isinstance(values, RewardFailure) and getattr(function, "whole_batch", False):
+        values = [values] * len(completions)
+    elif isinstance(values, RewardFailure):
         values = []
         for i in range(len(completions)):
             row = {key: [column[i]] for key, column in columns.items()}

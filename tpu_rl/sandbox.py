@@ -1,16 +1,12 @@
-"""Model-written programs, run where they can do no harm, and judged by what they compute, never by what they claim.
+"""Model-written programs, run where they can do no harm.
 
-A program runs in a process that has confined itself (`sandbox_child`), with inputs but without any expected output:
-what it prints, or the values of the tests' expressions, come back over pipes and are compared here. So an exit code, a
-printed verdict or a patched `==` are worth nothing.
+A program runs in a process that has confined itself (`sandbox_child`); what it prints, and the values of expressions in
+its scope, come back over pipes. `program_tests` judges them.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
-import json
 import marshal
 import os
 import selectors
@@ -20,19 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tpu_rl.errors import MachineError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 START_SECONDS = 20.0
 """For the process to confine itself."""
-MODULES = {"math", "cmath", "collections", "itertools", "functools", "re", "string", "operator", "fractions", "decimal"}
-"""Modules of the standard library whose functions in a test are the test's own."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,8 @@ class Outcome(NamedTuple):
     errors: str
     """The end of what it wrote to stderr."""
     values: list[str]
-    """`repr` of each expression that was reached, as the program gives it: to be parsed, never to be run."""
+    """The source of the value of each expression that was reached, as the program gives it (`sandbox_child.source`): to
+    be parsed, never to be run as it is."""
 
 
 class Refused(Exception):
@@ -116,184 +110,10 @@ def require() -> None:
 def refusal() -> str:
     """Why programs cannot be confined here; "" where they can."""
     try:
-        outcome = run("print(1)")
+        outcome = run("import fractions\nprint(1)")  # which nothing has loaded yet: the library must be readable
     except Refused as error:
         return str(error)
     return "" if outcome.printed == "1\n" else f"a program that prints 1 ended with {outcome}"
-
-
-# --- verdicts --------------------------------------------------------------------------------------------------------
-
-
-def passes(program: str, test: Any, limits: SandboxLimits | None = None, confine: bool = True) -> bool:
-    """Whether a program passes one test: {"input": text, "output": text} of its stdin and stdout, or statements with
-    asserts about what it defines. Raises ValueError where the test is neither."""
-    match test:
-        case {"input": str() as stdin, "output": str() as output}:
-            outcome = run(program, stdin, limits=limits, confine=confine)
-            return not outcome.ended and _lines(outcome.printed) == _lines(output)
-        case str():
-            steps, claims = split(test)
-            outcome = run(program, steps=steps, limits=limits, confine=confine)
-            values = [_literal(text) for text in outcome.values]
-            if len(values) != sum(kind == "value" for kind, _ in steps) or None in values:
-                return False
-            # By a process that has never seen the program.
-            given = [("do", f"hole_{n} = {value}") for n, value in enumerate(values)]
-            imports = [("do", f"import {', '.join(sorted(MODULES))}")]
-            judged = run("", steps=imports + given + [("value", f"bool({claim})") for claim in claims], confine=confine)
-            return [_literal(text) for text in judged.values] == ["True"] * len(claims)
-    raise _no_test(test)
-
-
-def _no_test(test: Any) -> ValueError:
-    return ValueError(f"a test is {{'input': text, 'output': text}} or a text with asserts, not {test!r:.100}")
-
-
-def split(test: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """A test's statements -> (steps for the program's process, the asserted expressions with names for its values:
-    hole_0, hole_1 and so on).
-
-    What hangs on a name that is neither built in nor of the standard library's (see MODULES) is the program's, and its
-    value is asked for; what is done with the values, and the comparison, is the test's. Raises ValueError for a test
-    without asserts, or one in which the two cannot be told apart.
-    """
-    try:
-        tree = ast.parse(test)
-    except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"the test {test!r:.100} is not Python: {error}") from None
-    foreign = {
-        (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    } - MODULES
-    steps: list[tuple[str, str]] = []
-    claims: list[str] = []
-    holes, owned = _Holes(foreign), _answers(tree)
-    for statement in tree.body:
-        if isinstance(statement, ast.Assert):
-            before = len(holes.expressions)
-            claims.append(ast.unparse(holes.visit(_Replace(owned).visit(statement.test))))
-            steps += [("value", ast.unparse(expression)) for expression in holes.expressions[before:]]
-        elif not (isinstance(statement, ast.Assign) and _target(statement) in owned):
-            steps.append(("do", ast.unparse(statement)))
-    if not claims:
-        raise ValueError(f"the test {test!r:.100} asserts nothing")
-    return steps, claims
-
-
-def _answers(tree: ast.Module) -> dict[str, ast.expr]:
-    """The literals that a test gives names to and only compares with: the program must not see them."""
-    named = {
-        _target(node): node.value for node in tree.body if isinstance(node, ast.Assign) and _is_literal(node.value)
-    }
-    compared = {
-        id(side)
-        for statement in tree.body
-        if isinstance(statement, ast.Assert)
-        for node in ast.walk(statement.test)
-        if isinstance(node, ast.Compare)
-        for side in (node.left, *node.comparators)
-    }
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    stored = [node.id for node in names if not isinstance(node.ctx, ast.Load)]
-    used = {node.id for node in names if isinstance(node.ctx, ast.Load) and id(node) not in compared}
-    return {name: value for name, value in named.items() if name not in used and stored.count(name) == 1}
-
-
-def _target(statement: ast.Assign) -> str:
-    first = statement.targets[0]
-    return first.id if len(statement.targets) == 1 and isinstance(first, ast.Name) else ""
-
-
-def _is_literal(value: ast.expr) -> bool:
-    try:
-        ast.literal_eval(value)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, values: dict[str, ast.expr]):
-        self.values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.values.get(node.id, node)
-
-
-class _Holes(ast.NodeTransformer):
-    """Replaces each maximal expression of the program's by a name for its value, numbered as in `expressions`."""
-
-    def __init__(self, foreign: set[str]):
-        self.expressions: list[ast.expr] = []
-        self._foreign = foreign
-
-    def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr):
-            raise ValueError(f"the assert's {ast.unparse(node)!r:.100} cannot be judged apart from the program")
-        if isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-            root: ast.AST = node
-            while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-                root = root.func if isinstance(root, ast.Call) else root.value
-            if isinstance(root, ast.Name) and root.id in self._foreign:
-                raise ValueError(f"the test's import {root.id} is not of {', '.join(sorted(MODULES))}")
-            if isinstance(root, ast.Name) and root.id not in MODULES | vars(builtins).keys():
-                self.expressions.append(node)
-                return ast.Name(f"hole_{len(self.expressions) - 1}")
-        return self.generic_visit(node)
-
-
-def _literal(text: str) -> str | None:
-    """The source of a value, from a line that a program reports; None where it is not that of a plain literal."""
-    try:
-        return repr(ast.literal_eval(text.encode().decode("unicode_escape")))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-
-
-def _lines(text: str) -> list[str]:
-    """Lines without trailing blanks and blank lines at the end, which no judge of programs looks at."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def tests_of(column: Any) -> list[Any]:
-    """A row's tests as a list of what `passes` takes; from that, {"inputs": [...], "outputs": [...]}, or JSON of both.
-
-    Raises ValueError for anything else, and where there is none.
-    """
-    match json.loads(column) if isinstance(column, str) else column:
-        case {"inputs": list() as inputs, "outputs": list() as outputs} if len(inputs) == len(outputs) > 0:
-            return [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
-        case list() as tests if tests:
-            return tests
-    raise ValueError(f"no tests: {column!r:.100}")
-
-
-def check_tests(column: Any) -> None:
-    """Raises ValueError where `passes` could not judge a program by one of a row's tests. Nothing is run."""
-    for test in tests_of(column):
-        match test:
-            case {"input": str(), "output": str()}:
-                continue
-            case str():
-                split(test)
-            case _:
-                raise _no_test(test)
-
-
-def all_pass(programs: Sequence[str], tests: Sequence[Any], confine: bool = True) -> list[bool | ValueError]:
-    """For each program whether it passes all of its tests, up to the first that it fails; ValueError for bad tests."""
-
-    def judge(program: str, its_tests: Any) -> bool | ValueError:
-        try:
-            return all(passes(program, test, confine=confine) for test in tests_of(its_tests))
-        except ValueError as error:
-            return error
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(judge, programs, tests))
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -345,9 +165,12 @@ def _attend(process: subprocess.Popen[bytes], report: int, request: bytes, limit
                     ended = "output"
             if left <= 0:
                 ended = ended or "time"
-    if not ended:
-        code = process.wait()
-        ended = f"exit {code}" if code else ""
+    if not ended:  # a program may close its pipes and go on
+        try:
+            code = process.wait(max(deadline - time.monotonic(), 0))
+            ended = f"exit {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            ended = "time"
     values, printed, errors = (bytes(text).decode(errors="replace") for text in places.values())
     return Outcome(ended, printed, errors[-2000:], values.splitlines())
 

@@ -74,31 +74,56 @@ def run(program: str, steps: list[list[str]]) -> None:
     """The program as __main__, then each step: ["do", statements] or ["value", an expression that is reported]."""
     # Deep recursion is the program's to survive; the interpreter's own limit stands.
     scope = {"__name__": "__main__", "__builtins__": __builtins__}
-    report, plain_of, show = os.write, plain, repr
+    report, show = os.write, source
     try:  # noqa: SIM105  # contextlib takes milliseconds to import
         exec(compile(program, "program.py", "exec"), scope)
     except SystemExit:
         pass
-    for kind, source in steps:
+    for kind, code in steps:
         if kind == "do":
-            exec(compile(source, "test", "exec"), scope)
+            exec(compile(code, "test", "exec"), scope)
         else:
-            value = show(plain_of(eval(compile(source, "test", "eval"), scope)))
+            value = show(eval(compile(code, "test", "eval"), scope))
             report(PROTOCOL, value.encode("unicode_escape") + b"\n")
     sys.stdout.flush()
 
 
-def plain(value: object) -> object:
-    """Containers of a kind of their own (Counter, deque, named tuples) as the plain ones that they compare equal to."""
+def source(value) -> str:  # of any kind; typing takes milliseconds to import
+    """An expression whose value compares equal: of literals and of what `program_tests.MAKERS` names.
+
+    Containers of a kind of their own (Counter, named tuples) are the plain ones that they compare equal to. What an
+    iterator gives is taken out of it. Of anything else it is `repr`, which is then no such expression.
+    """
+
+    def listed(values) -> str:
+        return ", ".join([source(item) for item in values])
+
+    kind = type(value).__name__
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return "{" + ", ".join([f"{source(key)}: {source(item)}" for key, item in value.items()]) + "}"
     if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
+        return f"({listed(value)},)" if value else "()"
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return f"[{listed(value)}]"
     if isinstance(value, (set, frozenset)):
-        return {plain(item) for item in value}
-    return value
+        return f"{'set' if isinstance(value, set) else 'frozenset'}([{listed(value)}])"
+    if kind == "dict_keys":
+        return "{" + ", ".join([f"{source(key)}: None" for key in value]) + "}.keys()"
+    if kind == "dict_values":
+        return "{" + ", ".join([f"{n}: {source(item)}" for n, item in enumerate(value)]) + "}.values()"
+    if kind == "dict_items":
+        return source(dict(value)) + ".items()"
+    if kind == "deque":
+        return f"collections.deque([{listed(value)}])"
+    if kind in ("Fraction", "Decimal"):
+        return f"{'fractions' if kind == 'Fraction' else 'decimal'}.{repr(value)}"
+    if hasattr(value, "__next__"):
+        return f"iter([{listed(value)}])"
+    if isinstance(value, float) and value - value != 0:
+        return f"float('{float.__repr__(value)}')"
+    if isinstance(value, int) and not isinstance(value, bool):  # hex: of thousands of digits repr refuses to be
+        return repr(int(value)) if abs(value) < 10**4000 else hex(value)
+    return repr(value)
 
 
 def give_stdin(content: bytes) -> None:
@@ -162,6 +187,7 @@ def enter_process_namespace() -> None:
 
 def make_root(disk_bytes: int) -> None:
     """A root directory in memory with the Python library, and what it links to, at their places, read-only."""
+    os.umask(0o022)  # nobody must be able to enter what root makes here, whatever this user's own mask
     kept = {place for place in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(place)}
     links = {place for place in kept if os.path.islink(place)}
     # Of an interpreter with a directory of its own, lib also holds what its extension modules link to.
