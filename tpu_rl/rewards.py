@@ -193,7 +193,7 @@ def math_equivalent(
 def python_tests(
     prompts: Sequence[Any], completions: Sequence[Any], *, tests: Sequence[Any], **_: Any
 ) -> list[float | RewardFailure]:
-    """1 where the completion's Python program passes all of its row's tests, else 0; see `sandbox` for both.
+    """1 where the completion's Python program passes all of its row's tests, else 0; see `program_tests` for both.
 
     The program is the last fenced block, or all of the text. `tests` are {"input": ..., "output": ...} and texts with
     asserts in a list, {"inputs": [...], "outputs": [...]}, or either as JSON. Raises MachineError where the kernel does
