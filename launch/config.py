@@ -40,7 +40,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and the optimizer's moments."""
+    """Of the weights; adapters and the optimizer's moments are always float32. In bfloat16 an update of less than a
+    256th of a weight is lost: for weights that do not learn, as beneath adapters."""
     attention: Literal["auto", "tiles", "cudnn"] = "auto"
     """auto: on TPUs, of rows whose length 128 divides, a Pallas kernel that never holds a layer's scores. tiles: XLA's
     products of the tiles that see each other, as everywhere else. cudnn: cuDNN's kernel for these tiles, on NVIDIA GPUs

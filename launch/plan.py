@@ -60,7 +60,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def prepare(flags: argparse.Namespace) -> None:
-    """Sets what jax reads when it is imported. Raises MachineError without libtpu where that is needed."""
+    """Sets what jax reads when it is imported. Raises InputError for flags that cannot be, MachineError without libtpu
+    where that is needed."""
+    if flags.json and not flags.json.parent.is_dir():
+        raise InputError(f"no folder {flags.json.parent}", where="--json", fix="make it, or name another")
     if flags.topology == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     if flags.topology in (None, "cpu"):

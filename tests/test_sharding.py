@@ -1,14 +1,18 @@
 """The mesh and the table. Several devices run in a process of their own: their number is fixed when JAX starts."""
 
+import itertools
+import math
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from tests import several
+from tests.topologies import needs_libtpu, tpu_devices
 from tpu_rl import sharding
 from tpu_rl.errors import InputError
 
@@ -159,3 +163,28 @@ def test_a_reward_model_scores_inside_a_run_on_several_devices():
     env = several.virtual_devices(2)
     done = subprocess.run([sys.executable, "-c", REWARD_MODEL], env=env, capture_output=True, text=True, timeout=240)
     assert "scored" in done.stdout, done.stderr[-3000:]
+
+
+# --- chips that are not there ---------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4", "v6e:8x4"])
+def test_every_mesh_lies_on_a_torus(topology):
+    devices = tpu_devices(topology)
+    for data, tensor in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+        sizes = (data, len(devices) // (data * tensor), tensor)
+        if math.prod(sizes) == len(devices):
+            mesh = sharding.make_mesh(*sizes, devices=devices)
+            assert {device.id for device in mesh.devices.flat} == {device.id for device in devices}
+
+
+@needs_libtpu
+def test_slices_lie_along_data():
+    tpu_devices("v5e:2x2")  # which sets what the compiler reads
+    two = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu", num_slices=2).devices
+    mesh = sharding.make_mesh(2, 2, 2, devices=two)
+    assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
+    with pytest.raises(InputError, match="2 slices") as error:
+        sharding.make_mesh(1, 4, 2, devices=two)
+    assert "--mesh.data 2" in error.value.fix

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpu_rl.errors import InputError
@@ -65,7 +66,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over `devices` (default: all there are), which the product of all axes must use up exactly.
 
-    Raises InputError where the product does not fit, naming the nearest sizes that do.
+    Slices of TPUs, which only a data center's network joins, lie along `data`. Raises InputError where the product does
+    not fit, naming the nearest sizes that do, or where slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = (data, fsdp, tensor, expert, context)
@@ -75,7 +77,23 @@ def make_mesh(
             why=f"it takes {math.prod(sizes)} devices and there are {len(devices)}",
             fix=f"nearest that fit ({', '.join(MESH_AXES)}): " + ", ".join(map(str, _nearest(sizes, len(devices)))),
         )
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    return Mesh(_by_links(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _by_links(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as a mesh of these sizes, in which neighbours are linked as far as that can be."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices}) if devices[0].platform == "tpu" else 1
+    if slices == 1:
+        # Not `jax.make_mesh`: but for v5e it wants each axis to be a product of whole axes of the chips' torus.
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if sizes[0] % slices:
+        raise InputError(
+            f"mesh with {MESH_AXES[0]} {sizes[0]}",
+            why=f"there are {slices} slices, and no other axis can cross the network between them",
+            fix=f"a multiple of {slices}: --mesh.data {slices}",
+        )
+    within, across = (sizes[0] // slices, *sizes[1:]), (slices, *(1 for _ in sizes[1:]))
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 def drawing_mesh(mesh: Mesh, tensor: int) -> Mesh:

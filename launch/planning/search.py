@@ -155,7 +155,7 @@ def _candidates(plan: Plan, line: Line, devices: int) -> Iterator[tuple[str, dic
         # The update fetches them: it has been seen to keep three quarters of what they took as temporaries.
         moved = {"optimizer": replace(config.optimizer, offload=True)}
         yield "--optimizer.offload", moved, {"optimizer": 0.75 if line.step.name == "update" else 0.0}
-    if config.model.param_dtype == "float32":
+    if config.model.lora.rank and config.model.param_dtype == "float32":  # weights that learn lose small updates in it
         half = {"model": replace(config.model, param_dtype="bfloat16")}
         frozen = 0.5 if config.model.dtype == "float32" else 1.0
         yield "--model.param-dtype bfloat16", half, {"parameters": 0.5, "frozen": frozen, "gradients": 0.75}
