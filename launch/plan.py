@@ -84,6 +84,9 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
 
     config = configuration.parse(others)
     target = target_of(flags.topology)
+    if flags.search and target.chip is None:
+        fix = f"--topology NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
+        raise InputError("--search compares times, and the rates of these devices are not known", fix=fix)
     model = steps.read_model(config)
     plan = search.make_plan(config, target, model, say=_say)
     changes = [] if plan.fits(target) else search.changes(plan, target)

@@ -296,6 +296,11 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert found["steps"][1]["bytes"]["temporaries"] > 0
 
 
+def test_no_mesh_is_the_best_where_no_time_is_known():
+    with pytest.raises(InputError, match="rates of these devices are not known"):
+        plan.run(*plan.parse(["arithmetic_grpo", "--topology", "cpu", "--search"]))
+
+
 def test_wrong_topologies_and_a_missing_compiler_are_said(monkeypatch):
     flags, _ = plan.parse(["arithmetic_grpo", "--topology", "v9:2x2"])
     with pytest.raises(InputError, match="no such topology"):
