@@ -169,7 +169,7 @@ def answering(setup: Setup, acting: Acting) -> Evaluate:
     """Answers the held-out problems at temperature 1 and, where wanted, greedily -> metrics named eval/..."""
     config, lang = setup.config, setup.language
     rows = dataset.evaluation_rows(config) if config.evaluation.rows else []
-    judge = config.evaluation.reward or next(iter(config.reward), None)
+    judge = sources.judge(config)
     if not rows or judge is None:
         print("note: nothing is evaluated: there are no held-out rows, or no reward that judges them", file=sys.stderr)
         return lambda params, greedy: {}

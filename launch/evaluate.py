@@ -140,7 +140,7 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[dict[str, Any]]:
 
 def reward_name(config: ExperimentConfig, flags: Flags) -> str:
     """What judges: as the run's own evaluations do, where nothing else is said."""
-    judge = flags.reward or config.evaluation.reward or next(iter(config.reward), None)
+    judge = flags.reward or sources.judge(config)
     if not judge:
         raise InputError("no reward says what is correct", where="--reward", fix="name one or FILE.py:function")
     return judge

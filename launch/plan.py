@@ -24,6 +24,7 @@ from typing import Any
 from tpu_rl.errors import InputError, MachineError, TpuRlError
 
 TOPOLOGIES = ("v4", "v5e", "v5p", "v6e")
+NAMES = f"NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -53,7 +54,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         epilog="All other flags are those of launch/run.py: python launch/run.py PRESET --help",
     )
-    parser.add_argument("--topology", help=f"NAME:AxB or NAME:AxBxC, of {', '.join(TOPOLOGIES)}; cpu: this machine")
+    parser.add_argument("--topology", help=f"{NAMES}; cpu: this machine")
     parser.add_argument("--json", type=Path, help="also write the plan here")
     parser.add_argument("--search", action="store_true", help="try other meshes and micro-batches; propose the best")
     return parser.parse_known_args(argv)
@@ -69,7 +70,7 @@ def prepare(flags: argparse.Namespace) -> None:
     if flags.topology in (None, "cpu"):
         return
     if flags.topology.partition(":")[0] not in TOPOLOGIES or not flags.topology.partition(":")[2]:
-        fix = f"NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}, such as v5e:4x4 or v5p:2x2x4"
+        fix = f"{NAMES}, such as v5e:4x4 or v5p:2x2x4"
         raise InputError(f"no such topology: {flags.topology!r}", where="--topology", fix=fix)
     if importlib.util.find_spec("libtpu") is None:
         raise MachineError(
@@ -85,8 +86,8 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
     config = configuration.parse(others)
     target = target_of(flags.topology)
     if flags.search and target.chip is None:
-        fix = f"--topology NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
-        raise InputError("--search compares times, and the rates of these devices are not known", fix=fix)
+        what = "--search compares times, and the rates of these devices are not known"
+        raise InputError(what, where="--topology", fix=NAMES)
     model = steps.read_model(config)
     plan = search.make_plan(config, target, model, say=_say)
     changes = [] if plan.fits(target) else search.changes(plan, target)

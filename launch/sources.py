@@ -370,6 +370,11 @@ def reward_functions(config: ExperimentConfig) -> dict[str, rewards.Reward]:
     return {shown(name): resolve_reward(name, *how) for name in config.reward}
 
 
+def judge(config: ExperimentConfig) -> str | None:
+    """The reward that says what is correct in evaluations; None where a run has none."""
+    return config.evaluation.reward or next(iter(config.reward), None)
+
+
 def shown(reward: str) -> str:
     """What metrics and messages call a reward: FILE.function."""
     return Path(reward).name.replace(".py:", ".")

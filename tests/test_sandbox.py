@@ -247,6 +247,21 @@ def test_no_program_sees_what_a_test_computes_without_it(answer):
     assert program_tests.passes("def f(): return [1, 3]", test)
 
 
+@confined
+@pytest.mark.parametrize(
+    "test",
+    [
+        "from math import isclose\nassert isclose(f(), 1.0)",
+        "import math as m, collections.abc\nassert m.isclose(f(), 1.0) and isinstance(f(), collections.abc.Hashable)",
+        "from fractions import Fraction\nwant = Fraction(2, 2)\nassert f() == want",
+    ],
+)
+def test_a_test_may_import_what_the_judge_has(test):
+    assert program_tests.passes("def f(): return 1", test)
+    assert not program_tests.passes("def f(): return 2", test)
+    assert not program_tests.passes("def f(): return want", test)
+
+
 def test_what_the_program_is_given_it_sees():
     steps, own = program_tests.split("a = [3, 1]\nb = sorted(a)\nassert f(b) == [1, 3]\nassert g(1) == len(a)")
     assert steps == [
@@ -313,8 +328,8 @@ def test_a_statement_that_raises_behind_the_asserts_fails_the_test():
         "def check(f):\n    assert f(1) == 1\ncheck(f)",
         "assert sum(10, 15) == 6",
         "want = 1\nassert f() == 1\nassert want == 1",
-        "from math import isclose\nassert isclose(f(), 1.0)",
-        "import math as m\nassert m.isclose(f(), 1.0)",
+        "from numpy import isclose\nassert isclose(f(), 1.0)",
+        "from math import *\nassert f() == 1",
     ],
 )
 def test_tests_that_cannot_be_judged_apart_from_the_program(test):

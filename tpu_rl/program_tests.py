@@ -10,7 +10,7 @@ import ast
 import builtins
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,10 +69,12 @@ def split(test: str) -> tuple[Steps, Steps]:
         tree = ast.parse(test)
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"the test {test!r:.100} is not Python: {error}") from None
-    _require_plain_asserts(tree)
-    foreign = _foreign(tree)
-    answers = _answers(tree, foreign)
-    holes, steps, own = _Holes(foreign, answers), [], []
+    _require_told_apart(tree)
+    shared = [statement for statement in tree.body if _is_the_judges(statement)]
+    known = OWN | _bound(shared)
+    foreign = _bound(node for node in ast.walk(tree) if node not in shared) - known
+    answers = _answers(tree, known, foreign)
+    holes, steps, own = _Holes(foreign, known | answers), [], []
     for statement in tree.body:
         if isinstance(statement, ast.Assert):
             text, before = ast.unparse(statement), len(holes.expressions)
@@ -80,37 +82,48 @@ def split(test: str) -> tuple[Steps, Steps]:
             steps += [("value", ast.unparse(expression)) for expression in holes.expressions[before:]]
             if len(holes.expressions) == before:
                 raise ValueError(f"{text!r:.100} asks nothing of the program: all its names are built in or the test's")
-        else:
-            (own if _name(statement) in answers else steps).append(("do", ast.unparse(statement)))
+            continue
+        if _name(statement) in answers or statement in shared:
+            own.append(("do", ast.unparse(statement)))
+        if _name(statement) not in answers:
+            steps.append(("do", ast.unparse(statement)))
     if not any(kind == "value" for kind, _ in own):
         raise ValueError(f"the test {test!r:.100} asserts nothing")
     return steps, own
 
 
-def _require_plain_asserts(tree: ast.Module) -> None:
-    """Raises ValueError for an assert inside another statement, which the program's own process would have to judge."""
+def _require_told_apart(tree: ast.Module) -> None:
+    """Raises ValueError for an assert inside another statement, which the program's own process would have to judge,
+    and for names that nobody can tell."""
     for statement in tree.body:
         inside = (node for node in ast.walk(statement) if isinstance(node, ast.Assert) and node is not statement)
         for node in inside:
             kind = type(statement).__name__.lower()
             raise ValueError(f"{ast.unparse(node)!r:.100} in a {kind} cannot be judged apart from the program")
-
-
-def _foreign(tree: ast.Module) -> set[str]:
-    """Names that the test imports and the judge does not have."""
-    names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            bound = {(alias.asname or alias.name).partition(".")[0]: alias for alias in node.names}
-            names |= {name for name, alias in bound.items() if alias.name not in MODULES or alias.asname}
-    return names
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            raise ValueError(f"names of {ast.unparse(node)!r:.100} cannot be told apart from the program's")
 
 
-def _answers(tree: ast.Module, foreign: set[str]) -> set[str]:
-    """Names of what a test computes without the program and gives to no expression of the program's, which must not
-    see it."""
+def _is_the_judges(statement: ast.stmt) -> bool:
+    """Whether it is an import that the judge can do, too: of MODULES."""
+    match statement:
+        case ast.Import():
+            return all(alias.name.partition(".")[0] in MODULES for alias in statement.names)
+        case ast.ImportFrom(level=0):
+            return statement.module in MODULES
+    return False
+
+
+def _bound(imports: Iterable[ast.AST]) -> set[str]:
+    """Names that imports give to what they import."""
+    aliases = [alias for node in imports if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+
+
+def _answers(tree: ast.Module, known: set[str], foreign: set[str]) -> set[str]:
+    """Names of what a test computes from what is `known` without the program, and gives to no expression of the
+    program's, which must not see it."""
     values = {
         _name(node): node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
     }
@@ -120,12 +133,12 @@ def _answers(tree: ast.Module, foreign: set[str]) -> set[str]:
         shown: set[str] = set()
         for node in tree.body:
             if isinstance(node, ast.Assert):
-                holes = _Holes(foreign, found)
+                holes = _Holes(foreign, known | found)
                 holes.visit(ast.parse(ast.unparse(node.test), mode="eval").body)
                 shown |= {name for hole in holes.expressions for name in _loaded(hole)}
             elif _name(node) not in found:
                 shown |= _loaded(node)
-        lost = {name for name in found if name in shown or not _is_own(values[name], found)}
+        lost = {name for name in found if name in shown or not _is_own(values[name], known | found)}
         if not lost:
             return found
         found -= lost
@@ -146,21 +159,21 @@ def _loaded(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
 
 
-def _is_own(value: ast.expr, answers: set[str]) -> bool:
-    """Whether an expression needs nothing that the program or its steps define."""
+def _is_own(value: ast.expr, known: set[str]) -> bool:
+    """Whether an expression needs nothing but what is known: nothing that the program or its steps define."""
     names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
     bound = {part.arg for part in ast.walk(value) if isinstance(part, ast.arg)}
     bound |= {part.id for part in ast.walk(value) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-    return names <= OWN | bound | answers
+    return names <= known | bound
 
 
 class _Holes(ast.NodeTransformer):
     """Replaces each maximal expression of the program's by a name for its value, numbered as in `expressions`; `own`
-    are names that the test has without it."""
+    are names that the test has without it, `foreign` ones nobody can judge by."""
 
     def __init__(self, foreign: set[str], own: set[str]):
         self.expressions: list[ast.expr] = []
-        self._foreign, self._own = foreign, OWN | own
+        self._foreign, self._own = foreign, own
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr):
@@ -171,7 +184,7 @@ class _Holes(ast.NodeTransformer):
                 root = root.func if isinstance(root, ast.Call) else root.value
             if isinstance(root, ast.Name) and root.id in self._foreign:
                 known = ", ".join(sorted(MODULES))
-                raise ValueError(f"what the test imports as {root.id} is not a module, by its name, of {known}")
+                raise ValueError(f"what the test imports as {root.id} is not of {known}")
             if isinstance(root, ast.Name) and root.id not in self._own:
                 self.expressions.append(node)
                 return ast.Name(f"hole_{len(self.expressions) - 1}")
@@ -195,8 +208,7 @@ def value_source(text: str) -> str | None:
 
 def _is_of_a_value(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        return name in MAKERS and not node.keywords
+        return isinstance(node.func, ast.Attribute | ast.Name) and not node.keywords  # and, being walked to, a maker
     if isinstance(node, ast.Attribute):
         return node.attr in MAKERS
     if isinstance(node, ast.Name):

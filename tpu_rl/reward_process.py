@@ -47,6 +47,12 @@ class RewardFailure(Exception):
 # --- the user's function ---------------------------------------------------------------------------------------------
 
 
+def sees_whole_batch(function: Any) -> bool:
+    """Whether a reward function must be asked about all completions at once: any callable may carry the attribute, few
+    do."""
+    return bool(getattr(function, "whole_batch", False))
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """The function that "file.py:function" names. Raises InputError where its file does not load or lacks it."""
     file_name, _, name = path.rpartition(":")
@@ -150,9 +156,7 @@ def main(requests: int, replies: int, crash: int, trainer: int, memory_bytes: in
     threading.Thread(target=_read_requests, args=(requests, incoming), daemon=True).start()
     try:
         function = load_function(path)
-        # Any callable may carry the attribute; few do.
-        whole_batch = bool(getattr(function, "whole_batch", False))
-        _reply(replies, {"parameters": _parameters(function), "whole_batch": whole_batch})
+        _reply(replies, {"parameters": _parameters(function), "whole_batch": sees_whole_batch(function)})
     except InputError as error:
         texts = [error.what, error.where, error.why, error.fix]
         _reply(replies, {"input_error": [text[:LONGEST_TEXT] for text in texts]})

@@ -300,7 +300,7 @@ def ask(
 ) -> Answer:
     """One function's answer about N completions."""
     values = _call(function, prompts, completions, columns)
-    if isinstance(values, RewardFailure) and getattr(function, "whole_batch", False):
+    if isinstance(values, RewardFailure) and reward_process.sees_whole_batch(function):
         values = [values] * len(completions)
     elif isinstance(values, RewardFailure):
         values = []

@@ -82,6 +82,7 @@ def make_mesh(
 
 def _by_links(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     """The devices as a mesh of these sizes, in which neighbours are linked as far as that can be."""
+    # Descriptions of the chips of one slice have no number of it.
     slices = len({getattr(device, "slice_index", 0) for device in devices}) if devices[0].platform == "tpu" else 1
     if slices == 1:
         # Not `jax.make_mesh`: but for v5e it wants each axis to be a product of whole axes of the chips' torus.
