@@ -43,9 +43,10 @@ class ModelConfig:
     """Of the weights; adapters and the optimizer's moments are always float32. In bfloat16 an update of less than a
     256th of a weight is lost: for weights that do not learn, as beneath adapters."""
     attention: Literal["auto", "tiles", "cudnn"] = "auto"
-    """auto: on TPUs, of rows whose length 128 divides, a Pallas kernel that never holds a layer's scores. tiles: XLA's
-    products of the tiles that see each other, as everywhere else. cudnn: cuDNN's kernel for these tiles, on NVIDIA GPUs
-    in bfloat16, for learning and log-probs; not measured yet."""
+    """auto: on TPUs, of rows whose length 128 divides, a Pallas kernel that never holds a layer's scores; on NVIDIA
+    GPUs in bfloat16, for learning and log-probs, cuDNN's kernel for the tiles that see each other, if a trial on them
+    gives what the reference does. tiles: XLA's products of these tiles, as everywhere else. cudnn: as auto on GPUs, and
+    an error where it cannot be."""
     remat: Literal["full", "products", "none"] = "full"
     """What the backward pass computes again of a layer, so that it need not be kept: full: all of it; products: what
     lies between its products with weights, whose results are kept, and attention's (experts are computed again); none:

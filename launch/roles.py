@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import tpu_rl
+from launch import attention_trial
 from launch.config import AlgorithmConfig, ExperimentConfig
 from tpu_rl import models, sampler, sharding
 from tpu_rl.errors import InputError
-from tpu_rl.models.cudnn_attention import require_fit
+from tpu_rl.models.architecture import DecoderConfig
+from tpu_rl.models.cudnn_attention import unfit
 from tpu_rl.needs import RoleSpec
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers import load as load_tokenizer
@@ -130,21 +133,35 @@ def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:
 
 
 def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, Model]:
-    """`role_models`, each as `fast_model`."""
-    found = role_models(config, base)
-    if config.model.attention == "cudnn":
-        for name in found.keys() - {DRAFT}:  # which looks at a cache only
-            require_fit(found[name].config, config.batch.row_length, mesh)
-    return {name: fast_model(config, model, mesh) for name, model in found.items()}
+    """`role_models`, each as `fast_model`; on GPUs their packed rows go through cuDNN where it can compute them.
+
+    Raises InputError where cuDNN is wanted and cannot. All processes call it together.
+    """
+    found = {name: fast_model(config, model, mesh) for name, model in role_models(config, base).items()}
+    wanted = config.model.attention
+    if wanted == "tiles" or (wanted == "auto" and mesh.devices.flat[0].platform != "gpu"):
+        return found
+    learned = found.keys() - {DRAFT}  # which looks at a cache only
+    why = {name: _not_by_cudnn(found[name].config, config.batch.row_length, mesh) for name in sorted(learned)}
+    reasons = [reason for reason in dict.fromkeys(why.values()) if reason]
+    if reasons and wanted == "cudnn":
+        what, fix = "cuDNN cannot compute this run's attention", "--model.attention auto"
+        raise InputError(what, where="--model.attention cudnn", why=reasons[0], fix=fix)
+    for reason in reasons:
+        print(f"note: attention is XLA's and not cuDNN's: {reason}", file=sys.stderr)
+    by_cudnn = {name: models.with_attention_kernel(found[name], "cudnn") for name in learned if not why[name]}
+    return found | by_cudnn
+
+
+def _not_by_cudnn(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
+    return unfit(config, row_length, mesh) or attention_trial.fault(config.attention, mesh)
 
 
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
-    """The same model with what is fastest on the mesh's devices, or wanted."""
+    """The same model with what is fastest on the mesh's devices, or wanted, whatever it reads."""
     model = models.with_remat(model, config.model.remat)
     if mesh.devices.flat[0].platform == "cpu":
         model = models.with_cache_for_cpus(model)
-    if config.model.attention == "cudnn":
-        return models.with_attention_kernel(model, "cudnn")
     return models.with_attention_kernel(model) if has_attention_kernel(config, mesh) else model
 
 

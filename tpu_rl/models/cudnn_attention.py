@@ -1,7 +1,7 @@
 """Attention by cuDNN's flash kernel, for NVIDIA GPUs: neither scores nor weights of a layer are kept.
 
 No GPU has run it yet: on CPUs the tests hold its operands against `layers.dense_attention`, and have it lowered for
-CUDA. Letters as in layers.py.
+CUDA. A run tries it on its own devices before it relies on it (launch/attention_trial.py). Letters as in layers.py.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
-from tpu_rl.errors import InputError
 from tpu_rl.models.architecture import DecoderConfig
 from tpu_rl.models.layers import Slots, visible
 
 Array = jax.Array
 
 
-def require_fit(config: DecoderConfig, row_length: int, mesh: Mesh) -> None:
-    """Raises InputError where cuDNN has no kernel for a model's attention over rows so long, on the mesh's devices."""
+def unfit(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
+    """What is known of why cuDNN cannot compute a model's attention over rows so long on the mesh's devices; else
+    empty."""
     device, width, heads = mesh.devices.flat[0], config.attention.head_dim, config.attention.kv_heads
-    if device.platform != "gpu":
-        raise _refused(f"this is a {device.platform}, and it is for NVIDIA GPUs")
+    if device.platform != "gpu" or not device.compute_capability.replace(".", "").isdigit():  # AMD's have letters
+        return f"this is a {device.platform}, and it is for NVIDIA GPUs"
     widest = 256 if float(device.compute_capability) >= 9 else 128
     for reason, does_not in {
         "it computes in bfloat16 and not in float32 (--model.dtype bfloat16)": config.dtype != "bfloat16",
@@ -31,12 +31,8 @@ def require_fit(config: DecoderConfig, row_length: int, mesh: Mesh) -> None:
         f"--mesh.tensor does not divide {heads} heads of keys": heads % mesh.shape["tensor"],
     }.items():
         if does_not:
-            raise _refused(reason)
-
-
-def _refused(why: str) -> InputError:
-    what, fix = "cuDNN cannot compute this run's attention", "--model.attention auto"
-    return InputError(what, where="--model.attention cudnn", why=why, fix=fix)
+            return reason
+    return ""
 
 
 def cudnn_attention(
@@ -52,7 +48,7 @@ def cudnn_attention(
 ) -> Array:
     """What `layers.dense_attention` computes. What is as large as scores is the mask, [B, 1, T, S] in bfloat16 as cuDNN
     wants it, and in the backward pass its gradient, which jax asks for and nobody reads: once for all heads."""
-    assert softcap is None, "see require_fit"
+    assert softcap is None, "see unfit"
     return jax.nn.dot_product_attention(
         query,
         key.swapaxes(1, 2),
