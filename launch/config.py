@@ -110,7 +110,7 @@ class BatchConfig:
     row_length: int = 512
     """Tokens of a packed row."""
     micro_batch_rows: int = 8
-    """Packed rows in memory at once, over all devices."""
+    """Packed rows in memory at once, over all devices; more where these could not share them evenly."""
     refill_rounds: int = 0
     """Dynamic sampling: at most so many further batches are sampled to replace groups whose rewards are all equal."""
     carry_over: int = 0

@@ -80,6 +80,7 @@ def prepare(flags: argparse.Namespace) -> None:
 
 
 def run(flags: argparse.Namespace, others: list[str]) -> int:
+    from launch import build, divisions
     from launch import config as configuration
     from launch.planning import search, steps, table
 
@@ -89,6 +90,8 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
         what = "--search compares times, and the rates of these devices are not known"
         raise InputError(what, where="--topology", fix=NAMES)
     model = steps.read_model(config)
+    for note in divisions.doubts(config, model, build.make_mesh(config.mesh, target.devices)):
+        _say(f"note: {note}")
     plan = search.make_plan(config, target, model, say=_say)
     changes = [] if plan.fits(target) else search.changes(plan, target)
     table.show(plan, target, changes)

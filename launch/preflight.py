@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from launch import build, compilation_cache, dataset, hosts, roles, sources
+from launch import build, compilation_cache, dataset, divisions, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
 from tpu_rl import data, metrics, models, processes, redaction, rewards, row_files, tokenizers
@@ -29,6 +29,9 @@ def prepare(config: ExperimentConfig) -> None:
     claim_devices()
     hosts.require_alike_devices()
     warn_of_unused_accelerators()
+    base = models.from_config(roles.model_directory(config))
+    for note in divisions.doubts(config, base, build.make_mesh(config.mesh)):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def check(config: ExperimentConfig) -> list[str]:

@@ -29,6 +29,7 @@ from launch import (
     audit,
     build,
     debug_nans,
+    divisions,
     hosts,
     membership,
     output,
@@ -185,6 +186,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     """The loop. A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once."""
     began, run_dir = time.perf_counter(), folder.path
     mesh = build.make_mesh(config.mesh)
+    config = divisions.fitted(config, mesh)
     with jax.set_mesh(mesh):
         checkpoints = checkpoint.open_checkpoints(folder.checkpoints)
         setup, done, seconds, params, begun = begin(config, run_dir, mesh, checkpoints)

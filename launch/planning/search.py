@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
 from typing import Any, Literal, NamedTuple
 
-from launch import build, requirements
+from launch import build, divisions, requirements
 from launch.config import ExperimentConfig, MeshConfig
 from launch.planning.figures import Line, Target, line_of
 from launch.planning.memory import state_bytes
@@ -54,6 +54,7 @@ def make_plan(
 ) -> Plan:
     """Compiles every step of every stage for the target, or only such parts of them. `say` is told of each."""
     mesh = build.make_mesh(config.mesh, target.devices)
+    config = divisions.fitted(config, mesh)
     lines = []
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model)
