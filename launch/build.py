@@ -16,10 +16,22 @@ from jax.sharding import Mesh
 from launch import ahead, carry_over, dataset, machine, pairs, q_examples, reward_runs, roles, sources, watchdog
 from launch.acting import Acting, sampling_mesh
 from launch.config import ExperimentConfig, FileData, MeshConfig, Stage
+from launch.roles import Select
 from launch.sources import Setup, Source
 from tpu_rl import evaluation, models, optimizers, sampler, sharding, training
 from tpu_rl.algos import ALGORITHMS, AlgorithmConfig, ProcessRewardConfig, QSharpConfig
-from tpu_rl.types import Algorithm, Model, Pairs, Params, Probe, Purpose, QExamples, Sampling, TrainState
+from tpu_rl.types import (
+    Algorithm,
+    Demonstrations,
+    Model,
+    Pairs,
+    Params,
+    Probe,
+    Purpose,
+    QExamples,
+    Sampling,
+    TrainState,
+)
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
 """(the whole params tree, also greedily?) -> metrics of the held-out problems."""
@@ -138,6 +150,24 @@ def trained(cast: Mapping[str, Model], stage: Stage) -> dict[str, Model]:
 def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Acting:
     """The role "policy", guided by the role "q" where the algorithm is Q#; without an algorithm, as it is alone."""
     return q_examples.guided_acting(setup, algorithm) if isinstance(algorithm, QSharpConfig) else setup.acting("policy")
+
+
+def drawn_from(setup: Setup, stage: Stage) -> list[Select]:
+    """Whose weights are read at each step for the stage's experience; Q#'s is drawn before its first."""
+    needs = stage.algorithm.needs
+    if needs.experience in (Demonstrations, QExamples):
+        return []
+    by = [needs.sampled_by, "policy" if needs.on_policy else None, needs.prompt_value and needs.prompt_value.role]
+    names = dict.fromkeys(filter(None, by))
+    return [setup.params_of(name) for name in (*names, *filter(None, [setup.drafter]))] if names else []
+
+
+def answered_from(setup: Setup, stage: Stage) -> list[Select]:
+    """Whose weights are read where the stage is evaluated by answers."""
+    if reward_runs.reading(stage.algorithm) is not None or pairs.are_given(stage):
+        return []
+    names = ["policy", "q"] if isinstance(stage.algorithm, QSharpConfig) else ["policy"]
+    return [setup.params_of(name) for name in names]
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------

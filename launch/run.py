@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from launch import (
-    audit,
+    acting,
     build,
     debug_nans,
     divisions,
@@ -37,7 +37,7 @@ from launch import (
     phases,
     preemption,
     preflight,
-    reward_runs,
+    results,
     roles,
     run_folders,
     sources,
@@ -55,13 +55,10 @@ from launch.signs import Signs
 from launch.skips import Skips
 from tpu_rl import (
     checkpoint,
-    digests,
     metrics,
-    models,
     processes,
     redaction,
     report,
-    reward_models,
     reward_workers,
     training,
 )
@@ -165,6 +162,11 @@ class Parts(NamedTuple):
     update: training.UpdateStep
     source: sources.Source
     evaluate: build.Evaluate
+    to_draw: Callable[[TrainState], TrainState]
+    """The state with weights where completions are drawn; `to_answer`: where those of evaluations are."""
+    to_answer: Callable[[TrainState], TrainState]
+    to_learn: Callable[[TrainState], TrainState]
+    """Back. Each takes its argument over."""
 
 
 def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, TrainState]:
@@ -179,7 +181,16 @@ def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, 
         trainable = build.learning(setup.config, stage).trainable
         make_batch = debug_nans.watch_batches(algorithm, trainable, make_batch)
         update = debug_nans.watch_updates(algorithm, trainable, update)
-    return Parts(setup.mesh, make_batch, update, source, evaluate), state
+    places = acting.places_of(state.params)
+
+    def lend(reads: list[roles.Select]) -> Callable[[TrainState], TrainState]:
+        return lambda state: replace(state, params=acting.lent(setup.config, reads, state.params, setup.mesh))
+
+    def to_learn(state: TrainState) -> TrainState:
+        return replace(state, params=acting.relaid(state.params, places))
+
+    moves = lend(build.drawn_from(setup, stage)), lend(build.answered_from(setup, stage)), to_learn
+    return Parts(setup.mesh, make_batch, update, source, evaluate, *moves), state
 
 
 def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
@@ -208,13 +219,13 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 flatness = phases.Flatness(stage, run_dir, done)
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     watchdog.mark(f"the border before step {step}, where all processes meet")
-                    data = parts.source.get_state()
+                    data, state = parts.source.get_state(), parts.to_draw(state)
                     try:
                         with signals.at_borders(), profile.of(step):
                             state, row, drawn = learn(config, parts, state, step)
                     except preemption.Asked as asked:
                         if not skips.in_a_row:  # such steps are no place to go back to
-                            saves.catch_up(step - 1, state, data)
+                            saves.catch_up(step - 1, parts.to_learn(state), data)
                         saves.leave(asked.code)
                     signals.has_begun.set()
                     if step == begins:
@@ -226,7 +237,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                     row |= {phases.ENDED: 1.0} if flat else {}
                     if last or step % config.evaluation.every == 0:
                         watchdog.mark(f"the evaluation after step {step}")
-                        row |= parts.evaluate(state.params, last)
+                        state, measured = evaluated(parts, state, last)
+                        row |= measured
                     sink.write(step, row, drawn.records)
                     if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
                         saves.save(step, state, parts.source.get_state(), wait=ends)
@@ -236,7 +248,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 params = state.params
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
-        finish(setup, params, began, folder)
+        results.finish(setup, params, began, folder)
 
 
 class Begun(NamedTuple):
@@ -307,10 +319,11 @@ class Saves:
 def learn(
     config: ExperimentConfig, parts: Parts, state: TrainState, step: int
 ) -> tuple[TrainState, dict[str, float], sources.Drawn]:
-    """One step of the run -> (state, metrics row, what was drawn)."""
+    """One step of the run, with the state as `Parts.to_draw` has it -> (state, metrics row, what was drawn)."""
     began = time.perf_counter()
     watchdog.mark(f"the experience of step {step}")
     drawn = parts.source.draw(step, state)
+    state = parts.to_learn(state)
     for warning in drawn.warnings:
         print(f"warning: step {step}: {warning}", file=sys.stderr)
     experience = sources.lay_out(config, drawn.data, parts.mesh)
@@ -333,60 +346,10 @@ def learn(
     return state, row, drawn
 
 
-def save_models(setup: sources.Setup, params: Params) -> None:
-    """Every model that was trained, as a directory to use: the product of the run in model/, others by their role.
-
-    Adapters are merged into these, and stand alone in model_adapter/ for PEFT.
-    """
-    algorithm = setup.config.algorithm
-    product = roles.product(algorithm)
-    for name, spec in algorithm.roles.items():
-        if spec.trainable and spec.trunk_of is None:
-            path = setup.run_dir / ("model" if name == product else name)
-            own, tokenizer = setup.params_of(name)(params), setup.language.tokenizer
-            models.save(str(path), setup.models[name], own, tokenizer)
-            base = roles.adapter_base(setup.config, name)
-            if base is not None:
-                models.save_adapters(f"{path}_adapter", setup.models[name], own, base, tokenizer)
-    reading = reward_runs.reading(algorithm)
-    if reading is not None and processes.index() == 0:
-        reward_models.write_reading(setup.run_dir / "model", reading)
-
-
-def finish(setup: sources.Setup, params: Params, began: float, folder: RunFolder) -> None:
-    """The models and the audit of given pairs; then, by the first process, summary.json and report.html."""
-    config, run_dir = setup.config, setup.run_dir
-    save_models(setup, params)
-    audit.audit_run(setup, params)
-    digest = digests.of_tree(params[roles.product(config.algorithm)])
-    if processes.index():
-        return
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    summary = {
-        "steps": config.steps,
-        "seconds": round(time.perf_counter() - began, 1),
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "params_digest": digest,
-        "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
-    }
-    (run_dir / report.FILE).unlink(missing_ok=True)  # one of fewer steps: until there is another, nothing is finished
-    metrics.write_summary(run_dir, summary)
-    report.write_report(run_dir)
-    folder.finish()
-    print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
-
-
-def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
-    """The evaluation in a metrics row as summary.json has it, with the greedy one inside; empty if there is none."""
-
-    def one(prefix: str) -> dict[str, Any]:
-        if f"{prefix}accuracy" not in row:
-            return {}
-        names = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
-        return {name: row[prefix + metric] for name, metric in names.items()} | {"n": int(row[f"{prefix}n"])}
-
-    greedy = one("eval/greedy_")
-    return one("eval/") | ({"greedy": greedy} if greedy else {})
+def evaluated(parts: Parts, state: TrainState, greedily: bool) -> tuple[TrainState, dict[str, float]]:
+    state = parts.to_answer(state)
+    measured = parts.evaluate(state.params, greedily)
+    return parts.to_learn(state), measured
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 import protocol  # noqa: E402
 from llama import LLAMA, as_in_runs  # noqa: E402
 
-from launch import compilation_cache, config, run  # noqa: E402
+from launch import compilation_cache, config, results, run  # noqa: E402
 from tpu_rl import models, sampler  # noqa: E402
 from tpu_rl.algos import GrpoConfig  # noqa: E402
 from tpu_rl.optimizers import OptimizerConfig  # noqa: E402
@@ -63,14 +63,14 @@ def step(work: protocol.Work) -> dict[str, Any]:
     sampler.sample = watched(sampler.sample, work, meter, tokens)
     if work.lengths:
         decoding.Shares = InTurn  # lengths are as unknown beforehand as a stop token's
-    finish = run.finish
+    finish = results.finish
 
     def ended(*arguments: Any) -> None:
         meter.border()
         found.update(meter.result())
         finish(*arguments)
 
-    run.finish, found = ended, {}
+    results.finish, found = ended, {}
     code = run.main([str(folder / "config.yaml")])
     if code:
         sys.exit(code)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launch import build, q_examples, sources
-from launch.acting import Acting
+from launch.acting import Acting, lent
 from launch.config import Stage
 from launch.planning.steps import Compile, Planned, Step, chip_bytes, compile_step, placed, results
 from tpu_rl import sampler
@@ -23,7 +23,15 @@ from tpu_rl.types import Demonstrations, Params
 
 def samples(stage: Stage) -> bool:
     """Whether the stage draws completions."""
-    return stage.algorithm.needs.sampled_by is not None and stage.algorithm.needs.experience is not Demonstrations
+    needs = stage.algorithm.needs
+    return (needs.sampled_by is not None or needs.on_policy > 0) and needs.experience is not Demonstrations
+
+
+def for_drawing(planned: Planned) -> Planned:
+    """With weights where completions are drawn, as a run moves them there."""
+    setup, state = planned.setup, planned.state
+    params = lent(setup.config, build.drawn_from(setup, planned.stage), state.params, setup.mesh)
+    return planned._replace(state=replace(state, params=params))
 
 
 def cache_lengths(most: int) -> list[int]:
@@ -64,10 +72,23 @@ def draws(planned: Planned) -> list[Draw]:
             Draw(" of roll-ins", answers, how, stage.algorithm.prompts, width, 0, how.max_new_tokens, once),
             Draw(" of roll-outs", setup.acting("policy"), after, rows, after.prompt_length, 0, half, once),
         ]
-    by = stage.algorithm.needs.sampled_by or "policy"
-    acting = build.acting_policy(setup, stage.algorithm) if by == "policy" else setup.acting(by)
-    asked, begun = batch.prompts + batch.carry_over, batch.carry_over
-    return [Draw("", acting, how, asked, width, begun, how.max_new_tokens, 1)]
+    needs = stage.algorithm.needs
+    own = round(needs.on_policy * batch.prompts)
+    asked = {needs.sampled_by: batch.prompts + batch.carry_over - own} | ({"policy": own} if own else {})
+    asked = {by: prompts for by, prompts in asked.items() if by is not None and prompts}
+    return [
+        Draw(
+            f" by {by}" if len(asked) > 1 else "",
+            build.acting_policy(setup, stage.algorithm) if by == "policy" else setup.acting(by),
+            how,
+            prompts,
+            width,
+            batch.carry_over,
+            how.max_new_tokens,
+            1,
+        )
+        for by, prompts in asked.items()
+    ]
 
 
 def sampling_steps(planned: Planned, compile_with: Compile = compile_step) -> Iterator[Step]:

@@ -13,7 +13,7 @@ from launch import build, divisions, requirements
 from launch.config import ExperimentConfig, MeshConfig
 from launch.planning.figures import Line, Target, line_of
 from launch.planning.memory import state_bytes
-from launch.planning.sampling import samples, sampling_steps
+from launch.planning.sampling import for_drawing, samples, sampling_steps
 from launch.planning.steps import Compile, Planned, compile_step, learning_steps, plan_stage
 from tpu_rl import sharding
 from tpu_rl.errors import InputError
@@ -69,7 +69,8 @@ def make_plan(
 
 def _lines(planned: Planned, target: Target, parts: tuple[Part, ...], compile_with: Compile) -> Iterator[Line]:
     if samples(planned.stage) and "sampling" in parts:
-        yield from (line_of(planned, step, target) for step in sampling_steps(planned, compile_with))
+        drawing = for_drawing(planned)
+        yield from (line_of(drawing, step, target) for step in sampling_steps(drawing, compile_with))
     if "learning" in parts:
         yield from (line_of(planned, step, target) for step in learning_steps(planned, compile_with))
 
