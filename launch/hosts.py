@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import secrets
 import socket
@@ -16,13 +17,12 @@ import jax
 
 import tpu_rl
 from launch.config import ExperimentConfig, to_dict
-from tpu_rl import processes
+from tpu_rl import model_files, models, processes
 from tpu_rl.errors import InputError, MachineError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "transformers", "tokenizers")
 """Whose versions must be the same everywhere."""
 
-MODEL_FILES = (".safetensors", ".json", ".model")
 MEGABYTE = 2**20
 
 PATIENCE = 30.0
@@ -81,19 +81,31 @@ def identity(config: ExperimentConfig) -> dict[str, str]:
 
 
 def require_alike_models(directories: Iterable[Path]) -> None:
-    """Raises InputError where model directories hold other files, by size, first and last megabyte: each process reads
-    its devices' part of the weights from its own host's files."""
+    """Raises InputError where model directories, or those of the bases that adapters among them name, hold other files,
+    by size, first and last megabyte: each process reads its devices' part of the weights from its own host's files."""
     if processes.count() == 1:
         return
     found = {}
     for directory in directories:
-        for path in sorted(path for path in directory.iterdir() if path.suffix in MODEL_FILES):
-            with path.open("rb") as file:
-                ends = zlib.crc32(file.read(MEGABYTE))
-                file.seek(max(path.stat().st_size - MEGABYTE, 0))
-                found[str(path)] = f"{path.stat().st_size} bytes, {zlib.crc32(file.read(MEGABYTE), ends):08x}"
+        for place in (directory, *([models.base_directory(directory)] if models.is_adapter(directory) else [])):
+            for path in model_files.files(place):
+                with path.open("rb") as file:
+                    ends = zlib.crc32(file.read(MEGABYTE))
+                    file.seek(max(path.stat().st_size - MEGABYTE, 0))
+                    found[str(path)] = f"{path.stat().st_size} bytes, {zlib.crc32(file.read(MEGABYTE), ends):08x}"
     # Paths may differ: a hub's cache lies in each user's home.
     require_alike({f"model file {Path(path).name} ({number})": it for number, (path, it) in enumerate(found.items())})
+
+
+def require_alike_rewards(names: Iterable[str]) -> None:
+    """Raises InputError where the FILE.py of a FILE.py:function differs: each process scores completions of its own.
+    What such a file imports is not looked at."""
+    if processes.count() == 1:
+        return
+    files = dict.fromkeys(name.rpartition(":")[0] for name in names if ".py:" in name)
+    contents = {name: Path(name).expanduser().read_bytes() for name in files}
+    digests = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.items()}
+    require_alike({f"reward file {name}": f"{len(contents[name])} bytes, {digest}" for name, digest in digests.items()})
 
 
 def require_alike_devices() -> None:

@@ -15,7 +15,7 @@ import yaml
 from launch import build, compilation_cache, dataset, divisions, hosts, roles, sources
 from launch.config import ExperimentConfig, FileData, to_dict
 from launch.machine import claim_devices, warn_of_unused_accelerators
-from tpu_rl import data, metrics, models, processes, redaction, rewards, row_files, tokenizers
+from tpu_rl import data, metrics, models, processes, redaction, reward_models, rewards, row_files, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.reward_workers import IsolatedReward
 from tpu_rl.types import Model, QExamples, Rollout
@@ -48,7 +48,8 @@ def check(config: ExperimentConfig) -> list[str]:
     directory = roles.model_directory(config)
     model = check_models(config, directory)
     others = (spec.path for spec in roles.specs(config).values() if spec.path is not None)
-    hosts.require_alike_models([directory, *(models.find_directory(roles.model_path(path)) for path in others)])
+    roles_own = [models.find_directory(roles.model_path(path)) for path in others]
+    hosts.require_alike_models([directory, *roles_own, *reward_directories(config)])
     return notes + check_tokenizer(directory, model, rows)
 
 
@@ -152,8 +153,8 @@ def require_a_batch(config: ExperimentConfig, rows: list[data.Row]) -> None:
 
 
 def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
-    """Raises InputError where a reward function does not load, needs a column that the rows of a file lack, or may take
-    longer than the watchdog waits.
+    """Raises InputError where a reward function does not load, needs a column that the rows of a file lack, may take
+    longer than the watchdog waits, or is another one on another process.
 
     Trained reward models are left alone: to load one takes a device.
     """
@@ -165,8 +166,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
             why=f"the watchdog waits {60 * config.watchdog.minutes:g} s",
             fix=f"--watchdog.minutes {math.ceil(2 * seconds / 60)}, or lower --reward-limits.batch-seconds",
         )
-    names = dict.fromkeys(filter(None, (*config.reward, config.evaluation.reward)))
-    untrained = tuple(name for name in names if not Path(name).expanduser().is_dir())
+    untrained = tuple(name for name in reward_names(config) if not Path(name).expanduser().is_dir())
     functions = sources.reward_functions(replace(config, reward=untrained))
     if rows and any(stage.algorithm.needs.experience is Rollout for stage in config.stages):
         # Of no completions at all, only the columns are looked at.
@@ -174,3 +174,15 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
     for function in functions.values():
         if isinstance(function, IsolatedReward):
             function.stop()
+    hosts.require_alike_rewards(untrained)
+
+
+def reward_names(config: ExperimentConfig) -> list[str]:
+    """All that a run scores with, once each."""
+    return list(dict.fromkeys(filter(None, (*config.reward, config.evaluation.reward))))
+
+
+def reward_directories(config: ExperimentConfig) -> list[Path]:
+    """Those of trained reward models."""
+    trained = (name for name in reward_names(config) if Path(name).expanduser().is_dir())
+    return [folder for name in trained for folder in reward_models.directories(name)]

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tpu_rl import processes, rollouts
+from launch import config, hosts, preflight
+from tpu_rl import processes, reward_models, rollouts
 from tpu_rl.errors import InputError
 
 
@@ -101,3 +103,54 @@ def test_rewards_of_several_processes_are_those_of_one(monkeypatch):
     on_each(monkeypatch, 5, lambda: score(0.1))
     with pytest.raises(InputError, match="fail on 1 of 15"):
         on_each(monkeypatch, 5, lambda: score(0.05))
+
+
+# --- files that are each host's own ------------------------------------------------------------------------------
+
+
+def write_on_each(folder: Path, name: str, *contents: str) -> None:
+    """A file of each host, all of which are folders of this one."""
+    for index, content in enumerate(contents):
+        path = folder / str(index) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "chat_template.jinja"])
+def test_an_adapter_s_bases_must_be_alike(monkeypatch, tmp_path, name):
+    write_on_each(tmp_path, "adapter/adapter_config.json", *2 * [json.dumps({"base_model_name_or_path": "../base"})])
+    write_on_each(tmp_path, "base/config.json", "{}", "{}")
+    write_on_each(tmp_path, "base/" + name, "one", "one")
+
+    def compare() -> None:
+        hosts.require_alike_models([tmp_path / str(processes.index()) / "adapter"])
+
+    on_each(monkeypatch, 2, compare)
+    write_on_each(tmp_path, "base/" + name, "one", "two")
+    with pytest.raises(InputError, match=rf"(?s)process 1 on host .*model file {name} \(\d\) is 3 bytes"):
+        on_each(monkeypatch, 2, compare)
+
+
+@pytest.mark.parametrize("flags", [["--reward"], ["--reward", "arithmetic", "--evaluation.reward"]])
+def test_reward_files_must_be_alike(monkeypatch, tmp_path, flags):
+    program = "def score(prompts, completions, **_):\n    return [{}.0 for _ in completions]\n"
+    wanted = config.parse(["arithmetic_grpo", "--run-dir", "runs/a", *flags, "mine.py:score"])
+
+    def compare() -> None:
+        monkeypatch.chdir(tmp_path / str(processes.index()))
+        preflight.check_rewards(wanted, [])
+
+    write_on_each(tmp_path, "mine.py", program.format(1), program.format(1))
+    on_each(monkeypatch, 2, compare)
+    write_on_each(tmp_path, "mine.py", program.format(1), program.format(2))
+    with pytest.raises(InputError, match=r"(?s)process 1 on host .*reward file mine\.py is \d+ bytes"):
+        on_each(monkeypatch, 2, compare)
+
+
+def test_trained_reward_models_are_compared_with_their_ensembles(tmp_path):
+    for name in ("model", "other"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "config.json").touch()
+    reward_models.write_reading(tmp_path / "run/model", reward_models.Reading(others=("other",)))
+    wanted = config.parse(["arithmetic_grpo", "--run-dir", "runs/a", "--reward", str(tmp_path / "run")])
+    assert preflight.reward_directories(wanted) == [tmp_path / "run/model", tmp_path / "run/other"]

@@ -30,9 +30,14 @@ _IMPOSTORS = {
 _PAGES = (b"<!doctype html", b"<html", b"<?xml")
 
 
+def files(directory: Path) -> list[Path]:
+    """Those that would be read."""
+    return sorted({path for pattern in READ for path in directory.glob(pattern)})
+
+
 def require_safe(directory: Path) -> None:
     """Raises InputError where one of the files that would be read leads elsewhere, is no file, or is a bomb."""
-    for path in sorted({path for pattern in READ for path in directory.glob(pattern)}):
+    for path in files(directory):
         _require_inside(path, directory.resolve())
         if not path.is_file():
             raise InputError(f"{path.name} is not a regular file", where=str(directory), fix="remove it")

@@ -80,6 +80,15 @@ def read_reading(directory: str | Path) -> Reading:
         raise InputError(f"{FILE} does not say how scores are read", where=str(path), why=str(error)) from error
 
 
+def directories(path: str | Path) -> list[Path]:
+    """The reward model's in a directory, or of a run folder, and those of the ensemble's other trunks."""
+    directory = Path(path).expanduser()
+    if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
+        directory = directory / "model"
+    directory = models.find_directory(directory)
+    return [directory, *(directory.parent / other for other in read_reading(directory).others)]
+
+
 def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
     """The reward model in a directory, or of a run folder, with the ensemble's other trunks.
 
@@ -87,12 +96,8 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
     Raises InputError where there is none, or a language model.
     """
     mesh = mesh or sharding.make_mesh(devices=jax.local_devices()[:1])
-    directory = Path(path).expanduser()
-    if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
-        directory = directory / "model"
-    directory = models.find_directory(directory)
-    reading = read_reading(directory)
-    folders = [directory, *(directory.parent / other for other in reading.others)]
+    folders = directories(path)
+    directory, reading = folders[0], read_reading(folders[0])
     with jax.set_mesh(mesh):
         members = [models.load(folder, mesh=mesh) for folder in folders]
     for model, _ in members:

@@ -7,7 +7,7 @@ from tpu_rl.models.directories import find_configuration, find_directory
 from tpu_rl.models.heads import first_layers, first_layers_params, head_params, head_role, random_head, with_head
 from tpu_rl.models.hf_weights import check, from_config, load, save
 from tpu_rl.models.lora import join, merge, random_adapters, split, with_lora
-from tpu_rl.models.peft_files import is_adapter, load_adapters, save_adapters, tokenizer_directory
+from tpu_rl.models.peft_files import base_directory, is_adapter, load_adapters, save_adapters, tokenizer_directory
 from tpu_rl.models.roles import (
     apply,
     policy,
@@ -24,6 +24,7 @@ __all__ = [
     "LoraConfig",
     "apply",
     "axes",
+    "base_directory",
     "check",
     "decoder",
     "find_configuration",
