@@ -49,7 +49,8 @@ def ours(topology: str, sequences: int) -> Bytes:
         "--batch.micro-batch-rows", str(rows), "--sampling.max-prompt-tokens", str(PROMPT),
         "--sampling.max-new-tokens", str(NEW),
     ])  # fmt: skip
-    plan = search.make_plan(config, target, steps.read_model(config), ("learning",))
+    with steps.known_by_name(config) as config:
+        plan = search.make_plan(config, target, steps.read_model(config), ("learning",))
     (update,) = (line for _, line in plan.lines if line.step.name == "update")
     return measured(update.step.compiled.program)
 

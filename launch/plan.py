@@ -5,8 +5,9 @@
 ... are the flags of run.py.
 
 The very steps of the run are compiled, for shapes in place of arrays: with --topology by the TPU compiler, which
-needs no TPU (pip install -e ".[plan]"), and without it for the devices that are here. --model.path may be the name of
-a well-known model, none of whose weights are needed. Times are bounds: what the chip needs at its peak rates.
+needs no TPU (pip install -e ".[plan]"), and without it for the devices that are here. --model.path, a teacher, a
+critic or a drafter may be the name of a well-known model, none of whose weights are needed. Times are bounds: what the
+chip needs at its peak rates.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Nothing here imports jax before `prepare` has chosen its platform.
 from tpu_rl.errors import InputError, MachineError, TpuRlError
+
+if TYPE_CHECKING:
+    from launch.config import ExperimentConfig
 
 TOPOLOGIES = ("v4", "v5e", "v5p", "v6e")
 NAMES = f"NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
@@ -80,11 +84,21 @@ def prepare(flags: argparse.Namespace) -> None:
 
 
 def run(flags: argparse.Namespace, others: list[str]) -> int:
-    from launch import build, divisions
     from launch import config as configuration
+    from launch.planning import steps
+
+    with steps.known_by_name(configuration.parse(others)) as config:
+        report = plan(flags, config)
+    if flags.json:
+        flags.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return 0
+
+
+def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
+    """Prints the plan, and with --search the best; both as --json writes them."""
+    from launch import build, divisions
     from launch.planning import search, steps, table
 
-    config = configuration.parse(others)
     target = target_of(flags.topology)
     if flags.search and target.chip is None:
         what = "--search compares times, and the rates of these devices are not known"
@@ -92,10 +106,10 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
     model = steps.read_model(config)
     for note in divisions.doubts(config, model, build.make_mesh(config.mesh, target.devices)):
         _say(f"note: {note}")
-    plan = search.make_plan(config, target, model, say=_say)
-    changes = [] if plan.fits(target) else search.changes(plan, target)
-    table.show(plan, target, changes)
-    report: dict[str, Any] = table.as_json(plan, target, changes)
+    made = search.make_plan(config, target, model, say=_say)
+    changes = [] if made.fits(target) else search.changes(made, target)
+    table.show(made, target, changes)
+    report: dict[str, Any] = table.as_json(made, target, changes)
     if flags.search:
         best = search.search(config, target, model, _say)
         if best is None:
@@ -109,9 +123,7 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
             print(f"the best that fits: {chosen}")
             table.show(best, target, [])
             report["best"] = table.as_json(best, target, [])
-    if flags.json:
-        flags.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return 0
+    return report
 
 
 def _say(line: str) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from huggingface_hub import constants
 
-from launch import build, model_shapes, plan
+from launch import build, model_shapes, plan, preflight, roles
 from launch import config as configuration
 from launch.config import MeshConfig
 from launch.planning import figures, memory, sampling, search, steps
@@ -83,6 +84,33 @@ def test_the_planned_state_is_the_run_s(flags, tmp_path):
         return leaf.shape, leaf.dtype
 
     assert jax.tree.map(kind, planned.state) == jax.tree.map(kind, state)
+
+
+Q_ROUND = ("--phases.0.algorithm.q-model", "Qwen2.5-0.5B", "--algorithm.q-model", "Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize(
+    ("flags", "role"),
+    [
+        (["arithmetic_grpo", "--model.path", "Qwen2.5-0.5B"], "policy"),
+        (["arithmetic_gkd", "--algorithm.teacher", "Qwen/Qwen2.5-0.5B-Instruct"], "teacher"),
+        (["arithmetic_ppo", "--algorithm.critic.trunk", "own", "--algorithm.critic.model", "Qwen2.5-0.5B"], "value"),
+        (["arithmetic_q_sharp", *Q_ROUND], "q"),
+        (
+            ["arithmetic_grpo", "--sampling.speculation.model", "qwen2.5-0.5b", "--sampling.speculation.tokens", "4"],
+            "draft",
+        ),
+    ],
+)
+def test_a_plan_knows_any_role_s_model_by_name_and_a_run_none(flags, role, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    given = configuration.parse(flags)
+    with steps.known_by_name(given) as config:
+        shapes = roles.param_shapes(config, steps.read_model(config))
+    assert shapes[role]["embedding"].shape == (151_936, 896)
+    with pytest.raises(InputError, match="neither a directory nor a model"):
+        preflight.check_models(given, roles.model_directory(given))
 
 
 def test_every_step_of_a_run_is_planned():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,14 +77,38 @@ class Planned(NamedTuple):
     """Of shapes with their places."""
 
 
+@contextmanager
+def known_by_name(config: ExperimentConfig) -> Iterator[ExperimentConfig]:
+    """The same, for the while, with a directory in place of each model that is the name of a well-known one, be it
+    --model.path or a role's (a teacher, a critic, a drafter): a config.json is all that a plan reads of a model."""
+    paths = [config.model.path, *(spec.path for spec in roles.specs(config).values())]
+    names = [path for path in dict.fromkeys(paths) if path is not None and not Path(path).expanduser().is_dir()]
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, str] = {}
+        for number, name in enumerate(names):
+            if (shape := model_shapes.find(name)) is not None:
+                directory = Path(folder) / str(number) / name.rpartition("/")[2]
+                directory.mkdir(parents=True)
+                (directory / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+                found[name] = str(directory)
+        yield _renamed(config, found)
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """A configuration with other strings in place of those in `names`, wherever they stand."""
+    if isinstance(value, tuple):
+        return tuple(_renamed(one, names) for one in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return names.get(value, value) if isinstance(value, str) else value
+    old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    new = {name: _renamed(one, names) for name, one in old.items()}
+    return value if new == old else dataclasses.replace(value, **new)
+
+
 def read_model(config: ExperimentConfig) -> Model:
-    """The architecture of --model.path: a directory, builtin:NAME, or the name of a well-known model."""
-    how = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
-    path = config.model.path
-    shape = None if path is None or Path(path).expanduser().is_dir() else model_shapes.find(path)
-    if shape is not None:
-        return models.from_config(shape, **how)
-    return models.from_config(models.find_directory(roles.model_path(path)), **how)
+    """The architecture of --model.path: a directory, hub id or builtin:NAME."""
+    directory = models.find_directory(roles.model_path(config.model.path))
+    return models.from_config(directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
 
 
 def plan_stage(config: ExperimentConfig, stage: Stage, mesh: Mesh, model: Model) -> Planned:
