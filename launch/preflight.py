@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import yaml
 
 from launch import build, compilation_cache, dataset, divisions, hosts, roles, sources
@@ -50,7 +52,7 @@ def check(config: ExperimentConfig) -> list[str]:
     others = (spec.path for spec in roles.specs(config).values() if spec.path is not None)
     roles_own = [models.find_directory(roles.model_path(path)) for path in others]
     hosts.require_alike_models([directory, *roles_own, *reward_directories(config)])
-    return notes + check_tokenizer(directory, model, rows)
+    return notes + small_updates(config, model) + check_tokenizer(directory, model, rows)
 
 
 def refuse_secrets(words: Sequence[str], where: str = "") -> None:
@@ -73,7 +75,7 @@ def refuse_secrets(words: Sequence[str], where: str = "") -> None:
 
 def check_models(config: ExperimentConfig, directory: Path) -> Model:
     """The model of --model.path. It and those of the roles are looked at by headers and configurations alone."""
-    model = models.from_config(directory)
+    model = models.from_config(directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
     check_context(config, directory, json.loads(model.config.source).get("max_position_embeddings"))
     if not config.model.random_init:
         models.check(directory, model)
@@ -88,6 +90,26 @@ def check_models(config: ExperimentConfig, directory: Path) -> Model:
         fix = "leave it out, or train a mixture"
         raise InputError("no model that learns is a mixture of experts", where="--model.router-balance", fix=fix)
     return model
+
+
+def small_updates(config: ExperimentConfig, model: Model) -> list[str]:
+    """What is doubtful of roles whose weights, or whose heads beside adapters, learn in bfloat16's 8 bits."""
+    if config.model.param_dtype != "bfloat16":
+        return []
+    learning = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
+    shapes, found, heads = roles.param_shapes(config, model), [], False
+    for name in sorted(learning):
+        narrow = [path[-1].key for path, leaf in jax.tree.leaves_with_path(shapes[name]) if leaf.dtype == jnp.bfloat16]
+        heads = heads or narrow == ["score"]
+        found += [f"the head of {name}" if narrow == ["score"] else name] if narrow else []
+    if not found:
+        return []
+    adapters = "" if heads else ", or adapters, which are float32 (--model.lora.rank 16)"
+    return [
+        f"{' and '.join(found)} would learn in bfloat16, which loses updates smaller than about a 256th of a weight: "
+        "at a learning rate of 1e-6 about 2 % of a model's weights change at all; train float32 masters "
+        f"(--model.param-dtype float32){adapters}"
+    ]
 
 
 def check_tokenizer(directory: Path, model: Model, rows: list[data.Row]) -> list[str]:

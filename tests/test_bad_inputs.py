@@ -401,6 +401,26 @@ def test_processes_that_differ_say_in_what(monkeypatch):
     require_remedy(error.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "who", "remedy"),
+    [
+        (["arithmetic_grpo"], "policy would", "--model.lora.rank"),
+        (["arithmetic_ppo"], "policy and value would", "--model.lora.rank"),
+        (["arithmetic_ppo", "--model.lora.rank", "2"], "the head of value would", "--model.param-dtype float32"),
+        (["arithmetic_grpo", "--model.lora.rank", "2"], None, ""),
+        (["arithmetic_grpo", "--model.param-dtype", "float32", "--model.dtype", "bfloat16"], None, ""),
+    ],
+)
+def test_updates_that_bfloat16_loses_are_said(flags, who, remedy):
+    doubts = preflight.check(config.parse([flags[0], "--model.param-dtype", "bfloat16", *flags[1:]]))
+    if who is None:
+        assert not doubts
+        return
+    (doubt,) = doubts
+    assert doubt.startswith(who + " learn in bfloat16")
+    assert remedy in doubt
+
+
 @pytest.mark.parametrize(("file", "extra"), [("proc/driver/nvidia/version", "cuda"), ("dev/accel0", "tpu")])
 def test_an_accelerator_that_is_not_used_is_said(tmp_path, file, extra):
     assert machine.unused_accelerator(tmp_path) is None
