@@ -1,5 +1,6 @@
 """The TPU's attention kernels, interpreted on the CPU, against the reference mask: values and gradients."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -178,6 +179,56 @@ def test_every_block_that_sees_is_taken_and_hidden_ones_are_not(rows, how, small
     sees = np.asarray(layers.visible(slots, slots, HOWS[how].window)).reshape(2, 3, 128, 3, 128).any((2, 4))
     assert (taken >= sees).all()
     assert taken.sum((1, 2)).tolist() == TAKEN[rows, how]
+
+
+def blocks_of_one_text(how: How, grid: flash_kernels.Grid) -> int:
+    """By `layers.sees`, token by token, of the device with the most."""
+    keys = np.arange(grid.key_blocks * grid.key_block)
+    own = grid.query_blocks * grid.query_block
+    most = 0
+    for queries in layers.balanced_order(own * how.parts, how.parts).reshape(how.parts, own):
+        query, key = (Slots(at, at, np.ones_like(at), np.zeros_like(at)) for at in (queries[:, None], keys[None, :]))
+        shape = (grid.query_blocks, grid.query_block, grid.key_blocks, grid.key_block)
+        most = max(most, int(np.asarray(layers.sees(query, key, how.window)).reshape(shape).any((1, 3)).sum()))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("how", "queries", "keys"),
+    [
+        (How(1.0), (128, 4), (128, 4)),
+        (How(1.0), (128, 3), (384, 1)),
+        (How(1.0), (512, 1), (128, 5)),  # a prompt in a cache with room for more
+        *[(How(1.0, window), (128, 8), (128, 8)) for window in (1, 2, 128, 129, 130, 500, 1024, 5000)],
+        (How(1.0, 300), (256, 4), (128, 8)),
+        (How(1.0, 300), (128, 8), (512, 2)),
+        *[(How(1.0, window, parts=2), (128, 4), (128, 8)) for window in (None, 200)],
+        *[(How(1.0, window, parts=4), (128, 2), (128, 8)) for window in (None, 200)],
+        (How(1.0, parts=2), (512, 1), (512, 2)),  # its two stretches are one block
+    ],
+)
+def test_costs_are_of_the_blocks_that_one_text_needs(how, queries, keys):
+    grid = flash_kernels.Grid(1, 1, 1, queries[0], keys[0], queries[1], keys[1], WIDTH)
+    assert flash_kernels.causal_blocks(how, grid) == blocks_of_one_text(how, grid)
+    if how == How(1.0) and queries == keys:
+        assert flash_kernels.causal_blocks(how, grid) == queries[1] * (queries[1] + 1) // 2
+
+
+def test_a_window_s_cost_is_less(small_blocks):
+    """As compilers are told it, of values and gradients."""
+
+    def operations(how: How) -> list[int]:
+        def total(query, key, value):
+            return flash_attention.flash_attention(query, key, value, slots, slots, how).sum()
+
+        slots = Slots(*(jnp.zeros((1, 512), jnp.int32) for _ in range(4)))
+        query, key = jnp.zeros((1, 512, 4, WIDTH)), jnp.zeros((1, 2, 512, WIDTH))
+        jaxpr = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(query, key, key)
+        return [int(flops) for flops in re.findall(r"CostEstimate\(flops=(\d+)", str(jaxpr))]
+
+    block = 2 * 128 * 128 * WIDTH * 4
+    assert operations(How(1.0)) == [products * 10 * block for products in (2, 3, 4)]
+    assert operations(How(1.0, window=128)) == [products * 7 * block for products in (2, 3, 4)]
 
 
 def test_a_model_by_the_kernel_is_the_model(small_blocks):

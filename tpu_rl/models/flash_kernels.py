@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -35,6 +36,8 @@ class How(NamedTuple):
     softcap: float | None = None
     interpret: bool = False
     """On any backend, slowly, by jax itself: for tests."""
+    parts: int = 1
+    """Devices that the tokens of a row lie on, in `layers.balanced_order`."""
 
 
 # --- which blocks ------------------------------------------------------------------------------------------------
@@ -80,6 +83,19 @@ def seen_blocks(how: How, grid: Grid, queries: Slots, keys: Slots) -> Array:
     branches = (low.branch_ids <= key_high.branch_ids) & (key_low.branch_ids <= high.branch_ids)
     seen = segments & (key_low.index <= high.index) & (branches | (key_low.branch_ids == 0))
     return seen if how.window is None else seen & (low.positions - key_high.positions < how.window)
+
+
+def causal_blocks(how: How, grid: Grid) -> int:
+    """How many of `seen_blocks` [N, M] a row of one text has, without branches and with nothing before it in a cache;
+    of devices that share the row, the one with the most. Segments and branches hide more; on the other hand a branch,
+    wherever it stands, has its prompt in its window."""
+    tokens = grid.query_blocks * grid.query_block
+    index = layers.balanced_order(tokens * how.parts, how.parts).reshape(how.parts, grid.query_blocks, 1, -1)
+    key_low = np.arange(grid.key_blocks) * grid.key_block
+    seen = key_low <= index.max(-1)
+    if how.window is not None:
+        seen &= index.min(-1) - (key_low + grid.key_block - 1) < how.window
+    return int(seen.sum((1, 2)).max())
 
 
 def _fetched(seen: Array) -> Array:
@@ -262,8 +278,7 @@ def _call(
     how: How, kernel: Any, grid: Grid, steps: _Steps, *, products: int, scratch: Any, out_shape: Any, **specs: Any
 ) -> Any:
     """A kernel over rows and `steps`, which makes `products` matrix products of a block."""
-    # Half of the blocks, and the diagonal; of a row that lies on several devices each has as many. Data may hide more.
-    blocks = grid.rows * grid.heads * (grid.query_blocks + 1) * grid.key_blocks // 2
+    blocks = grid.rows * grid.heads * causal_blocks(how, grid)
     scores = blocks * grid.query_block * grid.key_block
     cost = pl.CostEstimate(
         flops=2 * products * scores * grid.width,
