@@ -353,18 +353,13 @@ def seen() -> dict[str, steps.Compiled]:
     return {}
 
 
-def presets_on_chips() -> list[tuple[str, str]]:
-    """Every preset on v5e, and of each algorithm the first on v5p: others differ in sizes only."""
-    first: dict[type, str] = {}
-    for name in configuration.preset_names():
-        for stage in configuration.preset(name).stages:
-            first.setdefault(type(stage.algorithm), name)
-    on_v5p = sorted(set(first.values()))
-    return [(name, "v5e:2x2") for name in configuration.preset_names()] + [(name, "v5p:2x2x1") for name in on_v5p]
-
-
 @needs_libtpu
-@pytest.mark.parametrize(("name", "topology"), presets_on_chips())
+@pytest.mark.parametrize("name", configuration.preset_names())
+@pytest.mark.parametrize(
+    "topology",
+    # With --dist loadgroup presets that share programs are one process's.
+    [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("v5e:2x2", "v5p:2x2x1")],
+)
 def test_every_preset_compiles_for_a_tpu(name, topology, seen, monkeypatch):
     monkeypatch.setattr(sampling, "cache_lengths", lambda most: [most])
     # As runs have it; the other tests' float32 products take a TPU six passes, and its compiler as much longer.
