@@ -33,8 +33,9 @@ def dense(x, logits, matrices, config):
     weights = jnp.where(probabilities >= threshold, probabilities, 0.0)
     if config.renormalised:
         weights /= weights.sum(-1, keepdims=True)
-    gate, up = (jnp.einsum("btd,edf->btef", x, matrix) for matrix in matrices[:2])
-    each = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, matrices[2])
+    gate, up, down = (one.weight if one.a is None else one.weight + one.a @ one.b for one in matrices)
+    gate, up = (jnp.einsum("btd,edf->btef", x, matrix) for matrix in (gate, up))
+    each = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, down)
     return jnp.einsum("bte,bted->btd", weights, each)
 
 
@@ -42,15 +43,20 @@ def routed(x, logits, matrices, config):
     return experts.mixture(x, experts.route(config, logits), matrices, jax.nn.silu)
 
 
-def case(rows=4, length=64, skew=0.0, seed=0):
-    """Tokens, router logits of which `skew` prefers the first experts, and matrices."""
+def case(rows=4, length=64, skew=0.0, seed=0, rank=0):
+    """Tokens, router logits of which `skew` prefers the first experts, and matrices, with adapters of a rank."""
     noise = np.random.default_rng(seed)
 
     def normal(*shape):
         return jnp.asarray(noise.standard_normal(shape, np.float32))
 
     logits = normal(rows, length, COUNT) + skew * jnp.where(jnp.arange(COUNT) < CHOSEN, 1.0, 0.0)[None, None]
-    matrices = experts.Matrices(normal(COUNT, WIDTH, INNER), normal(COUNT, WIDTH, INNER), normal(COUNT, INNER, WIDTH))
+
+    def matrix(inputs, outputs):
+        adapters = (normal(COUNT, inputs, rank), normal(COUNT, rank, outputs)) if rank else ()
+        return experts.Matrix(normal(COUNT, inputs, outputs), *adapters)
+
+    matrices = experts.Matrices(matrix(WIDTH, INNER), matrix(WIDTH, INNER), matrix(INNER, WIDTH))
     return normal(rows, length, WIDTH), logits, matrices
 
 
@@ -71,9 +77,10 @@ def assert_close(first, second):
 
 
 @pytest.mark.parametrize("renormalised", [True, False])
-def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(renormalised):
-    config = Experts(COUNT, CHOSEN, INNER, renormalised)
-    assert_close(value_and_gradients(routed, config, *case()), value_and_gradients(dense, config, *case()))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(renormalised, rank):
+    config, arguments = Experts(COUNT, CHOSEN, INNER, renormalised), case(rank=rank)
+    assert_close(value_and_gradients(routed, config, *arguments), value_and_gradients(dense, config, *arguments))
 
 
 def test_no_token_is_dropped_where_all_prefer_the_same_experts():
@@ -147,13 +154,13 @@ def on_four_devices(program, *arguments):
 
 def test_four_devices_equal_one():
     """All tokens go to experts of one device, which takes several passes."""
-    on_four_devices(ON_A_MESH, "[case(skew=50.0)]", "[{'tensor': 2, 'expert': 2}]")
+    on_four_devices(ON_A_MESH, "[case(skew=50.0, rank=2)]", "[{'tensor': 2, 'expert': 2}]")
 
 
 @pytest.mark.slow
 def test_every_mesh_equals_one_device():
     """Also with rows that no mesh axis divides."""
-    cases = "[case(), case(skew=50.0), case(rows=3, length=100), case(rows=3, length=100, skew=50.0)]"
+    cases = "[case(), case(skew=50.0), case(rows=3, length=100), case(rows=3, length=100, skew=50.0), case(rank=2)]"
     on_four_devices(ON_A_MESH, cases, "[{'expert': 4}, {'fsdp': 2, 'expert': 2}, {'tensor': 2, 'expert': 2}]")
 
 
@@ -227,16 +234,51 @@ def test_either_name_of_the_number_of_experts_is_read():
     assert models.from_config(newer).config.experts == models.from_config(older).config.experts
 
 
-def test_lora_adapts_attention_and_refuses_experts():
+def test_lora_adapts_attention_and_experts_that_are_named():
     model = models.from_config(CONFIGS["mixtral"])
-    adapted = models.with_lora(model, LoraConfig(2)).config.adapters
-    assert adapted is not None
-    assert adapted.targets == ("query", "key", "value", "output")
-    with pytest.raises(InputError, match=r"gate_proj of a mixture's experts"):
-        models.with_lora(model, LoraConfig(2, targets=("all-linear", "gate_proj")))
+
+    def targets(*names):
+        adapters = models.with_lora(model, LoraConfig(2, targets=names)).config.adapters
+        return adapters and adapters.targets
+
+    assert targets("all-linear") == ("query", "key", "value", "output")
+    assert targets("all-linear", "gate_proj", "down") == (*targets("all-linear"), "expert_gate", "expert_down")
+    with pytest.raises(InputError, match=r"up_proj has 20 inputs or outputs"):
+        models.with_lora(model, LoraConfig(21, targets=("up_proj",)))
 
 
 # --- the TPU's compiler ------------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_tpu_computes_adapters_of_experts_and_no_gradient_of_what_they_lie_over(parts):
+    rows, length, width, inner, rank = 4, 512, 256, 384, 16
+    mesh = sharding.make_mesh(expert=parts, devices=tpu_devices("v5e:2x2")[:parts])
+    config = Experts(COUNT, CHOSEN, inner)
+
+    def loss(x, adapters, weights, logits):
+        matrices = [experts.Matrix(weight, *both) for weight, both in zip(weights, adapters, strict=True)]
+        return jnp.sum(routed(x, logits, experts.Matrices(*matrices), config).astype(jnp.float32) ** 2)
+
+    def shape(*sizes, axes, dtype=jnp.bfloat16) -> Any:
+        place = jax.NamedSharding(mesh, sharding.spec(axes, sizes, mesh))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    sides, stacked = [(width, inner), (width, inner), (inner, width)], ("experts", None, None)
+    weights = [shape(COUNT, *both, axes=stacked) for both in sides]
+    adapters = [(shape(COUNT, i, rank, axes=stacked), shape(COUNT, rank, o, axes=stacked)) for i, o in sides]
+    x = shape(rows, length, width, axes=("rows", None, None))
+    logits = shape(rows, length, COUNT, axes=("rows", None, None), dtype=jnp.float32)
+    with jax.default_matmul_precision("default"), jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(x, adapters, weights, logits).compile().as_text()
+    found = compiled.operations(compiled.read(text or ""))
+    assert not any(one.uncounted for one in found)
+    flops = sum(one.times * one.flops for one in found)
+    product = 2.0 * rows * length * CHOSEN * width * inner / parts
+    thin = 2.0 * rows * length * CHOSEN * (width + inner) * rank / parts
+    wanted = 6 * product + 9 * thin if parts == 1 else (8 * product + 11 * thin) * experts.ROOM
+    assert flops == pytest.approx(wanted, rel=0.02)
 
 
 @needs_libtpu
@@ -257,7 +299,8 @@ def test_a_tpu_multiplies_each_token_with_its_experts_only(parts):
 
     axes = [WEIGHTS[name] for name in EXPERT_MATRICES]
     shapes = [(COUNT, width, inner), (COUNT, width, inner), (COUNT, inner, width)]
-    matrices = experts.Matrices(*(shape(*sizes, axes=names) for sizes, names in zip(shapes, axes, strict=True)))
+    whole = (shape(*sizes, axes=names) for sizes, names in zip(shapes, axes, strict=True))
+    matrices = experts.Matrices(*map(experts.Matrix, whole))
     x = shape(rows, length, width, axes=("rows", None, None))
     logits = shape(rows, length, COUNT, axes=("rows", None, None), dtype=jnp.float32)
     with jax.default_matmul_precision("default"), jax.set_mesh(mesh):

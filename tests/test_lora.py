@@ -20,10 +20,17 @@ from tpu_rl.models import LoraConfig, safetensors_files
 from tpu_rl.models.architecture import LORA_A, LORA_B, OUTPUTS
 from tpu_rl.types import Model, Params
 
-TARGETS = {"llama3": ("all-linear", "lm_head"), "qwen2": ("all-linear",), "gemma3": ("q_proj", "down", "o_proj")}
-"""An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few matrices."""
+TARGETS = {
+    "llama3": ("all-linear", "lm_head"),
+    "qwen2": ("all-linear",),
+    "gemma3": ("q_proj", "down", "o_proj"),
+    "mixtral": ("all-linear", "gate", "up", "down"),
+}
+"""An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few matrices; a mixture
+with its experts."""
 
 each_family = pytest.mark.parametrize("family", TARGETS)
+each_dense_family = pytest.mark.parametrize("family", [name for name in TARGETS if name != "mixtral"])
 
 
 def mesh():
@@ -342,7 +349,30 @@ def test_a_reward_models_adapter_brings_its_head(tmp_path):
     assert_same(loaded["score"], params["score"])
 
 
-@each_family
+def test_adapters_of_experts_are_modules_by_their_familys_names(tmp_path):
+    one = adapted("mixtral")
+    models.save_adapters(tmp_path, one.model, one.params, "base")
+    stored = safetensors_files.read_header(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.block_sparse_moe.experts.5.w2.lora_"
+    assert (stored[name + "A.weight"].shape, stored[name + "B.weight"].shape) == ((3, 20), (40, 3))
+    b = one.adapters["layers"]["layer_0"]["expert_down" + LORA_B][1, 5]
+    np.testing.assert_array_equal(np.array(stored[name + "B.weight"].read()), b.T)
+    modules = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert modules == ["q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2"]
+
+
+def test_transformers_computes_the_same_from_a_mixture_with_merged_adapters(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    one, tokens = adapted("mixtral"), tokens_of((3, LENGTH))
+    models.save(tmp_path / "merged", one.model, one.params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(one.logits(one.params, tokens), expected, rtol=0, atol=1e-4)
+
+
+@each_dense_family
 def test_transformers_with_the_adapters_added_by_hand_computes_the_same(family, tmp_path):
     """By PEFT's names and layout: module.weight += alpha / r * B @ A, in float32."""
     torch = pytest.importorskip("torch")

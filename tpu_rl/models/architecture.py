@@ -61,6 +61,9 @@ LORA_A, LORA_B = "_lora_a", "_lora_b"
 for _name, _outputs in OUTPUTS.items():
     WEIGHTS[_name + LORA_A] = (*WEIGHTS[_name][:-_outputs], "rank")
     WEIGHTS[_name + LORA_B] = ("rank", *WEIGHTS[_name][-_outputs:])
+for _name in EXPERT_MATRICES:
+    _experts, _inputs, _output = WEIGHTS[_name]
+    WEIGHTS |= {_name + LORA_A: (_experts, _inputs, "rank"), _name + LORA_B: (_experts, "rank", _output)}
 WEIGHTS |= {"unembedding" + LORA_A: ("embed", "rank"), "unembedding" + LORA_B: ("rank", "vocab")}
 
 
@@ -82,7 +85,8 @@ class LoraConfig:
     """The scale is alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Which matrices are adapted: all-linear (those of every layer, but experts'), or names as PEFT has them (q_proj)
-    or as they are here (query, key, value, output, gate, up, down); also lm_head, where it is not the embedding."""
+    or as they are here (query, key, value, output, gate, up, down); also lm_head, where it is not the embedding. Of a
+    mixture gate, up and down are its experts', each of which has an adapter of its own."""
 
     def __post_init__(self):
         unused = {field.name: field.default for field in dataclasses.fields(self)} | {"rank": self.rank}

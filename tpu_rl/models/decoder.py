@@ -56,7 +56,8 @@ def _spread(config: DecoderConfig, name: str) -> float:
     if name == "score":
         return 0.1 * config.width**-0.5  # hidden states have norm width ** 0.5: first outputs are about 0.1
     if name.endswith(LORA_A):
-        return (3 * math.prod(config.shape(name)[:-1])) ** -0.5  # the variance of PEFT's uniform distribution
+        inputs = config.shape(name)[1 if name.startswith(EXPERT_MATRICES) else 0 : -1]
+        return (3 * math.prod(inputs)) ** -0.5  # the variance of PEFT's uniform distribution
     shape = config.shape(name)
     inputs = shape[1] if name in ("router", *EXPERT_MATRICES) else shape[0]
     if name == "output":
@@ -119,6 +120,13 @@ class Weights(nn.Module):
 
     def adapter(self, name: str) -> tuple[Array, Array]:
         return self.weight(name + LORA_A), self.weight(name + LORA_B)
+
+    def of_experts(self, name: str) -> experts.Matrix:
+        weight, scale = self.weight(name), self.config.adapter_scale(name)
+        if scale is None:
+            return experts.Matrix(weight)
+        a, b = self.adapter(name)
+        return experts.Matrix(weight, a, scale * b)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         y = layers.product(equation, x, self.weight(name))
@@ -198,7 +206,7 @@ class Layer(Weights):
         assert config.experts is not None
         logits = jnp.einsum("btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32)
         routing = experts.route(config.experts, logits)
-        matrices = experts.Matrices(*map(self.weight, EXPERT_MATRICES))
+        matrices = experts.Matrices(*map(self.of_experts, EXPERT_MATRICES))
         return experts.mixture(x, routing, matrices, layers.ACTIVATIONS[config.mlp.activation], cut), routing
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl import sharding
-from tpu_rl.models.architecture import EXPERT_MATRICES, WEIGHTS, Experts
+from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHTS, Experts
 from tpu_rl.models.layers import PACKED, Cut
 
 Array = jax.Array
@@ -36,15 +36,23 @@ TILES = (512, 512, 1024)
 the VMEM of v5e and v5p in float32."""
 
 
-class Matrices(NamedTuple):
-    """Of all experts, or of those that a device holds."""
+class Matrix(NamedTuple):
+    """Of all experts, or of those that a device holds, with its adapters where it has some: W + A B of each."""
 
-    gate: Array
-    """[E, D, F]."""
-    up: Array
-    """[E, D, F]."""
-    down: Array
-    """[E, F, D]."""
+    weight: Array
+    """[E, I, O]."""
+    a: Array | None = None
+    """[E, I, rank]."""
+    b: Array | None = None
+    """[E, rank, O], scaled."""
+
+
+class Matrices(NamedTuple):
+    gate: Matrix
+    """Of D inputs and F outputs, as `up`."""
+    up: Matrix
+    down: Matrix
+    """Of F inputs and D outputs."""
 
 
 class Routing(NamedTuple):
@@ -72,29 +80,44 @@ def mixture(x: Array, routing: Routing, matrices: Matrices, activation: Activati
     which it shares them.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    arguments = (x, routing.chosen, routing.weights, *matrices)
+    arguments = (x, routing.chosen, routing.weights, matrices)
     if mesh.empty or mesh.size == 1:
-        return _on_a_device(activation, None, *arguments)
-    axes = (*((*cut, None),) * 3, *(WEIGHTS[name] for name in EXPERT_MATRICES))
-    specs = tuple(sharding.spec(names, part.shape, mesh) for names, part in zip(axes, arguments, strict=True))
+        return _of_tokens(activation, _Share(), *arguments)
+    axes = (*((*cut, None),) * 3, _axes(matrices))
+    specs = jax.tree.map(lambda part, names: sharding.spec(names, part.shape, mesh), arguments, axes)
     function = functools.partial(_on_a_device, activation, specs)
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arguments)
 
 
+def _axes(matrices: Matrices) -> Any:
+    """A tree like it, of the logical axes of its parts."""
+
+    def of(name: str, matrix: Matrix) -> Any:
+        names = {"weight": name, "a": name + LORA_A, "b": name + LORA_B}
+        return matrix._replace(
+            **{part: WEIGHTS[names[part]] for part, it in matrix._asdict().items() if it is not None}
+        )
+
+    return Matrices(*(of(name, matrix) for name, matrix in zip(EXPERT_MATRICES, matrices, strict=True)))
+
+
 def _on_a_device(
-    activation: Activation, specs: Any, x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array
+    activation: Activation, specs: Any, x: Array, chosen: Array, weights: Array, matrices: Matrices
 ) -> Array:
-    """`mixture` of a device's parts, cut over the mesh as `specs` say (None: they are whole)."""
-    if specs is None:
-        return _of_tokens(activation, _Share(), x, chosen, weights, Matrices(gate, up, down))
-    rows, experts, inner = (sharding.mesh_axes(part) for part in (specs[0][0], specs[3][0], specs[3][2]))
-    gate, up = (_gathered(part, sharding.mesh_axes(spec[1]), 1) for part, spec in ((gate, specs[3]), (up, specs[4])))
-    down = _gathered(down, sharding.mesh_axes(specs[5][2]), 2)
+    """`mixture` of a device's parts, cut over the mesh as `specs` say."""
+    rows, of_gate = sharding.mesh_axes(specs[0][0]), specs[3].gate.weight
+    experts, inner = sharding.mesh_axes(of_gate[0]), sharding.mesh_axes(of_gate[2])
+
+    def with_whole_width(part: Array, names: tuple[str, ...], spec: Any) -> Array:
+        at = names.index("embed") if "embed" in names else None
+        return part if at is None else _gathered(part, sharding.mesh_axes(spec[at]), at)
+
+    matrices = jax.tree.map(with_whole_width, matrices, _axes(matrices), specs[3])
     between = tuple(name for name in rows if name in experts)
     x, chosen, weights = (_gathered(part, between, 0) for part in (x, chosen, weights))
     parts = math.prod(jax.lax.axis_size(name) for name in experts)
-    first = jax.lax.axis_index(experts) * len(gate) if experts else 0
-    y = _of_tokens(activation, _Share(first, parts), x, chosen, weights, Matrices(gate, up, down))
+    first = jax.lax.axis_index(experts) * len(matrices.gate.weight) if experts else 0
+    y = _of_tokens(activation, _Share(first, parts), x, chosen, weights, matrices)
     y = jax.lax.psum(y, tuple(name for name in (*experts, *inner) if name not in between))
     return jax.lax.psum_scatter(y, between, tiled=True) if between else y
 
@@ -130,7 +153,7 @@ def _of_tokens(
 ) -> Array:
     """[B, T, D]: the part of the device's experts."""
     tokens, choices = x.shape[0] * x.shape[1], chosen.shape[-1]
-    order = checkpoint_name(_order(chosen.reshape(tokens, choices), share, len(matrices.gate)), ORDER)
+    order = checkpoint_name(_order(chosen.reshape(tokens, choices), share, len(matrices.gate.weight)), ORDER)
     most = tokens * choices
     at_once = min(most, max(128, 8 * math.ceil(ROOM * most / share.parts / 8)))
     inputs = (x.reshape(tokens, -1), weights.reshape(tokens, choices).astype(x.dtype), matrices)
@@ -169,9 +192,17 @@ def _pass(
     place = jnp.where((order.place >= start) & (order.place < start + ends[-1]), order.place - start, size)
     block = _Block(assignments // weights.shape[1], place)
     inputs, scales = _dispatch(x, weights, assignments, block)
-    inner = activation(ragged(inputs, matrices.gate, sizes)) * ragged(inputs, matrices.up, sizes)
+    inner = activation(_product(inputs, matrices.gate, sizes)) * _product(inputs, matrices.up, sizes)
     # Scaled here, where it is narrower than behind the last product.
-    return _collect(ragged(inner * scales[:, None], matrices.down, sizes), block)
+    return _collect(_product(inner * scales[:, None], matrices.down, sizes), block)
+
+
+def _product(x: Array, matrix: Matrix, sizes: Array) -> Array:
+    """As `ragged`, with adapters, of which A B is never made."""
+    y = ragged(x, matrix.weight, sizes)
+    if matrix.a is None or matrix.b is None:
+        return y
+    return y + ragged(ragged(x, matrix.a, sizes), matrix.b, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

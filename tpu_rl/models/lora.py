@@ -20,20 +20,29 @@ from jax.sharding import Mesh
 
 from tpu_rl import sharding
 from tpu_rl.errors import InputError
-from tpu_rl.models.architecture import ALL_LINEAR, LORA_A, LORA_B, OUTPUTS, WEIGHTS, DecoderConfig, LoraConfig
+from tpu_rl.models.architecture import (
+    ALL_LINEAR,
+    EXPERT_MATRICES,
+    LORA_A,
+    LORA_B,
+    OUTPUTS,
+    WEIGHTS,
+    DecoderConfig,
+    LoraConfig,
+)
 from tpu_rl.models.decoder import decoder, param_shapes, random_params
 from tpu_rl.models.families import LAYER_NAMES
 from tpu_rl.models.slots import leaf_at
 from tpu_rl.types import Array, Model, Params
 
-MATRICES = (*OUTPUTS, "unembedding")
+MATRICES = (*OUTPUTS, *EXPERT_MATRICES, "unembedding")
 """What can be adapted, by our names."""
 
-MLP = {"gate", "up", "down"}
-"""Of these, those that a mixture of experts has in each expert."""
+OF_EXPERTS: dict[str, str] = dict(zip(("gate", "up", "down"), EXPERT_MATRICES, strict=True))
+"""What a mixture has in each expert in place of a layer's MLP."""
 
 PEFT_NAMES = {name: LAYER_NAMES[name].split(".")[-2] for name in OUTPUTS} | {"unembedding": "lm_head"}
-"""Our names -> the modules' in PEFT."""
+"""Our names -> the modules' in PEFT, those of experts as those of an MLP."""
 
 
 def with_lora(model: Model, lora: LoraConfig) -> Model:
@@ -49,7 +58,7 @@ def with_lora(model: Model, lora: LoraConfig) -> Model:
         raise InputError(
             f"LoRA of rank {lora.rank}",
             where="--model.lora.rank",
-            why=f"{PEFT_NAMES[narrowest]} has {_narrow_side(config, narrowest)} inputs or outputs and no higher rank",
+            why=f"{shown(narrowest)} has {_narrow_side(config, narrowest)} inputs or outputs and no higher rank",
             fix=f"use 1 to {_narrow_side(config, narrowest)}; 8 to 64 are usual",
         )
     return decoder(replace(config, adapters=replace(lora, targets=targets)))
@@ -57,7 +66,7 @@ def with_lora(model: Model, lora: LoraConfig) -> Model:
 
 def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     """Our names of what is adapted, in their own order. A head has no vocabulary whose matrix could be."""
-    ours = {theirs: name for name, theirs in PEFT_NAMES.items()} | {name: name for name in MATRICES}
+    ours = {theirs: name for name, theirs in PEFT_NAMES.items()} | {name: name for name in PEFT_NAMES}
     unknown = [target for target in lora.targets if target not in (ALL_LINEAR, *ours)]
     if unknown:
         near = difflib.get_close_matches(unknown[0], [ALL_LINEAR, *ours], n=2, cutoff=0.0)
@@ -67,14 +76,10 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
             fix=f"did you mean {' or '.join(near)}? All: {', '.join([ALL_LINEAR, *ours])}",
         )
     chosen = {ours[target] for target in lora.targets if target != ALL_LINEAR}
-    if config.experts and chosen & MLP:
-        raise InputError(
-            f"{', '.join(PEFT_NAMES[name] for name in MATRICES if name in chosen & MLP)} of a mixture's experts",
-            where="--model.lora.targets",
-            why="experts have no adapters: one of each would be as many weights as ranks times experts",
-            fix=f"use {ALL_LINEAR}, which is every matrix of attention in this model",
-        )
-    chosen |= set(OUTPUTS) - (MLP if config.experts else set()) if ALL_LINEAR in lora.targets else set()
+    if config.experts:
+        chosen = {OF_EXPERTS.get(name, name) for name in chosen}
+    if ALL_LINEAR in lora.targets:
+        chosen |= set(OUTPUTS) - (set(OF_EXPERTS) if config.experts else set())
     if "unembedding" in chosen and config.vocab.tied:
         raise InputError(
             "lm_head is the embedding of this model, which is not adapted",
@@ -87,8 +92,15 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     return targets
 
 
+def shown(name: str) -> str:
+    """A matrix as PEFT calls its module."""
+    return PEFT_NAMES[{theirs: ours for ours, theirs in OF_EXPERTS.items()}.get(name, name)]
+
+
 def _narrow_side(config: DecoderConfig, name: str) -> int:
     shape = config.shape(name)
+    if name in EXPERT_MATRICES:
+        return min(shape[1:])
     return min(prod(shape[: -OUTPUTS.get(name, 1)]), prod(shape[-OUTPUTS.get(name, 1) :]))
 
 
@@ -154,11 +166,11 @@ def _adapted(adapters: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def merged_weight(config: DecoderConfig, name: str, weight: Array, a: Array, b: Array) -> Array:
-    """weight + scale A B, added in float32; of one layer, or stacked over layers as all three of them are."""
+    """weight + scale A B, added in float32; of one layer, or expert, or stacked over them as all three of them are."""
     scale = config.adapter_scale(name)
     assert scale is not None
-    layers = weight.shape[: weight.ndim - len(WEIGHTS[name])]
-    flat_a, flat_b = a.reshape(*layers, -1, a.shape[-1]), b.reshape(*layers, a.shape[-1], -1)
+    stacked = weight.shape[: weight.ndim - (2 if name in EXPERT_MATRICES else len(WEIGHTS[name]))]
+    flat_a, flat_b = a.reshape(*stacked, -1, a.shape[-1]), b.reshape(*stacked, a.shape[-1], -1)
     added = scale * jnp.matmul(flat_a, flat_b, precision=jax.lax.Precision.HIGHEST)
     if name == "unembedding":  # kept with its outputs first
         added = added.swapaxes(-1, -2)

@@ -227,7 +227,7 @@ def save_adapters(path: str | Path, model: Model, params: Params, base: str, tok
     with written_whole(path) as whole:
         layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         safetensors_files.write_file(whole / WEIGHTS, layout, tensors.values())
-        (whole / CONFIG).write_text(json.dumps(_peft_config(model.config, base), indent=2, sort_keys=True) + "\n")
+        (whole / CONFIG).write_text(json.dumps(_peft_config(model, base), indent=2, sort_keys=True) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(str(whole))
 
@@ -250,9 +250,11 @@ def _targets(config: DecoderConfig, names: list[str]) -> list[str] | str:
     return rf"({re.escape(IMAGES)}.*\.)?({'|'.join(names)})"
 
 
-def _peft_config(config: DecoderConfig, base: str) -> Mapping[str, Any]:
+def _peft_config(model: Model, base: str) -> Mapping[str, Any]:
+    config: DecoderConfig = model.config
     adapters = config.adapters
     assert adapters is not None
+    modules = {slot.path[-1]: name.split(".")[-2] for name, slot in weight_slots(model).items() if "." in name}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.outputs else "CAUSAL_LM",
@@ -260,7 +262,7 @@ def _peft_config(config: DecoderConfig, base: str) -> Mapping[str, Any]:
         "r": adapters.rank,
         "lora_alpha": int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,
         "use_rslora": adapters.rank_stabilised,
-        "target_modules": _targets(config, [lora.PEFT_NAMES[name] for name in adapters.targets]),
+        "target_modules": _targets(config, [modules[name] for name in adapters.targets]),
         "modules_to_save": ["score"] if config.outputs else None,
         "bias": "none",
         "lora_dropout": 0.0,
