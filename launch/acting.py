@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from launch.config import ExperimentConfig
 from launch.roles import Select
@@ -37,18 +37,21 @@ class Acting(NamedTuple):
     """Where it does: to be set with `jax.set_mesh`, and given to the sampler."""
 
 
-def sampling_mesh(config: ExperimentConfig, mesh: Mesh) -> Mesh:
-    """The mesh that completions are drawn on, over the devices of the run's mesh."""
+def require_groups(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Raises InputError where the devices cannot be cut as --sampling.tensor says."""
     tensor = config.sampling.tensor
-    if tensor is None:
-        return mesh
-    if tensor < 1 or mesh.size % tensor:
+    if tensor is not None and (tensor < 1 or mesh.size % tensor):
         divisors = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
         raise InputError(
             f"{mesh.size} devices cannot be cut into groups of {tensor}", where="--sampling.tensor",
             fix=f"nearest that fit: {', '.join(map(str, sorted(divisors, key=lambda n: abs(n - tensor))[:3]))}",
         )  # fmt: skip
-    return sharding.drawing_mesh(mesh, tensor)
+
+
+def sampling_mesh(config: ExperimentConfig, mesh: Mesh) -> Mesh:
+    """The mesh that completions are drawn on, over the devices of the run's mesh."""
+    require_groups(config, mesh)
+    return mesh if config.sampling.tensor is None else sharding.drawing_mesh(mesh, config.sampling.tensor)
 
 
 def acting(config: ExperimentConfig, policy: Policy, reads: Iterable[Select], mesh: Mesh) -> Acting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from tpu_rl.models.cudnn_attention import cudnn_attention
 from tpu_rl.models.layers import Slots
 from tpu_rl.types import Array
 
+T = TypeVar("T")
+
 PARTS = ((100, 1, 0), (60, 1, 1), (50, 1, 2), (30, 2, 0), (16, 0, 0))
 """Of the row that is tried: (tokens, segment, branch), padding behind all."""
 NEAREST = 40
@@ -33,19 +35,28 @@ TOLERANCE = 1 / 32
 
 @functools.cache
 def fault(config: AttentionConfig, mesh: Mesh) -> str:
-    """What is wrong with it on the mesh's devices: the compiler's message, or that values or gradients are not the
-    reference's; empty where all is well. All processes call it together."""
-    seed, refused, program = np.uint32(0), "", None
+    """What is wrong with it on the mesh's devices: what the compiler or cuDNN says, or that values or gradients are not
+    the reference's; empty where all is well. All processes call it together."""
+    seed = np.uint32(0)
     with jax.set_mesh(mesh):
-        try:
-            program = jax.jit(functools.partial(worst_error, config)).lower(seed).compile()
-        except (RuntimeError, ValueError) as error:  # no cuDNN, an old one, or shapes that it has no kernel for
-            refused = f"it does not compile: {str(error).strip():.200}"
-        if processes.any_of(program is None) or program is None:
-            return refused or "it does not compile on another host"
-        worst = float(program(seed))
+        program, refused = _tried(lambda: jax.jit(functools.partial(worst_error, config)).lower(seed).compile())
+        if program is None:
+            return f"it does not compile: {refused}"
+        worst, refused = _tried(lambda: float(program(seed)))
+    if worst is None:
+        return f"it does not run: {refused}"
     # So that NaN is wrong, too.
     return "" if worst <= TOLERANCE else f"a trial of it differs from the reference by {worst:.2g} of the largest"
+
+
+def _tried(attempt: Callable[[], T]) -> tuple[T | None, str]:
+    """(what comes of it, ""), or, where it fails on one of the run's processes, (None, why)."""
+    result, refused = None, ""
+    try:
+        result = attempt()
+    except (RuntimeError, ValueError) as error:  # no cuDNN, an old one, or shapes that it has no kernel for
+        refused = f"{str(error).strip():.200}"
+    return (None, refused or "on another host") if processes.any_of(result is None) else (result, "")
 
 
 def worst_error(config: AttentionConfig, seed: Array) -> Array:

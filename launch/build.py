@@ -155,19 +155,26 @@ def acting_policy(setup: Setup, algorithm: AlgorithmConfig | None = None) -> Act
 def drawn_from(setup: Setup, stage: Stage) -> list[Select]:
     """Whose weights are read at each step for the stage's experience; Q#'s is drawn before its first."""
     needs = stage.algorithm.needs
-    if needs.experience in (Demonstrations, QExamples):
+    if needs.experience is Demonstrations or isinstance(stage.algorithm, QSharpConfig):
         return []
-    by = [needs.sampled_by, "policy" if needs.on_policy else None, needs.prompt_value and needs.prompt_value.role]
-    names = dict.fromkeys(filter(None, by))
-    return [setup.params_of(name) for name in (*names, *filter(None, [setup.drafter]))] if names else []
+    by = [*needs.shares(setup.config.batch.prompts), needs.prompt_value and needs.prompt_value.role]
+    return _read(setup, by)
 
 
 def answered_from(setup: Setup, stage: Stage) -> list[Select]:
     """Whose weights are read where the stage is evaluated by answers."""
+    config = setup.config
     if reward_runs.reading(stage.algorithm) is not None or pairs.are_given(stage):
         return []
-    names = ["policy", "q"] if isinstance(stage.algorithm, QSharpConfig) else ["policy"]
-    return [setup.params_of(name) for name in names]
+    if not config.evaluation.rows or sources.judge(config) is None:
+        return []
+    return _read(setup, ["policy", "q" if isinstance(stage.algorithm, QSharpConfig) else None])
+
+
+def _read(setup: Setup, roles_of: Sequence[str | None]) -> list[Select]:
+    """What takes the params of such roles, and of what drafts for them."""
+    names = dict.fromkeys(filter(None, roles_of))
+    return [setup.params_of(name) for name in dict.fromkeys([*names, *filter(None, [setup.drafter])])] if names else []
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------

@@ -9,23 +9,28 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from launch import roles
+from launch.acting import require_groups
 from launch.config import ExperimentConfig
 from tpu_rl import sharding
 from tpu_rl.types import Model
 
 
-def fitted(config: ExperimentConfig, mesh: Mesh) -> ExperimentConfig:
+def fitted(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> ExperimentConfig:
     """The configuration with as many rows in a micro-batch as the mesh's devices share evenly, no fewer than wanted: of
     4 rows each of 16 devices would compute all 4, and of 16 it computes one."""
     rows, devices = config.batch.micro_batch_rows, _row_devices(mesh)
     return replace(config, batch=replace(config.batch, micro_batch_rows=-(-rows // devices) * devices))
 
 
-def doubts(config: ExperimentConfig, base: Model, mesh: Mesh) -> list[str]:
-    """What the mesh does not divide, one line each, with what is done about it or would be better."""
+def doubts(config: ExperimentConfig, base: Model, mesh: Mesh | AbstractMesh) -> list[str]:
+    """What the mesh does not divide, one line each, with what is done about it or would be better.
+
+    Raises InputError where the devices cannot be cut as --sampling.tensor says.
+    """
+    require_groups(config, mesh)
     wanted, rows = config.batch.micro_batch_rows, fitted(config, mesh).batch.micro_batch_rows
     found = (
         []
@@ -42,11 +47,11 @@ def doubts(config: ExperimentConfig, base: Model, mesh: Mesh) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _row_devices(mesh: Mesh) -> int:
+def _row_devices(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in sharding.RULES["rows"])
 
 
-def _shared(config: ExperimentConfig, model: Model, mesh: Mesh) -> Iterator[tuple[str, int, str, int]]:
+def _shared(config: ExperimentConfig, model: Model, mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, int, str, int]]:
     """(flag, devices that share it, what, how many) of a model's parts.
 
     Heads of keys are not among them: where they are fewer than devices, several devices need the same one.

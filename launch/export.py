@@ -94,9 +94,10 @@ def load_run(address: str) -> tuple[Setup, Params, int]:
     if not (run_dir / "checkpoints").is_dir():
         raise InputError("the run has no checkpoints yet", where=address, fix="let it reach its first one")
     config = configuration.load(run_dir / "config.yaml")
-    if config.model.attention == "cudnn":  # the run's machine had a GPU; this one need not
-        config = replace(config, model=replace(config.model, attention="auto"))
     mesh = build.make_mesh(MeshConfig())
+    # The run's machine may have been another one, and cuDNN is for rows that are learned from.
+    attention = "auto" if mesh.devices.flat[0].platform == "tpu" else "tiles"
+    config = replace(config, model=replace(config.model, attention=attention))
     if config.sampling.tensor is not None and mesh.size % config.sampling.tensor:  # nor as many devices
         config = replace(config, sampling=replace(config.sampling, tensor=None))
     with jax.set_mesh(mesh):

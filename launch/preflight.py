@@ -97,16 +97,18 @@ def small_updates(config: ExperimentConfig, model: Model) -> list[str]:
     if config.model.param_dtype != "bfloat16":
         return []
     learning = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
-    shapes, found, heads = roles.param_shapes(config, model), [], False
+    shapes, found = roles.param_shapes(config, model), {}
     for name in sorted(learning):
         narrow = [path[-1].key for path, leaf in jax.tree.leaves_with_path(shapes[name]) if leaf.dtype == jnp.bfloat16]
-        heads = heads or narrow == ["score"]
-        found += [f"the head of {name}" if narrow == ["score"] else name] if narrow else []
+        if narrow:
+            found[name] = f"the head of {name}" if narrow == ["score"] else name
     if not found:
         return []
-    adapters = "" if heads else ", or adapters, which are float32 (--model.lora.rank 16)"
+    can_be_adapted = not config.model.lora.rank and set(found) <= roles.adaptable(config)
+    adapters = ", or adapters, which are float32 (--model.lora.rank 16)" if can_be_adapted else ""
+    names = " and ".join(found.values())
     return [
-        f"{' and '.join(found)} would learn in bfloat16, which loses updates smaller than about a 256th of a weight: "
+        f"{names} would learn in bfloat16, which loses updates smaller than about a 256th of a weight: "
         "at a learning rate of 1e-6 about 2 % of a model's weights change at all; train float32 masters "
         f"(--model.param-dtype float32){adapters}"
     ]

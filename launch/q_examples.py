@@ -35,6 +35,8 @@ from tpu_rl.algos import QSharpConfig
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.types import Params, Policy, Purpose, QExamples, Rollout, TrainState
 
+MICRO_BATCHES = "batch.micro_batch_rows"
+"""A setting that no example depends on, and that goes with the devices (see `divisions.fitted`)."""
 MOST_RECORDS = 64
 """Examples of a round that go into samples.jsonl."""
 
@@ -210,7 +212,8 @@ def made_of(config: ExperimentConfig, rows: list[data.Row]) -> str:
     """A digest of what examples are made of: prompts, files of reward functions, settings."""
     files = [name.rpartition(":")[0] for name in config.reward if ".py:" in name]
     content = b"".join(Path(file).expanduser().read_bytes() for file in files)
-    return hashlib.sha256(f"{data.fingerprint(rows)} {that_stay(config)}".encode() + content).hexdigest()
+    settings = {name: value for name, value in that_stay(config).items() if name != MICRO_BATCHES}
+    return hashlib.sha256(f"{data.fingerprint(rows)} {settings}".encode() + content).hexdigest()
 
 
 def stands(run_dir: Path, stage: Stage, path: Path, of: str) -> bool:

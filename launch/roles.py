@@ -185,6 +185,14 @@ class Select:
         return own if self.under is None else models.join(params[self.under], own)
 
 
+def adaptable(config: ExperimentConfig) -> set[str]:
+    """The roles that have adapters where a rank is given (see `weights_under`)."""
+    cast = specs(config)
+    moves = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
+    moves |= {name for name, spec in cast.items() if spec.follows == 1}
+    return {name for name in moves if not (cast[name].random or cast[name].layers or cast[name].trunk_of)}
+
+
 def weights_under(config: ExperimentConfig) -> dict[str, str]:
     """Role with adapters -> where in the params tree the frozen weights under them are; empty without LoRA.
 
@@ -193,11 +201,8 @@ def weights_under(config: ExperimentConfig) -> dict[str, str]:
     """
     if not config.model.lora.rank:
         return {}
-    cast = specs(config)
-    moves = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
-    moves |= {name for name, spec in cast.items() if spec.follows == 1}
-    whole = {name for name, spec in cast.items() if not (spec.random or spec.layers or spec.trunk_of)}
-    found = {name: BASE if cast[name].path is None else f"{name}_{BASE}" for name in cast if name in moves & whole}
+    cast, can = specs(config), adaptable(config)
+    found = {name: BASE if cast[name].path is None else f"{name}_{BASE}" for name in cast if name in can}
     between = [name for name, spec in cast.items() if 0 < spec.follows < 1]
     if between:
         raise InputError(

@@ -215,14 +215,18 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 at_end.callback(parts.source.close)
                 if done < 0:
                     watchdog.mark("the evaluation before the first step")
-                    sink.write(0, build.before(setup, stage, parts.evaluate)(state.params, True))
+                    first = parts._replace(evaluate=build.before(setup, stage, parts.evaluate))
+                    state, measured = evaluated(first, state, True)
+                    sink.write(0, measured)
                 flatness = phases.Flatness(stage, run_dir, done)
                 for step in range(max(done + 1, stage.first), stage.last + 1):
                     watchdog.mark(f"the border before step {step}, where all processes meet")
-                    data, state = parts.source.get_state(), parts.to_draw(state)
+                    data = parts.source.get_state()
                     try:
                         with signals.at_borders(), profile.of(step):
-                            state, row, drawn = learn(config, parts, state, step)
+                            step_began = time.perf_counter()
+                            state = parts.to_draw(state)
+                            state, row, drawn = learn(config, parts, state, step, step_began)
                     except preemption.Asked as asked:
                         if not skips.in_a_row:  # such steps are no place to go back to
                             saves.catch_up(step - 1, parts.to_learn(state), data)
@@ -317,10 +321,10 @@ class Saves:
 
 
 def learn(
-    config: ExperimentConfig, parts: Parts, state: TrainState, step: int
+    config: ExperimentConfig, parts: Parts, state: TrainState, step: int, began: float
 ) -> tuple[TrainState, dict[str, float], sources.Drawn]:
-    """One step of the run, with the state as `Parts.to_draw` has it -> (state, metrics row, what was drawn)."""
-    began = time.perf_counter()
+    """One step of the run, that began then, with the state as `Parts.to_draw` has it -> (state, metrics row, what was
+    drawn)."""
     watchdog.mark(f"the experience of step {step}")
     drawn = parts.source.draw(step, state)
     state = parts.to_learn(state)

@@ -288,7 +288,7 @@ def completion_source(setup: Setup, stage: Stage, params: Params) -> Source:
     del params
     needs, config, lang = stage.algorithm.needs, setup.config, setup.language
     stream = dataset.make_stream(config, stage, lang)
-    own = round(needs.on_policy * config.batch.prompts)
+    own = needs.shares(config.batch.prompts).get("policy", 0)
     by_policy, by_other = roller(setup, "policy"), needs.sampled_by and roller(setup, needs.sampled_by)
     length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
 

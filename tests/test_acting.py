@@ -139,8 +139,22 @@ def test_weights_that_lie_elsewhere_in_drawing_are_never_there_twice(flags, tmp_
 
 STOPPED = """
 import sys
-from launch import preemption, run
+from launch import acting, preemption, run
 
+copy, move, moving = acting._copy, acting._move, []
+
+def watched_move(weight, place):
+    moving.append(weight)
+    there = move(weight, place)
+    moving.pop()
+    return there
+
+def watched_copy(weight, wanted, place):
+    there = copy(weight, wanted, place)
+    assert moving or there is weight or there.dtype != weight.dtype, "a second layout"
+    return there
+
+acting._copy, acting._move = watched_copy, watched_move
 flags = "--steps 2 --batch.prompts 4 --batch.completions 2 --sampling.max-new-tokens 16 --sampling.segment 4 \\
 --evaluation.rows 4 --mesh.fsdp 2 --sampling.tensor 2 --checkpoint-every 10 --run-dir".split()
 border, calls = preemption.border, []
@@ -170,6 +184,21 @@ def test_a_run_that_ends_while_weights_are_elsewhere_goes_on_the_same(tmp_path):
     assert not (tmp_path / "stopped" / "summary.json").exists()
     assert ended("stopped", 0) == 0
     assert digest("stopped") == digest("whole")
+
+
+def test_only_what_draws_is_lent(tmp_path):
+    def lent(*flags: str) -> tuple[list[str], list[str]]:
+        one = config.parse([*flags, "--model.path", "builtin:arithmetic", "--run-dir", str(tmp_path)])
+        setup = build.make_setup(one, tmp_path, build.make_mesh(one.mesh))[0]
+        reads = build.drawn_from(setup, one.stages[-1]), build.answered_from(setup, one.stages[-1])
+        return [select.name for select in reads[0]], [select.name for select in reads[1]]
+
+    gkd = ["arithmetic_gkd", "--algorithm.teacher", "builtin:arithmetic", "--algorithm.off-policy", "teacher"]
+    assert lent("arithmetic_grpo", "--evaluation.rows", "0") == (["policy"], [])
+    assert lent(*gkd, "--algorithm.on-policy", "1") == (["policy"], ["policy"])
+    assert lent(*gkd, "--algorithm.on-policy", "0.5") == (["policy", "teacher"], ["policy"])
+    assert lent("arithmetic_q_sharp") == ([], ["policy", "q"])
+    assert lent("arithmetic_process_reward") == (["reference"], [])
 
 
 def test_what_differs_in_type_stays_for_learning(tmp_path):

@@ -153,6 +153,19 @@ def test_a_trial_finds_what_is_wrong(wrong, by_xla, monkeypatch):
     assert attention_trial.fault.__wrapped__(WINDOWED, one_device()).startswith("a trial of it differs")
 
 
+def test_a_trial_that_compiles_and_does_not_run_says_so(by_xla, monkeypatch):
+    def failing(seed):
+        raise jax.errors.JaxRuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+
+    class Lowered(SimpleNamespace):
+        def lower(self, seed):
+            return SimpleNamespace(compile=lambda: failing)
+
+    monkeypatch.setattr(jax, "jit", lambda function: Lowered())
+    fault = attention_trial.fault.__wrapped__(WINDOWED, one_device())
+    assert fault == "it does not run: CUDNN_STATUS_EXECUTION_FAILED"
+
+
 def test_a_trial_that_fails_elsewhere_is_no_trial(by_xla, monkeypatch):
     monkeypatch.setattr(processes, "any_of", lambda here: True)
     assert "another host" in attention_trial.fault.__wrapped__(WINDOWED, one_device())

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from launch import config as configuration
-from launch import divisions
+from launch import divisions, q_examples
 from tests import several
 from tests.test_models import tiny
 from tpu_rl import sharding
+from tpu_rl.errors import InputError
 
 
 def given(rows=4, tensor=None):
@@ -63,6 +64,16 @@ def test_experts_that_do_not_divide_are_said():
     assert model.config.experts is not None
     notes = divisions.doubts(given(rows=10), model, mesh_of(expert=5))
     assert notes[0].startswith(f"--mesh.expert 5 does not divide {model.config.experts.count} experts")
+
+
+def test_devices_that_cannot_be_cut_so_are_refused():
+    with pytest.raises(InputError, match="cannot be cut into groups of 0"):
+        divisions.doubts(given(tensor=0), tiny("llama3").model, mesh_of(fsdp=2))
+
+
+def test_examples_do_not_depend_on_micro_batches():
+    first, second = (q_examples.made_of(given(rows), []) for rows in (4, 16))
+    assert first == second
 
 
 RUN = """

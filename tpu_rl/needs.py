@@ -64,6 +64,12 @@ class Needs(NamedTuple):
     reference_log_probs: bool = False
     """Pairs: with the reference's log-probs, of pairs that the data bring computed once, and else the sampler's."""
 
+    def shares(self, prompts: int) -> dict[str, int]:
+        """Role -> how many of so many prompts it completes; the rest the data bring completed."""
+        own = round(self.on_policy * prompts)
+        by = {"policy": own} | ({} if self.sampled_by is None else {self.sampled_by: prompts - own})
+        return {role: count for role, count in by.items() if count}
+
 
 def pairs_from(by: str, *, judged: bool = False, reference_log_probs: bool = False) -> Needs:
     """Pairs, or completions judged one by one, that the data bring ("given") or that the role `by` samples."""

@@ -72,10 +72,7 @@ def draws(planned: Planned) -> list[Draw]:
             Draw(" of roll-ins", answers, how, stage.algorithm.prompts, width, 0, how.max_new_tokens, once),
             Draw(" of roll-outs", setup.acting("policy"), after, rows, after.prompt_length, 0, half, once),
         ]
-    needs = stage.algorithm.needs
-    own = round(needs.on_policy * batch.prompts)
-    asked = {needs.sampled_by: batch.prompts + batch.carry_over - own} | ({"policy": own} if own else {})
-    asked = {by: prompts for by, prompts in asked.items() if by is not None and prompts}
+    asked = stage.algorithm.needs.shares(batch.prompts + batch.carry_over)
     return [
         Draw(
             f" by {by}" if len(asked) > 1 else "",

@@ -181,7 +181,7 @@ class Layer(Weights):
         slots, cut = (context.queries, context.keys[self.kind]), _cut(cache)
         parts = spread(cut.tokens, query.shape[1])
         if config.kernel in ("tpu", "interpreted") and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
-            how = How(config.scale, window, config.softcap, config.kernel == "interpreted")
+            how = How(config.scale, window, config.softcap, config.kernel == "interpreted", parts)
             seen = flash_attention.flash_attention(query, keys, values, *slots, how, cut)  # which names what it keeps
         else:
             if parts > 1:

@@ -46,7 +46,6 @@ def flash_attention(
     Inside `jax.set_mesh` each device computes its rows, tokens and heads. Heads of keys are copied as often as it takes
     for the mesh to cut them as it cuts those of queries.
     """
-    how = how._replace(parts=sharding.spread(cut.tokens, query.shape[1]))
     query = query.swapaxes(1, 2)
     copies = math.lcm(key.shape[1], sharding.spread("heads", query.shape[1])) // key.shape[1]
     key, value = (jnp.repeat(part, copies, axis=1) if copies > 1 else part for part in (key, value))
