@@ -130,7 +130,10 @@ print("moved there and back")
 ADAPTERS = ["--model.dtype", "bfloat16", "--model.param-dtype", "bfloat16", "--model.lora.rank", "2"]
 
 
-@pytest.mark.parametrize("flags", [[], ADAPTERS], ids=["float32", "adapters over bfloat16"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param([], id="float32", marks=pytest.mark.slow), pytest.param(ADAPTERS, id="adapters over bfloat16")],
+)
 def test_weights_that_lie_elsewhere_in_drawing_are_never_there_twice(flags, tmp_path):
     command = [sys.executable, "-c", MOVED, str(tmp_path), *flags]
     done = subprocess.run(command, env=several.virtual_devices(4), capture_output=True, text=True, timeout=240)
