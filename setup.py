@@ -7,13 +7,22 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "cuda": ["jax[cuda13]>=0.10.2,<0.11.1"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11.1"],
-    # For launch/plan.py on any machine: the TPU compiler, libtpu, in the version that each jax names.
+    # For launch/plan.py on any machine: the TPU compiler, libtpu, in the version that each jax
+    # names.
     "plan": ["jax[tpu]>=0.10.2,<0.11.1"],
     "math": ["math-verify[antlr4_13_2]>=0.9"],
     "parquet": ["pyarrow"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "ruff>=0.12", "pyright[nodejs]>=1.1.400", "pyarrow"],
-    # Parity with transformers' torch models; the quick tests skip those cases where torch is absent.
+    "test": [
+        "pytest>=8",
+        "pytest-timeout",
+        "pytest-xdist",
+        "ruff>=0.12",
+        "pyright[nodejs]>=1.1.400",
+        "pyarrow",
+    ],
+    # Parity with transformers' torch models; the quick tests skip those cases where torch is
+    # absent.
     "parity": ["torch==2.13.0"],
 }
 

@@ -1,6 +1,9 @@
-"""The default run and its controls, several seeds each.
+"""The default run and its controls, with several seeds.
 
-python bench/arithmetic.py --to runs/bench [--seeds 0 1 2] [--arms grpo shuffled more_sft]
+    python bench/arithmetic.py --to runs/bench [--seeds 0 1 2] [--arms grpo shuffled more_sft]
+
+`shuffled` gives the right rewards to the wrong completions. `more_sft` trains the same model on the
+data that it was made from, for as many steps as fit into the time of the default run.
 """
 
 from arms import ROOT, main
@@ -8,15 +11,18 @@ from arms import ROOT, main
 ARMS = {
     "grpo": ["arithmetic_grpo"],
     "shuffled": [
-        "arithmetic_grpo", "--reward", str(ROOT / "bench/shuffled_reward.py:score"),
-        "--evaluation.reward", "arithmetic",
+        "arithmetic_grpo",
+        *("--reward", str(ROOT / "bench/shuffled_reward.py:score")),
+        *("--evaluation.reward", "arithmetic"),
     ],
-    # As many steps as take the default run's time, from the same model, on the data that it was made from.
     "more_sft": [
-        "arithmetic_sft", "--model.no-random-init", "--optimizer.learning-rate", "3e-4", "--steps", "400",
-        "--evaluation.rows", "500",
+        "arithmetic_sft",
+        "--model.no-random-init",
+        *("--optimizer.learning-rate", "3e-4"),
+        *("--steps", "400"),
+        *("--evaluation.rows", "500"),
     ],
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     main(__doc__, ARMS)

@@ -1,6 +1,7 @@
-"""What the scripts beside this one share: runs of several arms and seeds -> a table in Markdown.
+"""Shared by the scripts of this folder: run several arms with several seeds, print Markdown tables.
 
-An arm is a list of flags of launch/run.py. A finished run is not run again, so a script that was stopped goes on.
+An arm is a list of flags of launch/run.py. Finished runs are not repeated, so an interrupted script
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -11,47 +12,84 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 METRICS = {"accuracy": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
+"""Key of an evaluation -> metric."""
 
 Arms = Mapping[str, Sequence[str]]
+"""Name -> flags of launch/run.py."""
 
 
-def run(run_dir: Path, flags: Sequence[str]) -> dict:
-    """summary.json of the run in `run_dir`, which is made if it is not finished."""
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows the description as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def run(run_dir: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Run launch/run.py in `run_dir`, unless it is finished there, and return its summary.json."""
     command = [sys.executable, str(ROOT / "launch/run.py"), *flags, "--run-dir", str(run_dir)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
 
 
-def percent(found: dict) -> str:
-    """An accuracy with its interval, both in %."""
-    return f"{100 * found['accuracy']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})" if found else "-"
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def estimate(row: dict, prefix: str = "eval/") -> dict:
-    """An accuracy with its interval, of a metrics row."""
-    return {name: row[prefix + metric] for name, metric in METRICS.items()}
+def estimate(row: Mapping[str, Any], prefix: str = "eval/") -> dict[str, float]:
+    """Return the accuracy of a metrics row with its interval."""
+    return {key: row[prefix + metric] for key, metric in METRICS.items()}
+
+
+def percent(evaluation: Mapping[str, Any]) -> str:
+    """Format an accuracy with its interval, in percent; "-" for an empty evaluation."""
+    if not evaluation:
+        return "-"
+    accuracy, low, high = (100 * evaluation[key] for key in METRICS)
+    return f"{accuracy:.1f} ({low:.1f} to {high:.1f})"
+
+
+def print_heading(*columns: str) -> None:
+    """Print the first two lines of a Markdown table."""
+    print_row(*columns)
+    print("|" + "---|" * len(columns), flush=True)
+
+
+def print_row(*cells: object) -> None:
+    """Print a line of a Markdown table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def table(folder: Path, arms: Arms, seeds: Sequence[int]) -> None:
-    """Prints a line a run: accuracy on the held-out problems before and after, sampled and greedy."""
-    print("| arm | seed | sampled before | sampled after | greedy before | greedy after | seconds |")
-    print("|---|---|---|---|---|---|---|")
+    """Run all arms, and print the accuracy of each on held-out problems, before and after."""
+    print_heading(
+        "arm",
+        "seed",
+        "sampled before",
+        "sampled after",
+        "greedy before",
+        "greedy after",
+        "seconds",
+    )
     for arm, flags in arms.items():
         for seed in seeds:
             summary = run(folder / f"{arm}_{seed}", [*flags, "--seed", str(seed)])
             before, after = summary["eval"]["before"], summary["eval"]["after"]
-            found = (before, after, before.get("greedy", {}), after.get("greedy", {}))
-            print(f"| {arm} | {seed} | {' | '.join(map(percent, found))} | {summary['seconds']:.0f} |", flush=True)
+            evaluations = (before, after, before.get("greedy", {}), after.get("greedy", {}))
+            print_row(arm, seed, *map(percent, evaluations), f"{summary['seconds']:.0f}")
 
 
-def main(description: str, arms: Arms) -> None:
-    """The command line of a script that has nothing but arms."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, required=True)
+def main(description: str | None, arms: Arms) -> None:
+    """Run a script that consists of arms only."""
+    parser = make_parser(description)
+    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
     flags = parser.parse_args()

@@ -1,47 +1,48 @@
-"""Learning curves of finished runs, as one picture: a line an arm, the mean of its seeds, in a band from least to most.
+"""Learning curves of finished runs as one SVG: one line per arm, the mean of its seeds.
 
-python bench/curves.py runs/bench/ppo_0 runs/bench/ppo_1 runs/bench/vapo_0 ... --to docs/curves/ppo.svg
+    python bench/curves.py runs/bench/ppo_0 runs/bench/ppo_1 runs/bench/vapo_0 ... \\
+        --to docs/curves/ppo.svg
 
-Runs are called ARM_SEED, as all scripts of this folder call them; drawn is `eval/accuracy`, sampled answers to held-out
-problems.
+The band of a line goes from its worst to its best seed. Run folders are named ARM_SEED, as in all
+scripts of this folder. The metric is `eval/accuracy`: sampled answers to held-out problems.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
+import arms
 import numpy as np
 
-from tpu_rl import charts
+from tpu_rl.report import plots
 
 
 def curve(run_dir: Path) -> dict[int, float]:
-    """Step -> accuracy."""
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    """Return step -> accuracy."""
+    rows = arms.read_metrics(run_dir)
     return {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
 
 
-def arm(label: str, runs: list[Path]) -> charts.Series:
-    """Over the steps that all its runs have."""
-    curves = [curve(run_dir) for run_dir in runs]
+def arm_series(label: str, run_dirs: list[Path]) -> plots.Series:
+    """Return the mean of an arm's runs over the steps that all of them have."""
+    curves = [curve(run_dir) for run_dir in run_dirs]
     steps = sorted(set.intersection(*map(set, curves)))
-    values = np.array([[one[step] for step in steps] for one in curves])
-    return charts.Series(label, np.array(steps), values.mean(0), values.min(0), values.max(0))
+    values = np.array([[accuracy[step] for step in steps] for accuracy in curves])
+    return plots.Series(label, np.array(steps), values.mean(0), values.min(0), values.max(0))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arms.make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--to", type=Path, required=True, help="the SVG file")
     flags = parser.parse_args()
-    arms: dict[str, list[Path]] = {}
+    runs: dict[str, list[Path]] = {}
     for run_dir in flags.runs:
-        arms.setdefault(run_dir.name.rpartition("_")[0], []).append(run_dir)
-    series = [arm(label.replace("_", " "), runs) for label, runs in arms.items()]
+        runs.setdefault(run_dir.name.rpartition("_")[0], []).append(run_dir)
+    series = [arm_series(arm.replace("_", " "), run_dirs) for arm, run_dirs in runs.items()]
+    figure = plots.line_chart(series, size=plots.WIDE, percent=True)
     flags.to.parent.mkdir(parents=True, exist_ok=True)
-    flags.to.write_text(charts.as_svg(charts.line_chart(series, size=charts.WIDE, percent=True)), encoding="utf-8")
+    flags.to.write_text(plots.as_svg(figure), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Files of a checkpoint are damaged one by one: is each named, and is nothing wrong ever restored?
+"""Damage the files of a checkpoint one by one: is each named, and is nothing wrong ever restored?
 
     python bench/damage.py RUN_DIR [--flips 500] [--seed 0]
 
-Works on a copy of the run's newest checkpoint. Single flipped bits, in files drawn uniformly; then every file deleted,
-emptied and cut in half. Each time: does manifests.compare (verify.py) name that file and no other; and does restoring
-give the recorded arrays, or is it refused as damaged?
+Works on a copy of the run's newest checkpoint. First flips single bits in random files; then
+deletes, empties and halves every file. Each time, checks that manifests.compare (verify.py) names
+that file and no other, and that restoring either gives the recorded arrays or is refused.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ import jax
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tpu_rl import checkpoint, digests, manifests  # noqa: E402
-from tpu_rl.errors import DamagedDataError  # noqa: E402
+from tpu_rl.checkpoint import digests, manager, manifests
+from tpu_rl.errors import DamagedDataError
 
 Damage = tuple[str, Path, Callable[[bytes], bytes | None]]
-"""What is done to which file: its content -> another, or None to delete it."""
+"""(name, file, content -> new content, or None to delete the file)."""
 
 
-def damages(files: list[Path], flips: int, chance: random.Random) -> Iterator[Damage]:
+def make_damages(files: list[Path], flips: int, rng: random.Random) -> Iterator[Damage]:
+    """Return the flipped bits, then all deleted, emptied and halved files."""
     for _ in range(flips):
-        path = chance.choice([path for path in files if path.stat().st_size])
-        bit = chance.randrange(8 * path.stat().st_size)
+        path = rng.choice([path for path in files if path.stat().st_size])
+        bit = rng.randrange(8 * path.stat().st_size)
 
         def flip(content: bytes, bit: int = bit) -> bytes:
             flipped = bytearray(content)
@@ -49,47 +50,67 @@ def damages(files: list[Path], flips: int, chance: random.Random) -> Iterator[Da
             yield "cut in half", path, lambda content: content[: len(content) // 2]
 
 
-def restored(folder: Path, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> str:
-    """The digest of what is restored, or "refused"."""
-    reader = checkpoint.read_checkpoints(str(folder))
+def restored_digest(folder: Path, step: int, shapes: dict[str, jax.ShapeDtypeStruct]) -> str:
+    """Return the digest of the restored arrays, or "refused"."""
+    reader = manager.read_checkpoints(str(folder))
     try:
-        return digests.of_tree(reader.restore(step, wanted)[0])
+        return digests.of_tree(reader.restore(step, shapes)[0])
     except DamagedDataError:
         return "refused"
     finally:
         reader.close()
 
 
+def names_only(folder: Path, file: Path) -> bool:
+    """Return whether the manifest's comparison names this damaged file and no other."""
+    name = str(file.relative_to(folder))
+    differences = manifests.compare(folder)
+    if differences is None:  # There is no readable manifest.
+        return name == manifests.MANIFEST
+    return [*differences.changed, *differences.missing] == [name]
+
+
+def count_outcomes(folder: Path, step: int, flips: int, seed: int) -> Counter[tuple[str, str]]:
+    """Damage each file of a checkpoint and repair it. Returns (damage, outcome) -> count."""
+    checkpoint = folder / str(step)
+    leaves = json.loads((checkpoint / "record" / "metadata").read_bytes())["leaves"]
+    shapes = {
+        path: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"]) for path, leaf in leaves.items()
+    }
+    right_digest = restored_digest(folder, step, shapes)
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for damage, path, change in make_damages(files, flips, random.Random(seed)):
+        content = path.read_bytes()
+        changed = change(content)
+        if changed is None:
+            path.unlink()
+        else:
+            path.write_bytes(changed)
+        is_named = names_only(checkpoint, path)
+        digest = restored_digest(folder, step, shapes)
+        outcome = {right_digest: "unharmed", "refused": "refused"}.get(digest, "WRONG")
+        outcomes[damage, outcome if is_named else f"{outcome}, NOT NAMED"] += 1
+        path.write_bytes(content)
+    return outcomes
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--flips", type=int, default=500)
+    parser.add_argument("--flips", type=int, default=500, help="flipped bits")
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
-    steps = [int(path.name) for path in (flags.run_dir / "checkpoints").iterdir() if path.name.isdecimal()]
-    found: Counter[tuple[str, str]] = Counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, step = Path(temporary), max(steps)
-        shutil.copytree(flags.run_dir / "checkpoints" / str(step), folder / str(step))
-        leaves = json.loads((folder / str(step) / "record" / "metadata").read_bytes())["leaves"]
-        wanted = {path: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"]) for path, leaf in leaves.items()}
-        right = restored(folder, step, wanted)
-        files = sorted(path for path in (folder / str(step)).rglob("*") if path.is_file())
-        for what, path, change in damages(files, flags.flips, random.Random(flags.seed)):
-            content = path.read_bytes()
-            changed = change(content)
-            path.unlink() if changed is None else path.write_bytes(changed)
-            differences = manifests.compare(folder / str(step))
-            name = str(path.relative_to(folder / str(step)))
-            alone = differences is not None and [*differences.changed, *differences.missing] == [name]
-            no_manifest = differences is None and name == manifests.MANIFEST
-            digest = restored(folder, step, wanted)
-            outcome = "unharmed" if digest == right else digest if digest == "refused" else "WRONG"
-            found[what, outcome if alone or no_manifest else f"{outcome}, NOT NAMED"] += 1
-            path.write_bytes(content)
-    for (what, outcome), count in sorted(found.items()):
-        print(f"{what}: {count} {outcome}")
-    return any(outcome.isupper() or "NOT NAMED" in outcome for _, outcome in found)
+    checkpoints = flags.run_dir / "checkpoints"
+    step = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(checkpoints / str(step), Path(folder) / str(step))
+        outcomes = count_outcomes(Path(folder), step, flags.flips, flags.seed)
+    for (damage, outcome), count in sorted(outcomes.items()):
+        print(f"{damage}: {count} {outcome}")
+    return any(outcome.isupper() or "NOT NAMED" in outcome for _, outcome in outcomes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""DPO and its relatives on the default problems, from the model's own right and wrong answers.
+"""DPO and related losses on the default problems, from the model's own right and wrong answers.
 
-python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms rpo dpo online reverse ipo worst_case bco kto]
+python bench/dpo.py --to runs/dpo [--seeds 0 1 2] [--arms dpo rpo online ...]
 """
 
 from arms import main

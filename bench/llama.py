@@ -1,6 +1,7 @@
-"""The model of the benchmarks of speed: a Llama of 12.6 million weights, as a Hugging Face configuration."""
+"""The model of the speed benchmarks: a Llama of 12.6 million weights, as a Hugging Face
+configuration."""
 
-from launch import build, roles
+from launch import compose, roles
 from launch import config as configuration
 from tpu_rl.types import Model
 
@@ -19,6 +20,6 @@ LLAMA = {
 
 
 def as_in_runs(model: Model) -> Model:
-    """The model with caches as `launch/run.py` gives it on these devices."""
+    """Return the model with the attention and caches that `launch/run.py` chooses here."""
     config = configuration.preset("arithmetic_grpo")
-    return roles.fast_model(config, model, build.make_mesh(config.mesh))
+    return roles.fast_model(config, model, compose.make_mesh(config.mesh))

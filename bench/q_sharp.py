@@ -1,34 +1,41 @@
-"""Q# on arithmetic: reference, CD and Q# over coefficients, and the ablations, over seeds -> tables.
+"""Q# on arithmetic: reference, CD and Q# over coefficients, and ablations, over seeds.
 
-    python bench/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...] [--samples 8]
+    python bench/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...]
+        [--samples 8]
     python bench/q_sharp.py --speed
 
-Each run is `launch/run.py arithmetic_q_sharp` with what the arm changes, then its q guides builtin:arithmetic on the
-held-out problems; the picture is in the run's report. A run that is finished is not run again. --speed compares
-guided with plain decoding.
+Each run is `launch/run.py arithmetic_q_sharp` with the changes of the arm. Its q then guides
+builtin:arithmetic on the held-out problems; the run's report shows the curve. Finished runs are not
+repeated. --speed compares the time of guided and plain decoding.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import operator
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import arms
 import jax
 import numpy as np
 
-from launch import build, config, dataset, evaluate, guide, run, sources
+from launch import compose, config, evaluate, evaluate_q_sharp, run
 from launch.config import ExperimentConfig, MeshConfig, Phase
-from tpu_rl import guidance, models, sampler
+from tpu_rl import models, sampler
+from tpu_rl.experience import tasks
+from tpu_rl.experience.config import sampler_config
+from tpu_rl.losses import return_distributions
 from tpu_rl.report import GUIDED_FILE
+from tpu_rl.rollout import evaluation, guided_evaluation
+from tpu_rl.sampler import guided_policy
 from tpu_rl.types import Purpose
 
 COEFFICIENTS = (1.0, 0.5, 0.2, 0.1, 0.05)
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     "all_v": {},
     "single": {"prefixes": "single"},
     "token_mean": {"weights": "token_mean"},
@@ -38,153 +45,217 @@ ARMS = {
     "whole_trunk": {"layers": None},
     "five_candidates": {"candidates": 5},
 }
+"""Arm -> changes of the algorithm."""
 ROUNDS = {"one_round": 1, "three_rounds": 3}
+"""Arm -> rounds of examples."""
+MAX_NUM_SEQS = 512
 
 
-def configured(arm: str, seed: int, folder: Path) -> ExperimentConfig:
-    """The preset as the arm changes it. With more or fewer rounds each takes as many steps as in the preset."""
-    one = config.preset("arithmetic_q_sharp")
-    algorithm = replace(one.algorithm, **ARMS.get(arm, {}))
-    first, last = one.phases[0].until, one.steps - one.phases[-1].until
-    rounds = ROUNDS.get(arm, 1 + len(one.phases))
-    ends = [first + last * k for k in range(rounds)]
+def make_config(arm: str, seed: int, folder: Path) -> ExperimentConfig:
+    """Return the preset with the changes of an arm. Rounds have as many steps as in the preset."""
+    preset = config.preset("arithmetic_q_sharp")
+    algorithm = replace(preset.algorithm, **ARMS.get(arm, {}))
+    first_steps = preset.phases[0].until
+    later_steps = preset.steps - preset.phases[-1].until
+    rounds = ROUNDS.get(arm, 1 + len(preset.phases))
+    ends = [first_steps + later_steps * k for k in range(rounds)]
     phases = tuple(Phase(algorithm, until=end, forget=("q",)) for end in ends[:-1])
-    run_dir = str(folder / f"{arm}_{seed}")
-    return replace(one, algorithm=algorithm, phases=phases, steps=ends[-1], seed=seed, run_dir=run_dir)
+    return replace(
+        preset,
+        algorithm=algorithm,
+        phases=phases,
+        steps=ends[-1],
+        seed=seed,
+        run_dir=str(folder / f"{arm}_{seed}"),
+    )
 
 
-def trained(one: ExperimentConfig) -> dict:
-    """summary.json of the run."""
-    start = Path(one.run_dir).with_suffix(".yaml")
+def train(run_config: ExperimentConfig) -> dict[str, Any]:
+    """Run the configuration, unless it is finished, and return its summary.json."""
+    run_dir = Path(run_config.run_dir)
+    start = run_dir.with_suffix(".yaml")
     start.parent.mkdir(parents=True, exist_ok=True)
-    config.save(one, start)
-    code = run.main([str(start), "--run-dir", one.run_dir])
+    config.save(run_config, start)
+    code = run.main([str(start), "--run-dir", run_config.run_dir])
     if code:
         raise SystemExit(code)
-    return json.loads((Path(one.run_dir) / "summary.json").read_text(encoding="utf-8"))
+    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
 
 
-def swept(
-    one: ExperimentConfig,
+def sweep(
+    run_config: ExperimentConfig,
     samples: int,
-    baselines: Sequence[guidance.Method],
+    baselines: Sequence[return_distributions.Method],
     coefficients: Sequence[float] = COEFFICIENTS,
-) -> dict:
-    """Lines of the sweep and of q as a judge; kept beside the run."""
-    file = Path(one.run_dir) / GUIDED_FILE
+) -> dict[str, Any]:
+    """Return the lines of the sweep, and the accuracy of q as a judge.
+
+    They are computed once, and stored in the run folder.
+    """
+    file = Path(run_config.run_dir) / GUIDED_FILE
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
-    mesh = build.make_mesh(MeshConfig())
+    reward_name = run_config.reward[0]
+    problems = tasks.evaluation_rows(
+        run_config.data, run_config.algorithm.experience, run_config.evaluation.rows
+    )
+    mesh = compose.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        flags = evaluate.Flags(model=one.model.path or "")
-        language, params = evaluate.load_language(one, flags)
-        guided = guide.load(one.run_dir, language, params)
-        how = replace(sources.sampler_config(one, language.tokenizer, samples), max_rows=512)
-        key = sampler.run_key(one.seed, Purpose.EVALUATION, 0)
-        rows, reward = dataset.evaluation_rows(one), sources.resolve_reward(one.reward[0])
-        task = guide.Task(
-            language, rows, reward, sources.shown(one.reward[0]), one.reward_limits.fault_share, how, key, mesh
+        flags = evaluate.Flags(model=run_config.model.path or "")
+        language, params = evaluate.load_language(run_config, flags)
+        guided, _ = evaluate_q_sharp.load(run_config.run_dir, language, params)
+        settings = sampler_config(run_config.sampling, language.tokenizer, samples)
+        task = guided_evaluation.Task(
+            problems,
+            evaluate.make_scorer(run_config, language, reward_name),
+            evaluation.ANSWER_READERS.get(reward_name),
+            replace(settings, max_num_seqs=MAX_NUM_SEQS),
+            run_config.seed,
+            mesh,
         )
-        lines, judged = guide.sweep(guided, task, coefficients, baselines)
-    guide.record(one.run_dir, lines, judged)
+        lines, judged = guided_evaluation.sweep(guided, task, coefficients, baselines)
+    evaluate_q_sharp.record(run_config.run_dir, lines, judged)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def show(found: dict, samples: int) -> None:
-    """A sweep as a table, then what q is worth as a judge."""
-    print(f"| way | kl_coef | pass@1, % | maj@{samples}, % | KL, nats | tokens |\n|---|---|---|---|---|---|")
-    for x in found["lines"]:
-        kl_coef = "" if x["kl_coef"] is None else f"{x['kl_coef']:g}"
-        cells = [x["name"], kl_coef, percent(x["accuracy"]), percent(x["majority"])]
-        print(f"| {' | '.join(cells)} | {x['kl']:.3f} | {x['length']:.1f} |", flush=True)
-    for name, value in found["judge"]:
-        print(f"\n{name}: {percent(value)}")
+def show(result: dict[str, Any], samples: int) -> None:
+    """Print a sweep as a table, then the accuracy of q as a judge."""
+    arms.print_heading("method", "kl_coef", "pass@1, %", f"maj@{samples}, %", "KL, nats", "tokens")
+    for line in result["lines"]:
+        arms.print_row(
+            line["name"],
+            "" if line["kl_coef"] is None else f"{line['kl_coef']:g}",
+            percent(line["accuracy"]),
+            percent(line["majority"]),
+            f"{line['kl']:.3f}",
+            f"{line['length']:.1f}",
+        )
+    for name, estimate in result["judge"]:
+        print(f"\n{name}: {percent(estimate)}")
 
 
-def at_kl(lines: list[dict], name: str, kl: float) -> float:
-    """Accuracy of a method at that KL, between its coefficients by straight lines; the reference is KL 0."""
-    points = sorted((x["kl"], x["accuracy"][0]) for x in lines if x["name"] in (name, "reference"))
+def accuracy_at_kl(lines: list[dict], name: str, kl: float) -> float:
+    """Return the accuracy of a method at a KL, interpolated linearly between its coefficients.
+
+    The reference is its point at KL 0.
+    """
+    points = sorted(
+        (line["kl"], line["accuracy"][0]) for line in lines if line["name"] in (name, "reference")
+    )
     return float(np.interp(kl, *zip(*points, strict=True)))
 
 
 def matched(lines: list[dict]) -> list[tuple[float, float, float]]:
-    """(KL, Q#'s accuracy, CD's) at the KL of each of CD's coefficients that Q# reaches too."""
-    most = max(x["kl"] for x in lines if x["name"] == "Q#")
-    levels = [x["kl"] for x in lines if x["name"] == "CD" and x["kl"] <= most]
-    return [(kl, at_kl(lines, "Q#", kl), at_kl(lines, "CD", kl)) for kl in levels]
+    """Return (KL, accuracy of Q#, accuracy of CD) at the KL of each coefficient of CD.
+
+    KLs that Q# does not reach are left out.
+    """
+    largest = max(line["kl"] for line in lines if line["name"] == "Q#")
+    levels = [line["kl"] for line in lines if line["name"] == "CD" and line["kl"] <= largest]
+    return [(kl, accuracy_at_kl(lines, "Q#", kl), accuracy_at_kl(lines, "CD", kl)) for kl in levels]
 
 
-def percent(value: list | None) -> str:
-    return "" if value is None else f"{100 * value[0]:.1f} ({100 * value[1]:.1f} to {100 * value[2]:.1f})"
+def percent(estimate: Sequence[float] | None) -> str:
+    """Format [accuracy, low, high, ...] in percent; empty for None."""
+    if estimate is None:
+        return ""
+    accuracy, low, high = (100 * value for value in estimate[:3])
+    return f"{accuracy:.1f} ({low:.1f} to {high:.1f})"
 
 
-def speed(batches: list[int], repeats: int = 3, new_tokens: int = 64) -> None:
-    """Time to decode the same number of tokens: plain, and guided by a trunk of a quarter with 20 candidates.
+def speed(batches: Sequence[int], repeats: int = 3, new_tokens: int = 64) -> None:
+    """Print the time to decode the same number of tokens, plain and guided.
 
-    Seconds of the clock and of all cores: the latter hardly feel what else the machine does.
+    The guides have a quarter of the model's layers: a V-type q with 20 candidates, and a Q-type q
+    over all tokens. Times are wall seconds and CPU seconds of all cores; other work on the machine
+    hardly changes the latter.
     """
     layers, width = 8, 256
-    source = {
-        "model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": 4 * width,
-        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
-    }  # fmt: skip
-    model = models.from_config(source)
-    q = models.with_head(models.first_layers(model, layers // 4), 1)
-    params = {"policy": jax.jit(model.init)(jax.random.key(0)), "q": jax.jit(q.init)(jax.random.key(1))}
-    params = guidance.with_kl_coef(params, 0.1)
-    reference = models.policy(model, guide.POLICY_PARAMS)
-    ways = {"plain": reference}
-    q_policy = models.policy(q, guide.Q_PARAMS)
-    ways["V-type, 20 candidates"] = guidance.guide(reference, q_policy, guidance.offset("q_sharp"), 20, "own")
-    by_token = models.with_head(models.first_layers(model, layers // 4), model.config.vocab.size)
-    params["q_type"] = jax.jit(by_token.init)(jax.random.key(1))
-    q_type = models.policy(by_token, operator.itemgetter("q_type"))
-    ways["Q-type, all tokens"] = guidance.guide(reference, q_type, guidance.offset("q_sharp"), None, "previous")
-    print("| rows | way | seconds, median | ratio | core seconds, median | ratio |\n|---|---|---|---|---|---|")
+    model = models.from_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 512,
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        }
+    )
+    trunk = models.first_layers(model, layers // 4)
+    v_type = models.with_head(trunk, 1)
+    q_type = models.with_head(trunk, model.config.vocab.size)
+    params = {
+        "policy": jax.jit(model.init)(jax.random.key(0)),
+        "q": jax.jit(v_type.init)(jax.random.key(1)),
+    }
+    params = guided_policy.with_kl_coef(params, 0.1)
+    params["q_type"] = jax.jit(q_type.init)(jax.random.key(1))
+    reference = models.policy(model, evaluate_q_sharp.POLICY_PARAMS)
+    v_policy = models.policy(v_type, evaluate_q_sharp.Q_PARAMS)
+    q_policy = models.policy(q_type, operator.itemgetter("q_type"))
+    offset = return_distributions.offset("q_sharp")
+    policies = {
+        "plain": reference,
+        "V-type, 20 candidates": guided_policy.guide(reference, v_policy, offset, 20, "own"),
+        "Q-type, all tokens": guided_policy.guide(reference, q_policy, offset, None, "previous"),
+    }
+    arms.print_heading("rows", "method", "seconds, median", "ratio", "CPU seconds, median", "ratio")
     for rows in batches:
-        how = sampler.SamplerConfig(max_new_tokens=new_tokens, samples_per_prompt=rows, max_rows=rows, prompt_length=32)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for repeat in range(repeats + 1):  # the first compiles; ways take turns, so that load falls on all
-            for name, policy in ways.items():
-                began = time.perf_counter(), time.process_time()
-                sampler.sample(policy, params, [[1] * 32], sampler.run_key(0, Purpose.ROLLOUT, repeat), how)
+        settings = sampler.SamplerConfig(
+            max_new_tokens=new_tokens, samples_per_prompt=rows, max_num_seqs=rows, prompt_length=32
+        )
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
+        # The first repetition compiles. Methods take turns, so that other load affects all.
+        for repeat in range(repeats + 1):
+            for name, policy in policies.items():
+                wall = time.perf_counter()
+                cpu = time.process_time()
+                key = sampler.run_key(0, Purpose.ROLLOUT, repeat)
+                sampler.sample(policy, params, [[1] * 32], key, settings)
                 if repeat:
-                    times[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
-        middle = {name: np.median(np.array(measured), axis=0) for name, measured in times.items()}
-        for name, (clock, cores) in middle.items():
-            ratios = middle[name] / middle["plain"]
-            print(f"| {rows} | {name} | {clock:.3f} | {ratios[0]:.2f} | {cores:.3f} | {ratios[1]:.2f} |", flush=True)
+                    times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+        medians = {name: np.median(np.array(measured), axis=0) for name, measured in times.items()}
+        for name, (wall, cpu) in medians.items():
+            wall_ratio, cpu_ratio = medians[name] / medians["plain"]
+            arms.print_row(
+                rows, name, f"{wall:.3f}", f"{wall_ratio:.2f}", f"{cpu:.3f}", f"{cpu_ratio:.2f}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=Path("runs/q_sharp"))
+    parser = arms.make_parser(__doc__)
+    parser.add_argument("--to", type=Path, default=Path("runs/q_sharp"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *ROUNDS], default=[*ARMS, *ROUNDS])
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--problems", type=int, default=500, help="held out, that the sweep answers")
+    parser.add_argument("--samples", type=int, default=8, help="completions per problem")
+    parser.add_argument(
+        "--problems", type=int, default=500, help="held-out problems that the sweep answers"
+    )
     parser.add_argument("--coefficients", type=float, nargs="+", default=COEFFICIENTS)
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="rows decoded at once, for --speed")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 64], help="rows decoded at once, for --speed"
+    )
     flags = parser.parse_args()
     if flags.speed:
         speed(flags.rows)
         return
     for arm in flags.arms:
         for seed in flags.seeds:
-            one = configured(arm, seed, flags.to)
-            summary, found = (
-                trained(one),
-                swept(
-                    replace(one, evaluation=replace(one.evaluation, rows=flags.problems)),
-                    flags.samples,
-                    ["cd"],
-                    flags.coefficients,
-                ),
+            run_config = make_config(arm, seed, flags.to)
+            summary = train(run_config)
+            settings = replace(run_config.evaluation, rows=flags.problems)
+            result = sweep(
+                replace(run_config, evaluation=settings), flags.samples, ["cd"], flags.coefficients
             )
             print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
-            show(found, flags.samples)
-            pairs = ", ".join(f"{kl:.2f}: {100 * q:.1f} / {100 * cd:.1f}" for kl, q, cd in matched(found["lines"]))
+            show(result, flags.samples)
+            pairs = ", ".join(
+                f"{kl:.2f}: {100 * q_sharp:.1f} / {100 * cd:.1f}"
+                for kl, q_sharp, cd in matched(result["lines"])
+            )
             print(f"\nat KL, Q# / CD: {pairs}", flush=True)
 
 

@@ -1,5 +1,5 @@
-"""What safety costs where rewards are made: a reward function in its own process against the same one called here, and
-a program in the sandbox against one in a plain process.
+"""The cost of safe rewards: a reward function in its own process against a direct call, and a
+program in the sandbox against a plain process.
 
     python bench/reward_safety.py [RUNS]
 """
@@ -16,24 +16,32 @@ from tpu_rl import rewards, sandbox
 
 COMPLETIONS = 256
 CHARACTERS = 1000
-SOURCE = "def score(prompts, completions, answer):\n    return [float(len(text)) for text in completions]\n"
+SOURCE = """
+def score(prompts, completions, answer):
+    return [float(len(text)) for text in completions]
+"""
 
 
-def processor_seconds() -> float:
-    ours, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return ours.ru_utime + ours.ru_stime + children.ru_utime + children.ru_stime
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the children that it has waited for."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def measure(name: str, run: Callable[[], object], runs: int) -> None:
-    run()
-    began, seconds = processor_seconds(), []
+def measure(name: str, call: Callable[[], object], runs: int) -> None:
+    """Time a call and print its wall and CPU milliseconds. The first call does not count."""
+    call()
+    cpu_start = cpu_seconds()
+    seconds = []
     for _ in range(runs):
         start = time.perf_counter()
-        run()
+        call()
         seconds.append(time.perf_counter() - start)
-    used = 1000 * (processor_seconds() - began) / runs
-    median, longest = 1000 * statistics.median(seconds), 1000 * max(seconds)
-    print(f"{name:<40} median {median:8.2f} ms   max {longest:8.2f} ms   processor time {used:8.2f} ms")
+    cpu = 1000 * (cpu_seconds() - cpu_start) / runs
+    median = 1000 * statistics.median(seconds)
+    longest = 1000 * max(seconds)
+    print(f"{name:<40} median {median:8.2f} ms   max {longest:8.2f} ms   CPU {cpu:8.2f} ms")
 
 
 def main(runs: int) -> None:
@@ -43,12 +51,19 @@ def main(runs: int) -> None:
         texts = ["x" * CHARACTERS] * COMPLETIONS
         for isolate in (False, True):
             function = rewards.from_path(f"{file}:score", rewards.RewardLimits(isolate=isolate))
-            where = "in its own process" if isolate else "called here"
-            name = f"reward of {COMPLETIONS} rows, {where}"
-            measure(name, lambda f=function: rewards.score({"f": f}, texts, texts, {"answer": texts}), runs)
+            place = "in its own process" if isolate else "called directly"
+
+            def score(function=function):
+                return rewards.score({"f": function}, texts, texts, {"answer": texts})
+
+            measure(f"reward of {COMPLETIONS} rows, {place}", score, runs)
     for confine in (False, True):
-        name = f"program, {'confined' if confine else 'in a plain process'}"
-        measure(name, lambda confine=confine: sandbox.run("print(1)", confine=confine), runs)
+        place = "confined" if confine else "in a plain process"
+
+        def execute(confine=confine):
+            return sandbox.run("print(1)", confine=confine)
+
+        measure(f"program, {place}", execute, runs)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python launch/run.py --reward bench/shuffled_reward.py:score --evaluation.reward arithmetic
 
-What a model gains from these it did not gain from being told what is right.
+What a model gains here does not come from learning which answers are right.
 """
 
 import zlib
@@ -13,10 +13,10 @@ from tpu_rl import rewards
 
 
 def score(prompts, completions, answer, **_):
-    """The batch's rewards in an order that depends on its texts alone."""
-    right = rewards.arithmetic(prompts, completions, answer=answer)
+    """Return the rewards of the batch in an order that depends only on its texts."""
+    values = rewards.BUILTIN["arithmetic"](prompts, completions, answer=answer)
     seed = zlib.crc32("\n".join(map(str, completions)).encode())
-    return [right[i] for i in np.random.default_rng(seed).permutation(len(right))]
+    return [values[i] for i in np.random.default_rng(seed).permutation(len(values))]
 
 
 score.whole_batch = True

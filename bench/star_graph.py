@@ -1,15 +1,14 @@
-"""Star graphs: a model with the shortcut, and what leaves it. Policy methods, imitation of more paths, DPO, RPO, Q#.
+"""Star graphs: which methods unlearn the shortcut that a pretrained model has learned.
 
-    python bench/star_graph.py --to runs/star_graph [--seeds 0 1 2] [--arms sft reinforce grpo dpo rpo q_sharp]
+    python bench/star_graph.py --to runs/star_graph [--seeds 0 1 2] [--arms sft reinforce grpo ...]
 
-Pretrains once (all arms and seeds begin with that model), then prints a line a run: right paths of 500 held-out graphs.
-Of Q# also what its q makes of the model at each coefficient, with CD and FUDGE by the same q.
+Pretrains one model, with which all arms and seeds begin. Prints one line per run: right paths of
+500 held-out graphs. For Q#, also prints the accuracy of the guided model at each coefficient, with
+CD and FUDGE guided by the same q.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,34 +27,36 @@ ARMS = {
 }
 
 
-def pretrained(folder: Path) -> Path:
-    """The model that all arms begin with; prints how it learned."""
+def pretrain(folder: Path) -> Path:
+    """Train the model that all arms begin with, print how it learned, and return its directory."""
     run_dir = folder / "pretrain"
     arms.run(run_dir, ["star_graph_pretrain"])
-    print("| step | loss a token | right paths, % |\n|---|---|---|")
-    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    arms.print_heading("step", "loss per token", "right paths, %")
+    for row in arms.read_metrics(run_dir):
         if "eval/accuracy" in row:
             loss = f"{row['sft/loss']:.4f}" if "sft/loss" in row else ""
-            print(f"| {row['step']} | {loss} | {arms.percent(arms.estimate(row))} |")
+            arms.print_row(row["step"], loss, arms.percent(arms.estimate(row)))
     return run_dir / "model"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, required=True)
+    parser = arms.make_parser(__doc__)
+    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--samples", type=int, default=1, help="paths a graph where q guides")
+    parser.add_argument("--samples", type=int, default=1, help="guided paths per graph")
     flags = parser.parse_args()
-    model = pretrained(flags.to)
+    model = pretrain(flags.to)
     chosen = {arm: [*ARMS[arm], "--model.path", str(model)] for arm in flags.arms}
     arms.table(flags.to, chosen, flags.seeds)
-    for seed in flags.seeds if "q_sharp" in flags.arms else []:
-        one = config.load(flags.to / f"q_sharp_{seed}" / "config.yaml")
-        one = replace(one, run_dir=str(flags.to / f"q_sharp_{seed}"))
+    if "q_sharp" not in flags.arms:
+        return
+    for seed in flags.seeds:
+        run_dir = flags.to / f"q_sharp_{seed}"
+        run_config = replace(config.load(run_dir / "config.yaml"), run_dir=str(run_dir))
         print(f"\nq of seed {seed}\n")
-        q_sharp.show(q_sharp.swept(one, flags.samples, ["cd", "fudge"]), flags.samples)
+        sweep = q_sharp.sweep(run_config, flags.samples, ["cd", "fudge"])
+        q_sharp.show(sweep, flags.samples)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`--dry-run`: what would run, said in seconds and without touching weights or an accelerator."""
+"""`--dry-run`: print what would run, in seconds, without weights and without an accelerator."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from launch import roles
 from launch.config import ExperimentConfig, to_dict
 from tpu_rl import models
 
+MIB = 2**20
+MOMENT_BYTES = 8
+"""Bytes per parameter of AdamW's two moments, in float32."""
+
 
 def print_plan(config: ExperimentConfig) -> None:
-    """The resolved configuration, the batch's sizes and the number of parameters."""
+    """Print the resolved configuration, the sizes of a batch and the parameters of each model."""
     console = Console(highlight=False)
     console.print(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip(), markup=False)
     console.print(batch_table(config))
@@ -23,41 +27,49 @@ def print_plan(config: ExperimentConfig) -> None:
 
 
 def model_table(config: ExperimentConfig) -> Table:
-    """The run's models, their parameters, and the bytes of weights and optimizer moments."""
+    """Return a table of the run's models: parameters, and bytes of weights and moments."""
     base = models.from_config(
         models.find_configuration(roles.model_path(config.model.path)),
         dtype=config.model.dtype,
         param_dtype=config.model.param_dtype,
     )
+    trained = {
+        name
+        for stage in config.stages
+        for name, spec in stage.algorithm.roles.items()
+        if spec.trainable
+    }
     table = Table("model", "parameters", "weights, MiB", "optimizer moments, MiB", box=None)
-    trained = {name for stage in config.stages for name, spec in stage.algorithm.roles.items() if spec.trainable}
     for name, shapes in roles.param_shapes(config, base).items():
         leaves = jax.tree.leaves(shapes)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        trains = name in trained
-        moments = f"{8 * count / 2**20:,.1f}" if trains else "frozen"
-        table.add_row(name, f"{count:,}", f"{size / 2**20:,.1f}", moments)
+        moments = f"{MOMENT_BYTES * count / MIB:,.1f}" if name in trained else "frozen"
+        table.add_row(name, f"{count:,}", f"{size / MIB:,.1f}", moments)
     return table
 
 
 def batch_table(config: ExperimentConfig) -> Table:
-    """How the sizes follow from each other; tokens are upper bounds."""
-    batch, sampling = config.batch, config.sampling
-    rollouts = batch.prompts * batch.completions
-    longest = sampling.max_prompt_tokens + batch.completions * sampling.max_new_tokens
-    tokens = batch.prompts * longest // batch.minibatches
+    """Return a table of the sizes of one step. Tokens and rows are upper bounds."""
+    batch = config.batch
+    sampling = config.sampling
+    rollouts = batch.prompts * batch.group_size
+    # A packed group has its prompt once.
+    group_tokens = sampling.max_prompt_tokens + batch.group_size * sampling.max_new_tokens
+    tokens = batch.prompts * group_tokens // batch.num_minibatches
     rows = math.ceil(tokens / batch.row_length)
-    table = Table("a step of the run", "", box=None)
-    for name, value in (
-        ("prompts", f"{batch.prompts}"),
-        ("completions of each (group)", f"{batch.completions}"),
-        ("rollouts", f"{rollouts}"),
-        ("tokens sampled, at most", f"{rollouts * sampling.max_new_tokens:,}"),
-        ("optimizer steps", f"{batch.minibatches} minibatches x {batch.epochs} epochs"),
-        ("tokens an optimizer step, at most", f"{tokens:,}"),
-        ("packed rows an optimizer step, at most", f"{rows} of {batch.row_length} tokens"),
-        ("micro-batches, at most", f"{math.ceil(rows / batch.micro_batch_rows)} of {batch.micro_batch_rows} rows"),
-    ):
+    micro_batches = math.ceil(rows / batch.micro_batch_rows)
+    sizes = {
+        "prompts": f"{batch.prompts}",
+        "completions per prompt (group size)": f"{batch.group_size}",
+        "rollouts": f"{rollouts}",
+        "sampled tokens, at most": f"{rollouts * sampling.max_new_tokens:,}",
+        "optimizer steps": f"{batch.num_minibatches} minibatches x {batch.ppo_epochs} epochs",
+        "tokens per optimizer step, at most": f"{tokens:,}",
+        "packed rows per optimizer step, at most": f"{rows} of {batch.row_length} tokens",
+        "micro-batches, at most": f"{micro_batches} of {batch.micro_batch_rows} rows",
+    }
+    table = Table("one step of the run", "", box=None)
+    for name, value in sizes.items():
         table.add_row(name, value)
     return table

@@ -1,8 +1,9 @@
-"""Write a model of a run's newest checkpoint as a Hugging Face directory, which transformers loads.
+"""Write a model of a run's newest checkpoint as a Hugging Face directory.
 
     python launch/export.py RUN_DIR --to DIR
 
-A finished run has one already, RUN_DIR/model; this also serves a run that was interrupted.
+A finished run has one already, RUN_DIR/model. This command also serves a run that was interrupted
+or is still going on.
 """
 
 from __future__ import annotations
@@ -11,42 +12,37 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
 import tyro
 
-from launch import build, phases, reward_runs, roles, states, stored_runs
-from launch import config as configuration
-from launch.config import MeshConfig
-from launch.sources import Setup
-from tpu_rl import checkpoint, models, reward_models
+from launch import roles
+from launch.roles import RunContext
+from launch.saved_run import load_run
+from tpu_rl import models
 from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.rewards import reward_model
 from tpu_rl.types import Params
 
 
 @dataclass(frozen=True)
 class Flags:
     run_dir: tyro.conf.Positional[str]
-    """A run folder: it holds config.yaml and checkpoints/."""
+    """A run folder, with config.yaml and checkpoints/."""
     to: str
     """The directory to write: new, empty, or a model directory, which is then replaced."""
     role: str | None = None
-    """Which of the run's models, such as value or reward; else the one that the run was for."""
+    """The model to write, such as value or reward. The default is the model that the run trains."""
     adapter: bool = False
-    """Of a run with LoRA: only the adapter, as a directory for PEFT, not merged into the model."""
+    """Write only the LoRA adapter, as a directory for PEFT, not merged into the model."""
 
 
 def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog="launch/export.py", description=__doc__)
     try:
-        setup, params, step = load_run(flags.run_dir)
-        name = flags.role or roles.product(setup.config.algorithm)
-        cast = roles.specs(setup.config)
-        whole = [one for one in setup.models if cast[one].trunk_of is None]
-        if name not in whole:
-            why = f"it is a head on the layers of {cast[name].trunk_of}" if name in cast else ""
-            fix = f"it has {', '.join(whole)}"
-            raise InputError(f"the run has no model {name!r} by itself", where="--role", why=why, fix=fix)
-        write(setup, params, name, flags)
+        context, params, step = load_run(flags.run_dir)
+        name = flags.role or roles.product(context.config.algorithm)
+        require_model(context, name)
+        write(context, params, name, Path(flags.to), flags.adapter)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -54,66 +50,60 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write(setup: Setup, params: Params, name: str, flags: Flags) -> None:
-    """One model; of a reward model also how its scores are read and, beside it, the other trunks of its ensemble.
+def require_model(context: RunContext, name: str) -> None:
+    """Raise InputError unless the run has a model of that role that can stand alone."""
+    specs = roles.specs(context.config)
+    complete = [role for role in context.models if specs[role].trunk_of is None]
+    if name in complete:
+        return
+    why = f"it is a head on the layers of {specs[name].trunk_of}" if name in specs else ""
+    raise InputError(
+        f"the run has no model {name!r} by itself",
+        where="--role",
+        why=why,
+        fix=f"it has {', '.join(complete)}",
+    )
 
-    Raises InputError where the adapter is wanted of a model that has none, or none that could stand alone.
+
+def write(context: RunContext, params: Params, name: str, target: Path, adapter: bool) -> None:
+    """Write the model of a role, or its adapter.
+
+    With a reward model, also write how its scores are read and, beside it, the other members of its
+    ensemble. Raises InputError if `adapter` is True and a model has no adapter.
     """
-    algorithm, target = setup.config.algorithm, Path(flags.to)
-    reading = reward_runs.reading(algorithm) if name == roles.product(algorithm) else None
+    algorithm = context.config.algorithm
+    reading = roles.reading(algorithm) if name == roles.product(algorithm) else None
     if reading is None:
-        write_one(setup, params, name, target, flags.adapter)
+        write_model(context, params, name, target, adapter)
         return
-    # Named after the model that they belong to: two exports may lie side by side.
-    beside = {other: f"{target.absolute().name}_{other}" for other in reading.others}
-    for other, folder in beside.items():
-        write_one(setup, params, other, target.absolute().parent / folder, flags.adapter)
-    write_one(setup, params, name, target, flags.adapter)
-    reward_models.write_reading(target, replace(reading, others=tuple(beside.values())))
+    # The other members carry the name of the target, so that several exports can lie side by side.
+    target_name = target.absolute().name
+    folders = {other: f"{target_name}_{other}" for other in reading.others}
+    for other, folder in folders.items():
+        write_model(context, params, other, target.absolute().parent / folder, adapter)
+    write_model(context, params, name, target, adapter)
+    reward_model.write_reading(target, replace(reading, others=tuple(folders.values())))
 
 
-def write_one(setup: Setup, params: Params, name: str, target: Path, adapter: bool) -> None:
-    """A role's model, or its adapter alone. Raises InputError where there is none."""
-    own, tokenizer = setup.params_of(name)(params), setup.language.tokenizer
+def write_model(
+    context: RunContext, params: Params, name: str, target: Path, adapter: bool
+) -> None:
+    """Write one model, or its adapter; raise InputError if it has none."""
+    role_params = context.params_of(name)(params)
+    model = context.models[name]
+    tokenizer = context.language.tokenizer
     if not adapter:
-        models.save(target, setup.models[name], own, tokenizer)
+        models.save(target, model, role_params, tokenizer)
         return
-    base = roles.adapter_base(setup.config, name)
+    base = roles.adapter_base(context.config, name)
     if base is None:
-        why = "it was trained whole, or began with weights that are no model's directory"
-        raise InputError(f"{name} has no adapter to export", where="--adapter", why=why, fix="export it without")
-    models.save_adapters(target, setup.models[name], own, base, tokenizer)
-
-
-def load_run(address: str) -> tuple[Setup, Params, int]:
-    """A run's setup, its whole params tree at the newest checkpoint, over all devices here, and that step.
-
-    Raises InputError where there is no run or no checkpoint, DamagedDataError where the checkpoint is not as saved.
-    """
-    run_dir = stored_runs.fetched(address)
-    if not (run_dir / "checkpoints").is_dir():
-        raise InputError("the run has no checkpoints yet", where=address, fix="let it reach its first one")
-    config = configuration.load(run_dir / "config.yaml")
-    mesh = build.make_mesh(MeshConfig())
-    # The run's machine may have been another one, and cuDNN is for rows that are learned from.
-    attention = "auto" if mesh.devices.flat[0].platform == "tpu" else "tiles"
-    config = replace(config, model=replace(config.model, attention=attention))
-    if config.sampling.tensor is not None and mesh.size % config.sampling.tensor:  # nor as many devices
-        config = replace(config, sampling=replace(config.sampling, tensor=None))
-    with jax.set_mesh(mesh):
-        setup, params = build.make_setup(config, run_dir, mesh)
-    checkpoints = checkpoint.read_checkpoints(stored_runs.checkpoints_of(address))  # the run may still be going on
-    newest = checkpoints.latest()
-    if newest is None:
-        raise InputError("the run has no whole checkpoint yet", where=address, fix="let it reach its first one")
-    with jax.set_mesh(mesh):
-        stage = next(stage for stage in phases.stages(config, run_dir, newest) if newest <= stage.last)
-        state, _ = build.learner(setup, stage, build.build_algorithm(setup, stage), params)
-    wanted = states.abstract(state)
-    del state, params
-    state, _ = states.restore(checkpoints, newest, wanted)
-    checkpoints.close()
-    return setup, state.params, newest
+        raise InputError(
+            f"{name} has no adapter to export",
+            where="--adapter",
+            why="it was trained whole, or began with weights that are no model's directory",
+            fix="export it without",
+        )
+    models.save_adapters(target, model, role_params, base, tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Will a run fit, what does it communicate, and how fast can it be? Answered without an accelerator.
+"""Plan a run without an accelerator: does it fit, what does it communicate, how fast can it be?
 
-    python launch/plan.py PRESET [--topology v5e:4x4] [--model.path DIR_OR_NAME] [--json FILE] [--search] [...]
+    python launch/plan.py PRESET [--topology v5e:4x4] [--model.path DIR_OR_NAME] [--json FILE]
+    [--search] [flags of run.py]
 
-... are the flags of run.py.
-
-The very steps of the run are compiled, for shapes in place of arrays: with --topology by the TPU compiler, which
-needs no TPU (pip install -e ".[plan]"), and without it for the devices that are here. --model.path, a teacher, a
-critic or a drafter may be the name of a well-known model, none of whose weights are needed. Times are bounds: what the
-chip needs at its peak rates.
+The plan compiles the steps of the run for shapes instead of arrays. With --topology the TPU
+compiler does it, which needs no TPU (pip install -e ".[plan]"). Without --topology they are
+compiled for the local devices. --model.path, a teacher, a critic or a drafter may be the name of a
+well-known model; its weights are not needed. Times are lower bounds, computed from the chip's peak
+rates.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Nothing here imports jax before `prepare` has chosen its platform.
+# `prepare` chooses the platform before jax is imported: modules that import jax are imported in
+# functions.
 from tpu_rl.errors import InputError, MachineError, TpuRlError
 
 if TYPE_CHECKING:
     from launch.config import ExperimentConfig
+    from launch.plan_search import Candidate
+    from tpu_rl.planner.estimates import Target
 
 TOPOLOGIES = ("v4", "v5e", "v5p", "v6e")
-NAMES = f"NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
+TOPOLOGY_HELP = f"NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -36,58 +39,78 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What lets libtpu compile on a machine without a TPU."""
+"""Environment variables with which libtpu compiles on a machine without a TPU."""
 
 
 def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
     try:
-        flags, others = parse(argv)
+        flags, run_flags = parse(argv)
         prepare(flags)
-        return run(flags, others)
+        return run(flags, run_flags)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(plan.py's own flags, those of run.py)."""
+    """Return the flags of plan.py, and the other arguments, which are those of run.py."""
     parser = argparse.ArgumentParser(
         prog="launch/plan.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="All other flags are those of launch/run.py: python launch/run.py PRESET --help",
+        epilog="For all other flags see: python launch/run.py PRESET --help",
     )
-    parser.add_argument("--topology", help=f"{NAMES}; cpu: this machine")
-    parser.add_argument("--json", type=Path, help="also write the plan here")
-    parser.add_argument("--search", action="store_true", help="try other meshes and micro-batches; propose the best")
+    parser.add_argument(
+        "--topology", help=f"{TOPOLOGY_HELP}, or cpu for this machine (default: the local devices)"
+    )
+    parser.add_argument("--json", type=Path, help="also write the plan to this file")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try other meshes and micro-batches, and print the fastest that fits",
+    )
     return parser.parse_known_args(argv)
 
 
 def prepare(flags: argparse.Namespace) -> None:
-    """Sets what jax reads when it is imported. Raises InputError for flags that cannot be, MachineError without libtpu
-    where that is needed."""
+    """Set the environment variables that jax reads when it is imported.
+
+    Raises:
+        InputError: if a flag has an impossible value.
+        MachineError: if the topology needs libtpu and it is not installed.
+    """
     if flags.json and not flags.json.parent.is_dir():
-        raise InputError(f"no folder {flags.json.parent}", where="--json", fix="make it, or name another")
+        raise InputError(
+            f"no folder {flags.json.parent}", where="--json", fix="make it, or name another"
+        )
     if flags.topology == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     if flags.topology in (None, "cpu"):
         return
-    if flags.topology.partition(":")[0] not in TOPOLOGIES or not flags.topology.partition(":")[2]:
-        fix = f"{NAMES}, such as v5e:4x4 or v5p:2x2x4"
-        raise InputError(f"no such topology: {flags.topology!r}", where="--topology", fix=fix)
+    name, _, sizes = flags.topology.partition(":")
+    if name not in TOPOLOGIES or not sizes:
+        raise InputError(
+            f"no such topology: {flags.topology!r}",
+            where="--topology",
+            fix=f"{TOPOLOGY_HELP}, such as v5e:4x4 or v5p:2x2x4",
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise MachineError(
-            "the TPU compiler is not installed", where="--topology", fix='pip install -e ".[plan]" (libtpu, 0.7 GB)'
+            "the TPU compiler is not installed",
+            where="--topology",
+            fix='pip install -e ".[plan]" (libtpu, 0.7 GB)',
         )
     os.environ.update(ENVIRONMENT)
 
 
-def run(flags: argparse.Namespace, others: list[str]) -> int:
+def run(flags: argparse.Namespace, run_flags: list[str]) -> int:
+    """Print the plan, and write it where --json says. Returns the exit code."""
     from launch import config as configuration
-    from launch.planning import steps
+    from launch import plan_steps
 
-    with steps.known_by_name(configuration.parse(others)) as config:
+    with plan_steps.known_by_name(configuration.parse(run_flags)) as config:
         report = plan(flags, config)
     if flags.json:
         flags.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -95,63 +118,87 @@ def run(flags: argparse.Namespace, others: list[str]) -> int:
 
 
 def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
-    """Prints the plan, and with --search the best; both as --json writes them."""
-    from launch import build, divisions
-    from launch.planning import search, steps, table
+    """Print the plan and, with --search, the best one. Returns both as --json writes them."""
+    from launch import compose, mesh_checks, plan_search, plan_steps
+    from tpu_rl.planner import table
 
-    target = target_of(flags.topology)
+    target = find_target(flags.topology)
     if flags.search and target.chip is None:
-        what = "--search compares times, and the rates of these devices are not known"
-        raise InputError(what, where="--topology", fix=NAMES)
-    model = steps.read_model(config)
-    for note in divisions.doubts(config, model, build.make_mesh(config.mesh, target.devices)):
+        raise InputError(
+            "--search compares times, and the rates of these devices are not known",
+            where="--topology",
+            fix=TOPOLOGY_HELP,
+        )
+    model = plan_steps.read_model(config)
+    mesh = compose.make_mesh(config.mesh, target.devices)
+    for note in mesh_checks.notes(config, model, mesh):
         _say(f"note: {note}")
-    made = search.make_plan(config, target, model, say=_say)
-    changes = [] if made.fits(target) else search.changes(made, target)
+    made = plan_search.make_plan(config, target, model, say=_say)
+    changes = [] if made.fits(target) else plan_search.changes(config, made, target)
     table.show(made, target, changes)
-    report: dict[str, Any] = table.as_json(made, target, changes)
-    if flags.search:
-        best = search.search(config, target, model, _say)
-        if best is None:
-            print("--search: no mesh and micro-batch of this run fits")
-        else:
-            mesh, rows = best.mesh, best.config.batch.micro_batch_rows
-            chosen = " ".join(f"--mesh.{axis} {size}" for axis, size in asdict(mesh).items())
-            if best.config.sampling.tensor is not None:
-                chosen += f" --sampling.tensor {best.config.sampling.tensor}"
-            chosen += f" --model.remat {best.config.model.remat} --batch.micro-batch-rows {rows}"
-            print(f"the best that fits: {chosen}")
-            table.show(best, target, [])
-            report["best"] = table.as_json(best, target, [])
-    return report
+    report = table.as_json(made, target, changes)
+    if not flags.search:
+        return report
+    best = plan_search.search(config, target, model, _say)
+    if best is None:
+        print("--search: no mesh and micro-batch size of this run fits")
+        return report
+    print(f"the fastest settings that fit: {_search_flags(best)}")
+    table.show(best.plan, target, [])
+    return report | {"best": table.as_json(best.plan, target, [])}
+
+
+def _search_flags(best: Candidate) -> str:
+    """Return the flags of run.py that give the settings that --search chose."""
+    config = best.config
+    flags = [f"--mesh.{axis} {size}" for axis, size in asdict(config.mesh).items()]
+    if config.sampling.tensor_parallel is not None:
+        flags.append(f"--sampling.tensor-parallel {config.sampling.tensor_parallel}")
+    flags.append(f"--model.remat {config.model.remat}")
+    flags.append(f"--batch.micro-batch-rows {config.batch.micro_batch_rows}")
+    return " ".join(flags)
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def target_of(topology: str | None) -> Any:
-    """A `figures.Target`: the chips of a TPU topology, or the devices that are here."""
+def find_target(topology: str | None) -> Target:
+    """Return the chips of a TPU topology, or the local devices for None and "cpu".
+
+    Raises:
+        InputError: if the TPU compiler does not know the topology.
+    """
     import jax
     from jax.experimental import topologies
 
-    from launch.planning.figures import Target, device_memory
-    from tpu_rl.compiled import CHIPS
+    from tpu_rl.cost_model import CHIPS
+    from tpu_rl.planner.estimates import Target, device_memory
 
     if topology in (None, "cpu"):
         devices = jax.devices()
-        chip = next((chip for chip in CHIPS.values() if chip.kind == devices[0].device_kind), None)
-        return Target(devices[0].device_kind, devices, chip, device_memory(devices[0]))
-    kind = topology.partition(":")[0]
-    how: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
-    if set(topology.partition(":")[2].split("x")) == {"1"}:  # one chip is not a part of a host's four by itself
-        how["chips_per_host_bounds"] = [1, 1, 1]
+        kind = devices[0].device_kind
+        chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+        return Target(kind, devices, chip, device_memory(devices[0]))
+    name, _, sizes = topology.partition(":")
+    options: dict[str, Any] = {}
+    if name == "v4":
+        options["chip_config_name"] = "megacore"
+    if set(sizes.split("x")) == {"1"}:
+        # By default a host has four chips, which a topology of one chip cannot be cut into.
+        options["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu", **how).devices
+        description = topologies.get_topology_desc(
+            topology_name=topology, platform="tpu", **options
+        )
     except jax.errors.JaxRuntimeError as error:
-        why = str(error).splitlines()[0][:200]
-        raise InputError(f"the TPU compiler knows no {topology}", where="--topology", why=why, fix="v5e:4x4") from error
-    return Target(topology, devices, CHIPS[kind], CHIPS[kind].memory)
+        raise InputError(
+            f"the TPU compiler knows no {topology}",
+            where="--topology",
+            why=str(error).splitlines()[0][:200],
+            fix="use a topology such as v5e:4x4",
+        ) from error
+    return Target(topology, description.devices, CHIPS[name], CHIPS[name].memory)
 
 
 if __name__ == "__main__":

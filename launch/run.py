@@ -1,10 +1,11 @@
-"""Post-train a language model: compose the parts, then loop. The only place where everything meets.
+"""Post-train a language model: compose the parts, then loop.
 
     python launch/run.py [PRESET] [--flags]      see --help; without a preset: arithmetic_grpo
 
-One step: draw experience -> lay it out in packed rows -> make_batch -> one or more updates -> metrics, and at
-intervals evaluation and checkpoints. The same command on the same run folder goes on where it stopped. A SIGTERM
-saves the last whole step and ends the run with exit code 75, Ctrl-C with 130.
+A step samples experience, lays it out in packed rows, computes a batch (`make_batch`), and makes
+one or more updates. Evaluations and checkpoints come at intervals. The same command on the same run
+folder continues where the run stopped. SIGTERM saves the last complete step and ends the run with
+exit code 75; Ctrl-C does the same with 130.
 """
 
 from __future__ import annotations
@@ -25,53 +26,51 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from launch import (
-    acting,
-    build,
+import tpu_rl
+from launch import compose, evaluators, finish, mesh_checks, preflight, stages
+from launch import config as configuration
+from launch.config import ExperimentConfig, Stage, to_dict
+from launch.dry_run import print_plan
+from launch.roles import RunContext
+from tpu_rl import metrics, redaction, report
+from tpu_rl.checkpoint import manager, train_state_io
+from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
+from tpu_rl.diagnosis import host_agreement
+from tpu_rl.diagnosis.nan_recovery import NanRecovery
+from tpu_rl.diagnosis.secret_settings import refuse_secrets
+from tpu_rl.diagnosis.training_health import HealthMonitor
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.layout import lay_out
+from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.models import Select
+from tpu_rl.rollout import weights
+from tpu_rl.runtime import (
+    child_processes,
+    cluster,
     debug_nans,
-    divisions,
-    hosts,
-    membership,
-    output,
-    peers,
-    phases,
     preemption,
-    preflight,
-    results,
-    roles,
-    run_folders,
-    sources,
-    states,
+    process_group,
+    processes,
+    stdio,
     watchdog,
 )
-from launch import config as configuration
-from launch.config import ExperimentConfig, Stage
-from launch.dry_run import print_plan
-from launch.machine import no_space_is_said, peak_memory_bytes, seconds_since_start
-from launch.preemption import INTERRUPTED, Preempted, Signals
-from launch.profiling import Profile
-from launch.run_folders import RunFolder
-from launch.signs import Signs
-from launch.skips import Skips
-from tpu_rl import (
-    checkpoint,
-    metrics,
-    processes,
-    redaction,
-    report,
-    reward_workers,
-    training,
-)
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
+from tpu_rl.runtime.host import explain_full_disk, peak_memory_bytes, seconds_since_start
+from tpu_rl.runtime.preemption import INTERRUPTED, Preempted, Signals
+from tpu_rl.runtime.profiler import Profile
+from tpu_rl.train import update_step
 from tpu_rl.types import Params, TrainState
+
+CODE_FOLDERS = (Path(tpu_rl.__file__).parent, Path(__file__).parent)
+"""The code that must be the same on all processes of a run."""
 
 
 def main(argv: list[str]) -> int:
     command = f"python launch/run.py {shlex.join(argv)}"
     try:
-        preflight.refuse_secrets(argv)
-        member, flags = membership.find(argv)
-        with peers.joined(member), no_space_is_said():
+        refuse_secrets(argv)
+        member, flags = cluster.find(argv)
+        with process_group.join(member), explain_full_disk():
             start(configuration.parse(flags), command)
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
@@ -80,56 +79,70 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print(peers.INTERRUPTED_TEXT, file=sys.stderr)
+        print(process_group.INTERRUPTED_TEXT, file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def start(config: ExperimentConfig, command: str) -> None:
-    """On every process of the run: whatever can be wrong is looked at first, and then it runs."""
-    hosts.require_the_same(config)
+    """Check everything that can be wrong, then run. Every process of the run calls it."""
+    host_agreement.require_same_run(to_dict(config), CODE_FOLDERS)
     if config.dry_run:
         print_plan(config)
         return
     with (
         preemption.watch(partial(leave_at_once, command)) as signals,
-        run_folders.opened(config.run_dir, end_without_lock) as folder,
+        open_run_folder(config.run_dir, end_without_lock) as folder,
     ):
-        if processes.from_first(lambda: finished(config, open_run_dir(config, folder))):
-            print(f"this run is finished: {folder.address}/{report.FILE}, model in {folder.address}/model")
+        if processes.from_first(lambda: is_finished(config, open_run_dir(config, folder))):
+            print(
+                f"this run is finished: {folder.address}/{report.FILE}, "
+                f"model in {folder.address}/model"
+            )
             return
         folder.require_shared()
         preflight.prepare(config)
-        config = replace(config, run_dir=str(folder.path))  # what follows knows the folder on this machine only
+        # From here on, the run knows only the folder on this machine.
+        config = replace(config, run_dir=str(folder.path))
         with watchdog.watch(config.watchdog, folder.path, command):
             run(config, folder, signals)
 
 
 def leave_at_once(command: str) -> NoReturn:
-    """Before this process has taken a step nothing is unsaved: it need not wait for a compilation to end."""
+    """End this process before its first step, when nothing is unsaved.
+
+    It does not wait for a compilation to end.
+    """
     try:
         text = f"pre-empted before a step was taken: what is saved stands\n  to go on: {command}"
-        peers.end_all(text, Preempted.code)
+        process_group.end_all(text, Preempted.code)
         print(text, file=sys.stderr, flush=True)
-        reward_workers.kill_all()
+        child_processes.kill_all()
     finally:
         os._exit(Preempted.code)
 
 
 def end_without_lock(why: str) -> NoReturn:
-    """Another job works in the run folder now: nothing may be written there any more."""
+    """End this process because another job works in the run folder now.
+
+    Nothing may be written there any more.
+    """
     try:
-        peers.end_all(f"error: {why}", InputError.code)
+        process_group.end_all(f"error: {why}", InputError.code)
         print(f"error: {why}", file=sys.stderr, flush=True)
-        reward_workers.kill_all()
+        child_processes.kill_all()
     finally:
         os._exit(InputError.code)
 
 
 def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
-    """The run folder, made or found; one where a run of another configuration has begun is refused.
+    """Return the run folder, and save the configuration there.
 
-    A run begins with its first metrics: who mends a flag after an error may use the same folder.
+    A run has begun once it has metrics. After an error before that, the folder can be used again
+    with other flags.
+
+    Raises:
+        InputError: if a run with another configuration has begun in the folder.
     """
     run_dir = folder.path
     saved = run_dir / "config.yaml"
@@ -148,215 +161,314 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
     return run_dir
 
 
-def finished(config: ExperimentConfig, run_dir: Path) -> bool:
-    """Whether an earlier run took all the steps; asked for more, it goes on."""
-    summary, page = run_dir / "summary.json", run_dir / report.FILE  # which is written last
-    return page.exists() and summary.exists() and json.loads(summary.read_text())["steps"] >= config.steps
+def is_finished(config: ExperimentConfig, run_dir: Path) -> bool:
+    """Return True if an earlier run took all the steps that are configured."""
+    summary = run_dir / "summary.json"
+    page = run_dir / report.FILE  # It is written last.
+    if not (page.exists() and summary.exists()):
+        return False
+    return json.loads(summary.read_text())["steps"] >= config.steps
 
 
-class Parts(NamedTuple):
-    """What a step needs besides the state."""
+class StageParts(NamedTuple):
+    """The parts that the steps of a stage need, besides the state."""
 
     mesh: Mesh
+    key_tiles: bool
+    """See `layout.lay_out`."""
     make_batch: Callable[..., tuple[Any, Any]]
-    update: training.UpdateStep
-    source: sources.Source
-    evaluate: build.Evaluate
-    to_draw: Callable[[TrainState], TrainState]
-    """The state with weights where completions are drawn; `to_answer`: where those of evaluations are."""
-    to_answer: Callable[[TrainState], TrainState]
-    to_learn: Callable[[TrainState], TrainState]
-    """Back. Each takes its argument over."""
+    update: update_step.UpdateStep
+    source: Source
+    evaluate: evaluators.Evaluate
+    for_rollouts: Callable[[TrainState], TrainState]
+    """Move the weights to where rollouts read them. Each move consumes its argument."""
+    for_evaluation: Callable[[TrainState], TrainState]
+    """Move the weights to where evaluations read them."""
+    for_training: Callable[[TrainState], TrainState]
+    """Move them back."""
 
 
-def compose(setup: sources.Setup, stage: Stage, params: Params) -> tuple[Parts, TrainState]:
-    """The parts of a stage, and its state before its first step; the state takes the params over."""
-    algorithm = build.build_algorithm(setup, stage)
-    source = build.make_source(setup, stage, params)
-    params = build.forget(setup, stage, params)
-    evaluate = build.evaluator(setup, stage, algorithm, params)
-    state, update = build.learner(setup, stage, algorithm, params)
-    make_batch = training.make_batch_step(algorithm, training.compiler_options(setup.mesh))
-    if setup.config.debug_nans:
-        trainable = build.learning(setup.config, stage).trainable
+def compose_stage(
+    context: RunContext, stage: Stage, params: Params
+) -> tuple[StageParts, TrainState]:
+    """Return the parts of a stage, and its state before its first step.
+
+    The state consumes the params.
+    """
+    algorithm = compose.build_algorithm(context, stage)
+    source = compose.make_source(context, stage, params)
+    params = compose.forget(context, stage, params)
+    evaluate = evaluators.evaluator(context, stage, algorithm, params)
+    state, update = compose.learner(context, stage, algorithm, params)
+    make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(context.mesh))
+    if context.config.debug_nans:
+        trainable = compose.learning(context.config, stage).trainable
         make_batch = debug_nans.watch_batches(algorithm, trainable, make_batch)
         update = debug_nans.watch_updates(algorithm, trainable, update)
-    places = acting.places_of(state.params)
+    placements = weights.placements_of(state.params)
 
-    def lend(reads: list[roles.Select]) -> Callable[[TrainState], TrainState]:
-        return lambda state: replace(state, params=acting.lent(setup.config, reads, state.params, setup.mesh))
+    def move_for(reads: list[Select]) -> Callable[[TrainState], TrainState]:
+        layout = context.sampling_layout
+        return lambda state: replace(
+            state, params=weights.reshard_for_sampling(state.params, reads, layout)
+        )
 
-    def to_learn(state: TrainState) -> TrainState:
-        return replace(state, params=acting.relaid(state.params, places))
+    def move_back(state: TrainState) -> TrainState:
+        return replace(state, params=weights.reshard_back(state.params, placements))
 
-    moves = lend(build.drawn_from(setup, stage)), lend(build.answered_from(setup, stage)), to_learn
-    return Parts(setup.mesh, make_batch, update, source, evaluate, *moves), state
+    parts = StageParts(
+        mesh=context.mesh,
+        key_tiles=context.reads_key_tiles,
+        make_batch=make_batch,
+        update=update,
+        source=source,
+        evaluate=evaluate,
+        for_rollouts=move_for(compose.read_for_rollouts(context, stage)),
+        for_evaluation=move_for(compose.read_for_evaluation(context, stage)),
+        for_training=move_back,
+    )
+    return parts, state
+
+
+class Job(NamedTuple):
+    """The parts that live as long as this process works on the run."""
+
+    config: ExperimentConfig
+    run_dir: Path
+    signals: Signals
+    checkpoints: manager.Checkpoints
+    writer: CheckpointWriter
+    sink: metrics.Sink
+    profile: Profile
+    health: HealthMonitor
+    recovery: NanRecovery
+    first_step: int
+    """The first step that this process takes."""
 
 
 def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
-    """The loop. A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once."""
-    began, run_dir = time.perf_counter(), folder.path
-    mesh = build.make_mesh(config.mesh)
-    config = divisions.fitted(config, mesh)
+    """Train stage by stage, then write what the run leaves."""
+    began = time.perf_counter()
+    run_dir = folder.path
+    mesh = compose.make_mesh(config.mesh)
+    config = mesh_checks.fit_micro_batch(config, mesh)
     with jax.set_mesh(mesh):
-        checkpoints = checkpoint.open_checkpoints(folder.checkpoints)
-        setup, done, seconds, params, begun = begin(config, run_dir, mesh, checkpoints)
-        began, signs = began - seconds, Signs()
-        saves, profile = Saves(folder, checkpoints, began), Profile(config.profile, run_dir)
-        folder.begin(done)
-        begins = max(done, 0) + 1
-        with metrics.open_metrics(run_dir, done, config.steps, wandb=config.wandb) as sink, ExitStack() as at_end:
-            skips = Skips(run_dir, setup.language.tokenizer)
+        checkpoints = manager.open_checkpoints(folder.checkpoints)
+        context, step, seconds, params, resumed = begin_or_resume(
+            config, run_dir, mesh, checkpoints
+        )
+        began -= seconds
+        folder.resume_from(step)
+        with (
+            metrics.open_metrics(run_dir, step, config.steps, wandb=config.wandb) as sink,
+            ExitStack() as open_sources,
+        ):
+            job = Job(
+                config,
+                run_dir,
+                signals,
+                checkpoints,
+                CheckpointWriter(folder, checkpoints, began),
+                sink,
+                Profile(config.profile, run_dir),
+                HealthMonitor(),
+                NanRecovery(run_dir, context.language.tokenizer),
+                first_step=max(step, 0) + 1,
+            )
             for index in range(len(config.stages)):
-                stage = phases.stages(config, run_dir, done)[index]
-                if done > stage.last:
+                stage = stages.of_run(config, run_dir, step)[index]
+                if step > stage.last:
                     continue
-                parts, state = begun.pop(stage.index, None) or compose(setup, stage, params)
-                at_end.callback(parts.source.close)
-                if done < 0:
-                    watchdog.mark("the evaluation before the first step")
-                    first = parts._replace(evaluate=build.before(setup, stage, parts.evaluate))
-                    state, measured = evaluated(first, state, True)
-                    sink.write(0, measured)
-                flatness = phases.Flatness(stage, run_dir, done)
-                for step in range(max(done + 1, stage.first), stage.last + 1):
-                    watchdog.mark(f"the border before step {step}, where all processes meet")
-                    data = parts.source.get_state()
-                    try:
-                        with signals.at_borders(), profile.of(step):
-                            step_began = time.perf_counter()
-                            state = parts.to_draw(state)
-                            state, row, drawn = learn(config, parts, state, step, step_began)
-                    except preemption.Asked as asked:
-                        if not skips.in_a_row:  # such steps are no place to go back to
-                            saves.catch_up(step - 1, parts.to_learn(state), data)
-                        saves.leave(asked.code)
-                    signals.has_begun.set()
-                    if step == begins:
-                        print(f"time to first step: {seconds_since_start():.1f} s")
-                    signs.warn(step, row, drawn.records)
-                    state = skips.after(step, stage, state, row, drawn, checkpoints)
-                    flat, last = flatness.reached(row), step == config.steps
-                    ends = flat or step == stage.last
-                    row |= {phases.ENDED: 1.0} if flat else {}
-                    if last or step % config.evaluation.every == 0:
-                        watchdog.mark(f"the evaluation after step {step}")
-                        state, measured = evaluated(parts, state, last)
-                        row |= measured
-                    sink.write(step, row, drawn.records)
-                    if ends or (step % config.checkpoint_every == 0 and not skips.in_a_row):
-                        saves.save(step, state, parts.source.get_state(), wait=ends)
-                    done = step
-                    if ends:
-                        break
+                parts, state = resumed.pop(index, None) or compose_stage(context, stage, params)
+                open_sources.callback(parts.source.close)
+                if step < 0:
+                    state = evaluate_before_training(job, context, stage, parts, state)
+                state, step = train_stage(job, stage, parts, state, step)
                 params = state.params
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
-        results.finish(setup, params, began, folder)
+        finish.finish(context, params, began, folder)
 
 
-class Begun(NamedTuple):
-    """Where a run begins, or goes on."""
+def train_stage(
+    job: Job, stage: Stage, parts: StageParts, state: TrainState, last_step: int
+) -> tuple[TrainState, int]:
+    """Take the steps of a stage after `last_step`. Returns the state and the step it ended with.
 
-    setup: sources.Setup
-    done: int
-    """The step of the newest whole checkpoint; -1: there is none."""
+    A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once.
+    """
+    plateau = stages.PlateauDetector(stage, job.run_dir, last_step)
+    for step in range(max(last_step + 1, stage.first), stage.last + 1):
+        watchdog.mark(f"the border before step {step}, where all processes meet")
+        source_state = parts.source.get_state()
+        try:
+            with job.signals.stoppable(), job.profile.of(step):
+                began = time.perf_counter()
+                state = parts.for_rollouts(state)
+                state, row, experience = take_step(job.config.batch, parts, state, step, began)
+        except preemption.StopRequested as request:
+            if not job.recovery.in_a_row:  # Not if steps were skipped: see `NanRecovery`.
+                job.writer.catch_up(step - 1, parts.for_training(state), source_state)
+            job.writer.leave(request.code)
+        job.signals.has_stepped.set()
+        if step == job.first_step:
+            print(f"time to first step: {seconds_since_start():.1f} s")
+        job.health.warn(step, row, experience.records)
+        state = job.recovery.after(step, stage.first, state, row, experience, job.checkpoints)
+
+        is_flat = plateau.reached(row)
+        is_stage_end = is_flat or step == stage.last
+        is_run_end = step == job.config.steps
+        if is_flat:
+            row[stages.ENDED] = 1.0
+        if is_run_end or step % job.config.evaluation.interval == 0:
+            watchdog.mark(f"the evaluation after step {step}")
+            state, measured = evaluate(parts, state, in_full=is_run_end)
+            row |= measured
+        job.sink.write(step, row, experience.records)
+        is_due = step % job.config.checkpoint_every == 0 and not job.recovery.in_a_row
+        if is_stage_end or is_due:
+            job.writer.save(step, state, parts.source.get_state(), wait=is_stage_end)
+        last_step = step
+        if is_stage_end:
+            break
+    return state, last_step
+
+
+def take_step(
+    batch_config: BatchConfig, parts: StageParts, state: TrainState, step: int, began: float
+) -> tuple[TrainState, dict[str, float], StepExperience]:
+    """Sample experience and update the params. Returns (state, metrics row, experience).
+
+    The state's weights are where `StageParts.for_rollouts` moves them. The step began at `began`.
+    """
+    watchdog.mark(f"the experience of step {step}")
+    experience = parts.source.draw(step, state)
+    state = parts.for_training(state)
+    for warning in experience.warnings:
+        print(f"warning: step {step}: {warning}", file=sys.stderr)
+    packed = lay_out(batch_config, experience.data, parts.mesh, parts.key_tiles)
+
+    update_began = time.perf_counter()
+    watchdog.mark(f"the update of step {step}")
+    batch, algorithm_state = parts.make_batch(packed, state.params, state.algorithm_state)
+    state = replace(state, algorithm_state=algorithm_state)
+    history = []
+    for _ in range(batch_config.ppo_epochs):
+        for index in range(batch_config.num_minibatches):
+            state, measured = parts.update(state, update_step.minibatch(batch, index))
+            history.append(measured)
+    row = experience.metrics | update_step.reduce_updates(jax.device_get(history))
+
+    ended = time.perf_counter()
+    num_tokens = int(np.asarray(experience.data.action_mask).sum())
+    row["time/step"] = ended - began
+    row["time/update"] = ended - update_began
+    row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
+    row["perf/peak_memory"] = peak_memory_bytes()
+    return state, row, experience
+
+
+def evaluate(
+    parts: StageParts, state: TrainState, in_full: bool
+) -> tuple[TrainState, dict[str, float]]:
+    """Return the state, and the metrics of an evaluation."""
+    state = parts.for_evaluation(state)
+    measured = parts.evaluate(state.params, in_full)
+    return parts.for_training(state), measured
+
+
+def evaluate_before_training(
+    job: Job, context: RunContext, stage: Stage, parts: StageParts, state: TrainState
+) -> TrainState:
+    """Evaluate the model that the run begins with, as step 0 of the metrics."""
+    watchdog.mark("the evaluation before the first step")
+    first = evaluators.before_training(context, stage, parts.evaluate)
+    state, measured = evaluate(parts._replace(evaluate=first), state, in_full=True)
+    job.sink.write(0, measured)
+    return state
+
+
+class ResumePoint(NamedTuple):
+    """The point at which a run begins or continues."""
+
+    context: RunContext
+    step: int
+    """The step of the newest complete checkpoint; -1 if there is none."""
     seconds: float
-    """That the run has taken up to there."""
+    """The time that the run has taken up to there."""
     params: Params
-    parts: dict[int, tuple[Parts, TrainState]]
-    """Of the stage that it goes on in, by its index."""
+    resumed: dict[int, tuple[StageParts, TrainState]]
+    """The parts and the state of the stage that it continues in, by the stage's index."""
 
 
-def begin(config: ExperimentConfig, run_dir: Path, mesh: Mesh, checkpoints: checkpoint.Checkpoints) -> Begun:
-    """A damaged checkpoint is set aside, aloud, for the one before it."""
+def begin_or_resume(
+    config: ExperimentConfig, run_dir: Path, mesh: Mesh, checkpoints: manager.Checkpoints
+) -> ResumePoint:
+    """Read the newest checkpoint, if there is one.
+
+    A damaged checkpoint is set aside with a warning, and the one before it is read.
+    """
     while True:
-        setup, params = build.make_setup(config, run_dir, mesh)
+        context, params = compose.make_context(config, run_dir, mesh)
         step = checkpoints.latest()
         if step is None:
-            return Begun(setup, -1, 0.0, params, {})
+            return ResumePoint(context, -1, 0.0, params, {})
         if step > config.steps:
-            fix = f"use --steps {step} or more"
-            raise InputError(f"the run has taken {step} steps already", where="--steps", fix=fix)
-        stage = next(stage for stage in phases.stages(config, run_dir, step) if step <= stage.last)
-        parts, state = compose(setup, stage, params)
-        wanted = states.abstract(state)
-        del params, state  # there may be no room for two states
+            raise InputError(
+                f"the run has taken {step} steps already",
+                where="--steps",
+                fix=f"use --steps {step} or more",
+            )
+        stage = next(stage for stage in stages.of_run(config, run_dir, step) if step <= stage.last)
+        parts, state = compose_stage(context, stage, params)
+        abstract_state = train_state_io.abstract(state)
+        del params, state  # There may be no room for two states.
         try:
-            state, extra = states.restore(checkpoints, step, wanted)
+            state, extra = train_state_io.restore(checkpoints, step, abstract_state)
         except DamagedDataError as error:
             place = checkpoints.set_aside(step)
             print(f"warning: {error.what} It is set aside as {place}. {error.why}", file=sys.stderr)
-            del parts, wanted
+            del parts, abstract_state
             continue
         parts.source.set_state(extra["data"])
         print(f"resumed at step {step} (digest ok)")
-        return Begun(setup, step, extra["seconds"], state.params, {stage.index: (parts, state)})
+        resumed = {stage.index: (parts, state)}
+        return ResumePoint(context, step, extra["seconds"], state.params, resumed)
 
 
-class Saves:
-    """Writes the checkpoints of a run that has been going on since `began`."""
+class CheckpointWriter:
+    """Writes the checkpoints of a run."""
 
-    def __init__(self, folder: RunFolder, checkpoints: checkpoint.Checkpoints, began: float):
-        self._folder, self._checkpoints, self._began = folder, checkpoints, began
+    def __init__(self, folder: RunFolder, checkpoints: manager.Checkpoints, began: float):
+        """Write to a folder; `began` is when the run began, less the time it was not running."""
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._began = began
 
-    def save(self, step: int, state: TrainState, data: dict[str, Any], wait: bool) -> None:
-        """`data` is the state of the source that the next step draws from."""
+    def save(self, step: int, state: TrainState, source_state: dict[str, Any], wait: bool) -> None:
+        """Save the state after a step; `source_state` is that of the source before the next."""
         watchdog.mark(f"the checkpoint of step {step}")
         self._folder.publish(step)
-        extra = {"data": data, "seconds": time.perf_counter() - self._began}
-        states.save(self._checkpoints, step, state, extra, wait)
+        extra = {"data": source_state, "seconds": time.perf_counter() - self._began}
+        train_state_io.save(self._checkpoints, step, state, extra, wait)
 
-    def catch_up(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        """Save the last whole step, where it is not, or could not be in the background; before the first is nothing."""
+    def catch_up(self, step: int, state: TrainState, source_state: dict[str, Any]) -> None:
+        """Save the last complete step, unless it is saved. Before the first there is nothing."""
         if step > 0 and self._checkpoints.latest() != step:
-            self.save(step, state, data, wait=True)
+            self.save(step, state, source_state, wait=True)
 
     def leave(self, code: int) -> NoReturn:
-        """End the run before its time."""
+        """End the process before the run is finished."""
         step = self._checkpoints.latest()
         self._checkpoints.close()
         what = "interrupted" if code == INTERRUPTED else "pre-empted"
-        raise Preempted(f"{what}: step {step} is saved" if step else f"{what} before the first step", code)
-
-
-def learn(
-    config: ExperimentConfig, parts: Parts, state: TrainState, step: int, began: float
-) -> tuple[TrainState, dict[str, float], sources.Drawn]:
-    """One step of the run, that began then, with the state as `Parts.to_draw` has it -> (state, metrics row, what was
-    drawn)."""
-    watchdog.mark(f"the experience of step {step}")
-    drawn = parts.source.draw(step, state)
-    state = parts.to_learn(state)
-    for warning in drawn.warnings:
-        print(f"warning: step {step}: {warning}", file=sys.stderr)
-    experience = sources.lay_out(config, drawn.data, parts.mesh)
-    update_began = time.perf_counter()
-    watchdog.mark(f"the update of step {step}")
-    batch, algorithm_state = parts.make_batch(experience, state.params, state.algorithm_state)
-    state = replace(state, algorithm_state=algorithm_state)
-    history = []
-    for index in list(range(config.batch.minibatches)) * config.batch.epochs:
-        state, measured = parts.update(state, training.minibatch(batch, index))
-        history.append(measured)
-    row = drawn.metrics | training.reduce_updates(jax.device_get(history))
-    ended = time.perf_counter()
-    row |= {
-        "time/step": ended - began,
-        "time/update": ended - update_began,
-        "perf/train_tokens_per_second": int(np.asarray(drawn.data.action_mask).sum()) / (ended - update_began),
-        "perf/peak_memory": peak_memory_bytes(),
-    }
-    return state, row, drawn
-
-
-def evaluated(parts: Parts, state: TrainState, greedily: bool) -> tuple[TrainState, dict[str, float]]:
-    state = parts.to_answer(state)
-    measured = parts.evaluate(state.params, greedily)
-    return parts.to_learn(state), measured
+        raise Preempted(
+            f"{what}: step {step} is saved" if step else f"{what} before the first step", code
+        )
 
 
 if __name__ == "__main__":
-    redaction.hide_in_tracebacks()
-    output.outlive_readers()
+    redaction.redact_tracebacks()
+    stdio.outlive_readers()
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,5 @@
-"""Settings of every test: silent broadcasting is an error, float32 means float32, a program is compiled once."""
+"""Settings of every test: silent broadcasting is an error, float32 means float32, and compiled
+programs are kept between sessions."""
 
 import atexit
 import gc
@@ -7,35 +8,71 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.fixtures import program_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-# Nearly all time goes to compiling what runs for milliseconds; also in the processes that tests start.
+# Compiling takes longer than running: the programs run for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
-# What a script starts in the background ignores Ctrl-C, which some tests send.
+# A shell starts background jobs with Ctrl-C ignored; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Runs of the whole program compile the same steps again and again: within one session they need not.
-_cache = tempfile.mkdtemp(prefix="tpu_rl_xla_")
-atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-for name, value in (
-    ("jax_compilation_cache_dir", _cache),
-    ("jax_persistent_cache_min_compile_time_secs", 0.03),
-    ("jax_persistent_cache_min_entry_size_bytes", -1),
-):
-    jax.config.update(name, value)
-    os.environ[name.upper()] = str(value)  # of the processes that tests start, too
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cache_dir = program_cache.default_dir()
+    try:
+        program_cache.prepare(cache_dir)
+    except OSError as error:
+        print(f"compiled programs are not kept for the next session: {error}")
+        cache_dir = Path(tempfile.mkdtemp(prefix="tpu_rl_xla_"))
+        atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_dir)
+
+# The environment is for processes that tests start; the workers of pytest-xdist find the first
+# process's folder there, too.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _programs_are_let_go() -> Iterator[None]:
-    """Each compiled program keeps memory maps, of which a process may have 65,530: all tests together make more, and
-    die with a segmentation fault."""
+def _drop_compiled_programs() -> Iterator[None]:
+    """Drop the programs of a test module after it.
+
+    Each compiled program keeps memory maps, of which a process may have 65,530. All tests together
+    make more, and the process dies with a segmentation fault.
+    """
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory) -> Path:
+    """Return the folder of a run of four steps of TINY that nothing disturbed. Do not change it."""
+    # Imported here because it takes seconds, and most tests do not need it.
+    from launch import run
+    from tests.fixtures.runs import TINY
+
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert run.main([*TINY, "--steps", "4", "--run-dir", str(run_dir)]) == 0
+    return run_dir
+
+
+@pytest.fixture
+def no_program_cache() -> Iterator[None]:
+    """Compile without the folder: jax can write what the TPU's compiler makes but not read it."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()

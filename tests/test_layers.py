@@ -1,151 +1,341 @@
-"""Imports point down, by the syntax tree: those inside functions count too."""
+"""Imports point down: which folder may import which, read from the syntax tree.
+
+Imports inside functions count, too. Imports for type checkers only do not.
+"""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+import launch
 import tpu_rl
 
-PACKAGE = Path(tpu_rl.__file__).parent
+LIBRARY = Path(tpu_rl.__file__).parent
+COMMANDS = Path(launch.__file__).parent
+TESTS = Path(__file__).parent
 
-# What each module of tpu_rl, by its first name, may import of tpu_rl. A module that is not here is placed by adding it.
-MATHEMATICS = {"types", "needs", "masked", "log_probs", "divergences", "advantages", "policy_gradients", "critics"}
-MATHEMATICS |= {"preferences", "teachers", "scores", "guidance", "packing", "errors"}
-STATE = {"types", "sharding", "errors"}
-ALLOWED = {
+LIBRARY_LIMIT = 12
+COMMANDS_LIMIT = 22
+"""How many modules may lie directly in tpu_rl and in launch."""
+
+BASICS = {"types", "errors"}
+STATE = BASICS | {"train.sharding"}
+MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
+ALLOWED: dict[str, set[str]] = {
+    # Modules of tpu_rl itself.
+    "types": set(),
     "redaction": set(),
     "errors": {"redaction"},
-    "model_files": {"errors"},
-    "types": set(),
-    "needs": {"types"},
-    "masked": {"types"},
-    "log_probs": {"types", "masked", "sharding", "packing"},
-    "divergences": {"types"},
-    "teachers": {"types", "divergences", "log_probs"},
-    "advantages": {"types", "masked"},
-    "policy_gradients": {"types", "masked", "log_probs"},
-    "preferences": {"types", "masked", "log_probs"},
-    "scores": {"types", "masked"},
-    "guidance": {"types", "errors"},
-    "critics": {"types", "needs", "masked", "log_probs", "errors"},
-    "sharding": {"types", "errors"},
-    "packing": STATE,
-    "training": STATE,
-    "not_finite": set(),
-    "optimizers": STATE,
-    "processes": set(),
-    "manifests": set(),
-    "run_lock": {"errors"},
-    "digests": set(),
-    "compiled": {"compiled"},
-    "stores": {"errors"},
-    "store_lock": {"stores", "errors"},
-    "step_folders": {"processes", "manifests"},
-    "step_objects": {"processes", "stores", "errors"},
-    "checkpoint": STATE | {"processes", "digests", "stores", "step_folders", "step_objects"},
-    "data": STATE | {"row_files"},
-    "row_files": {"errors"},
-    "sampler": STATE | {"sampler"},
-    "models": STATE | {"models", "model_files"},
-    "algos": MATHEMATICS,
-    "chat_templates": {"errors"},
-    "tokenizers": {"tokenizers", "types", "chat_templates", "model_files", "errors"},
-    "environments": {"types", "errors", "environments"},
-    "reward_process": {"errors"},
-    "reward_workers": {"reward_process", "errors"},
-    "math_verdicts": set(),
-    "sandbox_child": set(),
-    "sandbox": {"errors"},
-    "program_tests": {"sandbox"},
-    "rewards": {"environments", "reward_process", "reward_workers", "sandbox", "program_tests", "types", "errors"},
-    "reward_models": STATE | {"models", "scores", "masked", "data", "tokenizers"},
-    "early_rewards": {"rewards"},
-    "rollouts": {"sampler", "environments", "rewards", "tokenizers", "packing", "types", "redaction", "errors"}
-    | {"processes", "early_rewards"},
-    "comparisons": {"rollouts", "types"},
-    "evaluation": {"rollouts", "sampler", "environments", "rewards", "tokenizers", "types", "errors"},
     "metrics": {"redaction", "errors"},
-    "charts": set(),
-    "report_charts": set(),
-    "report": {"report_charts", "charts", "metrics", "report_page", "errors"},
-    "report_page": {"charts"},
+    "untrusted_files": {"errors"},
+    "algorithm_spec": {"types"},
+    "plain_values": {"errors"},
+    # Mathematics.
+    "train": BASICS,
+    "losses": STATE | {"train.packing", "algorithm_spec"},
+    "algos": BASICS | {"losses", "train.packing", "algorithm_spec"},
+    "models": STATE | {"runtime.processes", "untrusted_files"},
+    "sampler": STATE | {"losses"},
+    "cost_model": set(),
+    "planner": STATE | {"train.update_step", "cost_model", "models", "sampler"},
+    # Text, files and processes.
+    "tokenizers": BASICS | {"untrusted_files"},
+    "data": STATE,
+    "runtime": STATE | {"train.update_step", "redaction"},
+    "checkpoint": STATE | {"runtime", "metrics"},
+    "report": {"errors", "metrics"},
+    # Experience.
+    "sandbox": {"errors"},
+    "environments": BASICS,
+    "rewards": MODEL_CODE | {"environments", "sandbox", "runtime.child_processes"},
+    "rollout": STATE
+    | {
+        "losses.return_distributions",
+        "sampler",
+        "environments",
+        "rewards",
+        "tokenizers",
+        "data",
+        "models",
+    }
+    | {"runtime", "redaction"},
+    "diagnosis": MODEL_CODE
+    | {"untrusted_files"}
+    | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience"},
+    "experience": MODEL_CODE
+    | {"rollout", "sampler", "environments", "rewards", "sandbox", "runtime", "train"},
 }
+"""Folder or module directly in tpu_rl -> what it may import of tpu_rl besides itself.
 
-TRANSFORMERS = {"tokenizers/hugging_face.py", "models/hf_weights.py"}
-# Slow to import, or missing on some machines: imported in the function that needs them.
+"train" stands for the whole folder, "train.packing" for one module of it. Whatever is not here is
+placed by adding it.
+"""
+
+COMMAND_NAMES = {
+    "combine",
+    "compare",
+    "doctor",
+    "evaluate",
+    "export",
+    "plan",
+    "recipe",
+    "report",
+    "run",
+    "serve",
+    "verify",
+}
+"""Modules of launch that are programs: no other module of launch imports them."""
+
+ALLOWED_IN_LAUNCH: dict[str, set[str]] = {
+    "config": {"config_checks", "presets"},
+    "config_checks": set(),
+    "presets": {"config"},
+    "roles": {"config"},
+    "stages": {"config"},
+    "compose": {"config", "roles"},
+}
+"""Module of launch -> what it may import of launch. Other modules may import all but commands."""
+
+TRANSFORMERS = ("tokenizers", "models.hf")
+"""The folders that may import transformers."""
+
 LAZY = {"transformers", "orbax", "grain", "tensorboardX", "matplotlib", "tensorstore", "pyarrow"}
-
-FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-
-
-def imported(tree: ast.AST, package: str) -> Iterator[str]:
-    """Full names of the modules, or of the names in them, that a syntax tree imports; `package` holds the file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = parents[: len(parents) + 1 - node.level] if node.level else []
-            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
+"""Packages that are slow to import or missing on some machines: functions import them."""
 
 
-def imports_of(file: str) -> set[str]:
-    path = PACKAGE / file
-    package = ".".join(("tpu_rl", *Path(file).parts[:-1]))
-    return {*imported(ast.parse(path.read_text()), package)}
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if file != "__init__.py"])
-def test_imports_point_down(file):
-    module = file.removesuffix(".py").split("/")[0]
-    assert module in ALLOWED, f"tpu_rl/{file}: say in tests/test_layers.py what {module} may import"
-    allowed = ALLOWED[module] | ({module} if file == f"{module}/__init__.py" else set())
-    for name in imports_of(file):
-        assert not name.startswith("launch"), f"tpu_rl/{file} imports {name}: nothing in tpu_rl imports launch"
-        if name.split(".")[0] == "tpu_rl":
-            target = (name.split(".") + [""])[1]
-            assert target in allowed, f"tpu_rl/{file} imports tpu_rl.{target}: it may import {sorted(allowed)} only"
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_transformers_stay_behind_two_doors(file):
-    if file not in TRANSFORMERS:
-        uses = {name for name in imports_of(file) if name.split(".")[0] == "transformers"}
-        assert not uses, f"tpu_rl/{file} imports {uses}: only {sorted(TRANSFORMERS)} may import transformers"
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_slow_packages_are_imported_where_they_are_needed(file):
-    tree = ast.parse((PACKAGE / file).read_text())
-    inside = {id(child) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for child in ast.walk(node)}
-    type_checking = {
+def type_checking_nodes(tree: ast.AST) -> set[int]:
+    """Return the ids of all nodes under `if TYPE_CHECKING:`."""
+    return {
         id(child)
-        for node in tree.body
+        for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for child in ast.walk(node)
     }
+
+
+def function_nodes(tree: ast.AST) -> set[int]:
+    """Return the ids of all nodes inside functions."""
+    return {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.walk(node)
+    }
+
+
+def imported(
+    tree: ast.AST, package: str, inside_functions: bool = True
+) -> Iterator[tuple[int, str]]:
+    """Yield (line, full name) of each module, or name in a module, that a syntax tree imports.
+
+    `package` is the package that the file lies in, which relative imports start from.
+    """
+    skipped = type_checking_nodes(tree)
+    if not inside_functions:
+        skipped |= function_nodes(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside | type_checking:
-            slow = {name.split(".")[0] for name in imported(node, "tpu_rl")} & LAZY
-            assert not slow, f"tpu_rl/{file}:{node.lineno} imports {slow} with the module: move it into the function"
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = parents[: len(parents) + 1 - node.level] if node.level else []
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, *filter(None, [node.module]), alias.name])
 
 
-def test_no_two_modules_may_import_each_other():
-    above = {(module, target) for module, targets in ALLOWED.items() for target in targets if target != module}
-    assert not {(module, target) for module, target in above if (target, module) in above}
-    assert {target for _, target in above} <= ALLOWED.keys()
+def modules_of(folder: Path) -> dict[str, Path]:
+    """Return {dotted name: file} of all modules of a package, in order."""
+    files = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path
+    return files
+
+
+MODULES = modules_of(LIBRARY) | modules_of(COMMANDS)
+
+
+def package_of(module: str) -> str:
+    is_package = MODULES[module].name == "__init__.py"
+    return module if is_package else module.rpartition(".")[0]
+
+
+def module_that_holds(name: str) -> str | None:
+    """Return the module of this project that a full name is or lies in."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def imports_of(module: str, inside_functions: bool = True) -> list[tuple[int, str]]:
+    """Return (line, module of this project) of each import."""
+    tree = ast.parse(MODULES[module].read_text())
+    found = imported(tree, package_of(module), inside_functions)
+    held = [(line, module_that_holds(name)) for line, name in found]
+    return [(line, name) for line, name in held if name is not None]
+
+
+def unit_of(module: str) -> str:
+    """Return the name of the folder or module directly under the top package."""
+    return (module.split(".") + [""])[1]
+
+
+def violations(unit: str, top: str, allowed: set[str]) -> list[str]:
+    """Return a line for each import from `top`.`unit` of another unit of `top` that may not be."""
+    lines = []
+    for module, path in MODULES.items():
+        if not module.startswith(f"{top}.") or unit_of(module) != unit:
+            continue
+        for line, target in imports_of(module):
+            if not target.startswith(f"{top}.") or unit_of(target) == unit:
+                continue
+            parts = target.split(".")[1:]
+            if not {".".join(parts[:n]) for n in range(1, len(parts) + 1)} & allowed:
+                lines.append(f"{path}:{line} imports {target}")
+    return lines
+
+
+UNITS = sorted({unit_of(module) for module in MODULES if module.startswith("tpu_rl.")})
+LAUNCH_UNITS = sorted({unit_of(module) for module in MODULES if module.startswith("launch.")})
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_folders_of_the_library_import_what_lies_below_them(unit):
+    assert unit in ALLOWED, f"say in ALLOWED of {__file__} what tpu_rl.{unit} may import"
+    wrong = violations(unit, "tpu_rl", ALLOWED[unit])
+    assert not wrong, "\n".join([*wrong, f"{unit} may import {sorted(ALLOWED[unit])}"])
+
+
+def test_nothing_in_the_library_imports_launch():
+    wrong = [
+        f"{path}:{line} imports {target}"
+        for module, path in MODULES.items()
+        if module.startswith("tpu_rl")
+        for line, target in imports_of(module)
+        if target.startswith("launch")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("unit", LAUNCH_UNITS)
+def test_modules_of_launch_import_no_command(unit):
+    others = {name for name in LAUNCH_UNITS if name not in COMMAND_NAMES}
+    wrong = violations(unit, "launch", ALLOWED_IN_LAUNCH.get(unit, others))
+    assert not wrong, "\n".join(wrong)
+
+
+def folder_edges(allowed: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return the edges between modules and folders that a table of allowed imports makes."""
+    units = {*allowed, *(target for targets in allowed.values() for target in targets)}
+    edges: dict[str, set[str]] = {unit: set() for unit in units}
+    for unit, targets in allowed.items():
+        edges[unit] |= targets
+    for unit in units:
+        if "." in unit:  # One module of a folder imports at most what its folder may.
+            edges[unit] |= {name for name in allowed[unit.partition(".")[0]] if name not in units}
+    return edges
+
+
+def circle_in(edges: Mapping[str, set[str]]) -> list[str]:
+    """Return the modules of one circle, or an empty list."""
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(edges.get(module, ())):
+            circle = search(target, [*path, module])
+            if circle:
+                return circle
+        done.add(module)
+        return []
+
+    for module in sorted(edges):
+        circle = search(module, [])
+        if circle:
+            return circle
+    return []
+
+
+def test_the_table_itself_has_no_circle():
+    assert not circle_in(folder_edges(ALLOWED))
+    targets = {name.partition(".")[0] for names in ALLOWED.values() for name in names}
+    assert targets <= ALLOWED.keys()
+
+
+def test_no_modules_import_each_other():
+    edges = {
+        module: {target for _, target in imports_of(module) if target != module}
+        for module in MODULES
+    }
+    assert not circle_in(edges), " -> ".join(circle_in(edges))
+
+
+@pytest.mark.parametrize(
+    ("package", "folder", "limit"),
+    [("tpu_rl", LIBRARY, LIBRARY_LIMIT), ("launch", COMMANDS, COMMANDS_LIMIT)],
+)
+def test_few_modules_lie_at_the_top(package, folder, limit):
+    files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= limit, f"{package} has {len(files)} modules at its top: {sorted(files)}"
+
+
+def test_only_tokenizers_and_model_files_import_transformers():
+    wrong = [
+        f"{path}:{line}"
+        for module, path in MODULES.items()
+        for line, name in imported(ast.parse(path.read_text()), package_of(module))
+        if name.partition(".")[0] == "transformers"
+        and not module.removeprefix("tpu_rl.").startswith(TRANSFORMERS)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_slow_packages_are_imported_by_the_functions_that_need_them():
+    wrong = []
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        for line, name in imported(tree, package_of(module), inside_functions=False):
+            if name.partition(".")[0] in LAZY:
+                wrong.append(f"{path}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_test_module_imports_another():
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for line, name in imported(ast.parse(path.read_text()), "tests")
+        if any(part.startswith("test_") for part in name.split(".")[1:])
+        and name.split(".")[0] == "tests"
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
         ("import tpu_rl.sampler", {"tpu_rl.sampler"}),
-        ("from tpu_rl import masked, packing", {"tpu_rl.masked", "tpu_rl.packing"}),
+        (
+            "from tpu_rl.losses import masked, log_probs",
+            {"tpu_rl.losses.masked", "tpu_rl.losses.log_probs"},
+        ),
         ("def f():\n    from tpu_rl.models import lora", {"tpu_rl.models.lora"}),
         ("from . import x\nfrom ..types import Array", {"tpu_rl.models.x", "tpu_rl.types.Array"}),
+        ("if TYPE_CHECKING:\n    import jax", set()),
     ],
 )
 def test_imports_are_found_in_every_form(source, expected):
-    assert {*imported(ast.parse(source), "tpu_rl.models")} == expected
+    assert {name for _, name in imported(ast.parse(source), "tpu_rl.models")} == expected
+
+
+def test_circles_are_found():
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()})

@@ -1,4 +1,5 @@
-"""Every step stands in metrics.jsonl exactly once, whatever happened before; the console fits what is measured."""
+"""Every step stands in metrics.jsonl exactly once, whatever happened before; the console fits what
+is measured."""
 
 import io
 import json
@@ -29,8 +30,12 @@ def steps(path):
 
 def test_a_row_is_step_time_and_json_safe_floats(tmp_path):
     with open_quietly(tmp_path / "new" / "run") as sink:
-        sink.write(1, {"reward/mean": jnp.float32(0.1), "policy/entropy": math.nan, "rollout/tokens": 7})
-        row = rows(tmp_path / "new" / "run" / "metrics.jsonl")[0]  # on the disk before the sink is closed
+        sink.write(
+            1, {"reward/mean": jnp.float32(0.1), "policy/entropy": math.nan, "rollout/tokens": 7}
+        )
+        row = rows(tmp_path / "new" / "run" / "metrics.jsonl")[
+            0
+        ]  # on the disk before the sink is closed
     assert list(row) == ["step", "time", "reward/mean", "policy/entropy", "rollout/tokens"]
     assert row["reward/mean"] == float(jnp.float32(0.1))
     assert row["policy/entropy"] is None
@@ -44,11 +49,17 @@ def test_no_step_twice(tmp_path):
             sink.write(2, {})
 
 
-@pytest.mark.parametrize(("resume_step", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("resume_step", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3, 4])]
+)
 def test_resume_cuts_off_what_came_after_the_checkpoint(tmp_path, resume_step, kept):
     with open_quietly(tmp_path) as sink:
         for step in range(5):
-            sink.write(step, {"x": step}, [{"prompt": "é\n", "completion": "b", "reward": 1.0, "parts": {}}] * 2)
+            sink.write(
+                step,
+                {"x": step},
+                [{"prompt": "é\n", "completion": "b", "reward": 1.0, "parts": {}}] * 2,
+            )
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 1')  # torn by a crash
@@ -61,7 +72,12 @@ def test_resume_cuts_off_what_came_after_the_checkpoint(tmp_path, resume_step, k
 
 
 def test_samples_are_kept_whole(tmp_path):
-    sample = {"prompt": "1 + 1 =\n", "completion": "zwei\u2028 ✓", "reward": math.nan, "parts": {"correct": 1.0}}
+    sample = {
+        "prompt": "1 + 1 =\n",
+        "completion": "zwei\u2028 ✓",
+        "reward": math.nan,
+        "parts": {"correct": 1.0},
+    }
     with open_quietly(tmp_path) as sink:
         sink.write(3, {}, [sample])
     assert rows_by_newline(tmp_path / "samples.jsonl") == [{"step": 3, **sample, "reward": None}]
@@ -115,13 +131,18 @@ def test_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch):
 def test_summary_is_written_whole(tmp_path):
     metrics.write_summary(tmp_path, {"steps": 3, "eval": {"after": {"accuracy": math.nan}}})
     metrics.write_summary(tmp_path, {"steps": 4, "eval": {"after": {"accuracy": math.nan}}})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 4, "eval": {"after": {"accuracy": None}}}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "steps": 4,
+        "eval": {"after": {"accuracy": None}},
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def console_output(terminal: bool, *written: dict) -> str:
     file = io.StringIO()
-    console = metrics.Console(0, 100, rich.console.Console(file=file, force_terminal=terminal, width=200))
+    console = metrics.Console(
+        0, 100, rich.console.Console(file=file, force_terminal=terminal, width=200)
+    )
     for row in written:
         console.write({"time": 0.0, **row})
     console.close()
@@ -131,7 +152,13 @@ def console_output(terminal: bool, *written: dict) -> str:
 def test_plain_lines_show_what_is_measured():
     text = console_output(
         False,
-        {"step": 9, "reward/mean": 0.25, "reward/std": 0.5, "policy/log_prob_gap_max": 2e-6, "policy/entropy": None},
+        {
+            "step": 9,
+            "reward/mean": 0.25,
+            "reward/std": 0.5,
+            "policy/log_prob_gap_max": 2e-6,
+            "policy/entropy": None,
+        },
         {"step": 10, "reward/mean": 0.5, "eval/accuracy": 0.625},
     )
     first, second = text.splitlines()
@@ -142,7 +169,9 @@ def test_plain_lines_show_what_is_measured():
 
 def test_supervised_runs_show_their_loss():
     row = {"step": 1, "sft/loss": 1.5, "perf/train_tokens_per_second": 12345.0, "time/step": 0.5}
-    assert console_output(False, row).startswith("step   1/100  loss 1.5000  tokens/s 12,345  seconds 0.50  ")
+    assert console_output(False, row).startswith(
+        "step   1/100  loss 1.5000  tokens/s 12,345  seconds 0.50  "
+    )
 
 
 def test_a_terminal_gets_a_bar_below_the_lines():

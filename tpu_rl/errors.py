@@ -1,7 +1,7 @@
-"""The one family of errors that a user sees: what went wrong, where, why, and how to mend it.
+"""The errors that a user sees: what went wrong, where, why, and how to fix it.
 
-`launch` prints them as one short text and exits with their code; anything else that escapes is a bug of ours and
-keeps its traceback.
+The commands in `launch` print them as one short text and exit with their code. Any other exception
+that reaches the user is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,16 +10,29 @@ from tpu_rl.redaction import redact
 
 
 class TpuRlError(Exception):
-    """An error with a remedy. Use one of the subclasses: they carry the process's exit code."""
+    """An error with a remedy.
+
+    Use one of the subclasses, which carry the exit code of the process.
+
+    Args:
+      what: what went wrong, without the remedy.
+      where: the flag, file, line or step.
+      why: the cause, for example the message of another library.
+      fix: what the user can do about it.
+    """
 
     code = 1
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = ""):
-        # Errors are printed and kept: what others' libraries say in them may hold a token.
-        what, where, why, fix = (redact(text) for text in (what, where, why, fix))
-        self.what, self.where, self.why, self.fix = what, where, why, fix
-        lines = [what]
-        lines += [f"  {name}: {text}" for name, text in (("where", where), ("why", why), ("fix", fix)) if text]
+        # Errors are printed and stored. Messages of other libraries may contain a token.
+        self.what = redact(what)
+        self.where = redact(where)
+        self.why = redact(why)
+        self.fix = redact(fix)
+        lines = [self.what]
+        for name, text in (("where", self.where), ("why", self.why), ("fix", self.fix)):
+            if text:
+                lines.append(f"  {name}: {text}")
         super().__init__("\n".join(lines))
 
 
@@ -36,6 +49,6 @@ class MachineError(TpuRlError):
 
 
 class DamagedDataError(TpuRlError):
-    """Something that this program wrote cannot be trusted any more (exit code 4)."""
+    """Data that this program wrote have been damaged since (exit code 4)."""
 
     code = 4

@@ -1,11 +1,12 @@
-"""What a run writes while it goes: metrics.jsonl, samples.jsonl, TensorBoard, wandb and the console.
+"""The records of a run: metrics.jsonl, samples.jsonl, TensorBoard, wandb and the console.
 
-`metrics.jsonl` is the record, everything else a copy: one object a step, `step` and `time` (seconds since 1970) first,
-then names with one slash ("reward/mean"). Every step stands in it exactly once, also after a crash: rows are on the
-disk before `write` returns, and a run that resumes from step s first cuts off what comes after s. So write the row of
-a step before its checkpoint.
+`metrics.jsonl` is the record, and everything else is a copy. It has one object per step: `step`
+and `time` (seconds since 1970), then metrics whose names have one slash ("reward/mean"). Every step
+stands in it exactly once, also after a crash: rows are on the disk before `write` returns, and a
+run that resumes from step s first deletes the rows after s. So write the row of a step before its
+checkpoint.
 
-Only process 0 writes; elsewhere the same calls do nothing.
+Only process 0 writes; on other processes the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jax
 import rich.console
 
 from tpu_rl.errors import DamagedDataError, MachineError
-from tpu_rl.redaction import hide_environment
+from tpu_rl.redaction import redact_environment
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -39,11 +40,19 @@ def open_metrics(
     tensorboard: bool = True,
     wandb: bool = False,
 ) -> Sink:
-    """Open the records of a run in the folder `run_dir`.
+    """Open the records of a run.
 
-    `resume_step` is the step of the checkpoint that the run goes on from, and -1 for a new run; what an earlier
-    attempt left behind it is cut off. Raises MachineError if wandb is wanted and not installed, DamagedDataError if a
-    record has an unreadable row before its last one.
+    Args:
+      run_dir: the run folder, which is created if needed.
+      resume_step: the step of the checkpoint that the run resumes from; -1 for a new run. Rows of
+        later steps, which an earlier attempt left, are deleted.
+      total_steps: the number of steps of the run, for the console.
+      tensorboard: whether to write TensorBoard's files.
+      wandb: whether to send metrics to Weights & Biases.
+
+    Raises:
+      MachineError: wandb is wanted and not installed.
+      DamagedDataError: a record has an unreadable row before its last one.
     """
     if jax.process_index() != 0:
         return Sink([], None)
@@ -55,13 +64,15 @@ def open_metrics(
     if tensorboard:
         copies.append(TensorBoard(folder / "tensorboard", resume_step + 1))
     for name in (METRICS_FILE, SAMPLES_FILE):
-        _cut_off(folder / name, resume_step)
+        _delete_rows_after(folder / name, resume_step)
     console = Console(max(resume_step, 0), total_steps)
-    return Sink([JsonLines(folder / METRICS_FILE), *copies, console], JsonLines(folder / SAMPLES_FILE))
+    return Sink(
+        [JsonLines(folder / METRICS_FILE), *copies, console], JsonLines(folder / SAMPLES_FILE)
+    )
 
 
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Write summary.json: wholly or not at all."""
+    """Write summary.json atomically."""
     path = Path(run_dir) / SUMMARY_FILE
     temporary = path.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -73,30 +84,45 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
 
 
 class Writer(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def write(self, row: dict[str, Any], /) -> None:
-        """Record one step: `step` (int), `time` (float), then metrics (float, or None where not finite)."""
+        """Record one step.
+
+        Args:
+          row: `step` (int), `time` (float), then metrics (float, or None if not finite).
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write everything that is buffered."""
+        ...
 
 
 class Sink:
-    """All records of a run; also a context manager that closes them."""
+    """All records of a run, as a context manager that closes them."""
 
     def __init__(self, writers: Sequence[Writer], samples: JsonLines | None):
         self._writers = writers
         self._samples = samples
         self._last_step = -1
 
-    def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Record a step's metrics (scalars; not finite becomes null) and completions. Once a step, in order.
+    def write(
+        self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Record the metrics and completions of a step. Steps must be written in order, each once.
 
-        A sample has `prompt`, `completion`, `reward` and `parts` (part of the reward -> value), and what else is there.
+        Args:
+          step: the step.
+          metrics: name -> scalar; values that are not finite become null.
+          samples: one mapping per completion with `prompt`, `completion`, `reward`, `parts` (part
+            of the reward -> value) and any other keys.
         """
         if step <= self._last_step:
-            raise ValueError(f"the metrics of step {self._last_step} are written; those of step {step} come too late")
+            raise ValueError(
+                f"the metrics of step {self._last_step} are written; those of step {step} come too "
+                "late"
+            )
         self._last_step = step
         row = {"step": step, "time": round(time.time(), 3)}
         row |= _json_safe({name: float(value) for name, value in metrics.items()})
@@ -106,6 +132,7 @@ class Sink:
             writer.write(row)
 
     def close(self) -> None:
+        """Close all records."""
         for writer in self._writers:
             writer.close()
         if self._samples is not None:
@@ -118,28 +145,35 @@ class Sink:
         self.close()
 
 
-# --- files -------------------------------------------------------------------------------------------------------
+# --- files ---
 
 
 class JsonLines:
-    """Appends JSON objects, one a line; they are on the disk when `write` returns."""
+    """A file with one JSON object per line. Objects are on the disk when `write` returns."""
 
     def __init__(self, path: Path):
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, *rows: Mapping[str, Any]) -> None:
-        lines = [json.dumps(_json_safe(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        # A failed reward's error, or a completion, may hold a token of the environment.
-        self._file.write(hide_environment("".join(lines)))
+        """Append objects."""
+        lines = [
+            json.dumps(_json_safe(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows
+        ]
+        # The error of a failed reward, or a completion, may contain a token of the environment.
+        self._file.write(redact_environment("".join(lines)))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
-def _cut_off(path: Path, last_step: int) -> None:
-    """Truncate a file of rows in the order of their steps after `last_step`; a torn last line goes too."""
+def _delete_rows_after(path: Path, last_step: int) -> None:
+    """Truncate a file of rows, which are in the order of their steps, after `last_step`.
+
+    A last line that was cut off by a crash is deleted too.
+    """
     if not path.exists():
         return
     end = 0
@@ -163,7 +197,7 @@ def _cut_off(path: Path, last_step: int) -> None:
 
 
 def _json_safe(value: Any) -> Any:
-    """The same value with NaN and infinities as None, which JSON lacks."""
+    """Return the value with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -173,11 +207,11 @@ def _json_safe(value: Any) -> Any:
     return value
 
 
-# --- dashboards --------------------------------------------------------------------------------------------------
+# --- dashboards ---
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; steps from `purge_step` on that an earlier attempt wrote are hidden by its reader."""
+    """Scalars for TensorBoard, whose reader hides earlier values of steps from `purge_step` on."""
 
     def __init__(self, folder: Path, purge_step: int):
         from tensorboardX import SummaryWriter
@@ -185,55 +219,68 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def write(self, row: dict[str, Any]) -> None:
+        """Record one step."""
         for name, value in _scalars(row).items():
             self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._writer.close()
 
 
 def require_wandb() -> None:
-    """Raises MachineError where it is not installed, or broken."""
+    """Raise MachineError if wandb is not installed, or broken."""
     try:
         importlib.import_module("wandb")
     except ImportError as error:
         raise MachineError(
-            "wandb was asked for and is not installed.", why=str(error),
+            "wandb was asked for and is not installed.",
+            why=str(error),
             fix='pip install "tpu_rl[wandb]", or leave the flag away.',
-        ) from error  # fmt: skip
+        ) from error
 
 
 class Wandb:
-    """Scalars for Weights & Biases; a resumed run goes on under the id in the run folder."""
+    """Scalars for Weights & Biases; a resumed run continues under the id in the run folder."""
 
     def __init__(self, run_dir: Path):
         require_wandb()
         import wandb  # pyright: ignore[reportMissingImports]
 
-        identity = run_dir / "wandb_id"
-        if not identity.exists():
-            identity.write_text(secrets.token_hex(8))
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
-            project="tpu_rl", name=run_dir.resolve().name, id=identity.read_text(), resume="allow", dir=run_dir
+            project="tpu_rl",
+            name=run_dir.resolve().name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=run_dir,
         )
 
     def write(self, row: dict[str, Any]) -> None:
+        """Record one step."""
         self._run.log(_scalars(row), step=row["step"])
 
     def close(self) -> None:
+        """End the run on the server."""
         self._run.finish()
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("step", "time") and value is not None
+    }
 
 
-# --- console -----------------------------------------------------------------------------------------------------
+# --- console ---
 
 
 class Column(NamedTuple):
-    """One figure of the console's line: the first of `metrics` that the step has."""
+    """A number in the console's line: the first of `metrics` that the step has."""
 
     label: str
     metrics: tuple[str, ...]
@@ -250,47 +297,57 @@ COLUMNS = (
     Column("entropy", ("policy/entropy",), "{:.3f}"),
     Column("kl", ("policy/kl_reference",), "{:.4f}"),
     Column("gap", ("policy/log_prob_gap_max",), "{:.0e}"),
-    Column("tokens/s", ("perf/rollout_tokens_per_second", "perf/train_tokens_per_second"), "{:,.0f}"),
+    Column(
+        "tokens/s", ("perf/rollout_tokens_per_second", "perf/train_tokens_per_second"), "{:,.0f}"
+    ),
     Column("seconds", ("time/step",), "{:.2f}"),
 )
 
 
 class Console:
-    """One line a step, and a progress bar below the lines where the output is a terminal."""
+    """Prints one line per step, and a progress bar below the lines if the output is a terminal."""
 
-    def __init__(self, first_step: int, total_steps: int, console: rich.console.Console | None = None):
+    def __init__(
+        self, first_step: int, total_steps: int, console: rich.console.Console | None = None
+    ):
         self._console = console or rich.console.Console(highlight=False)
-        self._total = total_steps
-        self._clock = deque([time.monotonic()], maxlen=21)  # when the latest steps ended
+        self._total_steps = total_steps
+        self._step_ends = deque([time.monotonic()], maxlen=21)
         self._bar = _progress_bar(self._console) if self._console.is_terminal else None
         if self._bar is not None:
-            self._task = self._bar.add_task("", completed=first_step, total=total_steps, remaining="")
+            self._task = self._bar.add_task(
+                "", completed=first_step, total=total_steps, remaining=""
+            )
             self._bar.start()
 
     def write(self, row: dict[str, Any]) -> None:
+        """Print the line of one step."""
         step = row["step"]
-        self._clock.append(time.monotonic())
-        remaining = f"{_duration((self._total - step) * self._seconds_per_step())} left"
-        figures = list(_figures(row))
-        head = f"step {step:>{len(str(self._total))}}/{self._total}"
+        self._step_ends.append(time.monotonic())
+        seconds_left = (self._total_steps - step) * self._seconds_per_step()
+        remaining = f"{_duration(seconds_left)} left"
+        numbers = list(_numbers(row))
+        head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, remaining=remaining)
-            styled = "  ".join(f"[dim]{label}[/dim] {figure}" for label, figure in figures)
+            styled = "  ".join(f"[dim]{label}[/dim] {number}" for label, number in numbers)
             self._console.print(f"[bold]{head}[/bold]  {styled}", soft_wrap=True)
         else:
-            text = "  ".join([head, *(f"{label} {figure}" for label, figure in figures), remaining])
-            print(text, file=self._console.file, flush=True)
+            columns = [f"{label} {number}" for label, number in numbers]
+            print("  ".join([head, *columns, remaining]), file=self._console.file, flush=True)
 
     def close(self) -> None:
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def _seconds_per_step(self) -> float:
-        """The mean over the latest steps, so that compilation at the start is soon forgotten."""
-        return (self._clock[-1] - self._clock[0]) / (len(self._clock) - 1)
+        """Return the mean over the latest steps, so that compilation is soon forgotten."""
+        return (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
 
 
-def _figures(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (label, formatted number) for each column that the row has."""
     for column in COLUMNS:
         values = [row[name] for name in column.metrics if row.get(name) is not None]
         if values:
@@ -310,7 +367,7 @@ def _progress_bar(console: rich.console.Console) -> Any:
 
 
 def _duration(seconds: float) -> str:
-    """1:02:03, or 2:03 below an hour."""
+    """Return "1:02:03", or "2:03" below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,4 +1,8 @@
-"""Secrets are kept out of what a run writes: tokens and keys of the environment, and texts of their known shapes."""
+"""Remove secrets from what a run writes and prints.
+
+Secrets are the values of environment variables whose names say so (HF_TOKEN, WANDB_API_KEY), and
+texts that have the known form of a token or key.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,17 @@ import sys
 import traceback
 from types import TracebackType
 
-NAMES = re.compile(
-    r"(?:^|[_-])(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET|AUTH)[_-]?KEY|KEY)$",
+SECRET_NAMES = re.compile(
+    r"(?:^|[_-])(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
+    r"|(?:API|ACCESS|PRIVATE|SECRET|AUTH)[_-]?KEY|KEY)$",
     re.IGNORECASE,
 )
-"""Of environment variables and flags that hold a secret: HF_TOKEN, WANDB_API_KEY, --hub-token."""
+"""Names of environment variables and flags that hold a secret: HF_TOKEN, --hub-token."""
 
-SHORTEST = 8
-"""Characters: values such as "false" are no secrets, and to hide them would spoil texts."""
+MIN_SECRET_LENGTH = 8
+"""Shorter values, such as "false", are not secrets; replacing them would spoil texts."""
 
-SHAPES = re.compile(
+SECRET_PATTERNS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}"
     r"|\b(?:ghp|gho|ghs|ghu)_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[A-Za-z0-9_-]{20,}"
@@ -26,19 +31,22 @@ SHAPES = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
     r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"
 )
-"""Tokens of Hugging Face, GitHub, GitLab, OpenAI and relatives, Weights & Biases, AWS, Google, Slack; private keys; the
-user and password of an address."""
+"""Tokens of Hugging Face, GitHub, GitLab, OpenAI and similar services, Weights & Biases, AWS,
+Google and Slack; private keys; the user and password in a URL."""
 
-HIDDEN = "<secret>"
+REPLACEMENT = "<secret>"
 
 
 def redact(text: str) -> str:
-    """The text with <secret>, or <secret: NAME of its environment variable>, in place of every secret."""
-    return SHAPES.sub(HIDDEN, hide_environment(text))
+    """Return the text with "<secret>" or "<secret: VARIABLE>" in place of every secret."""
+    return SECRET_PATTERNS.sub(REPLACEMENT, redact_environment(text))
 
 
-def hide_environment(text: str) -> str:
-    """The text without the values of the environment's secrets: for what a model wrote, kept as it is otherwise."""
+def redact_environment(text: str) -> str:
+    """Return the text without the values of secret environment variables.
+
+    Use this for texts that a model wrote: apart from real secrets, they stay as they are.
+    """
     for name, value in os.environ.items():
         if value in text and _is_secret(name, value):
             text = text.replace(value, f"<secret: {name}>")
@@ -46,14 +54,18 @@ def hide_environment(text: str) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    # A path names the file of a secret and is none.
-    return len(value) >= SHORTEST and not value.startswith("/") and NAMES.search(name) is not None
+    # A path names the file of a secret and is no secret itself.
+    is_path = value.startswith("/")
+    return len(value) >= MIN_SECRET_LENGTH and not is_path and bool(SECRET_NAMES.search(name))
 
 
-def hide_in_tracebacks() -> None:
-    """From now on, what escapes the program is printed without secrets."""
+def redact_tracebacks() -> None:
+    """Print uncaught exceptions without secrets from now on."""
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(redact(text), end="", file=sys.stderr)
 
     sys.excepthook = report

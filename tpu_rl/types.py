@@ -1,18 +1,28 @@
 """The shared pytrees and function types: read this file and you know the library.
 
-Alphabet of shapes
-    N completions   T tokens of prompt and completion   G completions a prompt (group)
-    M optimizer steps a batch   K micro-batches a step   R packed rows a micro-batch   S slots a packed row
-    V vocabulary   D model width   L layers   H heads   B rows of the sampler
+Letters in array shapes:
 
-Time. Every array is aligned to *tokens*: `log_probs[n, t]` is the log-probability of `tokens[n, t]` given what came
-before it; where nothing came before, it is zero. The shift between a token and the hidden state that predicts it
-happens in one function only, `log_probs.predicting`, through `Rows.previous`.
+    N  completions               T  tokens of a prompt with its completion
+    G  completions per prompt    M  optimizer steps per batch
+    K  micro-batches per step    R  packed rows per micro-batch
+    S  slots per packed row      V  vocabulary
+    D  model width               L  layers
+    H  attention heads           B  rows that the sampler decodes at once
 
-The data's way.  `rollouts` turn prompts into a `Rollout`, one completion a row, [N, T].  `packing.lay_out` decides on
-the host which completion goes where in the packed rows of which micro-batch of which optimizer step: a `Layout`.
-`Algorithm.make_batch` computes advantages and the like in [N, T] and moves them into packed rows [M, K, R, S].
-`training.make_update_step` takes one [K, R, S] slice of that batch: one optimizer step, K micro-batches scanned.
+**Alignment.** Every array is aligned to *tokens*: `log_probs[n, t]` is the log-probability of
+`tokens[n, t]` given the tokens before it, and zero for a token with nothing before it. The shift
+between a token and the hidden state that predicts it happens in one function only,
+`losses.log_probs.predicting`, through `Rows.previous`.
+
+**Data flow.**
+
+1. A source of experience turns prompts into a `Rollout`: one completion per row, [N, T].
+2. `train.packing.lay_out` decides on the host where each completion goes: which packed row of which
+   micro-batch of which optimizer step. The result is a `Layout`.
+3. `Algorithm.make_batch` computes advantages and targets in [N, T] and moves them into packed rows
+   [M, K, R, S].
+4. The step built by `train.update_step.make_update_step` takes one [K, R, S] slice of that batch:
+   one optimizer step, which scans K micro-batches.
 """
 
 from __future__ import annotations
@@ -27,17 +37,19 @@ from flax import struct
 
 Array = jax.Array
 Params = Any
-"""A pytree of weights. What an algorithm sees is a dict of roles: {"policy": ..., "reference": ..., "value": ...}."""
+"""A pytree of weights. Algorithms receive a dict with one entry per role: {"policy": ...,
+"reference": ..., "value": ...}."""
 
 
-# --- models ------------------------------------------------------------------------------------------------------
+# Models.
 
 
 class Model(NamedTuple):
     """A language model as pure functions of its own params.
 
-    Which tokens see each other (`hidden`): token i sees token j if both are of one segment, j is not later in the
-    row, and j is prompt (branch 0) or of i's own branch. Sliding windows and rotary angles go by `positions`.
+    Attention in `hidden`: token i sees token j if both have the same segment id, j is not later in
+    the row, and j is either prompt (branch 0) or of i's own branch. Sliding windows and rotary
+    angles depend on `positions`, not on slots.
     """
 
     config: Any
@@ -47,78 +59,98 @@ class Model(NamedTuple):
     hidden: Callable[..., Array]
     """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None) -> [R, S, D].
 
-    All [R, S] int32 but `key_tiles` (see `Rows`), which changes no number: it only says what need not be computed.
+    All inputs are [R, S] int32, except `key_tiles` (see `Rows`). `key_tiles` changes no result: it
+    only says which attention scores need not be computed.
     """
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
     init_cache: Callable[[Params, int, int], Any]
     """(params, rows, length) -> an empty cache (see `Policy`)."""
     extend: Callable[[Params, Any, Array, Array, Array, Array], tuple[Array, Any]]
-    """(params, cache, tokens [B, T], positions [B, T], branch_ids [B, T], commit [B]) -> (logits [B, T, V], cache).
+    """(params, cache, tokens [B, T], positions [B, T], branch_ids [B, T], commit [B]) -> (logits
+    [B, T, V], cache).
 
-    See `Policy`. These are the logits of `hidden` and `logits`: what wraps a model wraps all three.
+    See `Policy`. The logits equal those of `hidden` followed by `logits`, so a function that wraps
+    a model must wrap all three.
     """
     axes: Any
-    """A tree like params; each leaf is a tuple of logical axis names, one a dimension (see `sharding`)."""
-    forgets: int | None = None
+    """A tree like params. Each leaf is a tuple with one logical axis name per dimension (see
+    `train.sharding`)."""
+    max_rollback: int | None = None
     """See `Policy`."""
 
 
 class Policy(NamedTuple):
-    """Something that continues token sequences: all that the sampler knows of a model, a guided reference, a draft.
+    """A function that continues token sequences: a model, a guided reference, or a draft model.
 
-    A cache is a pytree of arrays, among them `lengths [B]`, the number of tokens it holds a row. Rows are on axis 0 of
-    1-D leaves and on axis 1 of all others, so that `sampler.take_rows` gathers rows of any such tree. 1-D leaves are
-    lengths; where each token has a place of its own, smaller ones make it a cache of fewer tokens.
+    This is the only interface that the sampler uses. A cache is a pytree of arrays. One of them is
+    `lengths [B]`, the number of tokens that the cache holds for each row. Rows are on axis 0 of 1-D
+    leaves and on axis 1 of all other leaves, so `sampler.take_rows` can gather rows of any cache.
+
+    All 1-D leaves are lengths. If every token has its own place in the cache, writing smaller
+    lengths drops the last tokens of a row.
     """
 
     init_cache: Callable[[Params, int, int], Any]
     """(params, rows, length) -> an empty cache for `rows` sequences of at most `length` tokens."""
     extend: Callable[[Params, Any, Array, Array, Array, Array], tuple[Array, Any]]
-    """(params, cache, tokens [B, T], positions [B, T], branch_ids [B, T], commit [B]) -> (logits [B, T, V], cache).
+    """(params, cache, tokens [B, T], positions [B, T], branch_ids [B, T], commit [B]) -> (logits
+    [B, T, V], cache).
 
-    Each token sees the cache, and of these T tokens the earlier ones that are trunk (branch 0) or of its own branch.
-    The first commit[b] tokens of row b stay in the cache and must be trunk; the rest were only looked at. So prefill
-    of ragged prompts is T = longest with commit = lengths, decoding is T = 1 with commit = 1 (0 freezes a row),
-    verifying a draft is T = k, and Q#'s k candidates are k branches of one token with commit = 0.
+    Each token sees the cache and, among these T tokens, the earlier ones that are trunk (branch 0)
+    or of its own branch. The first commit[b] tokens of row b stay in the cache and must be trunk.
+    The remaining tokens get logits but leave no trace in the cache. This one call covers:
+
+        prefill of ragged prompts    T = longest prompt, commit = prompt lengths
+        decoding                     T = 1, commit = 1 (commit = 0 freezes a row)
+        verification of a draft      T = 1 + draft length
+        the k candidates of Q#       k branches of one token each, commit = 0
     """
-    forgets: int | None = None
-    """How many of the tokens committed last smaller `lengths` can take back. None: all of them if each has a place of
-    its own, by the shapes of caches, and none otherwise."""
+    max_rollback: int | None = None
+    """Number of the most recently committed tokens that smaller `lengths` can take back.
+
+    None: decided by the shapes of caches. All tokens can be taken back if each has its own place,
+    and none otherwise.
+    """
 
 
 class Role(NamedTuple):
-    """A model's place in the whole params tree, so that roles can share leaves (LoRA: reference = adapters off)."""
+    """A model's place in the full params tree.
+
+    A role is a function of the full tree, so roles can share leaves. With LoRA, for example, the
+    reference is the policy with its adapters off.
+    """
 
     hidden: Callable[[Params, Rows], Array]
-    """(the whole params tree, rows) -> [R, S, D]."""
+    """(full params tree, rows) -> [R, S, D]."""
     logits: Callable[[Params, Array], Array]
-    """(the whole params tree, hidden [..., D]) -> [..., V] float32; of a head, its outputs [..., K]."""
+    """(full params tree, hidden [..., D]) -> [..., V] float32; for a head, its outputs [..., K]."""
 
 
 Roles = Mapping[str, Role]
-"""The models an algorithm may call, by name: those that its config's `roles` asks for."""
+"""The models that an algorithm may call, by name: those that its config's `roles` asks for."""
 
 
 class Sampling(NamedTuple):
-    """What an algorithm must know of how completions are sampled."""
+    """The sampling settings that algorithms depend on."""
 
     temperature: float = 1.0
     """Divides the logits of policy, old policy and reference alike."""
     max_new_tokens: int = 1
-    """The length limit of a completion."""
+    """Length limit of a completion."""
 
 
-# --- experience: one completion a row ----------------------------------------------------------------------------
+# Experience: one completion per row.
 
 
 @struct.dataclass
 class Rollout:
-    """Completions sampled from a policy, with what they earned. One completion a row, prompt first, padding last.
+    """Completions sampled from a policy, with their rewards.
 
-    `action_mask` is True where the policy chose the token, the end-of-sequence token included; prompt, tool output
-    and padding are False. Nothing after a row's last action matters to any loss, so a row ends there. What nothing
-    judged is not `scored`: it counts in no baseline and is not learned from.
+    Each row holds a prompt, then one completion, then padding. `action_mask` is True where the
+    policy chose the token, the end-of-sequence token included. It is False on prompts, tool output
+    and padding. A row ends with its last action: no loss depends on anything after it. A row that
+    no reward function judged is not `scored`: it counts in no baseline and is not learned from.
     """
 
     tokens: Array
@@ -126,128 +158,150 @@ class Rollout:
     action_mask: Array
     """[N, T] bool."""
     log_probs: Array
-    """[N, T] float32, under the policy at the sampling temperature over the full vocabulary: the ratio's old ones."""
+    """[N, T] float32: log-probs under the policy at the sampling temperature over the full
+    vocabulary. They are the old log-probs of the policy ratio, unless an algorithm recomputes
+    them."""
     behaviour_log_probs: Array
-    """[N, T] float32, under the distribution actually sampled from (top-k, top-p, min-p, guidance)."""
+    """[N, T] float32: log-probs under the distribution actually sampled from (top-k, top-p, min-p,
+    guidance)."""
     rewards: Array
-    """[N, T] float32; a final reward sits on the last action token."""
+    """[N, T] float32. A reward for the completion is on the last action token."""
     group_id: Array
-    """[N] int32; rows of one group continue the same prompt and stand together."""
+    """[N] int32. Rows of one group continue the same prompt and are adjacent."""
     policy_step: Array
-    """[N] int32: the optimizer step whose parameters began this row."""
+    """[N] int32: the optimizer step whose parameters sampled the first token of the row."""
     birth_key: Array
-    """[N, 2] uint32: the row's own random key (see `sampler.row_keys`); a carried-over row keeps it."""
+    """[N, 2] uint32: the row's own random key (see `sampler.row_keys`). A row that is continued in
+    a later step keeps its key."""
     truncated: Array
-    """[N] bool: it ran into its length limit."""
+    """[N] bool: True if the row reached its length limit."""
     scored: Array
-    """[N] bool: its rewards are what it earned; False where no reward function scored it, or one failed on it."""
+    """[N] bool: True if `rewards` are valid. False if no reward function scored the row, or if one
+    failed on it."""
     baseline: Array | None = None
-    """[N] float32: what the row's prompt is worth, told by completions that are not learned from; only for algorithms
-    that ask for it (ReMax: the greedy one's reward, A*-PO: the optimal value)."""
+    """[N] float32: value of the row's prompt, estimated from completions that are not learned from.
+    Only for algorithms that ask for it (ReMax: reward of the greedy completion; A*-PO: optimal
+    value)."""
 
 
 @struct.dataclass
 class Demonstrations:
-    """Texts to imitate. `action_mask` is True where a token is to be learned (the completion with its end)."""
+    """Texts to imitate."""
 
     tokens: Array
     """[N, T] int32."""
     action_mask: Array
-    """[N, T] bool."""
+    """[N, T] bool: True where a token is to be learned: the completion with its end-of-sequence
+    token."""
     group_id: Array
-    """[N] int32; all different: no two demonstrations share a prompt row."""
+    """[N] int32, all different: demonstrations do not share prompts in packed rows."""
 
 
 @struct.dataclass
 class Completions:
-    """Completions to be judged token by token, whoever wrote them: the policy itself, a teacher, people.
-
-    `action_mask` is True where a token was chosen, the end included; rows of one group continue the same prompt.
-    """
+    """Completions to be judged token by token, written by the policy, a teacher or people."""
 
     tokens: Array
     """[N, T] int32."""
     action_mask: Array
-    """[N, T] bool."""
+    """[N, T] bool: True where a token was chosen, the end-of-sequence token included."""
     group_id: Array
-    """[N] int32."""
+    """[N] int32. Rows of one group continue the same prompt."""
     on_policy: Array
-    """[N] bool: the policy itself sampled the row, at this step."""
+    """[N] bool: True if the policy itself sampled the row, at this step."""
 
 
 @struct.dataclass
 class Pairs:
-    """Completions that were compared, or judged one by one.
+    """Completions that were compared in pairs, or judged one by one.
 
-    Two rows of one group are a pair, one of them `preferred`; a group of one row is a completion judged good or bad.
-    `action_mask` is True on the completion with its end.
+    A group of two rows is a pair, and one of its rows is `preferred`. A group of one row is a
+    completion judged good or bad.
     """
 
     tokens: Array
     """[N, T] int32."""
     action_mask: Array
-    """[N, T] bool."""
+    """[N, T] bool: True on the completion, the end-of-sequence token included."""
     group_id: Array
     """[N] int32."""
     preferred: Array
     """[N] bool."""
     margin: Array
-    """[N] float32: how much better the preferred one of the pair is, as the data say; 0 where they do not."""
+    """[N] float32: how much better the preferred row is according to the data; 0 if the data do not
+    say."""
     reference_log_probs: Array
-    """[N, T] float32, at temperature 1 under the reference; computed once, when the data were read or sampled."""
+    """[N, T] float32: log-probs under the reference at temperature 1. Computed once, when the data
+    are read or sampled."""
 
 
 @struct.dataclass
 class QExamples:
-    """Texts with labels at some of their tokens: the return that followed (Q#), whether a step is right (process)."""
+    """Texts with labels on some of their tokens.
+
+    A label is the return that followed the token (Q#), or whether a reasoning step is right
+    (process rewards).
+    """
 
     tokens: Array
     """[N, T] int32."""
     action_mask: Array
-    """[N, T] bool: True on the tokens that are labelled."""
+    """[N, T] bool: True on labeled tokens."""
     group_id: Array
-    """[N] int32; rows of one group continue the same prompt."""
+    """[N] int32. Rows of one group continue the same prompt."""
     returns: Array
     """[N, T] float32: the sum of rewards from that token on."""
 
 
-# --- packed rows -------------------------------------------------------------------------------------------------
+# Packed rows.
 
 
 @struct.dataclass
 class Rows:
-    """Packed rows, what models and losses read. All [..., R, S] int32."""
+    """Packed rows, the input of models and losses. All arrays are [..., R, S] int32 unless noted.
+
+    A group (a prompt with its completions) is a segment of a packed row. The prompt is stored once,
+    and the completions, its branches, follow it.
+    """
 
     tokens: Array
     positions: Array
-    """Position in the sequence; a completion's positions restart after its prompt's."""
+    """Position in the sequence. Positions of every completion continue those of its prompt."""
     segment_ids: Array
-    """Which group of this row, from 1; 0 is padding."""
+    """Number of the group within this row, from 1; 0 is padding."""
     branch_ids: Array
-    """0 prompt, 1..G which completion of the group."""
+    """Number of the completion within its group, from 1; 0 is the prompt."""
     sequence_ids: Array
-    """Which completion of this row, from 1, over all its groups; 0 for prompt and padding."""
+    """Number of the completion within this row, from 1, over all its groups; 0 is prompt and
+    padding."""
     previous: Array
-    """Slot, in this row, of the token that a token follows: a branch's first token follows the prompt's last."""
+    """Slot of the preceding token of the sequence, in the same row. The first token of each
+    completion points to the last token of the prompt."""
     actions: Array | None = None
-    """[..., R, A] int32: the slots of the row's actions, S behind the last of them; log-probs of others are not
-    computed. None: all slots."""
+    """[..., R, A] int32: slots of the row's action tokens, then S as padding. Log-probs are
+    computed for these slots only. None: all slots."""
     key_tiles: Array | None = None
-    """[..., R, S / t, n] int32: for each tile of t slots, the tiles that hold all that its tokens see, -1 behind the
-    last of them. None: all tiles."""
+    """[..., R, S / t, n] int32: for each tile of t query slots, the tiles that hold every key that
+    its tokens see, then -1 as padding. None: all tiles."""
 
 
 @struct.dataclass
 class Layout:
-    """Where each token of [N, T] arrays stands in packed rows [M, K, R, S] (built by `packing.lay_out`)."""
+    """Place of each token of [N, T] arrays in packed rows [M, K, R, S].
+
+    Built by `train.packing.lay_out`.
+    """
 
     source: Array
-    """[M, K, R, S] int32: flat index into [N, T] of the token in that slot; -1 is padding."""
+    """[M, K, R, S] int32: flat index into [N, T] of the token in each slot; -1 is padding."""
     slot: Array
-    """[N, T] int32: flat index into [M, K, R, S] of that token; -1 if it is nowhere. A group shares its prompt's."""
+    """[N, T] int32: flat index into [M, K, R, S] of each token; -1 if it has no slot. Rows of one
+    group share the slots of their prompt."""
     minibatch: Array
-    """[N] int32: the optimizer step, of M, that learns from this row; M for a row that none does."""
+    """[N] int32: index, below M, of the optimizer step that learns from this row; M if none
+    does."""
     positions: Array
+    """The remaining fields are those of `Rows`, with leading axes [M, K]."""
     segment_ids: Array
     branch_ids: Array
     sequence_ids: Array
@@ -257,47 +311,53 @@ class Layout:
 
     @property
     def minibatches(self) -> int:
-        """M: the number of optimizer steps that the batch is cut into."""
+        """M: the number of optimizer steps that the batch is split into."""
         return self.source.shape[0]
 
     def pack(self, array: Array, fill: Any = 0) -> Array:
-        """[N, T] -> [M, K, R, S], `fill` in padding. Prompt slots hold the value of the group's first row."""
-        taken = jnp.take(array.reshape(-1), jnp.maximum(self.source, 0))
-        return jnp.where(self.source >= 0, taken, jnp.asarray(fill, array.dtype))
+        """[N, T] -> [M, K, R, S], with `fill` in padding.
+
+        Prompt slots hold the values of the first row of the group.
+        """
+        values = jnp.take(array.reshape(-1), jnp.maximum(self.source, 0))
+        return jnp.where(self.source >= 0, values, jnp.asarray(fill, array.dtype))
 
     def unpack(self, array: Array, fill: Any = 0) -> Array:
-        """[M, K, R, S] -> [N, T], `fill` where a token has no slot."""
-        taken = jnp.take(array.reshape(-1), jnp.maximum(self.slot, 0))
-        return jnp.where(self.slot >= 0, taken, jnp.asarray(fill, array.dtype))
+        """[M, K, R, S] -> [N, T], with `fill` where a token has no slot."""
+        values = jnp.take(array.reshape(-1), jnp.maximum(self.slot, 0))
+        return jnp.where(self.slot >= 0, values, jnp.asarray(fill, array.dtype))
 
     def rows(self, tokens: Array) -> Rows:
         """[N, T] tokens -> the packed rows that models read."""
         return Rows(
-            self.pack(tokens),
-            self.positions,
-            self.segment_ids,
-            self.branch_ids,
-            self.sequence_ids,
-            self.previous,
-            self.actions,
-            self.key_tiles,
+            tokens=self.pack(tokens),
+            positions=self.positions,
+            segment_ids=self.segment_ids,
+            branch_ids=self.branch_ids,
+            sequence_ids=self.sequence_ids,
+            previous=self.previous,
+            actions=self.actions,
+            key_tiles=self.key_tiles,
         )
 
 
 class Experience(NamedTuple):
-    """What an algorithm learns from at one step of the run."""
+    """The data that an algorithm learns from at one step of the run."""
 
     data: Any
     """Rollout, Demonstrations, Completions, Pairs or QExamples."""
     layout: Layout
 
 
-# --- metrics -----------------------------------------------------------------------------------------------------
+# Metrics.
 
 
 @struct.dataclass
 class Sum:
-    """A mean in two halves: values and weights add up over micro-batches and updates; the quotient is reported."""
+    """A weighted mean, stored as the weighted sum of values and the sum of weights.
+
+    Both add up over micro-batches and updates. Their quotient is reported.
+    """
 
     value: Array
     weight: Array
@@ -305,80 +365,99 @@ class Sum:
 
 @struct.dataclass
 class Max:
+    """The largest value over micro-batches and updates."""
+
     value: Array
 
 
 @struct.dataclass
 class Min:
+    """The smallest value over micro-batches and updates."""
+
     value: Array
 
 
 @struct.dataclass
 class First:
-    """Of the updates of one batch only the first reports it: later the policy is another than the sampler's."""
+    """A metric that only the first update of a batch reports.
+
+    In later updates the policy is no longer the one that sampled the batch.
+    """
 
     metric: Metric
 
 
 Metric = Sum | Max | Min | First
 Metrics = dict[str, Metric]
-"""Flat names with one slash, "policy/entropy". Reduced by kind: over micro-batches in `training.make_update_step`, over
-a batch's updates by `training.reduce_updates`."""
+"""Metrics by flat name with one slash, such as "policy/entropy".
+
+`train.update_step.make_update_step` reduces them over micro-batches, each according to its kind,
+and `train.update_step.reduce_updates` over the updates of a batch.
+"""
 
 
-# --- algorithms --------------------------------------------------------------------------------------------------
+# Algorithms.
 
 
 def no_state(params: Params) -> Any:
-    """An algorithm without state of its own."""
+    """Return the state of an algorithm that has none."""
     del params
     return ()
 
 
 def unchanged(params: Params, state: Any, metrics: dict[str, Array]) -> tuple[Params, Any]:
-    """An algorithm that does nothing after an update."""
+    """Return params and state as they are: the `after_update` of an algorithm that needs none."""
     del metrics
     return params, state
 
 
 class Algorithm(NamedTuple):
-    """A learning rule: pure functions, built by a factory `name(config, roles, sampling)` in `algos/name.py`."""
+    """A learning rule as pure functions, built by a factory `name(config, roles, sampling)` in
+    `algos/`."""
 
     make_batch: Callable[[Experience, Params, Any], tuple[Any, Any]]
-    """(experience, params, state) -> (Batch, state): advantages, reference log-probs, targets, weights; no gradient.
+    """(experience, params, state) -> (batch, state).
 
-    A Batch is the algorithm's own dataclass; every leaf is [M, K, R, S]. `batch.weights` is a dict with one array a
-    loss term: what each token counts, adding up over one optimizer step to what that term should weigh.
+    Computes advantages, reference log-probs, targets and weights, without gradients. A batch is the
+    algorithm's own dataclass; every leaf is [M, K, R, S]. `batch.weights` is a dict with one array
+    per loss term: the weight of each token, normalized such that the weights of one optimizer step
+    sum to the total weight of the term.
     """
     loss: Callable[[Params, Any], tuple[Array, Metrics]]
-    """(params, batch of one micro-batch, leaves [R, S]) -> (scalar, metrics): a plain weighted sum."""
+    """(params, batch of one micro-batch, leaves [R, S]) -> (scalar, metrics): a weighted sum over
+    tokens."""
     init_state: Callable[[Params], Any] = no_state
-    """params -> what the algorithm remembers from step to step (adaptive coefficients, running means)."""
+    """params -> the state that the algorithm carries from step to step (adaptive coefficients,
+    running means)."""
     after_update: Callable[[Params, Any, dict[str, Array]], tuple[Params, Any]] = unchanged
-    """(params, state, reduced metrics) -> (params, state) after each optimizer step: controllers, EMA references."""
+    """(params, state, reduced metrics) -> (params, state), after each optimizer step: controllers,
+    EMA references."""
 
 
 class Probe(NamedTuple):
-    """Measures inside models while they learn, without the algorithm knowing.
+    """Measurements inside models during training, invisible to the algorithm.
 
-    It adds leaves to the params that the loss is differentiated for. A model that finds its own adds to that loss the
-    product of the leaf and what it measures, so that the gradient of the leaf is the measurement.
+    A probe adds leaves to the params that the loss is differentiated for. A model that finds its
+    own leaves adds to the loss the product of the leaf and the measured quantity. The gradient of
+    the leaf is then the measurement.
     """
 
     zeros: Params
-    """Role -> name -> leaf, beside the role's own leaves."""
+    """Role -> name -> leaf. These leaves are placed beside the role's own."""
     metrics: Callable[[Params], Metrics]
-    """What was measured over one optimizer step (a tree like `zeros`) -> metrics."""
+    """Measurements of one optimizer step (a tree like `zeros`) -> metrics."""
     weights: Callable[[Params], Params] | None = None
-    """What was measured -> what the leaves hold while the step is learned from, the weight of each measured number in
-    the loss; for this the step is measured first. None: it only measures."""
+    """Measurements of one optimizer step -> values of the leaves during that step, which weight
+    each measured quantity in the loss. This takes an extra measuring pass before the step. None:
+    the probe only measures."""
 
 
-# --- the run -----------------------------------------------------------------------------------------------------
+# The run.
 
 
 class Purpose(IntEnum):
-    """What a random key is for: folded in right after the run key, so that no two uses share a stream."""
+    """Purpose of a random key. It is folded into the seed's key before the step, so no two uses
+    share a stream."""
 
     INIT = 0
     ROLLOUT = 1
@@ -389,12 +468,16 @@ class Purpose(IntEnum):
 
 @struct.dataclass
 class TrainState:
-    """All that an optimizer step reads and writes. Donated to the step, saved whole in checkpoints."""
+    """All state that an optimizer step reads and writes.
+
+    The step donates it; checkpoints save it completely.
+    """
 
     step: Array
     """[] int32: optimizer steps taken in this phase of the run."""
     params: Params
-    """Every role, trainable and frozen."""
+    """The params of every role, trainable and frozen."""
     opt_state: Any
-    """Of the trainable leaves only."""
+    """Optimizer state of the trainable leaves only."""
     algorithm_state: Any
+    """State of the algorithm (`Algorithm.init_state`)."""

@@ -1,4 +1,4 @@
-"""tpu_rl as its users run it: the program launch/run.py with a reward file, logging and checkpoints."""
+"""tpu_rl as its users run it: launch/run.py with a reward file, logging and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import protocol  # noqa: E402
-from llama import LLAMA, as_in_runs  # noqa: E402
+import jax
+import numpy as np
+import protocol
+from llama import LLAMA, as_in_runs
 
-from launch import compilation_cache, config, results, run  # noqa: E402
-from tpu_rl import models, sampler  # noqa: E402
-from tpu_rl.algos import GrpoConfig  # noqa: E402
-from tpu_rl.optimizers import OptimizerConfig  # noqa: E402
-from tpu_rl.sampler import SamplerConfig, decoding  # noqa: E402
-from tpu_rl.types import Purpose  # noqa: E402
+from launch import config, finish, run
+from tpu_rl import models, sampler
+from tpu_rl.algos import GrpoConfig
+from tpu_rl.runtime import compilation_cache
+from tpu_rl.sampler import SamplerConfig, scheduler
+from tpu_rl.train.optimizers import OptimizerConfig
+from tpu_rl.types import Purpose
 
 SHAPE = LLAMA | {
     "architectures": ["LlamaForCausalLM"],
@@ -37,15 +38,17 @@ SHAPE = LLAMA | {
 
 
 def write_model(work: protocol.Work) -> dict[str, Any]:
-    """Random weights and a tokenizer with a word for each token, as a directory that all engines load."""
+    """Write random weights and a tokenizer with one word per token, for all engines."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
     model = models.from_config(SHAPE)
     models.save(work.model, model, jax.jit(model.init)(jax.random.key(0)))
-    named = {"<pad>": protocol.PAD, "<end>": protocol.END, "<unk>": protocol.UNKNOWN}
-    words = {protocol.word(token): token for token in range(protocol.FIRST_WORD, protocol.VOCABULARY)}
-    vocabulary = named | words | {"<eos>": protocol.EOS}
+    control = {"<pad>": protocol.PAD, "<end>": protocol.END, "<unk>": protocol.UNKNOWN}
+    words = {
+        protocol.word(token): token for token in range(protocol.FIRST_WORD, protocol.VOCABULARY)
+    }
+    vocabulary = control | words | {"<eos>": protocol.EOS}
     fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -54,23 +57,27 @@ def write_model(work: protocol.Work) -> dict[str, Any]:
 
 
 def step(work: protocol.Work) -> dict[str, Any]:
-    """Steps of the run; the meter looks on where the rollouts begin, and lengths are forced there."""
+    """Run the steps. Wrapped functions of the library measure them and force lengths."""
     folder = Path(work.folder)
     rows = [{"prompt": protocol.text(prompt)} for prompts in work.prompts for prompt in prompts]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     config.save(experiment(work), folder / "config.yaml")
-    meter, tokens = protocol.Meter(work.warmup), []
-    sampler.sample = watched(sampler.sample, work, meter, tokens)
+    meter = protocol.Meter(work.warmup)
+    tokens: list[int] = []
+    measured: dict[str, Any] = {}
+    sampler.sample = metered_sample(sampler.sample, work, meter, tokens)
     if work.lengths:
-        decoding.Shares = InTurn  # lengths are as unknown beforehand as a stop token's
-    finish = results.finish
+        scheduler.DeviceQueues = UnknownLengths
+    original_finish = finish.finish
 
-    def ended(*arguments: Any) -> None:
-        meter.border()
-        found.update(meter.result())
-        finish(*arguments)
+    def metered_finish(*arguments: Any) -> None:
+        meter.step_begins()
+        measured.update(meter.result())
+        original_finish(*arguments)
 
-    results.finish, found = ended, {}
+    finish.finish = metered_finish
     code = run.main([str(folder / "config.yaml")])
     if code:
         sys.exit(code)
@@ -78,8 +85,8 @@ def step(work: protocol.Work) -> dict[str, Any]:
     metrics = [json.loads(line) for line in lines]
     counted = [row for row in metrics if row["step"] > work.warmup]
     stamps = [row["time"] for row in metrics if row["step"] >= work.warmup]
-    return found | {
-        # From one row of metrics to the next, so that logging and checkpoints are in it.
+    return measured | {
+        # From one row of metrics to the next: this includes logging and checkpoints.
         "seconds": protocol.between(stamps),
         "rollout_seconds": [row["time/rollout"] for row in counted],
         "update_seconds": [row["time/update"] for row in counted],
@@ -88,7 +95,15 @@ def step(work: protocol.Work) -> dict[str, Any]:
     }
 
 
+ROW_LENGTH = 512
+"""Tokens of a packed row, where lengths differ."""
+SLOTS = 32
+"""Rows decoded at once, where lengths differ."""
+MICRO_BATCH_ROWS = 2
+
+
 def experiment(work: protocol.Work) -> config.ExperimentConfig:
+    """Return the configuration of the run."""
     longest = work.prompt_tokens + work.new_tokens
     whole_group = work.prompt_tokens + work.group * work.new_tokens
     prompts = len(work.prompts[0])
@@ -100,14 +115,14 @@ def experiment(work: protocol.Work) -> config.ExperimentConfig:
         optimizer=OptimizerConfig(learning_rate=1e-6),
         batch=config.BatchConfig(
             prompts=prompts,
-            completions=work.group,
-            row_length=max(longest, ROW) if work.lengths else whole_group,
-            micro_batch_rows=MICRO_BATCH,
+            group_size=work.group,
+            row_length=max(longest, ROW_LENGTH) if work.lengths else whole_group,
+            micro_batch_rows=MICRO_BATCH_ROWS,
         ),
         sampling=config.SamplingConfig(
             max_prompt_tokens=work.prompt_tokens,
             max_new_tokens=work.new_tokens,
-            max_rows=SLOTS if work.lengths else prompts * work.group,
+            max_num_seqs=SLOTS if work.lengths else prompts * work.group,
         ),
         evaluation=config.EvaluationConfig(rows=0),
         steps=work.steps,
@@ -116,29 +131,26 @@ def experiment(work: protocol.Work) -> config.ExperimentConfig:
     )
 
 
-ROW, MICRO_BATCH, SLOTS = 512, 2, 32
-"""Where lengths differ: tokens of a packed row, and rows decoded at once; everywhere: packed rows of a micro-batch."""
+class UnknownLengths(scheduler.DeviceQueues):
+    """Queues of rows in the order of the prompts: the scheduler must not use the forced lengths."""
+
+    def __init__(self, request: Any, *others: Any):
+        super().__init__(request._replace(limits=np.zeros_like(request.limits)), *others)
+        self.request = request
 
 
-class InTurn(decoding.Shares):
-    """Who decodes what, in the order of the prompts."""
-
-    def __init__(self, asked: Any, *others: Any):
-        super().__init__(asked._replace(limits=np.zeros_like(asked.limits)), *others)
-        self.asked = asked
-
-
-def watched(
+def metered_sample(
     sample: Callable[..., Any], work: protocol.Work, meter: protocol.Meter, tokens: list[int]
 ) -> Callable[..., Any]:
+    """Return `sampler.sample` with a meter, forced lengths, and a count of its tokens."""
     calls = itertools.count()
 
-    def call(*positional: Any, **how: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         meter.loaded()
-        meter.border()
+        meter.step_begins()
         if work.lengths:
-            how["limits"] = work.lengths[next(calls)]
-        rollout = sample(*positional, **how)
+            options["limits"] = work.lengths[next(calls)]
+        rollout = sample(*arguments, **options)
         tokens.append(int(rollout.action_mask.sum()))
         return rollout
 
@@ -146,26 +158,41 @@ def watched(
 
 
 def rollout(work: protocol.Work) -> dict[str, Any]:
-    """Completions alone, sampled and greedy; the last that are sampled are kept with their log-probs."""
-    compilation_cache.use()
+    """Measure completions, sampled and greedy.
+
+    The last sampled completions are written to a file, with their log-probs.
+    """
+    compilation_cache.enable()
     model, params = models.load(work.model)
-    policy, found, counts = models.policy(as_in_runs(model)), {}, {}
+    policy = models.policy(as_in_runs(model))
+    file = Path(work.folder) / "rollout.npz"
+    seconds: dict[str, list[float]] = {}
+    tokens: dict[str, int] = {}
     for rows, greedy in itertools.product(work.batches, (False, True)):
-        how = SamplerConfig(
-            work.new_tokens, temperature=float(not greedy), max_rows=rows, prompt_length=work.prompt_tokens
+        settings = SamplerConfig(
+            work.new_tokens,
+            temperature=float(not greedy),
+            max_num_seqs=rows,
+            prompt_length=work.prompt_tokens,
         )
-        seconds = []
+        times = []
         for index, prompts in enumerate(work.prompts):
-            began = time.perf_counter()
+            start = time.perf_counter()
             key = sampler.run_key(0, Purpose.ROLLOUT, index)
-            drawn = sampler.sample(policy, params, [list(prompt) for prompt in prompts[:rows]], key, how)
-            seconds.append(time.perf_counter() - began)
+            token_ids = [list(prompt) for prompt in prompts[:rows]]
+            result = sampler.sample(policy, params, token_ids, key, settings)
+            times.append(time.perf_counter() - start)
         name = f"{'greedy' if greedy else 'sampling'} {rows}"
-        found[name], counts[name] = seconds[work.warmup :], int(drawn.action_mask.sum())
+        seconds[name] = times[work.warmup :]
+        tokens[name] = int(result.action_mask.sum())
         if not greedy:
-            arrays = {"tokens": drawn.tokens, "action_mask": drawn.action_mask, "log_probs": drawn.log_probs}
-            np.savez(Path(work.folder) / "drawn.npz", **arrays)
-    return {"seconds": found, "tokens": counts, "drawn": str(Path(work.folder) / "drawn.npz")}
+            np.savez(
+                file,
+                tokens=result.tokens,
+                action_mask=result.action_mask,
+                log_probs=result.log_probs,
+            )
+    return {"seconds": seconds, "tokens": tokens, "rollout": str(file)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What bench/peers.py and its engines tell each other, in two JSON files, and how engines take time and memory.
+"""The interface between bench/peers.py and its engines: two JSON files, and measurements.
 
-An engine is a script that is run as `python ENGINE.py WORK.json RESULT.json` by the interpreter that has what it needs.
-Only the standard library is used here: this file is imported by all of them.
+An engine is a script. bench/peers.py runs it as `python ENGINE.py WORK.json RESULT.json`, with the
+Python interpreter of the engine's environment. All engines import this file, so it uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -15,39 +16,42 @@ from pathlib import Path
 from typing import Any, Literal
 
 VOCABULARY = 8192
-PAD, END, UNKNOWN = 0, 1, 2
-"""Token ids. END is an ordinary token to whoever needs none; see `EOS`."""
+PAD = 0
+END = 1
+"""Token that ends a completion of forced length, where an engine needs one."""
+UNKNOWN = 2
 EOS = VOCABULARY
-"""The tokenizer's end-of-sequence id, which the model cannot draw: so lengths are forced."""
+"""The tokenizer's end-of-sequence id. The model cannot sample it, so only forced lengths end
+completions."""
 FIRST_WORD = 3
 REWARD = str(Path(__file__).with_name("reward.py"))
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine is to do."""
+    """The task of an engine."""
 
     kind: Literal["write_model", "step", "rollout", "score"]
     folder: str
-    """Where it may write; its own."""
+    """A folder of its own, where it may write."""
     model: str
     """A Hugging Face directory."""
     prompts: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """[steps][prompts][tokens], all of one length."""
     group: int = 8
-    """Completions of each prompt."""
+    """Completions per prompt."""
     new_tokens: int = 64
-    """Most tokens of a completion."""
+    """Tokens of a completion, at most."""
     lengths: tuple[tuple[int, ...], ...] = ()
-    """[steps][completions]: where each ends; empty: all at `new_tokens`."""
+    """[steps][completions] tokens; empty: all have `new_tokens`."""
     warmup: int = 2
-    """First steps that do not count."""
+    """First steps, which do not count."""
     variant: str = ""
-    """Another of the engine's own ways to do the same."""
+    """Another setting of the engine, such as "continuous" for continuous batching."""
     batches: tuple[int, ...] = ()
-    """Of rollouts: rows decoded at once, each from a prompt of its own."""
-    drawn: str = ""
-    """Of scores: the .npz file with tokens, action_mask and log_probs to compare with."""
+    """rollout: rows decoded at once, each from its own prompt."""
+    rollout: str = ""
+    """score: the .npz file with tokens, action_mask and log_probs to compare with."""
 
     @property
     def steps(self) -> int:
@@ -58,21 +62,25 @@ class Work:
         return len(self.prompts[0][0])
 
     def text(self) -> str:
-        """As it is written to a file."""
+        """Return it as JSON."""
         return json.dumps(asdict(self))
 
 
 def word(token: int) -> str:
-    """The text of a token; a text's tokens stand with spaces between them."""
+    """Return the text of a token."""
     return f"w{token}"
 
 
 def text(tokens: tuple[int, ...] | list[int]) -> str:
+    """Return the text of tokens, separated by spaces."""
     return " ".join(map(word, tokens))
 
 
 class Meter:
-    """Wall and processor seconds of steps, and memory. `border` is called where a step begins, and after the last."""
+    """Measures wall and CPU seconds of steps, and memory.
+
+    Call `step_begins` at the start of each step and once after the last.
+    """
 
     def __init__(self, warmup: int):
         self._warmup = warmup
@@ -82,18 +90,24 @@ class Meter:
         self._cpus: list[float] = []
 
     def loaded(self) -> None:
-        """Everything is in memory that is there before the first step."""
+        """Record the memory with the model loaded, before the first step; once."""
         self._baseline = self._baseline or resident("VmRSS")
 
-    def border(self) -> None:
+    def step_begins(self) -> None:
+        """Record the time, and reset the memory peak before the first counted step."""
         if len(self.walls) == self._warmup:
             self._first_peak = resident("VmHWM")
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5): VmHWM begins again
+            # proc(5): this resets VmHWM.
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         self.walls.append(time.time())
         self._cpus.append(time.process_time())
 
     def result(self) -> dict[str, Any]:
-        """Seconds of the steps that count. Bytes: of the process when loaded, at most in those steps, at most ever."""
+        """Return the seconds of the counted steps, and bytes of the process.
+
+        The bytes are those with the model loaded, the peak in the counted steps with child
+        processes, and the peak of all steps.
+        """
         steps = resident("VmHWM") + sum(resident("VmHWM", child) for child in children())
         return {
             "seconds": between(self.walls)[self._warmup :],
@@ -105,23 +119,27 @@ class Meter:
 
 
 def between(stamps: list[float]) -> list[float]:
+    """Return the differences of neighbors."""
     return [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
 
 
 def resident(name: str, process: str = "self") -> int:
-    """Bytes: VmRSS, what a process has in memory; VmHWM, the most that it had."""
+    """Return the bytes of a process in memory: VmRSS now, VmHWM at most."""
     lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def children() -> list[str]:
-    """Processes that threads of this one have started and that still live: what judges rewards."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [child for one in lists for child in one.read_text(encoding="utf-8").split()]
+    """Return the ids of the child processes, such as workers that compute rewards."""
+    files = Path("/proc/self/task").glob("*/children")
+    return [child for file in files for child in file.read_text(encoding="utf-8").split()]
 
 
 def main(kinds: dict[str, Callable[[Work], dict[str, Any]]]) -> None:
-    """Does the work that the first argument names, with one of an engine's functions, and writes what came of it."""
-    given, result = map(Path, sys.argv[1:3])
-    work = Work(**json.loads(given.read_text(encoding="utf-8")))
-    result.write_text(json.dumps(kinds[work.kind](work)), encoding="utf-8")
+    """Do the work in the file of the first argument, and write the answer to the second.
+
+    `kinds` are the functions of the engine, by kind of work.
+    """
+    work_file, answer_file = map(Path, sys.argv[1:3])
+    work = Work(**json.loads(work_file.read_text(encoding="utf-8")))
+    answer_file.write_text(json.dumps(kinds[work.kind](work)), encoding="utf-8")

@@ -18,11 +18,12 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from trl import GRPOConfig, GRPOTrainer
 
 MICRO_BATCH_TOKENS = 2304
-"""Of prompts and completions, padded: what a micro-batch is filled to. Faster on CPUs than 8192, and smaller."""
+"""Padded tokens of a micro-batch, prompts included, at most. On CPUs this is faster than 8192, and
+needs less memory."""
 
 
 class Forced(LogitsProcessor):
-    """Row i draws the token END as its last of lengths[i], and never before."""
+    """Makes row i sample the token END as its lengths[i]-th token, and never before."""
 
     def __init__(self, prompt_tokens: int, lengths: tuple[int, ...]):
         self._last = torch.tensor(lengths) - 1 + prompt_tokens
@@ -35,27 +36,36 @@ class Forced(LogitsProcessor):
         return scores
 
 
-class Watch(transformers.TrainerCallback):
+class MeterCallback(transformers.TrainerCallback):
+    """Calls the meter at the start of each step."""
+
     def __init__(self, meter: protocol.Meter):
         self._meter = meter
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._meter.loaded()
-        self._meter.border()
+        self._meter.step_begins()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._meter.border()
+        self._meter.step_begins()
 
 
 def step(work: protocol.Work) -> dict[str, Any]:
-    """Steps of the trainer. Variants: "continuous", with continuous batching; "checkpointing", of activations."""
+    """Run the steps of the trainer.
+
+    Variants are "continuous", for continuous batching, and "checkpointing", of activations.
+    """
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     if work.lengths:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(protocol.END)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
     rows = len(work.prompts[0]) * work.group
     longest = work.prompt_tokens + work.new_tokens
-    size = next(size for size in range(rows, 0, -1) if rows % size == 0 and size * longest <= MICRO_BATCH_TOKENS)
+    size = next(
+        size
+        for size in range(rows, 0, -1)
+        if rows % size == 0 and size * longest <= MICRO_BATCH_TOKENS
+    )
     settings = GRPOConfig(
         output_dir=work.folder,
         max_steps=work.steps,
@@ -83,89 +93,116 @@ def step(work: protocol.Work) -> dict[str, Any]:
         args=settings,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
-        callbacks=[Watch(meter)],
+        callbacks=[MeterCallback(meter)],
     )
-    drawn, scored, tokens = watch(trainer, work)
+    generated, scored, tokens = time_trainer(trainer, work)
     trainer.train()
-    found = meter.result()
+    measured = meter.result()
     counted = slice(work.warmup, None)
-    updates = [whole - before for whole, before in zip(found["seconds"], scored[counted], strict=True)]
-    return found | {"rollout_seconds": drawn[counted], "update_seconds": updates, "tokens": tokens[counted]}
+    updates = [
+        total - before for total, before in zip(measured["seconds"], scored[counted], strict=True)
+    ]
+    return measured | {
+        "rollout_seconds": generated[counted],
+        "update_seconds": updates,
+        "tokens": tokens[counted],
+    }
 
 
-def watch(trainer: GRPOTrainer, work: protocol.Work) -> tuple[list[float], list[float], list[int]]:
-    """(seconds that completions took, seconds until they were scored, their tokens), of each step to come."""
-    generate, score = trainer._generate_single_turn, trainer._generate_and_score_completions
-    drawn, scored, tokens = [], [], []
+def time_trainer(
+    trainer: GRPOTrainer, work: protocol.Work
+) -> tuple[list[float], list[float], list[int]]:
+    """Wrap the trainer's methods with timers.
 
-    def timed_generate(prompt_ids: Any, *others: Any, **named: Any) -> Any:
+    Returns lists that grow by one entry per step: (seconds to generate, seconds until completions
+    are scored, tokens).
+    """
+    generate = trainer._generate_single_turn
+    score = trainer._generate_and_score_completions
+    generated: list[float] = []
+    scored: list[float] = []
+    tokens: list[int] = []
+
+    def timed_generate(prompt_ids: Any, *arguments: Any, **options: Any) -> Any:
         if work.lengths:
-            force(trainer.model, work, len(drawn))
-        began = time.perf_counter()
-        result = generate(prompt_ids, *others, **named)
-        drawn.append(time.perf_counter() - began)
+            force_lengths(trainer.model, work, len(generated))
+        start = time.perf_counter()
+        result = generate(prompt_ids, *arguments, **options)
+        generated.append(time.perf_counter() - start)
         tokens.append(sum(map(len, result[0])))
         return result
 
     def timed_score(*arguments: Any) -> Any:
-        began = time.perf_counter()
+        start = time.perf_counter()
         result = score(*arguments)
-        scored.append(time.perf_counter() - began)
+        scored.append(time.perf_counter() - start)
         return result
 
-    trainer._generate_single_turn, trainer._generate_and_score_completions = timed_generate, timed_score
-    return drawn, scored, tokens
-
-
-def force(model: Any, work: protocol.Work, index: int) -> None:
-    """The lengths of step `index` for the next completions. Requests of a continuous batch are told theirs one by one;
-    its scheduler does not look at them."""
-    lengths = work.lengths[index]
-    processors = transformers.LogitsProcessorList([Forced(work.prompt_tokens, lengths)])
-    whole = type(model).generate
-    model.generate = lambda **named: whole(model, logits_processor=processors, **named)
-    add = ADD_REQUEST
-
-    def with_length(manager: Any, *, request_id: str, **named: Any) -> Any:
-        named |= {"max_new_tokens": lengths[int(request_id.removeprefix("req_"))], "eos_token_id": -1}
-        return add(manager, request_id=request_id, **named)
-
-    ContinuousBatchingManager.add_request = with_length
+    trainer._generate_single_turn = timed_generate
+    trainer._generate_and_score_completions = timed_score
+    return generated, scored, tokens
 
 
 ADD_REQUEST = ContinuousBatchingManager.add_request
 
 
+def force_lengths(model: Any, work: protocol.Work, index: int) -> None:
+    """Force the lengths of step `index` on the next completions.
+
+    Requests of a continuous batch get their lengths one by one; its scheduler does not use them.
+    """
+    lengths = work.lengths[index]
+    processors = transformers.LogitsProcessorList([Forced(work.prompt_tokens, lengths)])
+    generate = type(model).generate
+    model.generate = lambda **options: generate(model, logits_processor=processors, **options)
+
+    def add_request(manager: Any, *, request_id: str, **options: Any) -> Any:
+        length = lengths[int(request_id.removeprefix("req_"))]
+        options |= {"max_new_tokens": length, "eos_token_id": -1}
+        return ADD_REQUEST(manager, request_id=request_id, **options)
+
+    ContinuousBatchingManager.add_request = add_request
+
+
 def rollout(work: protocol.Work) -> dict[str, Any]:
-    """transformers' generate, sampled and greedy."""
+    """Measure `generate` of transformers, sampled and greedy."""
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32).eval()
-    found, counts = {}, {}
+    seconds: dict[str, list[float]] = {}
+    token_counts: dict[str, int] = {}
     for rows, greedy in itertools.product(work.batches, (False, True)):
-        ways = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "temperature": 1.0}
-        how = GenerationConfig(max_new_tokens=work.new_tokens, pad_token_id=protocol.PAD, **ways)
-        seconds = []
+        options = (
+            {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "temperature": 1.0}
+        )
+        settings = GenerationConfig(
+            max_new_tokens=work.new_tokens, pad_token_id=protocol.PAD, **options
+        )
+        times = []
         for prompts in work.prompts:
             tokens = torch.tensor(prompts[:rows])
-            began = time.perf_counter()
+            mask = torch.ones_like(tokens)
+            start = time.perf_counter()
             with torch.inference_mode():
-                drawn = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=how)
-            seconds.append(time.perf_counter() - began)
+                result = model.generate(
+                    input_ids=tokens, attention_mask=mask, generation_config=settings
+                )
+            times.append(time.perf_counter() - start)
         name = f"{'greedy' if greedy else 'sampling'} {rows}"
-        found[name] = seconds[work.warmup :]
-        counts[name] = int(drawn[:, work.prompt_tokens :].numel())
-    return {"seconds": found, "tokens": counts}
+        seconds[name] = times[work.warmup :]
+        token_counts[name] = int(result[:, work.prompt_tokens :].numel())
+    return {"seconds": seconds, "tokens": token_counts}
 
 
 def score(work: protocol.Work) -> dict[str, Any]:
-    """The largest difference between given log-probs of drawn tokens and transformers' of the same."""
+    """Return the largest difference between given log-probs of tokens and those of transformers."""
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32).eval()
-    with np.load(Path(work.drawn)) as drawn:
-        tokens, mask, given = (torch.tensor(drawn[name]) for name in ("tokens", "action_mask", "log_probs"))
-    tokens = tokens.long()
+    with np.load(Path(work.rollout)) as arrays:
+        tokens = torch.tensor(arrays["tokens"]).long()
+        mask = torch.tensor(arrays["action_mask"])
+        given = torch.tensor(arrays["log_probs"])
     with torch.inference_mode():
         log_probs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
-    own = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
-    gaps = (own - given[:, 1:]).abs()[mask[:, 1:]]
+    computed = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+    gaps = (computed - given[:, 1:]).abs()[mask[:, 1:]]
     return {"gap": gaps.max().item(), "tokens": int(mask.sum())}
 
 

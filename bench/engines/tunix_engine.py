@@ -25,23 +25,24 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 MICRO_BATCH_TOKENS = 2304
-"""Of prompts and completions, padded: what a micro-batch is filled to. Faster on CPUs than 8192, and smaller."""
+"""Padded tokens of a micro-batch, prompts included, at most. On CPUs this is faster than 8192, and
+needs less memory."""
 
 
 def load(work: protocol.Work) -> tuple[Llama3, Any, jax.sharding.Mesh]:
-    """-> (model, tokenizer, mesh of one device)."""
-    found = json.loads((Path(work.model) / "config.json").read_text(encoding="utf-8"))
+    """Return (model, tokenizer, mesh of one device)."""
+    fields = json.loads((Path(work.model) / "config.json").read_text(encoding="utf-8"))
     config = ModelConfig(
-        num_layers=found["num_hidden_layers"],
-        vocab_size=found["vocab_size"],
-        embed_dim=found["hidden_size"],
-        hidden_dim=found["intermediate_size"],
-        num_heads=found["num_attention_heads"],
-        head_dim=found["head_dim"],
-        num_kv_heads=found["num_key_value_heads"],
-        rope_theta=found["rope_theta"],
-        norm_eps=found["rms_norm_eps"],
-        weight_tying=found["tie_word_embeddings"],
+        num_layers=fields["num_hidden_layers"],
+        vocab_size=fields["vocab_size"],
+        embed_dim=fields["hidden_size"],
+        hidden_dim=fields["intermediate_size"],
+        num_heads=fields["num_attention_heads"],
+        head_dim=fields["head_dim"],
+        num_kv_heads=fields["num_key_value_heads"],
+        rope_theta=fields["rope_theta"],
+        norm_eps=fields["rms_norm_eps"],
+        weight_tying=fields["tie_word_embeddings"],
     )
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model = create_model_from_safe_tensors(work.model, config, mesh, dtype=jnp.float32)
@@ -49,21 +50,24 @@ def load(work: protocol.Work) -> tuple[Llama3, Any, jax.sharding.Mesh]:
 
 
 def step(work: protocol.Work) -> dict[str, Any]:
-    """Steps of the learner."""
+    """Run the steps of the learner."""
     model, tokenizer, mesh = load(work)
-    prompts, longest = len(work.prompts[0]), work.prompt_tokens + work.new_tokens
-    fit = MICRO_BATCH_TOKENS // (work.group * longest)
-    size = next(size for size in range(prompts, 0, -1) if prompts % size == 0 and size <= max(fit, 1))
+    prompts = len(work.prompts[0])
+    longest = work.prompt_tokens + work.new_tokens
+    largest = max(MICRO_BATCH_TOKENS // (work.group * longest), 1)
+    micro_batch = next(
+        size for size in range(prompts, 0, -1) if prompts % size == 0 and size <= largest
+    )
     training = RLTrainingConfig(
         actor_optimizer=optax.adamw(1e-6, weight_decay=0.0),
         eval_every_n_steps=10**6,
         max_steps=work.steps,
         mini_batch_size=prompts,
-        train_micro_batch_size=size,
+        train_micro_batch_size=micro_batch,
         rollout_micro_batch_size=prompts,
         compute_logps_micro_batch_size=prompts,
     )
-    drawing = RolloutConfig(
+    rollout_config = RolloutConfig(
         max_tokens_to_generate=work.new_tokens,
         max_prompt_length=work.prompt_tokens,
         kv_cache_size=longest,
@@ -76,19 +80,25 @@ def step(work: protocol.Work) -> dict[str, Any]:
         cluster_config=ClusterConfig(
             role_to_mesh={role: mesh for role in (Role.ACTOR, Role.REFERENCE, Role.ROLLOUT)},
             training_config=training,
-            rollout_config=drawing,
+            rollout_config=rollout_config,
         ),
     )
     meter = protocol.Meter(work.warmup)
-    begins, ends, tokens = watch(work, meter)
-    learner = GRPOLearner(cluster, GRPOConfig(num_generations=work.group, beta=0.0), reward_fns=reward.even_words)
-    batches = [{"prompts": np.array([protocol.text(prompt) for prompt in prompts])} for prompts in work.prompts]
+    starts, ends, tokens = time_rollouts(work, meter)
+    learner = GRPOLearner(
+        cluster, GRPOConfig(num_generations=work.group, beta=0.0), reward_fns=reward.even_words
+    )
+    batches = [
+        {"prompts": np.array([protocol.text(prompt) for prompt in prompts])}
+        for prompts in work.prompts
+    ]
     learner.train(batches)
-    wait()
-    meter.border()
+    wait_for_device()
+    meter.step_begins()
     counted = slice(work.warmup, None)
-    updates = [later - ended for ended, later in zip(ends, [*begins[1:], time.time()], strict=True)]
-    rollouts = [ended - began for began, ended in zip(begins, ends, strict=True)]
+    next_starts = [*starts[1:], time.time()]
+    updates = [start - end for end, start in zip(ends, next_starts, strict=True)]
+    rollouts = [end - start for start, end in zip(starts, ends, strict=True)]
     return meter.result() | {
         "rollout_seconds": rollouts[counted],
         "update_seconds": updates[counted],
@@ -96,62 +106,79 @@ def step(work: protocol.Work) -> dict[str, Any]:
     }
 
 
-def wait() -> None:
-    """For what the device still does: updates run behind the program."""
+def wait_for_device() -> None:
+    """Wait for updates, which run asynchronously."""
     jax.block_until_ready(jax.live_arrays())
 
 
-def watch(work: protocol.Work, meter: protocol.Meter) -> tuple[list[float], list[float], list[int]]:
-    """(when completions begin, when they end, their tokens), of each step to come."""
-    generate, sample = VanillaRollout.generate, Sampler._sample
-    begins, ends, tokens = [], [], []
+def time_rollouts(
+    work: protocol.Work, meter: protocol.Meter
+) -> tuple[list[float], list[float], list[int]]:
+    """Wrap Tunix's sampler with timers and forced lengths.
 
-    def timed(self: Any, prompts: Any, config: RolloutConfig, **named: Any) -> Any:
-        wait()
+    Returns lists that grow by one entry per step: (start times of rollouts, their end times,
+    tokens).
+    """
+    generate = VanillaRollout.generate
+    sample = Sampler._sample
+    starts: list[float] = []
+    ends: list[float] = []
+    tokens: list[int] = []
+
+    def timed_generate(self: Any, prompts: Any, config: RolloutConfig, **options: Any) -> Any:
+        wait_for_device()
         meter.loaded()
-        meter.border()
-        key = jax.random.key(len(begins))
-        lengths = jnp.array(work.lengths[len(begins)]) if work.lengths else None
-        begins.append(time.time())
-        drawn = generate(self, prompts, replace(config, seed=(key, lengths)), **named)
+        meter.step_begins()
+        key = jax.random.key(len(starts))
+        lengths = jnp.array(work.lengths[len(starts)]) if work.lengths else None
+        starts.append(time.time())
+        result = generate(self, prompts, replace(config, seed=(key, lengths)), **options)
         ends.append(time.time())
-        tokens.append(sum(map(len, drawn.tokens)))
-        return drawn
+        tokens.append(sum(map(len, result.tokens)))
+        return result
 
-    def forced(self: Any, logits: Any, eos: Any, cache: Any, sampler_state: Any) -> Any:
-        """Row i draws the token END after lengths[i] others, and never before; Tunix drops it."""
+    def forced_sample(self: Any, logits: Any, eos: Any, cache: Any, sampler_state: Any) -> Any:
+        """Make row i sample the token END after lengths[i] others, and never before.
+
+        Tunix drops that token.
+        """
         seed = sampler_state.seed
         key, lengths = seed
         if lengths is not None:
-            drawn = sampler_state.decoding_step + 1 - sampler_state.num_input_tokens
-            ends = (jnp.arange(logits.shape[-1]) == protocol.END) == (drawn >= lengths)[:, None, None]
-            logits = jnp.where(ends, logits, -jnp.inf)
-        return sample(self, logits, eos, cache, sampler_state.replace(seed=key)).replace(seed=seed)
+            new_tokens = sampler_state.decoding_step + 1 - sampler_state.num_input_tokens
+            is_over = (new_tokens >= lengths)[:, None, None]
+            is_end = jnp.arange(logits.shape[-1]) == protocol.END
+            logits = jnp.where(is_end == is_over, logits, -jnp.inf)
+        state = sampler_state.replace(seed=key)
+        return sample(self, logits, eos, cache, state).replace(seed=seed)
 
-    VanillaRollout.generate, Sampler._sample = timed, forced
-    return begins, ends, tokens
+    VanillaRollout.generate = timed_generate
+    Sampler._sample = forced_sample
+    return starts, ends, tokens
 
 
 def rollout(work: protocol.Work) -> dict[str, Any]:
-    """Completions alone, sampled and greedy."""
+    """Measure completions, sampled and greedy."""
     model, tokenizer, mesh = load(work)
     config = model.config
     longest = work.prompt_tokens + work.new_tokens
     cache = CacheConfig(longest, config.num_layers, config.num_kv_heads, config.head_dim)
-    found, counts = {}, {}
+    seconds: dict[str, list[float]] = {}
+    tokens: dict[str, int] = {}
     with mesh:
         sampler = Sampler(model, tokenizer, cache)
         for rows, greedy in itertools.product(work.batches, (False, True)):
-            how = {} if greedy else {"temperature": 1.0, "top_p": 1.0}
-            seconds = []
+            options = {} if greedy else {"temperature": 1.0, "top_p": 1.0}
+            times = []
             for index, prompts in enumerate(work.prompts):
                 texts = [protocol.text(prompt) for prompt in prompts[:rows]]
-                began = time.perf_counter()
-                drawn = sampler(texts, work.new_tokens, work.prompt_tokens, seed=index, **how)
-                seconds.append(time.perf_counter() - began)
+                start = time.perf_counter()
+                result = sampler(texts, work.new_tokens, work.prompt_tokens, seed=index, **options)
+                times.append(time.perf_counter() - start)
             name = f"{'greedy' if greedy else 'sampling'} {rows}"
-            found[name], counts[name] = seconds[work.warmup :], sum(map(len, drawn.tokens))
-    return {"seconds": found, "tokens": counts}
+            seconds[name] = times[work.warmup :]
+            tokens[name] = sum(map(len, result.tokens))
+    return {"seconds": seconds, "tokens": tokens}
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""One small file per experiment: a value named CONFIG."""
+"""One small file per experiment, each with a value named CONFIG."""

@@ -1,4 +1,7 @@
-"""A*-PO on the default run's problems: one completion of each by the policy, eight by the reference for its value."""
+"""A*-PO on the default run's problems.
+
+For each problem the policy samples one completion, and the reference eight to estimate its value.
+"""
 
 from dataclasses import replace
 
@@ -9,5 +12,5 @@ from tpu_rl.algos import AStarPoConfig
 CONFIG = replace(
     arithmetic_ppo.CONFIG,
     algorithm=AStarPoConfig(beta=0.05),
-    batch=BatchConfig(prompts=64, completions=1, row_length=256, micro_batch_rows=8),
+    batch=BatchConfig(prompts=64, group_size=1, row_length=256, micro_batch_rows=8),
 )

@@ -1,4 +1,5 @@
-"""MiniLLM (arXiv 2306.08543) of arithmetic: the reverse KL of whole completions to the teacher of arithmetic_gkd."""
+"""MiniLLM (arXiv 2306.08543) on arithmetic: the reverse KL of whole completions to the teacher of
+arithmetic_gkd."""
 
 from dataclasses import replace
 

@@ -1,7 +1,8 @@
-"""REINFORCE++ on the default run's problems: PPO without a critic, advantages whitened over the batch.
+"""REINFORCE++ on the default run's problems: PPO without a critic, with advantages whitened over
+the batch.
 
-`--algorithm.baseline group` is REINFORCE++-baseline (with `--batch.completions 8 --batch.prompts 32`), and
-`--algorithm.baseline greedy --algorithm.no-whiten --algorithm.weights constant_length` is ReMax.
+REINFORCE++-baseline is `--algorithm.baseline group --batch.group-size 8 --batch.prompts 32`. ReMax
+is `--algorithm.baseline greedy --algorithm.no-whiten --algorithm.loss-aggregation constant_length`.
 """
 
 from dataclasses import replace

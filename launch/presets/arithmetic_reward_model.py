@@ -1,26 +1,32 @@
-"""A reward model of the arithmetic task: of the shipped model's own answers, a right one is better than a wrong one.
+"""A reward model for arithmetic: of the shipped model's own completions, a right one is better than
+a wrong one.
 
-The frozen shipped model answers each problem eight times; a copy of it with a head, an ensemble of three on one trunk,
-learns which answer is right. Then it is a reward:
+The frozen shipped model completes each problem eight times. A copy of it with an ensemble of three
+heads on one trunk learns which completion is right. Then it is a reward:
 
-    python launch/run.py arithmetic_ppo --reward runs/arithmetic_reward_model/model --evaluation.reward arithmetic
+    python launch/run.py arithmetic_ppo --reward runs/arithmetic_reward_model/model
+        --evaluation.reward arithmetic
 """
 
 from dataclasses import replace
 
-from launch.config import ArithmeticData, BatchConfig, EvaluationConfig
+from launch.config import BatchConfig, EvaluationConfig
 from launch.presets import arithmetic_grpo
 from tpu_rl.algos import RewardModelConfig
-from tpu_rl.environments import Arithmetic
-from tpu_rl.optimizers import OptimizerConfig
+from tpu_rl.environments import Arithmetic, ArithmeticData
+from tpu_rl.train.optimizers import OptimizerConfig
 
 CONFIG = replace(
     arithmetic_grpo.CONFIG,
-    algorithm=RewardModelConfig(pairs="reference", heads=3, penalty=1.0, margin_coef=0.0, centring_coef=0.01),
-    data=ArithmeticData(train=arithmetic_grpo.LONG, evaluation=Arithmetic(min_terms=3, max_terms=5, operators="+-*")),
+    algorithm=RewardModelConfig(
+        pairs="reference", heads=3, penalty=1.0, margin_coef=0.0, centering_coef=0.01
+    ),
+    data=ArithmeticData(
+        train=arithmetic_grpo.LONG, evaluation=Arithmetic(min_terms=3, max_terms=5, operators="+-*")
+    ),
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, schedule="cosine", beta2=0.98),
-    batch=BatchConfig(prompts=64, completions=8, row_length=256, micro_batch_rows=8),
-    evaluation=EvaluationConfig(rows=500, every=50),
+    batch=BatchConfig(prompts=64, group_size=8, row_length=256, micro_batch_rows=8),
+    evaluation=EvaluationConfig(rows=500, interval=50),
     steps=200,
     checkpoint_every=50,
 )

@@ -1,7 +1,9 @@
-"""A sentence-level reward model of the arithmetic task: comparisons of whole answers, worth read step by step.
+"""A sentence-level reward model for arithmetic: it learns the worth of each step from comparisons
+of whole completions.
 
-As arithmetic_reward_model, from the same pairs; a sentence ends at a semicolon. Judged on twice as many held-out
-problems, for before it learns it ranks better than chance, by length.
+It learns from the pairs of arithmetic_reward_model. A sentence ends at a semicolon. The evaluation
+has twice as many held-out problems, because even before training it ranks better than chance, by
+length.
 """
 
 from dataclasses import replace
@@ -12,6 +14,8 @@ from tpu_rl.algos import SentenceRewardConfig
 
 CONFIG = replace(
     WHOLE,
-    algorithm=SentenceRewardConfig((SEMICOLON,), margin_coef=0.0, centring_coef=0.01, pairs="reference"),
+    algorithm=SentenceRewardConfig(
+        (SEMICOLON,), margin_coef=0.0, centering_coef=0.01, pairs="reference"
+    ),
     evaluation=replace(WHOLE.evaluation, rows=1000),
 )

@@ -1,4 +1,5 @@
-"""Sequence-level distillation of arithmetic: the shipped model imitates what the teacher of arithmetic_gkd samples."""
+"""Sequence-level distillation on arithmetic: the shipped model imitates samples of the teacher of
+arithmetic_gkd."""
 
 from dataclasses import replace
 

@@ -1,12 +1,14 @@
-"""How the shipped model was made: supervised fine-tuning from random weights on solved expressions of 2 to 5 terms.
+"""The training of the shipped model: supervised fine-tuning from random weights on solved
+expressions of 2 to 5 terms.
 
-Short calculations are mostly written out and long ones mostly are not, as texts that people write are of both kinds.
-Sums alone would not do: a small network learns to add five numbers at a glance. Products among them it must do one
-after the other. The longest are few: with more of them the network answers those at a glance, too.
+The solutions of short expressions are mostly written out, and those of long ones mostly are not,
+because texts that people write are of both kinds. Sums alone would not do: a small network learns
+to add five numbers at a glance, while products within a sum must be computed one after the other.
+There are few of the longest expressions: with more of them the network learns to answer those at a
+glance, too.
 """
 
 from launch.config import (
-    ArithmeticData,
     BatchConfig,
     EvaluationConfig,
     ExperimentConfig,
@@ -14,8 +16,8 @@ from launch.config import (
     SamplingConfig,
 )
 from tpu_rl.algos import SftConfig
-from tpu_rl.environments import Arithmetic
-from tpu_rl.optimizers import OptimizerConfig
+from tpu_rl.environments import Arithmetic, ArithmeticData
+from tpu_rl.train.optimizers import OptimizerConfig
 
 CONFIG = ExperimentConfig(
     algorithm=SftConfig(),
@@ -27,11 +29,16 @@ CONFIG = ExperimentConfig(
     model=ModelConfig(path="builtin:arithmetic", random_init=True),
     reward=("arithmetic",),
     optimizer=OptimizerConfig(
-        learning_rate=3e-3, schedule="cosine", warmup_steps=100, final_share=0.02, weight_decay=0.01, beta2=0.98
+        learning_rate=3e-3,
+        schedule="cosine",
+        warmup_steps=100,
+        final_share=0.02,
+        weight_decay=0.01,
+        beta2=0.98,
     ),
-    batch=BatchConfig(prompts=128, completions=1, row_length=128, micro_batch_rows=16),
-    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_rows=512),
-    evaluation=EvaluationConfig(rows=300, every=500),
+    batch=BatchConfig(prompts=128, group_size=1, row_length=128, micro_batch_rows=16),
+    sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_num_seqs=512),
+    evaluation=EvaluationConfig(rows=300, interval=500),
     steps=3000,
     checkpoint_every=1000,
 )

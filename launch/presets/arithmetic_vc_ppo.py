@@ -1,17 +1,20 @@
-"""VC-PPO (arXiv 2503.01491): `arithmetic_ppo` with a critic fitted to Monte-Carlo returns before the policy moves, and
-ever after, while advantages keep lambda 0.95."""
+"""VC-PPO (arXiv 2503.01491): `arithmetic_ppo` with a critic that is fitted to Monte-Carlo returns.
+
+The critic is pretrained before the policy moves and keeps these targets, while advantages keep
+lambda 0.95.
+"""
 
 from dataclasses import replace
 
 from launch.config import Phase, Plateau
 from launch.presets import arithmetic_ppo
 from tpu_rl.algos import PpoConfig, ValuePretrainingConfig
-from tpu_rl.critics import Critic
+from tpu_rl.losses.value_loss import Critic
 
 CRITIC = Critic(lam=1.0, learning_rate_scale=5.0)
 PRETRAINING = 50
-"""Steps, at most: it ends once eight steps explain, on average, less than 0.02 more of the variance of fresh returns
-than the eight before."""
+"""Most steps of value pretraining. It ends earlier once the explained variance of fresh returns,
+averaged over eight steps, is less than 0.02 above that of the eight steps before."""
 
 CONFIG = replace(
     arithmetic_ppo.CONFIG,

@@ -1,11 +1,13 @@
-"""GRPO on programming problems with your own checkpoint and data:
+"""GRPO on programming problems, with your own checkpoint and data:
 
-    python launch/run.py code_grpo --model.path DIR --data.path train.jsonl [--data.evaluation-path test.jsonl]
+    python launch/run.py code_grpo --model.path DIR --data.path train.jsonl
+        [--data.evaluation-path test.jsonl]
 
-Rows have a `prompt` (text or messages) and `tests`: {"input": ..., "output": ...} of stdin and stdout and texts with
-asserts in a list, {"inputs": [...], "outputs": [...]}, or either as JSON. The reward is 1 where the answer's last
-fenced block, or all of an answer without one, passes all of them. Programs run in a sandbox; where the kernel refuses
-it, nothing runs unless --allow-unsandboxed-code.
+A row has a `prompt` (text or messages) and `tests`: a list of {"input": ..., "output": ...} for
+stdin and stdout and of texts with asserts, or {"inputs": [...], "outputs": [...]}, or either of
+these as JSON. The program is the last fenced block of the answer, or the whole answer if it has no
+block. The reward is 1 if it passes all tests. Programs run in a sandbox. If the kernel does not
+support the sandbox, nothing runs unless you give --allow-unsandboxed-code.
 """
 
 from launch.config import (
@@ -17,7 +19,7 @@ from launch.config import (
     SamplingConfig,
 )
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.optimizers import OptimizerConfig
+from tpu_rl.train.optimizers import OptimizerConfig
 
 CONFIG = ExperimentConfig(
     algorithm=GrpoConfig(clip_high=0.28),
@@ -25,9 +27,9 @@ CONFIG = ExperimentConfig(
     model=ModelConfig(dtype="bfloat16"),
     reward=("python_tests",),
     optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10, beta2=0.95),
-    batch=BatchConfig(prompts=32, completions=8, row_length=4096, micro_batch_rows=2),
-    sampling=SamplingConfig(max_prompt_tokens=1024, max_new_tokens=1024, max_rows=256),
-    evaluation=EvaluationConfig(rows=200, every=50),
+    batch=BatchConfig(prompts=32, group_size=8, row_length=4096, micro_batch_rows=2),
+    sampling=SamplingConfig(max_prompt_tokens=1024, max_new_tokens=1024, max_num_seqs=256),
+    evaluation=EvaluationConfig(rows=200, interval=50),
     steps=200,
     checkpoint_every=50,
 )

@@ -1,9 +1,11 @@
-"""GRPO on grade-school mathematics (GSM8K, arXiv 2110.14168) with your own checkpoint and data:
+"""GRPO on grade-school mathematics (GSM8K, arXiv 2110.14168), with your own checkpoint and data:
 
-    python launch/run.py gsm8k_grpo --model.path DIR --data.path train.jsonl [--data.evaluation-path test.jsonl]
+    python launch/run.py gsm8k_grpo --model.path DIR --data.path train.jsonl
+        [--data.evaluation-path test.jsonl]
 
-The reward is 1 where the number after "####", or in the last box, is the right one. `--reward math` compares with
-math-verify instead (pip install -e ".[math]"), `--reward FILE.py:function` with your own.
+The reward is 1 if the number after "####", or in the last box, is right. `--reward math` compares
+with math-verify instead (pip install -e ".[math]"), and `--reward FILE.py:function` with your own
+function.
 """
 
 from launch.config import (
@@ -15,7 +17,7 @@ from launch.config import (
     SamplingConfig,
 )
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.optimizers import OptimizerConfig
+from tpu_rl.train.optimizers import OptimizerConfig
 
 CONFIG = ExperimentConfig(
     algorithm=GrpoConfig(clip_high=0.28),
@@ -26,9 +28,9 @@ CONFIG = ExperimentConfig(
     model=ModelConfig(dtype="bfloat16"),
     reward=("gsm8k",),
     optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10, beta2=0.95),
-    batch=BatchConfig(prompts=32, completions=8, row_length=2048, micro_batch_rows=4),
-    sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512, max_rows=256),
-    evaluation=EvaluationConfig(rows=500, every=50),
+    batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=4),
+    sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512, max_num_seqs=256),
+    evaluation=EvaluationConfig(rows=500, interval=50),
     steps=200,
     checkpoint_every=50,
 )

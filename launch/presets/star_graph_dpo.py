@@ -1,6 +1,6 @@
-"""DPO on star graphs: of the pretrained model's own paths a right one is preferred to a wrong one.
+"""DPO on star graphs: of the pretrained model's own paths, a right one is preferred to a wrong one.
 
-With the right path's likelihood in the loss it is RPO: `--algorithm.rpo-coef 1`.
+RPO adds the likelihood of the right path to the loss: `--algorithm.rpo-coef 1`.
 """
 
 from dataclasses import replace

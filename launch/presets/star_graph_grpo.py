@@ -1,11 +1,12 @@
-"""GRPO on star graphs, from the model that star_graph_pretrain left: can a policy method leave the shortcut?"""
+"""GRPO on star graphs, from the model of star_graph_pretrain: can a policy method leave the
+shortcut?"""
 
 from dataclasses import replace
 
 from launch.config import BatchConfig, EvaluationConfig, ModelConfig
 from launch.presets import star_graph_pretrain
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.optimizers import OptimizerConfig
+from tpu_rl.train.optimizers import OptimizerConfig
 
 CONFIG = replace(
     star_graph_pretrain.CONFIG,
@@ -13,8 +14,8 @@ CONFIG = replace(
     data=replace(star_graph_pretrain.CONFIG.data, split="post"),
     model=ModelConfig(path="runs/star_graph_pretrain/model"),
     optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=5),
-    batch=BatchConfig(prompts=64, completions=8, row_length=128, micro_batch_rows=16),
-    evaluation=EvaluationConfig(rows=500, every=20),
+    batch=BatchConfig(prompts=64, group_size=8, row_length=128, micro_batch_rows=16),
+    evaluation=EvaluationConfig(rows=500, interval=20),
     steps=200,
     checkpoint_every=50,
 )

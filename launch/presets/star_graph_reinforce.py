@@ -1,4 +1,5 @@
-"""Sampled REINFORCE on star graphs, advantages whitened over the batch, on as many paths as star_graph_grpo."""
+"""REINFORCE on star graphs, with advantages whitened over the batch, on as many paths as
+star_graph_grpo."""
 
 from dataclasses import replace
 

@@ -1,11 +1,23 @@
-"""The algorithms, by the type of their configuration."""
+"""The algorithms, each in its own file, and ALGORITHMS, where they are registered.
+
+To register a new algorithm, import its configuration and its factory here and add a row to
+ALGORITHMS. The command line, config.yaml and the launcher know it from there.
+"""
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.a_star_po import AStarPoConfig, a_star_po
+from tpu_rl.algos.cispo import CispoConfig, cispo
 from tpu_rl.algos.distill import DistillConfig, distill
 from tpu_rl.algos.dpo import DpoConfig, dpo
 from tpu_rl.algos.grpo import GrpoConfig, grpo
+from tpu_rl.algos.gspo import GspoConfig, gspo
 from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.ppo import PpoConfig, ppo
@@ -16,69 +28,39 @@ from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
 from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
+from tpu_rl.types import Algorithm
 
-ALGORITHMS = {
+ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
+    AStarPoConfig: a_star_po,
+    CispoConfig: cispo,
     DistillConfig: distill,
-    MiniLlmConfig: mini_llm,
     DpoConfig: dpo,
-    KtoConfig: kto,
     GrpoConfig: grpo,
-    QSharpConfig: q_sharp,
+    GspoConfig: gspo,
+    KtoConfig: kto,
+    MiniLlmConfig: mini_llm,
+    PpoConfig: ppo,
     ProcessRewardConfig: process_reward,
+    QSharpConfig: q_sharp,
+    ReinforceConfig: reinforce,
     RewardModelConfig: reward_model,
     SentenceRewardConfig: sentence_reward,
     SftConfig: sft,
-    PpoConfig: ppo,
     ValuePretrainingConfig: value_pretraining,
-    ReinforceConfig: reinforce,
-    AStarPoConfig: a_star_po,
 }
-AlgorithmConfig = (
-    DistillConfig
-    | MiniLlmConfig
-    | DpoConfig
-    | KtoConfig
-    | GrpoConfig
-    | QSharpConfig
-    | ProcessRewardConfig
-    | RewardModelConfig
-    | SentenceRewardConfig
-    | SftConfig
-    | PpoConfig
-    | ValuePretrainingConfig
-    | ReinforceConfig
-    | AStarPoConfig
-)  # fmt: skip
+"""Type of a configuration -> factory (config, roles, sampling) -> Algorithm."""
 
-__all__ = [
-    "ALGORITHMS",
-    "AlgorithmConfig",
-    "DistillConfig",
-    "DpoConfig",
-    "KtoConfig",
-    "dpo",
-    "kto",
-    "MiniLlmConfig",
-    "distill",
-    "mini_llm",
-    "AStarPoConfig",
-    "GrpoConfig",
-    "ReinforceConfig",
-    "a_star_po",
-    "reinforce",
-    "PpoConfig",
-    "ValuePretrainingConfig",
-    "ppo",
-    "value_pretraining",
-    "ProcessRewardConfig",
-    "QSharpConfig",
-    "q_sharp",
-    "RewardModelConfig",
-    "SentenceRewardConfig",
-    "SftConfig",
-    "grpo",
-    "process_reward",
-    "reward_model",
-    "sentence_reward",
-    "sft",
-]
+if TYPE_CHECKING:
+
+    class AlgorithmConfig(Protocol):
+        """A configuration in ALGORITHMS: a frozen dataclass with these two properties."""
+
+        @property
+        def experience(self) -> ExperienceSpec: ...
+
+        @property
+        def roles(self) -> dict[str, RoleSpec]: ...
+
+else:
+    # The command line and config.yaml need the union of the types at run time.
+    AlgorithmConfig = functools.reduce(operator.or_, ALGORITHMS)

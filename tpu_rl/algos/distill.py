@@ -1,21 +1,26 @@
-"""Token-level distillation: the policy's whole next-token distribution is drawn to a teacher's, state by state.
+"""Token-level distillation: match a teacher's next-token distribution at every state.
 
     loss = sum_t w_t beta_t D(teacher*(.|s_t), policy(.|s_t)),    w_t = 1 / (sequences x |y|)
 
-D is the generalised Jensen-Shannon divergence over the full vocabulary, or over the teacher's top k tokens and the rest
-as one. States s_t are constants: no gradient passes through the sampling of completions, nor into any teacher.
+D is the generalized Jensen-Shannon divergence over the full vocabulary, or over the teacher's top k
+tokens with all others taken together. The states s_t are constants: no gradient passes through the
+sampling of completions, nor into a teacher.
 
-    GKD           on_policy 0 to 1, beta 0 to 1                                             arXiv 2306.13649
-    AlignDistil   target "contrastive", adaptive, beta 1, and beta0 for its weights         arXiv 2503.02832
-                  (target "extrapolated" is its theorem 1; both also with a constant alpha)
+    GKD           on_policy 0 to 1, beta 0 to 1                         arXiv 2306.13649
+    AlignDistil   target "contrastive", adaptive, beta 1, and beta0
+                  for the weights beta_t                                arXiv 2503.02832
+                  (target "extrapolated" is its theorem 1; both
+                  targets also with a constant alpha)
 
-AlignDistil: teacher and teacher_reverse come from DPO on the same preferences, the latter with every pair swapped; the
-policy starts as the model that they started as. beta_t = beta0 / alpha_t is the KL coefficient that belongs to the
-teacher's alpha_t, up to 1000 beta0 where the two models agree: metrics split tokens and loss by how much they do.
+The two teachers of AlignDistil come from DPO on the same preferences, teacher_reverse with every
+pair swapped. The policy starts as the model that they started as. beta_t = beta0 / alpha_t is the
+KL coefficient that belongs to the teacher's alpha_t. It goes up to 1000 beta0 where the two models
+agree, so the metrics split tokens and loss by how much they do.
 
-Deviations. The authors' AlignDistil code starts at the second token of a completion and, off policy, ends behind its
-end; here every token counts, the first and the end included. GKD draws on- or off-policy data batch by batch; here
-every batch holds the share. Logits of teacher and policy alike are divided by the sampling temperature, as in TRL.
+Deviations: the authors' AlignDistil code starts at the second token of a completion and, off
+policy, ends after its end. Here every token counts, the first and the end included. GKD chooses on-
+or off-policy data for each batch; here every batch has that share of both. Logits of teacher and
+policy alike are divided by the sampling temperature, as in TRL.
 """
 
 from __future__ import annotations
@@ -26,123 +31,180 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import masked, teachers
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
-from tpu_rl.needs import Needs, RoleSpec
-from tpu_rl.types import Algorithm, Array, Completions, Experience, Metrics, Params, Roles, Rows, Sampling, Sum
+from tpu_rl.losses import masked, teachers
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Completions,
+    Experience,
+    Metrics,
+    Params,
+    Roles,
+    Rows,
+    Sampling,
+    Sum,
+)
 
-WEIGHTS = {"token_mean": masked.token_mean, "sequence_mean": masked.sequence_mean}
 DISAGREEMENT = {"low": (-1.0, 0.01), "middle": (0.01, 0.1), "high": (0.1, 3.0)}
-"""Total variation distances, (alpha_t - 0.001) / alpha, by which adaptive runs split the loss in metrics."""
+"""Ranges of the total variation distance, (alpha_t - 0.001) / alpha. The metrics of adaptive runs
+split the loss by these."""
 
 
 @dataclass(frozen=True)
 class DistillConfig:
+    """The default is on-policy distillation with the reverse KL."""
+
     teacher: str
-    """A model with the policy's tokenizer, of any size: a directory, a hub id or the model folder of a run."""
+    """A model with the policy's tokenizer, of any size: a directory, a hub id or the model folder
+    of a run."""
     teacher_reverse: str | None = None
     """Contrastive target only: the model that learned the opposite."""
     target: Literal["teacher", "extrapolated", "contrastive"] = "teacher"
-    """The teacher as it is; or a point on the line from the reference (--model.path) to it; or beyond it, on the line
-    from the reverse teacher (see `teachers`)."""
+    """teacher: the teacher itself. extrapolated: a point on the line from the reference
+    (--model.path) through the teacher. contrastive: a point beyond the teacher on the line from the
+    reverse teacher. See `losses.teachers`."""
     alpha: float = 1.0
-    """How far on that line; adaptive: alpha_t = alpha x total variation distance of the two models + 0.001."""
+    """Position on that line. With `adaptive`, alpha_t = alpha x total variation distance of the two
+    models + 0.001."""
     adaptive: bool = False
+    """Choose alpha_t for every token."""
     tvd_half: bool = True
-    """False: total variation without its 1/2, as in AlignDistil's code."""
+    """False leaves out the 1/2 of the total variation distance, as AlignDistil's code does."""
     beta0: float | None = None
-    """Weighs each token's divergence by beta0 / alpha_t; None: all tokens alike."""
+    """Weigh each token's divergence by beta0 / alpha_t; all tokens alike if not given."""
     beta: float = 1.0
-    """Of the divergence: 0 forward KL(teacher || policy), 1 reverse KL(policy || teacher), between: Jensen-Shannon."""
+    """Kind of divergence: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy ||
+    teacher), between them the Jensen-Shannon divergence."""
     top_k: int | None = None
-    """Tells apart only the target's k likeliest tokens; None: the whole vocabulary."""
-    weights: Literal["token_mean", "sequence_mean"] = "sequence_mean"
-    """sequence_mean: every completion counts the same, its tokens share (length normalisation, 1 / |y|)."""
+    """Tell only the target's k likeliest tokens apart; the whole vocabulary if not given."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
+    """Weights of the tokens: every token alike, or every completion alike (length normalization, 1
+    / |y|)."""
     on_policy: float = 1.0
-    """Share of the prompts that the policy itself completes."""
+    """Share of the prompts that the policy completes."""
     off_policy: Literal["data", "teacher"] = "data"
-    """Who completes the others: the data, or the teacher."""
+    """Source of the other completions."""
 
     def __post_init__(self):
         if not (0 <= self.beta <= 1 and 0 <= self.on_policy <= 1):
-            found = f"beta {self.beta} or on_policy {self.on_policy} is not from 0 to 1"
-            raise InputError(found, where="--algorithm.beta, --algorithm.on-policy")
+            raise InputError(
+                f"beta {self.beta} or on_policy {self.on_policy} is not from 0 to 1",
+                where="--algorithm.beta, --algorithm.on-policy",
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k is {self.top_k}", where="--algorithm.top-k", fix="use 1 or more, e.g. 32")
+            raise InputError(
+                f"top_k {self.top_k} is below 1",
+                where="--algorithm.top-k",
+                fix="use 1 or more, e.g. 32",
+            )
         if self.target == "contrastive" and self.teacher_reverse is None:
-            fix = "train it by reverse DPO and give its folder"
-            raise InputError("a contrast needs a second model", where="--algorithm.teacher-reverse", fix=fix)
+            raise InputError(
+                "the contrastive target needs a second model",
+                where="--algorithm.teacher-reverse",
+                fix="train it by DPO with --algorithm.reverse and give its folder",
+            )
         if self.target == "teacher" and (self.adaptive or self.beta0 is not None):
-            fix = "choose --algorithm.target extrapolated or contrastive"
-            raise InputError("adaptive and beta0 are for a target on a line", where="--algorithm.target", fix=fix)
+            raise InputError(
+                "adaptive and beta0 need a target on a line",
+                where="--algorithm.target",
+                fix="choose --algorithm.target extrapolated or contrastive",
+            )
         if min(self.alpha, 1.0 if self.beta0 is None else self.beta0) <= 0:
-            raise InputError("alpha and beta0 are above 0", where="--algorithm.alpha, --algorithm.beta0")
+            raise InputError(
+                "alpha or beta0 is not above 0", where="--algorithm.alpha, --algorithm.beta0"
+            )
 
     @property
-    def needs(self) -> Needs:
+    def experience(self) -> ExperienceSpec:
+        spec = ExperienceSpec("completions", on_policy=self.on_policy, positive_temperature=True)
         if self.off_policy == "teacher" or self.on_policy == 1:
-            return Needs(Completions, sampled_by="teacher", on_policy=self.on_policy)
+            return spec._replace(sampled_by="teacher")
         columns = ("prompt", "completion") if self.on_policy else ("messages",)
-        return Needs(Completions, columns, sampled_by=None, on_policy=self.on_policy)
+        return spec._replace(columns=columns, sampled_by=None)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        roles = {"policy": RoleSpec(trainable=True), "teacher": RoleSpec(trainable=False, path=self.teacher)}
+        roles = {
+            "policy": RoleSpec(trainable=True),
+            "teacher": RoleSpec(trainable=False, path=self.teacher),
+        }
         if self.target == "contrastive":
             roles["teacher_reverse"] = RoleSpec(trainable=False, path=self.teacher_reverse)
-        return roles | ({"reference": RoleSpec(trainable=False)} if self.target == "extrapolated" else {})
+        return with_reference(roles, needed=self.target == "extrapolated")
 
 
 @struct.dataclass
 class Batch:
+    """Leaves are [M, K, R, S]; the loss sees [R, S]."""
+
     rows: Rows
     weights: dict[str, Array]
-    """"policy": [.., R, S]."""
+    """"policy": the weights of the tokens."""
     on_policy: Array
-    """[.., R, S] bool."""
+    """bool: True if the policy sampled the token's completion."""
 
 
 def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from Completions, whoever wrote them."""
+    """Build distillation. It learns from Completions of any origin."""
     if sampling.temperature <= 0:
         raise InputError(
-            "distributions are compared at a temperature above 0", where="--sampling.temperature", fix="use 1.0"
+            "distributions are compared at a temperature above 0",
+            where="--sampling.temperature",
+            fix="use 1.0",
         )
     teacher = teachers.compose(config.target, config.alpha, config.adaptive, config.tvd_half)
+    weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         del params
-        data, layout = experience
-        assert isinstance(data, Completions)
-        weights = WEIGHTS[config.weights](data.action_mask, layout.minibatch, layout.minibatches)
-        on_policy = layout.pack(data.action_mask & data.on_policy[:, None])
-        return Batch(layout.rows(data.tokens), {"policy": layout.pack(weights)}, on_policy), state
+        completions, layout = experience
+        assert isinstance(completions, Completions)
+        mask = completions.action_mask
+        weights = weighting(mask, layout.minibatch, layout.minibatches)
+        batch = Batch(
+            rows=layout.rows(completions.tokens),
+            weights={"policy": layout.pack(weights)},
+            on_policy=layout.pack(mask & completions.on_policy[:, None]),
+        )
+        return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        how = {"temperature": sampling.temperature, "top_k": config.top_k}
-        found = teachers.compare(roles, params, batch.rows, teacher, config.beta, **how)
-        weights, mask = batch.weights["policy"], batch.weights["policy"] > 0
-        beta = 1.0 if config.beta0 is None else config.beta0 / found.alpha
-        losses = jnp.where(mask, weights * beta * found.divergence, 0.0)
-
-        def average(values: Array, tokens: Array) -> Sum:
-            return Sum(masked.total(values, tokens), tokens.sum().astype(jnp.float32))
-
+        comparison = teachers.compare(
+            roles,
+            params,
+            batch.rows,
+            teacher,
+            config.beta,
+            temperature=sampling.temperature,
+            top_k=config.top_k,
+        )
+        weights = batch.weights["policy"]
+        mask = weights > 0
+        beta = 1.0 if config.beta0 is None else config.beta0 / comparison.alpha
+        losses = jnp.where(mask, weights * beta * comparison.divergence, 0.0)
+        value = losses.sum()
         metrics: Metrics = {
-            "distill/loss": Sum(losses.sum(), weights.sum()),
-            "distill/divergence": average(found.divergence, mask),
-            "policy/entropy": average(found.entropy, mask),
+            "distill/loss": Sum(value, weights.sum()),
+            "distill/divergence": masked.average(comparison.divergence, mask),
+            "policy/entropy": masked.average(comparison.entropy, mask),
         }
         if 0 < config.on_policy < 1:
-            metrics["distill/divergence_on_policy"] = average(found.divergence, mask & batch.on_policy)
-            metrics["distill/divergence_off_policy"] = average(found.divergence, mask & ~batch.on_policy)
+            metrics["distill/divergence_on_policy"] = masked.average(
+                comparison.divergence, mask & batch.on_policy
+            )
+            metrics["distill/divergence_off_policy"] = masked.average(
+                comparison.divergence, mask & ~batch.on_policy
+            )
         if config.adaptive:
-            distance = (found.alpha - teachers.LEAST_ALPHA) / config.alpha
-            metrics["distill/alpha"] = average(found.alpha, mask)
+            metrics["distill/alpha"] = masked.average(comparison.alpha, mask)
+            distance = (comparison.alpha - teachers.LEAST_ALPHA) / config.alpha
             for name, (low, high) in DISAGREEMENT.items():
                 part = (distance > low) & (distance <= high)
-                metrics[f"distill/tokens_{name}"] = average(part.astype(jnp.float32), mask)
-                metrics[f"distill/loss_{name}"] = Sum(masked.total(losses, part), losses.sum())
-        return losses.sum(), metrics
+                metrics[f"distill/tokens_{name}"] = masked.average(part.astype(jnp.float32), mask)
+                metrics[f"distill/loss_{name}"] = Sum(masked.total(losses, part), value)
+        return value, metrics
 
     return Algorithm(make_batch, loss)

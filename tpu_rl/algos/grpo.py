@@ -1,141 +1,182 @@
-"""Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) and its relatives.
+"""Group relative policy optimization (GRPO; DeepSeekMath, arXiv 2402.03300) and its relatives.
 
-Several completions of one prompt are their own baseline: a completion's advantage A is its return against its
-group's, and every token of it is pushed by A through PPO's clipped ratio:
+Several completions of one prompt are each other's baseline. The advantage A of a completion
+compares its return with the returns of its group, and every token of the completion is pushed by A
+through PPO's clipped ratio r_t = policy / old policy:
 
-    loss = sum_t w_t [ -min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) + kl_loss_coef KL_t - entropy_coef H_t ]
+    loss = sum_t w_t [ -min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A)
+                       + kl_loss_coef KL_t - entropy_coef H_t ]
 
-The variants differ in functions, chosen by name: which baseline and scale (ADVANTAGES), what a token counts
-(WEIGHTS), where the KL to the reference goes (k1 in the reward, or in the loss with its exact gradient).
+The variants differ in the advantage, in the weights w, and in where the KL to the reference goes:
+into the reward (k1), or into the loss (with its exact gradient).
 
-    GRPO       advantages "group",  weights "sequence_mean"
-    Dr. GRPO   advantages "centred", weights "constant_length"                       arXiv 2503.20783
-    RLOO       advantages "leave_one_out", kl_reward_coef > 0                        arXiv 2402.14740
-    decoupled  old_log_probs "recomputed", importance_cap 2: the ratio to the proximal policy, a weight for what sampled
-               (AReaL, arXiv 2505.24298)
-    DAPO       weights "token_mean", clip_high 0.28, overlong_buffer, and dynamic sampling in `rollouts`  2503.14476
+    GRPO       advantages "group", weights "sequence_mean"
+    Dr. GRPO   advantages "centered", weights "constant_length"          arXiv 2503.20783
+    RLOO       advantages "leave_one_out", kl_reward_coef > 0            arXiv 2402.14740
+    DAPO       weights "token_mean", clip_high 0.28, overlong_buffer,
+               and dynamic sampling (a setting of the batch)             arXiv 2503.14476
+    decoupled  old_log_probs "recomputed", importance_sampling_cap 2:
+               the ratio is to the proximal policy, and a weight
+               corrects for the policy that sampled (AReaL)              arXiv 2505.24298
 
-Deviations: `weights` is token_mean unless chosen, as in TRL and verl, and so it is in the presets named after GRPO. The
-group deviation is the sample one (n - 1), as there.
+`group_policy_gradient` is the same algorithm with any surrogate: see `gspo` and `cispo`.
+
+Deviations: the default weights are "token_mean", as in TRL and verl, also in the presets named
+after GRPO. The standard deviation of a group is the sample one (n - 1), as there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import jax.numpy as jnp
-
-from tpu_rl import advantages, masked
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, of_frozen, token_log_probs
-from tpu_rl.needs import Needs, RoleSpec
-from tpu_rl.policy_gradients import PolicyBatch, policy_batch, proximal_loss
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
+from tpu_rl.losses import advantages, masked
+from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.losses.policy_batch import PolicyBatch, make_policy_batch
+from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling
 
 ADVANTAGES = {
     "group": advantages.group_scaled,
     "batch": advantages.batch_scaled,
-    "centred": advantages.group_centred,
+    "centered": advantages.group_centered,
     "leave_one_out": advantages.leave_one_out,
-}
-WEIGHTS = {
-    "token_mean": masked.token_mean,
-    "sequence_mean": masked.sequence_mean,
-    "constant_length": masked.constant_length,
 }
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
-    """Lengths are tokens; coefficients multiply nats."""
+class GroupPolicyConfig:
+    """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
+    nats."""
 
-    advantages: Literal["group", "batch", "centred", "leave_one_out"] = "group"
-    weights: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    """Cap on a bad action's loss, in units of |A|; 3 is usual."""
+    advantages: Literal["group", "batch", "centered", "leave_one_out"] = "group"
+    """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
+    batch's (batch), unscaled (centered), or minus the mean of the others (leave_one_out)."""
+    loss_aggregation: masked.LossAggregation = "token_mean"
+    """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
     kl_reward_coef: float = 0.0
     """KL to the reference, estimated by k1, subtracted from the reward of every token."""
     kl_loss_coef: float = 0.0
-    """KL to the reference of each token's distribution, added to the loss with its exact gradient."""
+    """KL to the reference of each token's distribution, added to the loss with its exact gradient.
+    """
     entropy_coef: float = 0.0
-    importance_cap: float | None = None
-    """Weigh each token's loss by min(old policy / what it was sampled from, cap): for top-k and the like, penalties,
-    and, with recomputed log-probs, a sampler that rounds otherwise; 2 is usual."""
+    """Entropy bonus."""
+    importance_sampling_cap: float | None = None
+    """Multiply each token's loss by min(old policy / sampling distribution, cap). Corrects for
+    top-k and the like, for penalties and, with recomputed log-probs, for a sampler that rounds
+    differently; 2 is usual."""
     old_log_probs: Literal["sampler", "recomputed"] = "sampler"
-    """Whose the ratio's are: the sampler's, at no cost, or another forward pass of the policy, before its update."""
+    """Denominator of the ratio: the sampler's log-probs, at no cost, or those of another forward
+    pass of the policy before its update."""
     overlong_buffer: int = 0
-    """Soft overlong penalty over the last so many tokens before the limit; 0 is off."""
+    """Soft overlong penalty over this many tokens before the length limit; 0 is off."""
     mask_truncated: bool = False
-    """Completions that ran into the limit stay in their group's baseline but are not learned from."""
+    """Do not learn from completions that ran into the length limit. They stay in their group's
+    baseline."""
 
     def __post_init__(self):
-        coefficients = (self.kl_reward_coef, self.kl_loss_coef, self.entropy_coef, self.overlong_buffer)
-        wrong = {
-            "a coefficient or the overlong buffer is negative": min(coefficients) < 0,
-            f"dual clip {self.dual_clip} is not above 1": self.dual_clip is not None and self.dual_clip <= 1,
-            f"clip_low {self.clip_low} is not between 0 and 1": not 0 < self.clip_low < 1,
-            f"clip_high {self.clip_high} is not above 0": self.clip_high <= 0,
-            "the importance cap is not above 0": self.importance_cap is not None and self.importance_cap <= 0,
-        }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            raise InputError(what, where="--algorithm", fix="see --help")
+        coefficients = (
+            self.kl_reward_coef,
+            self.kl_loss_coef,
+            self.entropy_coef,
+            self.overlong_buffer,
+        )
+        if min(coefficients) < 0:
+            raise _invalid("a coefficient or the overlong buffer is negative")
+        if self.importance_sampling_cap is not None and self.importance_sampling_cap <= 0:
+            raise _invalid("the importance sampling cap is not above 0")
 
-    needs: ClassVar[Needs] = Needs(Rollout, smallest_group=2)
-    """Completions of a prompt are compared with each other: the advantage of one alone is always 0."""
+    @property
+    def experience(self) -> ExperienceSpec:
+        # The completions of a prompt are compared: one alone would always have advantage 0.
+        return ExperienceSpec("rollouts", smallest_group=2)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        """Without a KL term no reference model is kept and no reference pass is made."""
-        policy, reference = {"policy": RoleSpec(trainable=True)}, {"reference": RoleSpec(trainable=False)}
-        return policy | reference if self.kl_reward_coef or self.kl_loss_coef else policy
+        policy = {"policy": RoleSpec(trainable=True)}
+        return with_reference(policy, needed=bool(self.kl_reward_coef or self.kl_loss_coef))
+
+
+@dataclass(frozen=True)
+class GrpoConfig(GroupPolicyConfig):
+    """Lengths are tokens; coefficients multiply nats."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_clip_range(self.clip_low, self.clip_high)
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise _invalid(f"dual clip {self.dual_clip} is not above 1")
+
+
+def check_clip_range(clip_low: float, clip_high: float) -> None:
+    """Raise InputError unless 0 < clip_low < 1 and clip_high > 0."""
+    if not 0 < clip_low < 1:
+        raise _invalid(f"clip_low {clip_low} is not between 0 and 1")
+    if clip_high <= 0:
+        raise _invalid(f"clip_high {clip_high} is not above 0")
+
+
+def _invalid(what: str) -> InputError:
+    return InputError(what, where="--algorithm", fix="see --help")
 
 
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from a Rollout."""
-    policy, reference = roles["policy"], roles["reference"] if "reference" in config.roles else None
-    length = {"length": sampling.max_new_tokens} if config.weights == "constant_length" else {}
-    weigh = partial(WEIGHTS[config.weights], **length)
+    """Build GRPO. It learns from a Rollout."""
+    surrogate = partial(
+        clipped_surrogate,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+    return group_policy_gradient(config, roles, sampling, surrogate)
+
+
+def group_policy_gradient(
+    config: GroupPolicyConfig, roles: Roles, sampling: Sampling, surrogate: SurrogateFunction
+) -> Algorithm:
+    """Build the method with a group baseline and this surrogate. It learns from a Rollout."""
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
-        rollout, layout = experience
-        assert isinstance(rollout, Rollout)
-        returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
-        if config.overlong_buffer:
-            lengths = rollout.action_mask.sum(-1)
-            returns += advantages.soft_overlong_penalty(lengths, sampling.max_new_tokens, config.overlong_buffer)
-        reference_log_probs = None
-        if reference is not None:
-            reference_log_probs = of_frozen(reference, params, layout.rows(rollout.tokens), sampling.temperature)
-            kl = k1(rollout.log_probs, layout.unpack(reference_log_probs))
-            returns -= config.kl_reward_coef * masked.total(kl, rollout.action_mask, axis=-1)
-        advantage = ADVANTAGES[config.advantages](returns, rollout.group_id, rollout.scored)
-        learned = rollout.action_mask & rollout.scored[:, None] & ~(rollout.truncated[:, None] & config.mask_truncated)
-        weights = weigh(learned, layout.minibatch, layout.minibatches)
-        old_log_probs = None
-        if config.old_log_probs == "recomputed":
-            old_log_probs = of_frozen(policy, params, layout.rows(rollout.tokens), sampling.temperature)
-            old_log_probs = jnp.where(layout.pack(rollout.action_mask), old_log_probs, 0.0)
-        batch = policy_batch(
-            rollout,
-            layout,
-            jnp.where(rollout.action_mask, advantage[:, None], 0.0),
-            weights,
-            reference_log_probs,
-            old_log_probs=old_log_probs,
-            importance_cap=config.importance_cap,
+        batch = make_policy_batch(
+            experience,
+            params,
+            policy=roles["policy"],
+            reference=roles["reference"] if "reference" in config.roles else None,
+            advantage=ADVANTAGES[config.advantages],
+            weighting=masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens),
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            kl_reward_coef=config.kl_reward_coef,
+            overlong_buffer=config.overlong_buffer,
+            mask_truncated=config.mask_truncated,
+            recompute_log_probs=config.old_log_probs == "recomputed",
+            importance_sampling_cap=config.importance_sampling_cap,
         )
         return batch, state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        found = token_log_probs(
-            policy, params, batch.rows, sampling.temperature, entropy_gradient=config.entropy_coef > 0
+        policy = token_log_probs(
+            roles["policy"],
+            params,
+            batch.rows,
+            sampling.temperature,
+            entropy_gradient=config.entropy_coef > 0,
         )
-        clip = (config.clip_low, config.clip_high)
-        how = {"entropy_coef": config.entropy_coef, "kl_coef": config.kl_loss_coef, "bound": config.dual_clip}
-        return proximal_loss(found, batch, clip, **how)
+        return policy_loss(
+            policy,
+            batch,
+            surrogate,
+            entropy_coef=config.entropy_coef,
+            kl_coef=config.kl_loss_coef,
+        )
 
     return Algorithm(make_batch, loss)

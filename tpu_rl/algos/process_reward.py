@@ -1,10 +1,13 @@
-"""Process reward model: whether each step of a solution is right (PRM, arXiv 2305.20050; GraphPRM, 2503.00845).
+"""Process reward models: learn whether each step of a solution is right (PRM, arXiv 2305.20050;
+GraphPRM, arXiv 2503.00845).
 
-A head's output z at the token that ends a step is the logit that the step is right, label y in [0, 1]:
+The output z of a head at the token that ends a step is the logit that the step is right. With a
+label y in [0, 1],
 
-    loss = - sum_t w_t [ y_t log sigmoid(z_t) + (1 - y_t) log sigmoid(-z_t) ]
+    loss = -sum_t w_t [ y_t log sigmoid(z_t) + (1 - y_t) log sigmoid(-z_t) ]
 
-A completion's reward is made of its steps', by the weakest or by their product (`scores.of_steps`).
+The score of a completion is made of its steps: of the weakest one, or of their product
+(`reward_score.step_scores`).
 
 Deviations: the two classes are one logit of a head instead of two tokens of the vocabulary.
 """
@@ -18,73 +21,96 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import masked, scores
-from tpu_rl.needs import Needs, RoleSpec
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, QExamples, Roles, Rows, Sampling, Sum
-
-WEIGHTS = {"token_mean": masked.token_mean, "sequence_mean": masked.sequence_mean}
+from tpu_rl.algorithm_spec import ExperienceSpec, Reading, RoleSpec
+from tpu_rl.algos.roles import with_reference
+from tpu_rl.losses import masked, reward_score
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Experience,
+    Metrics,
+    Params,
+    QExamples,
+    Roles,
+    Rows,
+    Sampling,
+)
 
 
 @dataclass(frozen=True)
 class ProcessRewardConfig:
+    """Steps are labeled right or wrong."""
+
     steps: Literal["given", "reference"] = "given"
-    """By the data file, or (arithmetic) written by the model as it begins and compared with the true calculation."""
+    """given: the data file has labeled steps. reference (arithmetic only): the model as it starts
+    writes the steps, and they are compared with the true calculation."""
     separators: tuple[int, ...] = ()
-    """Ids of the tokens that end a step, for whoever scores completions with the model; the last token always does."""
-    aggregate: scores.StepAggregate = "min"
-    """How a completion's reward is made of its steps' where the model is used."""
-    weights: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Every step counts the same, or every completion."""
+    """Ids of the tokens that end a step, for scoring completions with the model. The last token of
+    a completion always ends one."""
+    aggregate: reward_score.StepAggregate = "min"
+    """Score of a completion from those of its steps, where the model is used: the smallest
+    probability, or the product."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Weights: every step alike, or every completion alike."""
 
     @property
-    def needs(self) -> Needs:
+    def experience(self) -> ExperienceSpec:
         if self.steps == "given":
-            return Needs(QExamples, ("prompt", "completions", "labels"), sampled_by=None)
-        return Needs(QExamples, sampled_by=self.steps)
+            columns = ("prompt", "completions", "labels")
+            return ExperienceSpec("step_labels", columns, sampled_by=None)
+        return ExperienceSpec("step_labels", sampled_by=self.steps)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        trained = {"reward": RoleSpec(trainable=True, outputs=1)}
-        return trained if self.steps == "given" else trained | {"reference": RoleSpec(trainable=False)}
+        reading = Reading("steps", self.separators, self.aggregate)
+        trained = {"reward": RoleSpec(trainable=True, outputs=1, reading=reading)}
+        return with_reference(trained, needed=self.steps != "given")
 
 
 @struct.dataclass
 class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
+    """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
     rows: Rows
     weights: dict[str, Array]
-    """"step": what a labelled token counts."""
+    """"step": the weights of the labeled tokens."""
     labels: Array
-    """How right the step is that ends here, in [0, 1]."""
+    """Label, in [0, 1], of the step that ends here."""
 
 
 def process_reward(config: ProcessRewardConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from QExamples whose actions are the ends of steps, and whose returns say whether they are right."""
+    """Build a process reward model.
+
+    It learns from QExamples whose actions are the ends of steps and whose returns are the labels.
+    """
     del sampling
+    weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         del params
         examples, layout = experience
         assert isinstance(examples, QExamples)
-        weights = WEIGHTS[config.weights](examples.action_mask, layout.minibatch, layout.minibatches)
+        weights = weighting(examples.action_mask, layout.minibatch, layout.minibatches)
         labels = jnp.where(examples.action_mask, examples.returns, 0.0)
-        return Batch(layout.rows(examples.tokens), {"step": layout.pack(weights)}, layout.pack(labels)), state
+        batch = Batch(
+            rows=layout.rows(examples.tokens),
+            weights={"step": layout.pack(weights)},
+            labels=layout.pack(labels),
+        )
+        return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        reward, weights, labels = roles["reward"], batch.weights["step"], batch.labels
+        reward = roles["reward"]
+        weights = batch.weights["step"]
+        labels = batch.labels
         logits = reward.logits(params, reward.hidden(params, batch.rows))[..., 0]
         losses = -labels * jax.nn.log_sigmoid(logits) - (1 - labels) * jax.nn.log_sigmoid(-logits)
         value = masked.total(weights * losses, weights > 0)
-
-        def over_steps(values: Array) -> Sum:
-            return Sum(masked.total(weights * values, weights > 0), weights.sum())
-
-        metrics: Metrics = {
-            "process/loss": over_steps(losses),
-            "process/accuracy": over_steps(((logits > 0) == (labels > 0.5)).astype(jnp.float32)),
-            "process/right": over_steps(labels),
+        right = ((logits > 0) == (labels > 0.5)).astype(jnp.float32)
+        return value, {
+            "process/loss": masked.weighted_average(losses, weights),
+            "process/accuracy": masked.weighted_average(right, weights),
+            "process/right": masked.weighted_average(labels, weights),
         }
-        return value, metrics
 
     return Algorithm(make_batch, loss)

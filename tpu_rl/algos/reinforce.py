@@ -1,16 +1,20 @@
 """REINFORCE with a baseline in place of a critic: REINFORCE++ and ReMax.
 
-    G_t  = sum over t' >= t of gamma^(t' - t) (reward_t' - kl_reward_coef (log pi_old - log pi_reference)(y_t'))
-    A_t  = G_t - b(x), whitened over the batch's tokens if asked
-    loss = sum_t w_t [ -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) - entropy_coef H_t
-                       + kl_loss_coef KL_t ]
+    G_t  = sum over t' >= t of gamma^(t' - t)
+           (reward_t' - kl_reward_coef (log pi_old - log pi_reference)(y_t'))
+    A_t  = G_t - b(x), whitened over the batch's tokens if `whiten`
+    loss = sum_t w_t [ -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+                       - entropy_coef H_t + kl_loss_coef KL_t ]
 
-    REINFORCE++            b = 0, whitened                                               arXiv 2501.03262, eq. 4 and 5
-    REINFORCE++-baseline   b = the mean reward of the prompt's completions, whitened     the same, section 3.3
-    ReMax                  b = the reward of the greedy completion, not whitened,        arXiv 2310.10505, algorithm 1
-                           weights "constant_length": sums over a completion's tokens
+    REINFORCE++            b = 0, whitened                       arXiv 2501.03262, eq. 4 and 5
+    REINFORCE++-baseline   b = the mean reward of the prompt's
+                           completions, whitened                 the same, section 3.3
+    ReMax                  b = the reward of the greedy
+                           completion, not whitened; weights
+                           "constant_length": sums over a
+                           completion's tokens                   arXiv 2310.10505, algorithm 1
 
-Deviations: ReMax has no ratio; with one update a batch the ratio is 1 and the gradient the same.
+Deviations: ReMax has no ratio. With one update per batch the ratio is 1 and the gradient the same.
 """
 
 from __future__ import annotations
@@ -21,11 +25,18 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from tpu_rl import advantages, masked
+from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue, RoleSpec
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
-from tpu_rl.log_probs import k1, of_frozen, token_log_probs
-from tpu_rl.needs import Needs, PromptValue, RoleSpec
-from tpu_rl.policy_gradients import PolicyBatch, policy_batch, proximal_loss
+from tpu_rl.losses import advantages, masked
+from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.losses.policy_batch import (
+    PolicyBatch,
+    kl_penalized_rewards,
+    learned_tokens,
+    pack_policy_batch,
+)
+from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
@@ -34,69 +45,103 @@ class ReinforceConfig:
     """Coefficients multiply nats."""
 
     baseline: Literal["none", "group", "greedy"] = "none"
-    """greedy: one more completion a prompt is sampled, the most likely one, and is not learned from."""
+    """none: 0. group: the mean return of the prompt's completions. greedy: the reward of one more
+    completion per prompt, the greedy one, which is not learned from."""
     whiten: bool = True
-    """Advantages are scaled to mean 0 and variance 1 over the batch."""
-    weights: Literal["token_mean", "constant_length"] = "token_mean"
+    """Scale advantages to mean 0 and variance 1 over the batch."""
+    loss_aggregation: Literal["token_mean", "constant_length"] = "token_mean"
     gamma: float = 1.0
+    """Discount per token."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_reward_coef: float = 0.0
     """KL to the reference, estimated by k1, subtracted from the reward of every token."""
     kl_loss_coef: float = 0.0
-    """KL to the reference of each token's distribution, added to the loss with its exact gradient."""
+    """KL to the reference of each token's distribution, added to the loss with its exact gradient.
+    """
     entropy_coef: float = 0.0
+    """Entropy bonus."""
 
     def __post_init__(self):
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
-        if min(numbers) < 0 or 0 in (self.clip_low, self.clip_high, self.gamma) or max(self.clip_low, self.gamma) > 1:
-            raise InputError("a setting of REINFORCE is out of range", where="--algorithm", fix="see --help")
+        positive = (self.clip_low, self.clip_high, self.gamma)
+        if min(numbers) < 0 or 0 in positive or max(self.clip_low, self.gamma) > 1:
+            raise InputError(
+                "a setting of REINFORCE is out of range", where="--algorithm", fix="see --help"
+            )
 
     @property
-    def needs(self) -> Needs:
-        value = PromptValue("policy", samples=1, beta=1.0, greedy=True) if self.baseline == "greedy" else None
-        return Needs(Rollout, smallest_group=2 if self.baseline == "group" else 1, prompt_value=value)
+    def experience(self) -> ExperienceSpec:
+        smallest_group = 2 if self.baseline == "group" else 1
+        prompt_value = None
+        if self.baseline == "greedy":
+            prompt_value = PromptValue("policy", samples=1, beta=1.0, greedy=True)
+        return ExperienceSpec("rollouts", smallest_group=smallest_group, prompt_value=prompt_value)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        reference = {"reference": RoleSpec(trainable=False)}
-        return {"policy": RoleSpec(trainable=True)} | (reference if self.kl_reward_coef or self.kl_loss_coef else {})
+        policy = {"policy": RoleSpec(trainable=True)}
+        return with_reference(policy, needed=bool(self.kl_reward_coef or self.kl_loss_coef))
 
 
 def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from a Rollout; with the greedy baseline, from one that has it as its `baseline`."""
-    weigh = masked.token_mean
-    if config.weights == "constant_length":
-        weigh = partial(masked.constant_length, length=sampling.max_new_tokens)
+    """Build REINFORCE. It learns from a Rollout, whose `baseline` is the greedy baseline."""
+    weighting = masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens)
+    surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
-        rewards, learned = rollout.rewards, rollout.action_mask & rollout.scored[:, None]
+        rewards = rollout.rewards
+        learned = learned_tokens(rollout)
         reference_log_probs = None
         if "reference" in config.roles:
             rows = layout.rows(rollout.tokens)
-            reference_log_probs = of_frozen(roles["reference"], params, rows, sampling.temperature)
-            rewards = rewards - config.kl_reward_coef * k1(rollout.log_probs, layout.unpack(reference_log_probs))
-        advantage = advantages.returns_to_go(rewards, learned, config.gamma) - baseline(rollout)[:, None]
-        advantage = masked.whiten(advantage, learned) if config.whiten else jnp.where(learned, advantage, 0.0)
-        weights = weigh(learned, layout.minibatch, layout.minibatches)
-        return policy_batch(rollout, layout, advantage, weights, reference_log_probs), state
+            reference_log_probs = frozen_log_probs(
+                roles["reference"], params, rows, sampling.temperature
+            )
+            rewards = kl_penalized_rewards(
+                rewards,
+                rollout.log_probs,
+                layout.unpack(reference_log_probs),
+                config.kl_reward_coef,
+            )
+        returns = advantages.returns_to_go(rewards, learned, config.gamma)
+        advantage = returns - baseline(rollout)[:, None]
+        if config.whiten:
+            advantage = masked.whiten(advantage, learned)
+        else:
+            advantage = jnp.where(learned, advantage, 0.0)
+        weights = weighting(learned, layout.minibatch, layout.minibatches)
+        batch = pack_policy_batch(rollout, layout, advantage, weights, reference_log_probs)
+        return batch, state
 
     def baseline(rollout: Rollout) -> Array:
-        total = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+        """Return b(x) of each row, [N]."""
+        returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
         match config.baseline:
             case "none":
-                return jnp.zeros_like(total)
+                return jnp.zeros_like(returns)
             case "group":
-                return total - advantages.group_centred(total, rollout.group_id, rollout.scored)
+                centered = advantages.group_centered(returns, rollout.group_id, rollout.scored)
+                return returns - centered
             case "greedy":
                 assert rollout.baseline is not None
                 return rollout.baseline
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
-        bonus = config.entropy_coef > 0
-        found = token_log_probs(roles["policy"], params, batch.rows, sampling.temperature, entropy_gradient=bonus)
-        clip = (config.clip_low, config.clip_high)
-        return proximal_loss(found, batch, clip, entropy_coef=config.entropy_coef, kl_coef=config.kl_loss_coef)
+        policy = token_log_probs(
+            roles["policy"],
+            params,
+            batch.rows,
+            sampling.temperature,
+            entropy_gradient=config.entropy_coef > 0,
+        )
+        return policy_loss(
+            policy,
+            batch,
+            surrogate,
+            entropy_coef=config.entropy_coef,
+            kl_coef=config.kl_loss_coef,
+        )
 
     return Algorithm(make_batch, loss)

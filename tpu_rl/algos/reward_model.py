@@ -1,15 +1,19 @@
-"""Reward models: which of two completions is better, learned from comparisons (Bradley and Terry, Biometrika 39, 1952).
+"""Reward models: learn from comparisons which of two completions is better (Bradley and Terry,
+Biometrika 39, 1952).
 
-The reward r of a completion is a head's output at its last token (its end, where it has one), and for K members:
+The reward r of a completion is the output of a head at its last token, which is the end-of-sequence
+token if it has one. With K members of an ensemble,
 
-    loss = sum_pairs w 1/K sum_k [ -log sigmoid(r_w,k - r_l,k - margin) + centring_coef (r_w,k + r_l,k)^2 ]
+    loss = sum_pairs w 1/K sum_k [ -log sigmoid(r_chosen,k - r_rejected,k - margin)
+                                   + centering_coef (r_chosen,k + r_rejected,k)^2 ]
 
-Members are `heads` on one trunk or `trunks` of their own, begun at random; with `bootstrap` each learns from its own
-resample of the pairs. What the ensemble predicts is mean - penalty x standard deviation. With `robust_radius` the
-weights w are the worst within that total variation of equal ones, each member's its own (arXiv 2503.00539).
+Members are `heads` on one trunk or `trunks` of their own. Their heads start at random, and with
+`bootstrap` each member learns from its own resample of the pairs. The prediction of the ensemble is
+mean - penalty x standard deviation. With `robust_radius`, the weights w are the worst ones within
+that total variation of equal weights, for each member separately (arXiv 2503.00539).
 
-Deviations: the resample is drawn as Poisson(1) counts from the pair's own tokens (the online bootstrap), so that a pair
-counts the same in every epoch and after a resume.
+Deviations: the resample is drawn as Poisson(1) counts from a hash of the pair's tokens (the online
+bootstrap), so that a pair counts the same in every epoch and after a resume.
 """
 
 from __future__ import annotations
@@ -21,11 +25,32 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl import masked, packing, scores
+from tpu_rl.algorithm_spec import ExperienceSpec, Reading, RoleSpec, pairs_from
+from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
-from tpu_rl.needs import Needs, RoleSpec, pairs_from
-from tpu_rl.preferences import bootstrap_counts, bradley_terry, of_pairs, pair_weights, worst_case_weights
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Pairs, Params, Roles, Rows, Sampling, Sum
+from tpu_rl.losses import masked, reward_score
+from tpu_rl.losses.preference import (
+    Pair,
+    bootstrap_counts,
+    bradley_terry,
+    pair_metrics,
+    pair_scores,
+    pair_weights,
+    worst_case_by_step,
+)
+from tpu_rl.train import packing
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Experience,
+    Metrics,
+    Pairs,
+    Params,
+    Roles,
+    Rows,
+    Sampling,
+    Sum,
+)
 
 
 @dataclass(frozen=True)
@@ -33,114 +58,135 @@ class RewardModelConfig:
     """Rewards are in nats: a margin of 1 wins with probability sigmoid(1)."""
 
     pairs: Literal["given", "reference"] = "given"
-    """By the data file, or sampled from the model as it begins and told apart by --reward."""
+    """given: the data file has pairs. reference: completions are sampled from the model as it
+    starts and compared by --reward."""
     heads: int = 1
     """Members of the ensemble on one trunk."""
     trunks: int = 1
-    """Members with models of their own, each with `heads` heads; saved as model, reward_1, reward_2."""
+    """Members with models of their own, each with `heads` heads; saved as model, reward_1,
+    reward_2, ..."""
     penalty: float = 0.0
-    """Times the members' standard deviation is taken off their mean, in metrics and wherever the model is used."""
+    """Multiple of the members' standard deviation that is subtracted from their mean, in metrics
+    and wherever the model is used."""
     bootstrap: bool = False
     """Each member learns from its own resample of the pairs."""
     margin_coef: float = 1.0
-    """Times the margin that the data give a pair (sampled: the difference of --reward) is what it is to be won by."""
-    centring_coef: float = 0.0
-    """Of the squared sum of a pair's rewards; 0.01 holds them around zero."""
+    """Coefficient of the margin that the data give a pair (sampled pairs: the difference of
+    --reward)."""
+    centering_coef: float = 0.0
+    """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero."""
     robust_radius: float = 0.0
-    """Total variation within which the worst weighting of an optimizer step's pairs is learned from."""
+    """Total variation within which the worst weights of an optimizer step's pairs are used."""
 
     def __post_init__(self):
-        coefficients = min(self.penalty, self.margin_coef, self.centring_coef)
+        coefficients = min(self.penalty, self.margin_coef, self.centering_coef)
         if min(self.heads, self.trunks) < 1 or coefficients < 0 or not 0 <= self.robust_radius < 1:
             raise InputError(
                 "a setting of the reward model is out of range",
                 where="--algorithm",
-                fix="heads and trunks are 1 or more, the radius is below 1, and nothing is negative",
+                fix="use 1 or more heads and trunks, a radius below 1, and nothing negative",
             )
 
     @property
-    def needs(self) -> Needs:
+    def experience(self) -> ExperienceSpec:
         return pairs_from(self.pairs)
 
     @property
     def members(self) -> tuple[str, ...]:
+        """Names of the roles with a trunk of their own."""
         return ("reward", *(f"reward_{i}" for i in range(1, self.trunks)))
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        trained = {name: RoleSpec(trainable=True, outputs=self.heads) for name in self.members}
-        return trained if self.pairs == "given" else trained | {"reference": RoleSpec(trainable=False)}
+        member = RoleSpec(trainable=True, outputs=self.heads)
+        trained = dict.fromkeys(self.members, member)
+        first, *others = self.members
+        reading = Reading(penalty=self.penalty, others=tuple(others))
+        trained[first] = member._replace(reading=reading)
+        return with_reference(trained, needed=self.pairs != "given")
 
 
 @struct.dataclass
 class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
+    """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
     rows: Rows
     weights: dict[str, Array]
-    """"member_k": what a pair counts for it, at the first token of the better completion."""
+    """"member_k": the weight of each pair for member k, at the first token of the better
+    completion."""
     pairs: Array
-    """1 / pairs of the optimizer step there: what metrics are about."""
+    """1 / number of pairs of the optimizer step, at the same tokens: the weights of metrics."""
     ends: Array
-    """bool: where rewards are read."""
+    """bool: True where rewards are read."""
     preferred: Array
-    """bool: the token's completion is the better one."""
+    """bool: True if the token's completion is the better one."""
     margin: Array
 
 
 def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from Pairs; completions judged alone are no pairs and count nothing."""
-    del sampling
+    """Build a reward model. It learns from Pairs.
 
-    def losses(params: Params, batch: Batch) -> tuple[Array, Array, Array]:
-        """(losses, rewards of the better, of the worse completion), each [R, S, members] at the pair's tokens."""
-        members = map(roles.__getitem__, config.members)
-        rewards = jnp.concatenate([role.logits(params, role.hidden(params, batch.rows)) for role in members], axis=-1)
-        compare = jax.vmap(of_pairs, in_axes=(-1, None, None, None), out_axes=-1)
-        chosen, rejected = compare(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
-        return bradley_terry(chosen, rejected, batch.margin[..., None], config.centring_coef), chosen, rejected
+    Completions that were judged alone count nothing.
+    """
+    del sampling
+    member_count = config.heads * config.trunks
+
+    def compare(params: Params, batch: Batch) -> tuple[Array, Pair]:
+        """Return the losses and the rewards of both completions, [R, S, members], at every token of
+        a pair."""
+        outputs = []
+        for name in config.members:
+            hidden = roles[name].hidden(params, batch.rows)
+            outputs.append(roles[name].logits(params, hidden))
+        rewards = jnp.concatenate(outputs, axis=-1)
+        scores_of_members = jax.vmap(pair_scores, in_axes=(-1, None, None, None), out_axes=-1)
+        pair = scores_of_members(rewards, batch.ends, batch.preferred, batch.rows.segment_ids)
+        margin = batch.margin[..., None]
+        losses = bradley_terry(pair.chosen, pair.rejected, margin, config.centering_coef)
+        return losses, pair
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
         assert isinstance(pairs, Pairs)
-        equal = pair_weights(pairs.action_mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches)
-        members = [f"member_{k}" for k in range(config.heads * config.trunks)]
-        counts = jnp.ones((len(pairs.tokens), len(members)))
+        mask = pairs.action_mask
+        equal = pair_weights(
+            mask, pairs.preferred, pairs.group_id, layout.minibatch, layout.minibatches
+        )
+        counts = jnp.ones((len(pairs.tokens), member_count))
         if config.bootstrap:
-            counts = bootstrap_counts(pairs.tokens, pairs.action_mask, pairs.group_id, len(members))
-        weights = {name: layout.pack(equal * counts[:, k, None]) for k, name in enumerate(members)}
+            counts = bootstrap_counts(pairs.tokens, mask, pairs.group_id, member_count)
+        weights = {
+            f"member_{k}": layout.pack(equal * counts[:, k, None]) for k in range(member_count)
+        }
         batch = Batch(
             rows=layout.rows(pairs.tokens),
             weights=weights,
             pairs=layout.pack(equal),
-            ends=layout.pack(scores.last_actions(pairs.action_mask), False),
-            preferred=layout.pack(pairs.preferred[:, None] & pairs.action_mask, False),
-            margin=layout.pack(jnp.where(pairs.action_mask, config.margin_coef * pairs.margin[:, None], 0.0)),
+            ends=layout.pack(reward_score.last_actions(mask), False),
+            preferred=layout.pack(pairs.preferred[:, None] & mask, False),
+            margin=layout.pack(jnp.where(mask, config.margin_coef * pairs.margin[:, None], 0.0)),
         )
         if config.robust_radius:
-            found = packing.over_micro_batches(lambda micro_batch: losses(params, micro_batch)[0], batch)
-            worst = jax.vmap(lambda loss, weight: worst_case_weights(loss, weight, config.robust_radius))
-            weights = {name: worst(found[..., k], batch.weights[name]) for k, name in enumerate(members)}
+            losses = packing.over_micro_batches(
+                lambda micro_batch: compare(params, micro_batch)[0], batch
+            )
+            weights = {
+                name: worst_case_by_step(losses[..., k], weights[name], config.robust_radius)
+                for k, name in enumerate(weights)
+            }
             batch = replace(batch, weights=weights)
         return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        found, chosen, rejected = losses(params, batch)
+        losses, pair = compare(params, batch)
         weights = jnp.stack(list(batch.weights.values()), axis=-1) / len(batch.weights)
-        value = masked.total(weights * found, weights > 0)
-        better, worse = (scores.pessimistic(side, config.penalty) for side in (chosen, rejected))
-
-        def over_pairs(values: Array) -> Sum:
-            return Sum(masked.total(batch.pairs * values, batch.pairs > 0), batch.pairs.sum())
-
-        metrics: Metrics = {
-            "preference/loss": Sum(value, weights.sum()),
-            "preference/accuracy": over_pairs((better > worse) + 0.5 * (better == worse)),
-            "preference/margin": over_pairs(better - worse),
-            "preference/chosen": over_pairs(better),
-            "preference/rejected": over_pairs(worse),
-            "preference/spread": over_pairs(0.5 * (chosen.std(-1) + rejected.std(-1))),
-        }
+        value = masked.total(weights * losses, weights > 0)
+        better = reward_score.pessimistic(pair.chosen, config.penalty)
+        worse = reward_score.pessimistic(pair.rejected, config.penalty)
+        spread = 0.5 * (pair.chosen.std(-1) + pair.rejected.std(-1))
+        metrics = pair_metrics(better, worse, batch.pairs)
+        metrics["preference/loss"] = Sum(value, weights.sum())
+        metrics["preference/spread"] = masked.weighted_average(spread, batch.pairs)
         return value, metrics
 
     return Algorithm(make_batch, loss)

@@ -1,45 +1,59 @@
-"""Value pretraining (VC-PPO, arXiv 2503.01491, section 3.2): a critic is fitted before the policy moves.
+"""Value pretraining (VC-PPO, arXiv 2503.01491, section 3.2): fit a critic before the policy moves.
 
-    loss = sum_t w_t 1/2 (V_t - G_t)^2,    G_t = r_t + gamma G_{t+1}: the Monte-Carlo return (lambda = 1)
+    loss = sum_t w_t 1/2 (V_t - G_t)^2,    G_t = r_t + gamma G_{t+1}
 
-over completions of the policy as it is. A phase of a run, which PPO follows; or a run of its own, whose model serves
-many PPO runs as their `--algorithm.critic.model`. The policy does not train here, so it keeps its bits and has no
-optimizer state, and PPO's own phase begins with a fresh optimizer.
+G is the Monte-Carlo return (lambda = 1) of completions of the policy as it is. This is a phase of a
+run, followed by PPO, or a run by itself, whose model serves many PPO runs as their
+`--algorithm.critic.model`. The policy does not train here, so it keeps its bits and has no
+optimizer state, and the phase of PPO starts with a fresh optimizer.
 
-When to stop: `value/explained_variance` of fresh completions, measured before the critic has seen them, is flat;
-as a phase, `ends_when_flat` does it.
+When to stop: when `value/explained_variance` no longer rises. It is measured on fresh completions,
+before the critic has seen them. As a phase, `ends_when_flat` does it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import struct
 
-from tpu_rl import advantages, critics, masked, packing
-from tpu_rl.critics import Critic, Targets
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.errors import InputError
-from tpu_rl.needs import Needs, RoleSpec
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Rows, Sampling
+from tpu_rl.losses import advantages, masked, value_loss
+from tpu_rl.losses.policy_batch import learned_tokens
+from tpu_rl.losses.value_loss import Critic, Targets
+from tpu_rl.train import packing
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Experience,
+    Metrics,
+    Params,
+    Roles,
+    Rows,
+    Sampling,
+)
 
 
 @dataclass(frozen=True)
 class ValuePretrainingConfig:
-    """Of the critic, `lam` and `clip` have no part in this: targets are returns as they were earned."""
+    """`lam` and `clip` of the critic have no effect: targets are Monte-Carlo returns, unclipped."""
 
     critic: Critic = Critic()
 
     def __post_init__(self):
         if self.critic.trunk == "shared":
             raise InputError(
-                "a critic on the policy's trunk cannot be fitted while the policy stands still",
+                "a critic on the policy's trunk cannot be fitted while the policy does not train",
                 where="--algorithm.critic.trunk",
                 fix="use own",
             )
 
-    needs: ClassVar[Needs] = Needs(Rollout)
+    @property
+    def experience(self) -> ExperienceSpec:
+        return ExperienceSpec("rollouts")
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -48,29 +62,37 @@ class ValuePretrainingConfig:
 
 @struct.dataclass
 class Batch:
-    """Leaves [M, K, R, S]; the loss sees [R, S]."""
+    """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
     rows: Rows
     weights: dict[str, Array]
-    """"value": every token of the optimizer step counts the same."""
+    """"value": every token of the optimizer step alike."""
     targets: Targets
 
 
-def value_pretraining(config: ValuePretrainingConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Learns from a Rollout."""
+def value_pretraining(
+    config: ValuePretrainingConfig, roles: Roles, sampling: Sampling
+) -> Algorithm:
+    """Build value pretraining. It learns from a Rollout."""
     del sampling
-    values = partial(critics.values, roles["value"])
+    values = partial(value_loss.values, roles["value"])
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         rollout, layout = experience
-        rows, learned = layout.rows(rollout.tokens), rollout.action_mask & rollout.scored[:, None]
+        rows = layout.rows(rollout.tokens)
+        learned = learned_tokens(rollout)
         old_values = layout.unpack(packing.over_micro_batches(partial(values, params), rows))
         returns = advantages.returns_to_go(rollout.rewards, learned, config.critic.gamma)
-        weights = layout.pack(masked.token_mean(learned, layout.minibatch, layout.minibatches))
-        return Batch(rows, {"value": weights}, critics.targets(returns, old_values, learned, layout)), state
+        weights = masked.token_mean(learned, layout.minibatch, layout.minibatches)
+        batch = Batch(
+            rows=rows,
+            weights={"value": layout.pack(weights)},
+            targets=value_loss.targets(returns, old_values, learned, layout),
+        )
+        return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["value"]
-        return critics.value_loss(values(params, batch.rows), batch.targets, weights, clip=None)
+        return value_loss.value_loss(values(params, batch.rows), batch.targets, weights, clip=None)
 
     return Algorithm(make_batch, loss)

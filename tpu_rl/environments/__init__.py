@@ -1,68 +1,46 @@
-"""What a policy acts in: the Environment protocol, single-turn questions, and tasks that need no data files."""
+"""Tasks that need no data files, each registered once, in `TASKS`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
-
+from tpu_rl.environments import arithmetic, reverse, star_graph
 from tpu_rl.environments.arithmetic import (
     ALPHABET,
     Arithmetic,
+    ArithmeticData,
     ArithmeticDemonstrations,
     ArithmeticSource,
-    bare,
-    evaluate,
-    labelled_steps,
-    parse,
-    split_of,
-    written,
 )
-from tpu_rl.environments.star_graph import StarGraph, StarGraphSource, parse_path
+from tpu_rl.environments.reverse import ReverseData
+from tpu_rl.environments.star_graph import StarGraph, StarGraphData, StarGraphSource
+from tpu_rl.environments.task import Task, text_of
 
 __all__ = [
     "ALPHABET",
+    "TASKS",
     "Arithmetic",
+    "ArithmeticData",
     "ArithmeticDemonstrations",
     "ArithmeticSource",
-    "Environment",
-    "SingleTurn",
+    "ReverseData",
     "StarGraph",
+    "StarGraphData",
     "StarGraphSource",
-    "bare",
-    "evaluate",
-    "labelled_steps",
-    "parse",
-    "parse_path",
-    "single_turn",
-    "split_of",
-    "written",
+    "Task",
+    "arithmetic",
+    "reverse",
+    "star_graph",
+    "task_of",
+    "text_of",
 ]
 
-Prompt = str | list[dict[str, Any]]
-"""Plain text, or the messages of a conversation."""
+TASKS: dict[str, Task] = {
+    "arithmetic": arithmetic.TASK,
+    "reverse": reverse.TASK,
+    "star_graph": star_graph.TASK,
+}
+"""Every task by its name. To add a task, write its file and add its row here."""
 
 
-class Environment(Protocol):
-    """A conversation partner on the host. States are immutable values of the environment's own; no JAX in here."""
-
-    def reset(self, example: Mapping[str, Any]) -> tuple[Any, Prompt]:
-        """One data row -> (state, what the policy is to continue)."""
-        ...
-
-    def step(self, state: Any, text: str) -> tuple[Any, list[dict[str, Any]], float | None, bool]:
-        """What the policy wrote -> (state, messages in answer, reward or None, done)."""
-        ...
-
-
-class SingleTurn:
-    """A question and one answer, judged by reward functions: `step` itself gives no reward."""
-
-    def reset(self, example: Mapping[str, Any]) -> tuple[None, Prompt]:
-        return None, example["prompt"]
-
-    def step(self, state: None, text: str) -> tuple[None, list[dict[str, Any]], float | None, bool]:
-        del text
-        return state, [], None, True
-
-
-single_turn: Environment = SingleTurn()
+def task_of(settings: object) -> Task | None:
+    """Return the task with these settings, or None if they belong to no task (data files)."""
+    return next((task for task in TASKS.values() if type(settings) is task.settings), None)

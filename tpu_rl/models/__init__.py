@@ -1,30 +1,50 @@
-"""Language models: `load` one, make a `policy` or a `role` of it, give it a head or adapters,
-`save` it."""
+"""Language models: load one, derive others from it, and save it.
 
-from tpu_rl.models.architecture import DecoderConfig, LoraConfig
-from tpu_rl.models.decoder import axes, decoder, narrow
-from tpu_rl.models.directories import find_configuration, find_directory
-from tpu_rl.models.heads import first_layers, first_layers_params, head_params, head_role, random_head, with_head
-from tpu_rl.models.hf_weights import check, from_config, load, save
+`load` reads a Hugging Face directory. `policy` and `role` are how the sampler and algorithms use a
+model. `with_head`, `first_layers`, `with_lora` and the other `with_...` functions return derived
+models.
+"""
+
+from tpu_rl.models.config import DecoderConfig, LoraConfig
+from tpu_rl.models.decoder import axes, cast_to_compute_dtype, decoder
+from tpu_rl.models.heads import (
+    first_layers,
+    first_layers_params,
+    head_params,
+    head_role,
+    random_head,
+    with_head,
+)
+from tpu_rl.models.hf.checkpoint import check, from_config, load, save
+from tpu_rl.models.hf.paths import find_configuration, find_directory
+from tpu_rl.models.hf.peft import (
+    base_directory,
+    is_adapter,
+    load_adapters,
+    save_adapters,
+    tokenizer_directory,
+)
 from tpu_rl.models.lora import join, merge, random_adapters, split, with_lora
-from tpu_rl.models.peft_files import base_directory, is_adapter, load_adapters, save_adapters, tokenizer_directory
-from tpu_rl.models.roles import (
+from tpu_rl.models.moe.router import probe
+from tpu_rl.models.policy import (
+    Select,
     apply,
     policy,
     role,
     with_attention_kernel,
-    with_cache_for_cpus,
+    with_cpu_cache,
     with_int8_cache,
     with_remat,
 )
-from tpu_rl.models.routers import probe
 
 __all__ = [
     "DecoderConfig",
     "LoraConfig",
+    "Select",
     "apply",
     "axes",
     "base_directory",
+    "cast_to_compute_dtype",
     "check",
     "decoder",
     "find_configuration",
@@ -39,7 +59,6 @@ __all__ = [
     "load",
     "load_adapters",
     "merge",
-    "narrow",
     "policy",
     "probe",
     "random_adapters",
@@ -50,9 +69,9 @@ __all__ = [
     "split",
     "tokenizer_directory",
     "with_attention_kernel",
+    "with_cpu_cache",
     "with_head",
     "with_int8_cache",
     "with_lora",
     "with_remat",
-    "with_cache_for_cpus",
 ]

@@ -1,9 +1,10 @@
-"""One decoder for all families: what differs between them is in `DecoderConfig`.
+"""The decoder-only transformer that all families share; `DecoderConfig` says how they differ.
 
-Weights are a plain dict. A layer's leaves have flat names (`WEIGHTS` gives name -> logical axes, hence shape);
-layers repeat in a pattern of kinds ("full", "sliding"), and the leaves of the i-th layer of the pattern are stacked
-over its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], for `nn.scan` to run over. Layers left
-over at the end (Gemma 3: 26 = 4 * 6 + 2) are `params["tail"]["layer_i"][name]`, unstacked.
+Weights are a plain dict, and each leaf has a name from `WEIGHT_AXES`. Layers repeat in a pattern of
+layer types ("full", "sliding"). The leaves of layer i of the pattern are stacked over its
+repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], and `nn.scan` runs over them.
+Layers that are left over at the end (Gemma 3 with 1B parameters: 26 = 4 * 6 + 2) are not stacked:
+`params["tail"]["layer_i"][name]`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -19,42 +21,59 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models import caches, experts, flash_attention, layers, routers
-from tpu_rl.models.architecture import EXPERT_MATRICES, LORA_A, LORA_B, PRODUCT, WEIGHTS, DecoderConfig
-from tpu_rl.models.cudnn_attention import cudnn_attention
-from tpu_rl.models.flash_kernels import How
-from tpu_rl.models.layers import CACHED, PACKED, Cut, Slots
-from tpu_rl.models.routers import Usage
-from tpu_rl.sharding import constrain, spread
+from tpu_rl.models import kv_cache, layers
+from tpu_rl.models.attention import flash
+from tpu_rl.models.attention.cudnn import cudnn_attention
+from tpu_rl.models.attention.flash_kernels import FlashConfig
+from tpu_rl.models.config import (
+    EXPERT_MATRICES,
+    LORA_A,
+    LORA_B,
+    PRODUCT,
+    WEIGHT_AXES,
+    DecoderConfig,
+)
+from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
+from tpu_rl.models.moe import experts, router
+from tpu_rl.models.moe.router import Usage
+from tpu_rl.train.sharding import constrain, spread
 from tpu_rl.types import Array, Model, Params
 
-KEYS = ("rows", "kv_heads", None, None)
-"""Logical axes of a packed row's keys and values [B, K, S, E], which all its tokens look at."""
+KEY_AXES = ("rows", "kv_heads", None, None)
+"""Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
+tokens, because every query attends to all of them."""
 
 
 class Context(NamedTuple):
-    """What all layers share in one forward pass."""
+    """Inputs of a forward pass that all layers share."""
 
-    queries: Slots
-    keys: dict[str, Slots]
-    """By kind of layer."""
+    queries: TokenIndex
+    keys: dict[str, TokenIndex]
+    """Layer type -> index of the keys."""
     angles: dict[str, tuple[Array, Array]]
-    """By kind of layer: cosines and sines of the queries' positions."""
+    """Layer type -> cosines and sines of the queries' positions."""
     key_tiles: Array | None = None
     """See `layers.attention`."""
-    reads: dict[str, caches.Read] | None = None
-    """By kind of layer, of the cache; None without one."""
+    views: dict[str, kv_cache.CacheView] | None = None
+    """Layer type -> view on the cache; None without a cache."""
 
 
-def _spread(config: DecoderConfig, name: str) -> float:
-    """Standard deviation of a random weight: inputs ** -0.5, and for the layers' last matrices smaller by the depth
-    (GPT-2), so that the residual stream starts out of the same size whatever the depth."""
+# Parameters.
+
+
+def _init_std(config: DecoderConfig, name: str) -> float:
+    """Return the standard deviation of the random weight `name`.
+
+    It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
+    of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
+    """
     if name in ("embedding", "unembedding"):
         return 0.02
     if name.endswith(("_norm", "_bias", LORA_B)):
         return 0.0
     if name == "score":
-        return 0.1 * config.width**-0.5  # hidden states have norm width ** 0.5: first outputs are about 0.1
+        # Hidden states have norm hidden_size ** 0.5, so first outputs are about 0.1.
+        return 0.1 * config.hidden_size**-0.5
     if name.endswith(LORA_A):
         inputs = config.shape(name)[1 if name.startswith(EXPERT_MATRICES) else 0 : -1]
         return (3 * math.prod(inputs)) ** -0.5  # the variance of PEFT's uniform distribution
@@ -62,237 +81,358 @@ def _spread(config: DecoderConfig, name: str) -> float:
     inputs = shape[1] if name in ("router", *EXPERT_MATRICES) else shape[0]
     if name == "output":
         inputs *= shape[1]
-    return (inputs * (2 * len(config.kinds) if name in ("output", "down", "expert_down") else 1)) ** -0.5
+    if name in ("output", "down", "expert_down"):
+        inputs *= 2 * len(config.layer_types)
+    return inputs**-0.5
 
 
 def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Params:
-    """Normal matrices, norms of gain one, biases of zero, adapters that add nothing yet; `shapes` may be a part of
-    `param_shapes`.
+    """Return random params: normal matrices, norms of gain 1, biases of 0, adapters that add 0.
 
-    One draw is cut up for all leaves, which costs a second copy of the weights while it runs: a generator for each
-    leaf would take the compiler many times as long as the rest of the model.
+    `shapes` may be a part of `param_shapes`; then only those leaves are made. All leaves are slices
+    of one draw, which needs memory for a second copy of the weights. One generator per leaf would
+    compile many times as long as the rest of the model.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config) if shapes is None else shapes)
+    if shapes is None:
+        shapes = param_shapes(config)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     noise = jax.random.normal(key, (sum(leaf.size for _, leaf in leaves),))
 
-    def cut(path, leaf: jax.ShapeDtypeStruct, start: int) -> Array:
+    def random_leaf(path, leaf: jax.ShapeDtypeStruct, start: int) -> Array:
         name = path[-1].key
         if name.endswith("_norm") and not config.norm.unit_offset:
             return jnp.ones(leaf.shape, leaf.dtype)
         part = jax.lax.slice(noise, (start,), (start + leaf.size,)).reshape(leaf.shape)
-        return (part * _spread(config, name)).astype(leaf.dtype)
+        return (part * _init_std(config, name)).astype(leaf.dtype)
 
     starts = itertools.accumulate((leaf.size for _, leaf in leaves), initial=0)
-    return jax.tree.unflatten(
-        tree, [cut(path, leaf, start) for (path, leaf), start in zip(leaves, starts, strict=False)]
-    )
+    params = [
+        random_leaf(path, leaf, start)
+        for (path, leaf), start in zip(leaves, starts, strict=False)  # the last start is the total
+    ]
+    return jax.tree.unflatten(tree, params)
 
 
 @functools.lru_cache(maxsize=16)
 def param_shapes(config: DecoderConfig) -> Any:
-    """A tree like params, of shapes and dtypes."""
+    """Return the params tree of a decoder with shapes and dtypes in place of arrays."""
+    # Shapes do not depend on the kernel, and tracing cuDNN's would require that it is installed.
+    config = replace(config, attention=replace(config.attention, kernel="none"))
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(token: Array) -> Params:
-        slots = Slots(token, token, token, token)
-        return Decoder(config).init(jax.random.key(0), token, None, packed(config, slots))["params"]
+        context = packed_context(config, TokenIndex(token, token, token, token))
+        return Decoder(config).init(jax.random.key(0), token, None, context)["params"]
 
     return jax.eval_shape(init, token)
 
 
+# Modules.
+
+
 class Weights(nn.Module):
-    """A module whose weights are found by name in `WEIGHTS`."""
+    """A module whose weights are named and shaped by `WEIGHT_AXES`."""
 
     config: DecoderConfig
 
     def weight(self, name: str) -> Array:
+        """Return a weight in the compute dtype."""
+        return self._stored(name).astype(self.config.dtype)
+
+    def _stored(self, name: str) -> Array:
+        """Return a weight as it is stored."""
         config = self.config
-        stored = self.param(name, nn.initializers.zeros, config.shape(name), config.stored_dtype(name))
-        return stored.astype(config.dtype)
+        shape = config.shape(name)
+        return self.param(name, nn.initializers.zeros, shape, config.stored_dtype(name))
 
     def norm(self, x: Array, name: str) -> Array:
-        config = self.config
-        scale = self.param(name, nn.initializers.zeros, config.shape(name), config.stored_dtype(name))
+        """Return the RMS norm of x over as many trailing dimensions as the scale has."""
+        config = self.config.norm
+        scale = self._stored(name)
         if scale.ndim == 1:
-            return layers.rms_norm(x, scale, config.norm.eps, config.norm.unit_offset)
+            return layers.rms_norm(x, scale, config.eps, config.unit_offset)
         flat = x.reshape(*x.shape[: -scale.ndim], scale.size)
-        return layers.rms_norm(flat, scale.reshape(-1), config.norm.eps, config.norm.unit_offset).reshape(x.shape)
+        normed = layers.rms_norm(flat, scale.reshape(-1), config.eps, config.unit_offset)
+        return normed.reshape(x.shape)
 
     def adapter(self, name: str) -> tuple[Array, Array]:
+        """Return the matrices A and B of a weight's adapter."""
         return self.weight(name + LORA_A), self.weight(name + LORA_B)
 
-    def of_experts(self, name: str) -> experts.Matrix:
-        weight, scale = self.weight(name), self.config.adapter_scale(name)
+    def expert_matrix(self, name: str) -> experts.Matrix:
+        """Return a matrix of all experts with its adapter, if it has one."""
+        weight = self.weight(name)
+        scale = self.config.adapter_scale(name)
         if scale is None:
             return experts.Matrix(weight)
         a, b = self.adapter(name)
         return experts.Matrix(weight, a, scale * b)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
+        """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
         y = layers.product(equation, x, self.weight(name))
         if bias:
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
         scale = self.config.adapter_scale(name)
-        return checkpoint_name(y if scale is None else y + layers.low_rank(x, *self.adapter(name), scale), PRODUCT)
+        if scale is not None:
+            y = y + layers.low_rank(x, *self.adapter(name), scale)
+        return checkpoint_name(y, PRODUCT)
 
 
 class Layer(Weights):
-    """Attention and MLP, each on a branch beside the residual stream."""
+    """Attention and an MLP or a mixture of experts, each on a branch of the residual stream."""
 
-    kind: str = "full"
+    layer_type: str = "full"
 
     @nn.compact
-    def __call__(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any, Usage | None]:
-        """x [B, T, D] -> the same shape, the cache with this layer's keys and values written (None stays None), and
-        without a cache what the router of a mixture did.
+    def __call__(
+        self, x: Array, cache: Any, layer: Array | int, context: Context
+    ) -> tuple[Array, Any, Usage | None]:
+        """Apply the layer to x [B, T, D].
 
-        `layer` counts the layers of this kind from 0.
+        `layer` is the number of this layer among those of its type, from 0. Returns the new x; the
+        cache with this layer's keys and values written (None stays None); and the usage of the
+        mixture's experts, or None if there is a cache or no mixture.
         """
-        post = self.config.norm.post
-        branch, cache = self.attend(self.norm(x, "attention_norm"), cache, layer, context)
-        x = x + (self.norm(branch, "attention_post_norm") if post else branch)
-        branch, usage = self.norm(x, "mlp_norm"), None
-        if self.config.experts is None:
+        post_norm = self.config.norm.post
+        axes = _activation_axes(cache)
+        branch = self.norm(x, "attention_norm")
+        branch, cache = self.attend(branch, cache, layer, context)
+        x = x + (self.norm(branch, "attention_post_norm") if post_norm else branch)
+        branch = self.norm(x, "mlp_norm")
+        usage = None
+        if self.config.moe is None:
             branch = self.mlp(branch)
         else:
-            branch, routing = self.mixture(branch, _cut(cache))
+            branch, routing = self.mixture(branch, axes)
             if cache is None:
-                usage = routers.usage(routing.chosen, routing.probabilities, context.queries.segment_ids > 0)
-        x = x + (self.norm(branch, "mlp_post_norm") if post else branch)
-        return constrain(x, (*_cut(cache), None)), cache, usage
+                is_token = context.queries.segment_ids > 0
+                usage = router.usage(routing.experts, routing.probabilities, is_token)
+        x = x + (self.norm(branch, "mlp_post_norm") if post_norm else branch)
+        return constrain(x, (*axes, None)), cache, usage
 
-    def attend(self, x: Array, cache: Any, layer: Array | int, context: Context) -> tuple[Array, Any]:
+    def attend(
+        self, x: Array, cache: Any, layer: Array | int, context: Context
+    ) -> tuple[Array, Any]:
+        """Return the attention branch of x [B, T, D], and the cache with new keys and values."""
+        config = self.config.attention
+        query, key, value = self.query_key_value(x, context.angles[self.layer_type])
+        if context.views is None:
+            keys = key.swapaxes(1, 2)
+            values = value.swapaxes(1, 2)
+            read_rows = None
+        else:
+            view = context.views[self.layer_type]
+            cache, read_rows = kv_cache.write(cache, self.layer_type, layer, view, key, value)
+            keys, values = read_rows(0, len(key))
+        attended = self.attention(query, keys, values, read_rows, context)
+        return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
+
+    def query_key_value(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D]."""
         config = self.config.attention
         query = self.linear("btd,dhe->bthe", x, "query", config.bias)
         key = self.linear("btd,dke->btke", x, "key", config.bias)
         value = self.linear("btd,dke->btke", x, "value", config.bias)
         if config.query_key_norm:
-            query, key = self.norm(query, "query_norm"), self.norm(key, "key_norm")
-        if config.wide_norm:
-            query, key = self.norm(query, "query_wide_norm"), self.norm(key, "key_wide_norm")
-        if config.clip is not None:
-            query, key, value = (jnp.clip(part, -config.clip, config.clip) for part in (query, key, value))
-        query, key = (layers.apply_rope(part, context.angles[self.kind]) for part in (query, key))
-        keys, values, look_up = key.swapaxes(1, 2), value.swapaxes(1, 2), None
-        if context.reads is not None:
-            cache, look_up = caches.write(cache, self.kind, layer, context.reads[self.kind], key, value)
-            keys, values = look_up(0, len(key))
-        window = config.window if self.kind == "sliding" else None
-        slots, cut = (context.queries, context.keys[self.kind]), _cut(cache)
-        parts = spread(cut.tokens, query.shape[1])
-        if config.kernel in ("tpu", "interpreted") and flash_attention.fits(query.shape[1] // parts, keys.shape[2]):
-            how = How(config.scale, window, config.softcap, config.kernel == "interpreted", parts)
-            seen = flash_attention.flash_attention(query, keys, values, *slots, how, cut)  # which names what it keeps
+            query = self.norm(query, "query_norm")
+            key = self.norm(key, "key_norm")
+        if config.joint_query_key_norm:
+            query = self.norm(query, "query_wide_norm")
+            key = self.norm(key, "key_wide_norm")
+        if config.clip_qkv is not None:
+            limit = config.clip_qkv
+            query, key, value = (jnp.clip(part, -limit, limit) for part in (query, key, value))
+        query, key = (layers.apply_rope(part, angles) for part in (query, key))
+        return query, key, value
+
+    def attention(
+        self,
+        query: Array,
+        keys: Array,
+        values: Array,
+        read_rows: kv_cache.ReadRows | None,
+        context: Context,
+    ) -> Array:
+        """Return the attention [B, T, H, E] of query to keys and values [B, K, S, E].
+
+        `read_rows` reads keys and values from the cache; None without a cache. The implementation
+        depends on `AttentionConfig.kernel`, the shapes and the mesh.
+        """
+        config = self.config.attention
+        sliding_window = config.sliding_window if self.layer_type == "sliding" else None
+        queries = context.queries
+        key_index = context.keys[self.layer_type]
+        axes = PACKED if read_rows is None else CACHED
+        token_shards = spread(axes.tokens, query.shape[1])
+        if config.kernel in ("tpu", "interpreted") and flash.is_supported(
+            query.shape[1] // token_shards, keys.shape[2]
+        ):
+            flash_config = FlashConfig(
+                scale=config.scale,
+                sliding_window=sliding_window,
+                softcap=config.softcap,
+                interpret=config.kernel == "interpreted",
+                token_shards=token_shards,
+            )
+            # It names its results for `jax.checkpoint` itself.
+            return flash.flash_attention(
+                query, keys, values, queries, key_index, flash_config, axes
+            )
+        if token_shards > 1:
+            keys = constrain(keys, KEY_AXES)
+            values = constrain(values, KEY_AXES)
+        use_cudnn = config.kernel == "cudnn" and read_rows is None
+        attend = functools.partial(
+            layers.attention,
+            scale=config.scale,
+            sliding_window=sliding_window,
+            softcap=config.softcap,
+            key_tiles=context.key_tiles,
+            implementation=cudnn_attention if use_cudnn else None,
+        )
+        if read_rows and config.cpu_cache and spread(axes.rows, len(query)) == 1:
+            block_rows = kv_cache.rows_per_block(keys)
+            attended = kv_cache.attend_in_blocks(
+                attend, read_rows, block_rows, query, queries, key_index
+            )
         else:
-            if parts > 1:
-                keys, values = constrain(keys, KEYS), constrain(values, KEYS)
-            rules: dict[str, Any] = {"scale": config.scale, "window": window, "softcap": config.softcap}
-            by = cudnn_attention if config.kernel == "cudnn" and cache is None else None
-            attend = functools.partial(layers.attention, **rules, key_tiles=context.key_tiles, scores_by=by)
-            if look_up and config.cache_for_cpus and spread(cut.rows, len(query)) == 1:
-                seen = caches.attend_in_blocks(attend, look_up, caches.rows_at_once(keys), query, *slots)
-            else:
-                seen = attend(query, keys, values, *slots)
-            seen = checkpoint_name(seen, PRODUCT)
-        return self.linear("bthe,hed->btd", seen, "output", config.output_bias), cache
+            attended = attend(query, keys, values, queries, key_index)
+        return checkpoint_name(attended, PRODUCT)
 
     def mlp(self, x: Array) -> Array:
+        """Return the gated MLP of x [B, T, D]."""
         config = self.config.mlp
-        gate = layers.ACTIVATIONS[config.activation](self.linear("btd,df->btf", x, "gate", config.bias))
-        return self.linear("btf,fd->btd", gate * self.linear("btd,df->btf", x, "up", config.bias), "down", config.bias)
+        activation = layers.ACTIVATIONS[config.activation]
+        gate = activation(self.linear("btd,df->btf", x, "gate", config.bias))
+        up = self.linear("btd,df->btf", x, "up", config.bias)
+        return self.linear("btf,fd->btd", gate * up, "down", config.bias)
 
-    def mixture(self, x: Array, cut: Cut) -> tuple[Array, experts.Routing]:
+    def mixture(self, x: Array, axes: ActivationAxes) -> tuple[Array, experts.Routing]:
+        """Return the output of the mixture of experts for x [B, T, D], and its routing."""
         config = self.config
-        assert config.experts is not None
-        logits = jnp.einsum("btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32)
-        routing = experts.route(config.experts, logits)
-        matrices = experts.Matrices(*map(self.of_experts, EXPERT_MATRICES))
-        return experts.mixture(x, routing, matrices, layers.ACTIVATIONS[config.mlp.activation], cut), routing
+        assert config.moe is not None
+        logits = jnp.einsum(
+            "btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32
+        )
+        routing = experts.route(config.moe, logits)
+        matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
+        activation = layers.ACTIVATIONS[config.mlp.activation]
+        return experts.mixture(x, routing, matrices, activation, axes), routing
 
 
-def _remade(config: DecoderConfig, guarded: bool) -> type[nn.Module]:
-    """A layer that is computed again in the backward pass, but for what `DecoderConfig.remat` keeps."""
+def _remat_layer(config: DecoderConfig, prevent_cse: bool) -> type[nn.Module]:
+    """Return a Layer whose activations the backward pass recomputes, as `DecoderConfig.remat`
+    says."""
     if config.remat == "none":
         return Layer
-    names = (experts.ORDER, PRODUCT) if config.remat == "products" else (experts.ORDER,)
-    return nn.remat(Layer, prevent_cse=guarded, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    saved_names = (experts.ORDER, PRODUCT) if config.remat == "save-dots" else (experts.ORDER,)
+    return nn.remat(
+        Layer,
+        prevent_cse=prevent_cse,
+        policy=jax.checkpoint_policies.save_only_these_names(*saved_names),
+    )
 
 
-def _cut(cache: Any) -> Cut:
+def _activation_axes(cache: Any) -> ActivationAxes:
     return PACKED if cache is None else CACHED
 
 
 class Pattern(nn.Module):
-    """One repetition of the pattern of layer kinds: the body of the scan over layers."""
+    """One repetition of the pattern of layer types: the body of the scan over layers."""
 
     config: DecoderConfig
-    kinds: tuple[str, ...]
-    layer_type: type[nn.Module]
+    layer_types: tuple[str, ...]
+    layer_class: type[nn.Module]
 
     @nn.compact
     def __call__(self, carry: tuple[Array, Any], repetition: Array | int, context: Context):
+        """Apply the layers to carry = (x, cache). Returns the new carry and each layer's usage."""
         x, cache = carry
-        found = []
-        for i, kind in enumerate(self.kinds):
-            layer = repetition * self.config.kinds[: self.config.period].count(kind) + self.kinds[:i].count(kind)
-            x, cache, usage = self.layer_type(self.config, kind, name=f"layer_{i}")(x, cache, layer, context)
-            found.append(usage)
-        return (x, cache), found
+        period_types = self.config.layer_types[: self.config.period]
+        usages = []
+        for i, layer_type in enumerate(self.layer_types):
+            # The number of this layer among those of its type.
+            layer = repetition * period_types.count(layer_type) + self.layer_types[:i].count(
+                layer_type
+            )
+            module = self.layer_class(self.config, layer_type, name=f"layer_{i}")
+            x, cache, usage = module(x, cache, layer, context)
+            usages.append(usage)
+        return (x, cache), usages
 
 
 class Decoder(Weights):
-    """The whole model up to the final norm."""
+    """The model up to and including the final norm."""
 
     @nn.compact
-    def __call__(self, tokens: Array, cache: Any, context: Context) -> tuple[Array, Any, Usage | None]:
-        """tokens [B, T] -> [B, T, D] after the final norm, the cache, and without one what a mixture's routers did.
+    def __call__(
+        self, tokens: Array, cache: Any, context: Context
+    ) -> tuple[Array, Any, Usage | None]:
+        """Apply the decoder to tokens [B, T].
 
-        Without a cache (training) each layer's activations are computed again in the backward pass, as far as
+        Returns the hidden states [B, T, D] after the final norm; the cache (None stays None); and
+        the usage of experts in all layers, or None if there is a cache or no mixture. Without a
+        cache, which is in training, the backward pass recomputes activations as
         `DecoderConfig.remat` says.
         """
         config = self.config
-        if config.outputs:
-            self.weight("score")  # declared here, as the unembedding is, and read by `unembed`
+        # `unembed` reads these weights from the params; they are only declared here.
+        if config.num_outputs:
+            self.weight("score")
         elif not config.vocab.tied:
             self.weight("unembedding")
         if config.adapter_scale("unembedding") is not None:
             self.adapter("unembedding")
-        cut = _cut(cache)
+
+        axes = _activation_axes(cache)
         x = jnp.take(self.weight("embedding"), tokens, axis=0)
-        if spread(cut.tokens, tokens.shape[1]) > 1:
-            # From widths to rows and tokens in two steps: the compiler finds one for each, and none for both at once.
-            x = constrain(x, (cut.rows, None, cut.tokens))
-        x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), (*cut, None))
-        pattern = nn.scan(
+        if spread(axes.tokens, tokens.shape[1]) > 1:
+            # In two steps, from sharded widths to sharded rows and tokens: the compiler finds a
+            # collective for each of them, but none for both at once.
+            x = constrain(x, (axes.rows, None, axes.tokens))
+        x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), (*axes, None))
+
+        # In the scan nothing must prevent common subexpression elimination: the forward and the
+        # backward pass are two loops.
+        scan_layer = _remat_layer(config, prevent_cse=False) if cache is None else Layer
+        tail_layer = _remat_layer(config, prevent_cse=True) if cache is None else Layer
+        scanned_pattern = nn.scan(
             Pattern,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one entry an argument)
+            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
             length=config.repetitions,
         )
-        # In the scan no guard against common subexpressions is needed: forward and backward are two loops.
-        body, last_body = (_remade(config, guarded) if cache is None else Layer for guarded in (False, True))
-        scanned = pattern(config, config.kinds[: config.period], body, name="layers")
-        (x, cache), found = scanned((x, cache), jnp.arange(config.repetitions), context)
-        tail = config.kinds[config.repetitions * config.period :]
-        if tail:
-            rest = Pattern(config, tail, last_body, name="tail")
-            (x, cache), last = rest((x, cache), config.repetitions, context)
-            found = [*found, *jax.tree.map(lambda part: part[None], last)]
-        usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found) if found[0] is not None else None
+        stack = scanned_pattern(
+            config, config.layer_types[: config.period], scan_layer, name="layers"
+        )
+        (x, cache), usages = stack((x, cache), jnp.arange(config.repetitions), context)
+        tail_types = config.layer_types[config.repetitions * config.period :]
+        if tail_types:
+            tail = Pattern(config, tail_types, tail_layer, name="tail")
+            (x, cache), tail_usages = tail((x, cache), config.repetitions, context)
+            usages = [*usages, *jax.tree.map(lambda leaf: leaf[None], tail_usages)]
+        usage = None
+        if usages[0] is not None:
+            usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *usages)
         return self.norm(x, "final_norm"), cache, usage
 
 
 def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
-    """hidden [..., D] -> logits [..., V] float32; no tokens get `layers.MASKED`. Of a head: its outputs [..., K]."""
-    if config.outputs:
+    """Return logits [..., V] float32 of hidden [..., D], or the outputs [..., K] of a head.
+
+    Ids that are no tokens get the logit `layers.MASKED`.
+    """
+    if config.num_outputs:
         return score(params, hidden.astype(config.dtype))
     vocab = config.vocab
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
     scale = config.adapter_scale("unembedding")
     if scale is not None:
-        a, b = (params["unembedding" + end].astype(config.dtype) for end in (LORA_A, LORA_B))
+        a = params["unembedding" + LORA_A].astype(config.dtype)
+        b = params["unembedding" + LORA_B].astype(config.dtype)
         logits += layers.low_rank(hidden, a, b, scale)
     if vocab.softcap is not None:
         logits = vocab.softcap * jnp.tanh(logits / vocab.softcap)
@@ -303,33 +443,52 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
 
 
 def score(params: Params, hidden: Array) -> Array:
-    """hidden [..., D] -> the head's outputs [..., K] float32; params hold `score` [K, D]."""
+    """Return a head's outputs [..., K] float32 of hidden [..., D]; `params["score"]` is [K, D]."""
     matrix = params["score"].astype(hidden.dtype)
     return jnp.einsum("...d,kd->...k", hidden, matrix, preferred_element_type=jnp.float32)
 
 
-def packed(config: DecoderConfig, slots: Slots, key_tiles: Array | None = None) -> Context:
-    """What layers need to know of packed rows."""
-    kinds = sorted(set(config.kinds))
-    return Context(slots, dict.fromkeys(kinds, slots), _angles(config, slots.positions), key_tiles)
+# Context.
 
 
-def cached(config: DecoderConfig, queries: Slots, reads: dict[str, caches.Read]) -> Context:
-    """What layers need to know of new tokens, and of the cache that they see."""
-    keys = {kind: read.keys for kind, read in reads.items()}
-    return Context(queries, keys, _angles(config, queries.positions), reads=reads)
+def packed_context(
+    config: DecoderConfig, tokens: TokenIndex, key_tiles: Array | None = None
+) -> Context:
+    """Return the context of packed rows."""
+    keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
+    return Context(tokens, keys, _angles(config, tokens.positions), key_tiles)
+
+
+def cached_context(
+    config: DecoderConfig, queries: TokenIndex, views: dict[str, kv_cache.CacheView]
+) -> Context:
+    """Return the context of new tokens that attend to a cache."""
+    keys = {layer_type: view.keys for layer_type, view in views.items()}
+    return Context(queries, keys, _angles(config, queries.positions), views=views)
 
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array]]:
     ropes = {"full": config.rope, "sliding": config.sliding_rope}
-    width = config.attention.head_dim
-    return {kind: layers.rope_angles(ropes[kind], width, positions) for kind in sorted(set(config.kinds))}
+    head_dim = config.attention.head_dim
+    return {
+        layer_type: layers.rope_angles(ropes[layer_type], head_dim, positions)
+        for layer_type in sorted(set(config.layer_types))
+    }
+
+
+# The model as pure functions.
 
 
 @functools.cache
 def decoder(config: DecoderConfig) -> Model:
-    """The pure functions of a decoder-only transformer (see `types.Model`); the same ones for equal configs."""
+    """Return a decoder-only transformer as pure functions (see `types.Model`).
+
+    Equal configs give the same functions, so programs that use them are compiled once.
+    """
     module = Decoder(config)
+
+    def init(key: Array) -> Params:
+        return random_params(config, key)
 
     def hidden(
         params: Params,
@@ -340,67 +499,92 @@ def decoder(config: DecoderConfig) -> Model:
         key_tiles: Array | None = None,
     ) -> Array:
         length = tokens.shape[1]
-        slots = Slots(jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape), positions, segment_ids, branch_ids)
-        parts = spread(PACKED.tokens, length)
-        order = layers.balanced_order(length, parts)
-        if parts > 1:  # the tiles are of tokens in their order
-            tokens, slots, key_tiles = tokens[:, order], Slots(*(part[:, order] for part in slots)), None
-        out: Any = module.apply({"params": params}, tokens, None, packed(config, slots, key_tiles))
-        found, _, usage = out
-        if parts > 1:
-            # A prediction may be of any other token: whole rows, as those who take states by `previous` want them.
-            found = constrain(found, (PACKED.rows, None, None))[:, np.argsort(order)]
-        return routers.reported(found, usage, params[routers.REPORT]) if routers.REPORT in params else found
-
-    def init(key: Array) -> Params:
-        return random_params(config, key)
+        index = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+        token_index = TokenIndex(index, positions, segment_ids, branch_ids)
+        token_shards = spread(PACKED.tokens, length)
+        order = layers.balanced_order(length, token_shards)
+        if token_shards > 1:
+            tokens = tokens[:, order]
+            token_index = TokenIndex(*(field[:, order] for field in token_index))
+            key_tiles = None  # They list tiles of tokens in their original order.
+        context = packed_context(config, token_index, key_tiles)
+        outputs: Any = module.apply({"params": params}, tokens, None, context)
+        states, _, usage = outputs
+        if token_shards > 1:
+            # Whole rows on each device, because `Rows.previous` may point to any token of the row.
+            states = constrain(states, (PACKED.rows, None, None))[:, np.argsort(order)]
+        if router.REPORT in params:
+            return router.report_usage(states, usage, params[router.REPORT])
+        return states
 
     def logits(params: Params, hidden: Array) -> Array:
         return unembed(config, params, hidden)
 
-    def empty(params: Params, rows: int, length: int) -> Any:
+    def init_cache(params: Params, rows: int, length: int) -> Any:
         del params
-        return caches.init_cache(config, rows, length)
+        return kv_cache.init_cache(config, rows, length)
 
     def extend(
-        params: Params, cache: Any, tokens: Array, positions: Array, branch_ids: Array, commit: Array
+        params: Params,
+        cache: Any,
+        tokens: Array,
+        positions: Array,
+        branch_ids: Array,
+        commit: Array,
     ) -> tuple[Array, Any]:
-        lengths, stacks = cache["lengths"], {kind: stack for kind, stack in cache.items() if kind != "lengths"}
-        queries = caches.new_slots(lengths, positions, branch_ids)
+        lengths = cache["lengths"]
+        stacks = {name: stack for name, stack in cache.items() if name != "lengths"}
+        queries = kv_cache.query_index(lengths, positions, branch_ids)
+        views = {
+            layer_type: kv_cache.view(
+                config, layer_type, lengths, commit, stack["v"].shape[3], queries
+            )
+            for layer_type, stack in stacks.items()
+        }
+        context = cached_context(config, queries, views)
+        outputs: Any = module.apply({"params": params}, tokens, stacks, context)
+        states, stacks, _ = outputs
+        return unembed(config, params, states), {"lengths": lengths + commit, **stacks}
 
-        places = {kind: stack["v"].shape[3] for kind, stack in stacks.items()}
-        reads = {kind: caches.read(config, kind, lengths, commit, places[kind], queries) for kind in stacks}
-        new = cached(config, queries, reads)
-        out: Any = module.apply({"params": params}, tokens, stacks, new)
-        return unembed(config, params, out[0]), {"lengths": lengths + commit, **out[1]}
+    has_rings = any(kv_cache.ring_size_of(config, layer_type) for layer_type in config.layer_types)
+    return Model(
+        config=config,
+        init=init,
+        hidden=hidden,
+        logits=logits,
+        init_cache=init_cache,
+        extend=extend,
+        axes=axes(param_shapes(config)),
+        max_rollback=kv_cache.RING_SLACK if has_rings else kv_cache.UNLIMITED,
+    )
 
-    forgets = caches.SPARE if any(caches.ring_of(config, kind) for kind in config.kinds) else caches.ALL
-    return Model(config, init, hidden, logits, empty, extend, axes(param_shapes(config)), forgets)
 
+def cast_to_compute_dtype(params: Any, dtype: Any) -> Any:
+    """Cast wider weights to `dtype`, the compute dtype of a model; norms stay as they are.
 
-def narrow(params: Any, dtype: Any) -> Any:
-    """Params (or their shapes) in no wider a type than a model of `dtype` computes with them: norms as they are stored.
-
-    A forward pass reads the same bits from it as from the params themselves.
+    A forward pass reads the same bits from the result as from `params`. The leaves may also be
+    jax.ShapeDtypeStruct.
     """
-
     dtype = jnp.dtype(dtype)
 
-    def leaf(path: tuple, weight: Any) -> Any:
+    def cast(path: tuple, weight: Any) -> Any:
         if path[-1].key.endswith("_norm") or weight.dtype.itemsize <= dtype.itemsize:
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=weight.sharding)
         return weight.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, params)
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def axes(params: Params) -> Any:
-    """Logical axes of each leaf of a decoder's params: its name's, after "layers" where it is a stack of layers."""
+    """Return the logical axes of each leaf of a decoder's params.
+
+    They are those of `WEIGHT_AXES`, after "layers" in leaves that are stacked over layers.
+    """
 
     def leaf_axes(path, leaf) -> tuple[str, ...]:
-        names = WEIGHTS[path[-1].key]
+        names = WEIGHT_AXES[path[-1].key]
         return ("layers", *names) if leaf.ndim > len(names) else names
 
     return jax.tree_util.tree_map_with_path(leaf_axes, params)

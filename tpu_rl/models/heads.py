@@ -1,6 +1,9 @@
-"""Models made of others: with a head of numbers in place of the vocabulary, or of the first layers only.
+"""Models derived from a language model: with a head in place of the vocabulary, or cut to its first
+layers.
 
-A model and its params are made by a function each, so that shapes are known before any weight is.
+A head is a linear map from hidden states to a few numbers, such as values or rewards. For each kind
+of derived model there is one function for the model and one for its params, so that shapes are
+known without any weights.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from dataclasses import replace
 import jax
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.architecture import DecoderConfig
+from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.decoder import decoder, score
 from tpu_rl.types import Array, Model, Params, Role
 
 
 def head_role(trunk: Role, select: Callable[[Params], Params]) -> Role:
-    """A head of its own, `select(params)["score"]` [K, D], on the hidden states of another role."""
+    """Return a role with its own head on the hidden states of another role, `trunk`.
+
+    The head is `select(params)["score"]` [K, D].
+    """
 
     def outputs(params: Params, hidden: Array) -> Array:
         return score(select(params), hidden)
@@ -26,41 +32,59 @@ def head_role(trunk: Role, select: Callable[[Params], Params]) -> Role:
     return Role(trunk.hidden, outputs)
 
 
-def with_head(model: Model, outputs: int) -> Model:
-    """The model with a head of `outputs` numbers in place of the vocabulary: `logits` and `extend` give those."""
-    return decoder(replace(model.config, outputs=outputs))
+def with_head(model: Model, num_outputs: int) -> Model:
+    """Return the model with a head of `num_outputs` numbers in place of the vocabulary.
+
+    Its `logits` and `extend` return those numbers instead of logits.
+    """
+    return decoder(replace(model.config, num_outputs=num_outputs))
 
 
-def head_params(model: Model, params: Params, outputs: int, key: Array) -> Params:
-    """A language model's params -> those of `with_head(model, outputs)`; the head is random and small."""
-    random = random_head(model, outputs, key)
-    return {name: leaf for name, leaf in params.items() if name != "unembedding"} | random
+def head_params(model: Model, params: Params, num_outputs: int, key: Array) -> Params:
+    """Return the params of `with_head(model, num_outputs)`, made from those of the language model.
+
+    The head is random and small.
+    """
+    head = random_head(model, num_outputs, key)
+    return {name: leaf for name, leaf in params.items() if name != "unembedding"} | head
 
 
-def random_head(model: Model, outputs: int, key: Array) -> Params:
-    """{"score": [outputs, D]}, whose outputs are of size 0.1."""
+def random_head(model: Model, num_outputs: int, key: Array) -> Params:
+    """Return {"score": [num_outputs, D]}, random; its outputs have a standard deviation of 0.1."""
     config: DecoderConfig = model.config
-    noise = 0.1 * config.width**-0.5 * jax.random.normal(key, (outputs, config.width))
+    shape = (num_outputs, config.hidden_size)
+    noise = 0.1 * config.hidden_size**-0.5 * jax.random.normal(key, shape)
     return {"score": noise.astype(config.param_dtype)}
 
 
-def first_layers(model: Model, layers: int) -> Model:
-    """The model that ends after so many layers. Raises InputError unless they are whole patterns of layer kinds."""
+def first_layers(model: Model, num_layers: int) -> Model:
+    """Return the model that ends after its first `num_layers` layers.
+
+    Raises:
+        InputError: `num_layers` is not a number of complete patterns of layer types.
+    """
     config: DecoderConfig = model.config
-    if not 0 < layers <= config.repetitions * config.period or layers % config.period:
+    most = config.repetitions * config.period
+    if not 0 < num_layers <= most or num_layers % config.period:
         raise InputError(
-            f"cannot take the first {layers} layers of {len(config.kinds)}",
+            f"cannot take the first {num_layers} layers of {len(config.layer_types)}",
             why=f"layers come in patterns of {config.period}",
-            fix=f"use a multiple of {config.period}, at most {config.repetitions * config.period}",
+            fix=f"use a multiple of {config.period}, at most {most}",
         )
-    source = json.loads(config.source) | {"num_hidden_layers": layers}
+    source = json.loads(config.source) | {"num_hidden_layers": num_layers}
     if source.get("layer_types"):
-        source["layer_types"] = source["layer_types"][:layers]
-    return decoder(replace(config, kinds=config.kinds[:layers], source=json.dumps(source, sort_keys=True)))
+        source["layer_types"] = source["layer_types"][:num_layers]
+    return decoder(
+        replace(
+            config,
+            layer_types=config.layer_types[:num_layers],
+            source=json.dumps(source, sort_keys=True),
+        )
+    )
 
 
-def first_layers_params(model: Model, params: Params, layers: int) -> Params:
-    """A model's params -> those of `first_layers(model, layers)`."""
-    count = layers // model.config.period
-    stacks = jax.tree.map(lambda leaf: leaf[:count], params["layers"])
+def first_layers_params(model: Model, params: Params, num_layers: int) -> Params:
+    """Return the params of `first_layers(model, num_layers)`, made from those of `model`."""
+    repetitions = num_layers // model.config.period
+    stacks = jax.tree.map(lambda leaf: leaf[:repetitions], params["layers"])
     return {name: leaf for name, leaf in params.items() if name != "tail"} | {"layers": stacks}

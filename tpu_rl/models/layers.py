@@ -1,7 +1,10 @@
-"""Functions that the layers of every decoder are made of: norms, rotary angles, visibility, attention.
+"""Building blocks of decoder layers: attention, RMS norm, rotary embedding, products with weights.
 
-Letters: B rows, T tokens that look (queries), S slots that are looked at (keys), H heads, K key-value heads,
-G = H / K, D model width, E head width.
+Everything here is a pure function of arrays. `can_attend` is the one visibility rule, for packed
+rows and for the cache, and `dense_attention` is the reference for every attention kernel.
+
+Letters in array shapes: B rows, T query tokens, S key tokens, H query heads, K key-value heads,
+G = H / K, D hidden size, E head dimension.
 """
 
 from __future__ import annotations
@@ -18,170 +21,255 @@ import numpy as np
 Array = jax.Array
 
 MASKED = -1e30
-"""Score of what is not seen and logit of what is not a token: exp gives exactly 0, and gradients stay finite."""
+"""Score of a masked key, and logit of an id that is no token. exp(MASKED) is exactly 0, and
+gradients stay finite, which they would not with -inf."""
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer."""
+    """Rotary embedding of one type of layer."""
 
     theta: float = 10_000.0
     scaling: str = "default"
-    """"default", "linear" (all frequencies divided by `factor`) or "llama3" (only the slow ones)."""
+    """"default" (none), "linear" (all frequencies are divided by `factor`) or "llama3" (only low
+    frequencies are)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
-    """llama3: context length, in tokens, before the model was stretched."""
+    """For "llama3": context length, in tokens, before the model was extended."""
 
 
-class Cut(NamedTuple):
-    """How devices share activations [B, T, ...]: the logical axes of their first two dimensions."""
+class ActivationAxes(NamedTuple):
+    """Logical axes of the first two dimensions of activations [B, T, ...] (see
+    `train.sharding`)."""
 
     rows: str
     tokens: str | None
 
 
-PACKED = Cut("rows", "tokens")
-CACHED = Cut("slots", None)
-"""In decoding each row lies on one device, and few tokens are new."""
+PACKED = ActivationAxes("rows", "tokens")
+"""Packed rows: rows and tokens are both sharded."""
+
+CACHED = ActivationAxes("slots", None)
+"""New tokens with a cache: each row is on one device, because few tokens are new."""
 
 
-def balanced_order(length: int, parts: int) -> np.ndarray:
-    """Of the tokens of a row, [length], such that so many devices, which take equally long stretches of it, attend to
-    equally many tokens before them: each has a stretch from the front and the one as far from the end.
+def balanced_order(length: int, shards: int) -> np.ndarray:
+    """Return the order [length] of a row's tokens that balances causal attention over devices.
 
-    As they are where the row does not divide into twice as many stretches.
+    The row is cut into 2 * shards stretches. Each device gets one stretch from the front and the
+    one at the same distance from the end, so all devices have equally many (query, key) pairs. If
+    2 * shards does not divide the length, tokens keep their order.
     """
-    if length % (2 * parts):
+    if length % (2 * shards):
         return np.arange(length, dtype=np.int32)
-    stretches = np.arange(length, dtype=np.int32).reshape(2 * parts, -1)
-    return np.stack([stretches[:parts], stretches[parts:][::-1]], axis=1).reshape(-1)
+    stretches = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
+    return np.stack([stretches[:shards], stretches[shards:][::-1]], axis=1).reshape(-1)
 
 
-class Slots(NamedTuple):
-    """What decides who sees whom, one entry a token. All [B, T] (or [B, S]) int32."""
+# Visibility.
+
+
+class TokenIndex(NamedTuple):
+    """The numbers of each token that decide which keys it attends to. All [B, T] int32."""
 
     index: Array
-    """Place in the row or in the cache: nothing sees what stands behind it."""
+    """Place in the row or in the cache. No token attends to a later place."""
     positions: Array
+    """Position in the sequence; only sliding windows depend on it."""
     segment_ids: Array
     branch_ids: Array
 
 
-def sees(query: Slots, key: Slots, window: int | None) -> Array:
-    """Whether a query sees a key, bool, of slots that broadcast: the one rule for packed rows and for the cache.
+def can_attend(query: TokenIndex, key: TokenIndex, sliding_window: int | None) -> Array:
+    """Return True where a query may attend to a key; fields of the two indices broadcast.
 
-    A token sees those of its own segment that do not stand behind it, are trunk (branch 0) or of its own branch, and
-    lie less than `window` positions back. Padding is a segment like any other (0), so it sees at least itself.
+    A token attends to tokens of its own segment that are not later, that are trunk (branch 0) or of
+    its own branch, and that are less than `sliding_window` positions back. Padding is a segment
+    like any other (0), so every token attends to at least itself.
     """
-    seen = (query.segment_ids == key.segment_ids) & (key.index <= query.index)
-    seen &= (key.branch_ids == 0) | (key.branch_ids == query.branch_ids)
-    return seen if window is None else seen & (query.positions - key.positions < window)
+    allowed = (query.segment_ids == key.segment_ids) & (key.index <= query.index)
+    allowed &= (key.branch_ids == 0) | (key.branch_ids == query.branch_ids)
+    if sliding_window is None:
+        return allowed
+    return allowed & (query.positions - key.positions < sliding_window)
 
 
-def visible(queries: Slots, keys: Slots, window: int | None) -> Array:
-    """Which key each query `sees`, [B, T, S] bool."""
-    return sees(Slots(*(part[:, :, None] for part in queries)), Slots(*(part[:, None, :] for part in keys)), window)
+def attention_mask(queries: TokenIndex, keys: TokenIndex, sliding_window: int | None) -> Array:
+    """Return the mask [B, T, S] bool of queries [B, T] and keys [B, S], by `can_attend`."""
+    return can_attend(
+        TokenIndex(*(field[:, :, None] for field in queries)),
+        TokenIndex(*(field[:, None, :] for field in keys)),
+        sliding_window,
+    )
+
+
+# Attention.
 
 
 def attention(
     query: Array,
     key: Array,
     value: Array,
-    queries: Slots,
-    keys: Slots,
+    queries: TokenIndex,
+    keys: TokenIndex,
     *,
     scale: float,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     key_tiles: Array | None = None,
-    scores_by: Callable[..., Array] | None = None,
+    implementation: Callable[..., Array] | None = None,
 ) -> Array:
-    """Attention of query [B, T, H, E] over key and value [B, K, S, E] -> [B, T, H, E]; the softmax is float32.
+    """Return the attention [B, T, H, E] of query [B, T, H, E] to key and value [B, K, S, E].
 
-    `scores_by` computes what `dense_attention` does, which it stands in for.
-    With `key_tiles` [B, T / t, n] (see `types.Rows`; packed rows only, where T = S) the keys of other tiles are left
-    out, which by `visible` weigh nothing: the same numbers, of padding's hidden states alone others.
+    Args:
+        query, key, value: projections. The softmax is float32.
+        queries, keys: indices of the tokens, [B, T] and [B, S].
+        scale: factor of the scores.
+        sliding_window: see `can_attend`.
+        softcap: scores become softcap * tanh(scores / softcap).
+        key_tiles: [B, T / t, n], see `types.Rows`; for packed rows only, where T = S. Keys outside
+            of the listed tiles are skipped. They have weight zero anyway, so results are the same,
+            except in padding.
+        implementation: a function to use in place of `dense_attention`.
     """
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    whole = scores_by or dense_attention
+    attend = implementation or dense_attention
     if key_tiles is None:
-        return whole(query, key, value, queries, keys, **how)
-    return tiled_attention(query, key, value, queries, key_tiles, whole, **how)
+        return attend(
+            query,
+            key,
+            value,
+            queries,
+            keys,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+    return tiled_attention(
+        query,
+        key,
+        value,
+        queries,
+        key_tiles,
+        attend,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
 
 
 def tiled_attention(
-    query: Array, key: Array, value: Array, slots: Slots, key_tiles: Array, whole: Callable[..., Array], **how: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    tokens: TokenIndex,
+    key_tiles: Array,
+    attend: Callable[..., Array],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Array:
-    """Attention by `whole` of each tile of t tokens, as a row of its own, over the n tiles of keys listed for it.
+    """Return the attention of packed rows [B, S], where each tile sees only its `key_tiles`.
 
-    For G completions of C tokens behind a prompt of P that is about G C (P + C) scores in place of (P + G C)^2.
+    Each tile of t queries becomes a row of its own, whose keys are the n tiles listed for it, and
+    `attend` computes those rows. For G completions of C tokens after a prompt of P tokens this
+    takes about G C (P + C) scores instead of (P + G C)^2.
     """
     rows, tiles, listed = key_tiles.shape
-    size = query.shape[1] // tiles
+    tile_size = query.shape[1] // tiles
 
-    def of_queries(x: Array) -> Array:
-        return x.reshape(rows * tiles, size, *x.shape[2:])
+    def to_query_tiles(x: Array) -> Array:
+        """[B, S, ...] -> [B S / t, t, ...]."""
+        return x.reshape(rows * tiles, tile_size, *x.shape[2:])
 
-    def of_keys(x: Array) -> Array:
-        """[B, S, ...] -> [B S / t, n t, ...]; each row by itself, so that it stays on its device."""
-        cut = x.reshape(rows, tiles, size, *x.shape[2:])
-        chosen = jax.vmap(lambda row, at: row[at])(cut, jnp.maximum(key_tiles, 0))
-        return chosen.reshape(rows * tiles, listed * size, *x.shape[2:])
+    def to_key_tiles(x: Array) -> Array:
+        """[B, S, ...] -> [B S / t, n t, ...]."""
+        row_tiles = x.reshape(rows, tiles, tile_size, *x.shape[2:])
+        # Row by row, so that each row stays on its device.
+        selected = jax.vmap(lambda row, at: row[at])(row_tiles, jnp.maximum(key_tiles, 0))
+        return selected.reshape(rows * tiles, listed * tile_size, *x.shape[2:])
 
-    absent = jnp.repeat(key_tiles.reshape(rows * tiles, listed) < 0, size, axis=1)
-    keys = Slots(*map(of_keys, slots))
+    absent = jnp.repeat(key_tiles.reshape(rows * tiles, listed) < 0, tile_size, axis=1)
+    keys = TokenIndex(*map(to_key_tiles, tokens))
     keys = keys._replace(segment_ids=jnp.where(absent, -1, keys.segment_ids))
-    key, value = (of_keys(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (key, value))
-    mixed = whole(of_queries(query), key, value, Slots(*map(of_queries, slots)), keys, **how)
-    return mixed.reshape(query.shape)
+    key, value = (to_key_tiles(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (key, value))
+    attended = attend(
+        to_query_tiles(query),
+        key,
+        value,
+        TokenIndex(*map(to_query_tiles, tokens)),
+        keys,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    return attended.reshape(query.shape)
 
 
 def dense_attention(
     query: Array,
     key: Array,
     value: Array,
-    queries: Slots,
-    keys: Slots,
+    queries: TokenIndex,
+    keys: TokenIndex,
     *,
     scale: float,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Array:
-    """The reference, which builds the whole [B, K, G, T, S] of scores.
+    """Return the attention of `attention`, computed from the full [B, K, G, T, S] scores.
 
-    It is given who sees whom as `Slots` and not as a mask, so that what skips tiles can be made of it.
+    This is the reference implementation. It takes token indices and not a mask, so that
+    implementations which skip blocks of keys can have the same signature.
     """
-    rows, length, heads, width = query.shape
-    kv_heads, group = key.shape[1], heads // key.shape[1]
-    # Heads that share keys become more queries of one head: two plain batched matrix products, a fifth less time in
-    # decoding on a CPU than contractions over [B, T, K, G, E], around which the compiler transposes the scores.
-    folded = query.reshape(rows, length, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
-    folded = folded.reshape(rows, kv_heads, group * length, width)
+    rows, length, num_heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = num_heads // kv_heads
+    # Heads that share keys become further queries of one head. The two products are then plain
+    # batched matrix products, which decode a fifth faster on CPUs than contractions over
+    # [B, T, K, G, E], around which the compiler transposes the scores.
+    folded = query.reshape(rows, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    folded = folded.reshape(rows, kv_heads, group * length, head_dim)
     scores = jnp.einsum("bkqe,bkse->bkqs", folded, key, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = scores.reshape(rows, kv_heads, group, length, -1)
-    scores = jnp.where(visible(queries, keys, window)[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype).reshape(rows, kv_heads, group * length, -1)
-    mixed = jnp.einsum("bkqs,bkse->bkqe", weights, value).reshape(rows, kv_heads, group, length, width)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    mask = attention_mask(queries, keys, sliding_window)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights.reshape(rows, kv_heads, group * length, -1)
+    attended = jnp.einsum("bkqs,bkse->bkqe", weights, value)
+    attended = attended.reshape(rows, kv_heads, group, length, head_dim)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+# Products with weights.
 
 
 def low_rank(x: Array, a: Array, b: Array, scale: float) -> Array:
-    """scale (x A) B: x [..., inputs], a [inputs, rank], b [rank, outputs]. The product of A and B is never made."""
+    """Return scale * (x A) B for x [..., inputs], a [inputs, rank] and b [rank, outputs].
+
+    Inputs and outputs may be several dimensions. The product A B is never formed.
+    """
     inner = scale * jnp.tensordot(x, a, a.ndim - 1)
     return jnp.tensordot(inner, b, 1)
 
 
 def product(equation: str, x: Array, weight: Array) -> Array:
-    """jnp.einsum of x and a weight; the weight's gradient is one of x and the output's gradient, in this order.
+    """Return `jnp.einsum(equation, x, weight)`, with a gradient that is faster on CPUs.
 
-    jax's own rule has it the other way round. XLA for CPUs transposes what stands first, and computes the elementwise
-    chain before it once more, transposed: a sixth of an update's time was the gradient of silu.
+    The gradient of the weight is computed as a product of x and the output's gradient, in this
+    order. JAX's own rule has them the other way round, and XLA for CPUs transposes the first
+    operand and computes the elementwise operations before it a second time, transposed: the
+    gradient of silu took a sixth of the time of an update.
     """
     result: Any = _product(equation, x, weight)
     return result
@@ -192,56 +280,79 @@ def _product(equation: str, x: Array, weight: Array) -> Array:
     return jnp.einsum(equation, x, weight)
 
 
-def _product_forward(equation: str, x: Any, weight: Any) -> tuple[Array, tuple[Array, Array, tuple | None]]:
-    # The backward pass is told by the structure of what is saved whether the weight learns.
-    learns = () if weight.perturbed else None
-    return jnp.einsum(equation, x.value, weight.value), (x.value, weight.value, learns)
+def _product_forward(
+    equation: str, x: Any, weight: Any
+) -> tuple[Array, tuple[Array, Array, tuple | None]]:
+    # The structure of the residuals tells the backward pass whether the weight is trainable.
+    trainable = () if weight.perturbed else None
+    return jnp.einsum(equation, x.value, weight.value), (x.value, weight.value, trainable)
 
 
-def _product_backward(equation: str, saved: tuple[Array, Array, tuple | None], gradient: Array) -> tuple[Any, Any]:
-    x, weight, learns = saved
-    inputs, _, output = equation.partition("->")
-    of_x, _, of_weight = inputs.partition(",")
-    x_gradient = jnp.einsum(f"{output},{of_weight}->{of_x}", gradient, weight)
-    return x_gradient, None if learns is None else jnp.einsum(f"{of_x},{output}->{of_weight}", x, gradient)
+def _product_backward(
+    equation: str, residuals: tuple[Array, Array, tuple | None], gradient: Array
+) -> tuple[Any, Any]:
+    x, weight, trainable = residuals
+    inputs, _, output_axes = equation.partition("->")
+    x_axes, _, weight_axes = inputs.partition(",")
+    x_gradient = jnp.einsum(f"{output_axes},{weight_axes}->{x_axes}", gradient, weight)
+    if trainable is None:
+        return x_gradient, None
+    weight_gradient = jnp.einsum(f"{x_axes},{output_axes}->{weight_axes}", x, gradient)
+    return x_gradient, weight_gradient
 
 
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
+# Norm and rotary embedding.
+
+
 def rms_norm(x: Array, scale: Array, eps: float, unit_offset: bool) -> Array:
-    """x [..., D] divided by its root mean square, in float32, times scale [D] (1 + scale with `unit_offset`)."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    """Return the RMS norm of x [..., D] with scale [D], computed in float32, in the dtype of x.
+
+    With `unit_offset` the gain is 1 + scale.
+    """
+    x_float32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(x_float32 * x_float32, axis=-1, keepdims=True)
+    normed = x_float32 * jax.lax.rsqrt(mean_square + eps)
     gain = scale.astype(jnp.float32) + (1.0 if unit_offset else 0.0)
     return (normed * jnp.broadcast_to(gain, x.shape)).astype(x.dtype)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians a position turns each pair of dimensions, [E / 2] float32.
+    """Return the angle per position, in radians, of each pair of dimensions: [E / 2] float32.
 
-    "llama3" divides wavelengths beyond original_length / low_freq_factor by `factor`, leaves those under
-    original_length / high_freq_factor, and blends in between (Llama 3.1 model card).
+    "llama3" divides frequencies by `factor` if their wavelength is above original_length /
+    low_freq_factor, keeps those below original_length / high_freq_factor, and interpolates in
+    between (model card of Llama 3.1).
     """
-    frequencies = 1.0 / config.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = 1.0 / config.theta**exponents
     if config.scaling == "linear":
         frequencies = frequencies / config.factor
     elif config.scaling == "llama3":
         turns = config.original_length * frequencies / (2 * np.pi)
-        blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-        blend = np.clip(blend, 0.0, 1.0)
-        frequencies = frequencies * (blend + (1 - blend) / config.factor)
+        unscaled = (turns - config.low_freq_factor) / (
+            config.high_freq_factor - config.low_freq_factor
+        )
+        unscaled = np.clip(unscaled, 0.0, 1.0)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / config.factor)
     return frequencies.astype(np.float32)
 
 
 def rope_angles(config: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines for positions [B, T]: two [B, T, E / 2] float32."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config, head_dim)[None, None, :]
+    """Return cosines and sines, two [B, T, E / 2] float32, for positions [B, T]."""
+    frequencies = rope_frequencies(config, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(x: Array, angles: tuple[Array, Array]) -> Array:
-    """x [B, T, H, E] turned by `angles`: dimension i and i + E / 2 are a pair, as in Hugging Face checkpoints."""
+    """Return x [B, T, H, E] rotated by `angles`, from `rope_angles`.
+
+    Dimensions i and i + E / 2 are a pair, as in Hugging Face checkpoints.
+    """
     cos, sin = (part[:, :, None, :] for part in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

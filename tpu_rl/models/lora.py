@@ -1,8 +1,10 @@
-"""Low-rank adapters: which matrices have one, adapters apart from the weights under them, and both made one again.
+"""Low-rank adapters (LoRA): a model with adapters, its params with and without them, and merging.
 
-A model with adapters is the same decoder, whose params hold two more leaves beside each adapted matrix: `query_lora_a`
-beside `query`. So one tree may be cut in two, the weights that stay and the adapters that train; several adapters may
-be joined, one at a time, to the same weights, and the weights alone are the model with its adapters off.
+A model with adapters is the same decoder. Its params hold two more leaves beside each adapted
+matrix: `query_lora_a` and `query_lora_b` beside `query`. `split` cuts such a tree into the weights,
+which are frozen, and the adapters, which are trained; `join` puts adapters over weights. Several
+sets of adapters can share one set of weights, and the weights alone are the model with its adapters
+off.
 """
 
 from __future__ import annotations
@@ -18,160 +20,203 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_rl import sharding
 from tpu_rl.errors import InputError
-from tpu_rl.models.architecture import (
+from tpu_rl.models.config import (
     ALL_LINEAR,
     EXPERT_MATRICES,
     LORA_A,
     LORA_B,
-    OUTPUTS,
-    WEIGHTS,
+    OUTPUT_DIMS,
+    WEIGHT_AXES,
     DecoderConfig,
     LoraConfig,
 )
 from tpu_rl.models.decoder import decoder, param_shapes, random_params
-from tpu_rl.models.families import LAYER_NAMES
-from tpu_rl.models.slots import leaf_at
+from tpu_rl.models.hf.families import LAYER_NAMES
+from tpu_rl.models.hf.weight_map import leaf_at
+from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 
-MATRICES = (*OUTPUTS, *EXPERT_MATRICES, "unembedding")
-"""What can be adapted, by our names."""
+ADAPTABLE = (*OUTPUT_DIMS, *EXPERT_MATRICES, "unembedding")
+"""Weights that can have an adapter."""
 
-OF_EXPERTS: dict[str, str] = dict(zip(("gate", "up", "down"), EXPERT_MATRICES, strict=True))
-"""What a mixture has in each expert in place of a layer's MLP."""
+EXPERT_NAMES: dict[str, str] = dict(zip(("gate", "up", "down"), EXPERT_MATRICES, strict=True))
+"""Matrix of an MLP -> the matrices of experts that replace it in a mixture."""
 
-PEFT_NAMES = {name: LAYER_NAMES[name].split(".")[-2] for name in OUTPUTS} | {"unembedding": "lm_head"}
-"""Our names -> the modules' in PEFT, those of experts as those of an MLP."""
+PEFT_NAMES = {name: LAYER_NAMES[name].split(".")[-2] for name in OUTPUT_DIMS} | {
+    "unembedding": "lm_head"
+}
+"""Weight -> name of its module in PEFT. Experts' matrices have the names of an MLP's."""
 
 
 def with_lora(model: Model, lora: LoraConfig) -> Model:
-    """The model with adapters beside its matrices.
+    """Return the model with adapters beside the matrices that `lora.targets` names.
 
-    Raises InputError where a target is no matrix of the model, or the rank is so large that an adapter would have no
-    fewer directions than its matrix.
+    Raises:
+        InputError: a target is no matrix of the model, or the rank is larger than the smaller side
+            of an adapted matrix.
     """
     config: DecoderConfig = model.config
     targets = _targets(config, lora)
-    narrowest = min(targets, key=lambda name: _narrow_side(config, name))
-    if not 0 < lora.rank <= _narrow_side(config, narrowest):
+    narrowest = min(targets, key=lambda name: _max_rank(config, name))
+    max_rank = _max_rank(config, narrowest)
+    if not 0 < lora.rank <= max_rank:
         raise InputError(
-            f"LoRA of rank {lora.rank}",
+            f"LoRA of rank {lora.rank} does not fit the model",
             where="--model.lora.rank",
-            why=f"{shown(narrowest)} has {_narrow_side(config, narrowest)} inputs or outputs and no higher rank",
-            fix=f"use 1 to {_narrow_side(config, narrowest)}; 8 to 64 are usual",
+            why=f"{peft_name(narrowest)} has {max_rank} inputs or outputs, so its rank is at most "
+            f"{max_rank}",
+            fix=f"use 1 to {max_rank}; 8 to 64 are usual",
         )
     return decoder(replace(config, adapters=replace(lora, targets=targets)))
 
 
 def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Our names of what is adapted, in their own order. A head has no vocabulary whose matrix could be."""
-    ours = {theirs: name for name, theirs in PEFT_NAMES.items()} | {name: name for name in PEFT_NAMES}
-    unknown = [target for target in lora.targets if target not in (ALL_LINEAR, *ours)]
+    """Return the weights of a model that `lora.targets` names, in the order of `ADAPTABLE`.
+
+    A model with a head has no unembedding to adapt.
+    """
+    weight_names = {peft: name for name, peft in PEFT_NAMES.items()}
+    weight_names |= {name: name for name in PEFT_NAMES}
+    known = [ALL_LINEAR, *weight_names]
+    unknown = [target for target in lora.targets if target not in known]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [ALL_LINEAR, *ours], n=2, cutoff=0.0)
+        nearest = difflib.get_close_matches(unknown[0], known, n=2, cutoff=0.0)
         raise InputError(
-            f"no matrix {unknown[0]!r} that LoRA could adapt",
+            f"LoRA cannot adapt {unknown[0]!r}: no matrix has this name",
             where="--model.lora.targets",
-            fix=f"did you mean {' or '.join(near)}? All: {', '.join([ALL_LINEAR, *ours])}",
+            fix=f"did you mean {' or '.join(nearest)}? All: {', '.join(known)}",
         )
-    chosen = {ours[target] for target in lora.targets if target != ALL_LINEAR}
-    if config.experts:
-        chosen = {OF_EXPERTS.get(name, name) for name in chosen}
+    chosen = {weight_names[target] for target in lora.targets if target != ALL_LINEAR}
+    if config.moe:
+        chosen = {EXPERT_NAMES.get(name, name) for name in chosen}
     if ALL_LINEAR in lora.targets:
-        chosen |= set(OUTPUTS) - (set(OF_EXPERTS) if config.experts else set())
+        chosen |= set(OUTPUT_DIMS) - (set(EXPERT_NAMES) if config.moe else set())
     if "unembedding" in chosen and config.vocab.tied:
         raise InputError(
-            "lm_head is the embedding of this model, which is not adapted",
+            "lm_head is the embedding of this model, which LoRA does not adapt",
             where="--model.lora.targets",
-            fix=f"leave it out; {ALL_LINEAR} is every matrix of the layers",
+            why="config.json ties the two (tie_word_embeddings)",
+            fix=f"leave lm_head out; {ALL_LINEAR} means every matrix of the layers",
         )
-    targets = tuple(name for name in MATRICES if name in chosen and not (name == "unembedding" and config.outputs))
+    if config.num_outputs:
+        chosen.discard("unembedding")
+    targets = tuple(name for name in ADAPTABLE if name in chosen)
     if not targets:
-        raise InputError("nothing to adapt: a head takes the place of lm_head", where="--model.lora.targets")
+        raise InputError(
+            "LoRA has nothing to adapt in a model with a head",
+            where="--model.lora.targets",
+            why="the only target is lm_head, which the head replaces",
+            fix=f"use {ALL_LINEAR}, or name matrices of the layers",
+        )
     return targets
 
 
-def shown(name: str) -> str:
-    """A matrix as PEFT calls its module."""
-    return PEFT_NAMES[{theirs: ours for ours, theirs in OF_EXPERTS.items()}.get(name, name)]
+def peft_name(name: str) -> str:
+    """Return the name of a weight's module in PEFT."""
+    mlp_names = {expert: mlp for mlp, expert in EXPERT_NAMES.items()}
+    return PEFT_NAMES[mlp_names.get(name, name)]
 
 
-def _narrow_side(config: DecoderConfig, name: str) -> int:
+def _max_rank(config: DecoderConfig, name: str) -> int:
+    """Return the largest rank that a matrix can have: the smaller of its inputs and outputs."""
     shape = config.shape(name)
     if name in EXPERT_MATRICES:
         return min(shape[1:])
-    return min(prod(shape[: -OUTPUTS.get(name, 1)]), prod(shape[-OUTPUTS.get(name, 1) :]))
+    output_dims = OUTPUT_DIMS.get(name, 1)
+    return min(prod(shape[:-output_dims]), prod(shape[-output_dims:]))
 
 
-# --- trees -------------------------------------------------------------------------------------------------------
+# Trees with and without adapters.
 
 
 def split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights, adapters) of params, or of any tree like them; `join` is the inverse."""
+    """Split params, or a tree of the same structure, into (weights, adapters).
+
+    `join` is the inverse.
+    """
     base, adapters = {}, {}
     for name, value in tree.items():
         if isinstance(value, dict):
             base[name], inner = split(value)
-            adapters |= {name: inner} if inner else {}
+            if inner:
+                adapters[name] = inner
         else:
             (adapters if name.endswith((LORA_A, LORA_B)) else base)[name] = value
     return base, adapters
 
 
 def join(base: Any, over: Any) -> dict[str, Any]:
-    """Both trees' leaves in one, without copying any; where they share a path, that of `over`."""
-    return {
-        **base,
-        **{
-            name: join(base[name], value) if isinstance(value, dict) and name in base else value
-            for name, value in over.items()
-        },
-    }
+    """Return one tree with the leaves of both, not copied.
+
+    If both have a leaf at the same path, that of `over` wins.
+    """
+    joined = dict(base)
+    for name, value in over.items():
+        is_subtree = isinstance(value, dict) and name in base
+        joined[name] = join(base[name], value) if is_subtree else value
+    return joined
 
 
 def random_adapters(model: Model, key: Array, mesh: Mesh) -> Params:
-    """The adapters of a model before the first step, on the mesh: A is normal and B zero, so that they add nothing."""
+    """Return the initial adapters of a model, on the mesh: A is normal and B is zero.
+
+    The product A B is zero, so the adapters do not change the model.
+    """
     shapes = split(param_shapes(model.config))[1]
-    places = sharding.shardings(split(model.axes)[1], mesh, shapes)
-    return jax.jit(lambda key: random_params(model.config, key, shapes), out_shardings=places)(key)
+    shardings = sharding.shardings(split(model.axes)[1], mesh, shapes)
+    init = jax.jit(
+        lambda key: random_params(model.config, key, shapes),
+        out_shardings=shardings,
+    )
+    return init(key)
 
 
-# --- merging -----------------------------------------------------------------------------------------------------
+# Merging.
 
 
 def merge(model: Model, params: Params, donate: bool = False) -> tuple[Model, Params]:
-    """The plain model, and its weights with what the adapters add, in the weights' dtype.
+    """Return the model without adapters, and its weights with the adapters added to them.
 
-    With `donate`, adapted weights are used up: memory then holds one matrix of all layers beside the model.
+    Weights keep their dtype. With `donate` the adapted weights of `params` are deleted; memory then
+    holds no more than the model and one matrix of all layers.
     """
     config: DecoderConfig = model.config
     if config.adapters is None:
         return model, params
     base, adapters = split(params)
-    for path, name in _adapted(adapters):
-        own, over = (leaf_at(tree, path) for tree in (base, adapters))
+    for path, name in _adapted_weights(adapters):
+        weights = leaf_at(base, path)
+        matrices = leaf_at(adapters, path)
         add = jax.jit(partial(merged_weight, config, name), donate_argnums=(0,) if donate else ())
-        own[name] = add(own[name], over[name + LORA_A], over[name + LORA_B])
+        weights[name] = add(weights[name], matrices[name + LORA_A], matrices[name + LORA_B])
     return decoder(replace(config, adapters=None)), base
 
 
-def _adapted(adapters: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path of the dict, name) of each weight that has an adapter."""
+def _adapted_weights(
+    adapters: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (path of the dict, name) of each weight that has an adapter."""
     for name, value in adapters.items():
         if isinstance(value, dict):
-            yield from _adapted(value, (*path, name))
+            yield from _adapted_weights(value, (*path, name))
         elif name.endswith(LORA_A):
             yield path, name.removesuffix(LORA_A)
 
 
 def merged_weight(config: DecoderConfig, name: str, weight: Array, a: Array, b: Array) -> Array:
-    """weight + scale A B, added in float32; of one layer, or expert, or stacked over them as all three of them are."""
+    """Return weight + scale A B in the dtype of the weight; the sum is float32.
+
+    All three may be stacked over layers, over experts, or over both.
+    """
     scale = config.adapter_scale(name)
     assert scale is not None
-    stacked = weight.shape[: weight.ndim - (2 if name in EXPERT_MATRICES else len(WEIGHTS[name]))]
-    flat_a, flat_b = a.reshape(*stacked, -1, a.shape[-1]), b.reshape(*stacked, a.shape[-1], -1)
-    added = scale * jnp.matmul(flat_a, flat_b, precision=jax.lax.Precision.HIGHEST)
-    if name == "unembedding":  # kept with its outputs first
-        added = added.swapaxes(-1, -2)
-    return (weight.astype(added.dtype) + added.reshape(weight.shape)).astype(weight.dtype)
+    matrix_dims = 2 if name in EXPERT_MATRICES else len(WEIGHT_AXES[name])
+    stacked = weight.shape[: weight.ndim - matrix_dims]
+    flat_a = a.reshape(*stacked, -1, a.shape[-1])
+    flat_b = b.reshape(*stacked, a.shape[-1], -1)
+    update = scale * jnp.matmul(flat_a, flat_b, precision=jax.lax.Precision.HIGHEST)
+    if name == "unembedding":
+        # It is stored with its outputs first.
+        update = update.swapaxes(-1, -2)
+    return (weight.astype(update.dtype) + update.reshape(weight.shape)).astype(weight.dtype)

@@ -1,47 +1,69 @@
-"""Completions from a policy, on token ids.
+"""Sample completions of token ids from a policy.
 
-Unique prompts are prefilled once, into a pool; so many rows as there are slots are decoded at once, in jitted segments;
-a row that ends leaves its slot, on the device, to the next that waits. The last few may draw some tokens a step.
+Unique prompts are prefilled once, into a pool. Rows are decoded in slots, in jitted segments; when
+a row ends, the next row that waits takes its slot on the device. When few rows are decoded, drafts
+can yield several tokens per step.
 
-    config      the settings
-    drawing     keys, and one token from logits
-    caches      rows of any policy's cache
-    slots       the device's part: pool and slots
-    drafts      what guesses a row's next tokens
-    speculation the step that verifies drafts
-    segments    one segment of steps
-    requests    what is asked for, and which device does which part of it
-    decoding    the host's part: `sample`, and what happens at the borders of segments
+Modules:
 
-What a row draws depends on its own key and its logits alone, never on its slot, the order, the batch size or the other
-rows:
+    config          the settings
+    token_sampling  random keys, and one token from logits
+    cache_ops       rows of any policy's cache
+    slots           arrays and programs on the devices: pool, slots, outputs
+    drafts          proposals of a row's next tokens
+    speculation     the decode step that verifies drafts
+    decode_loop     one segment of decode steps
+    partial         completions that one call leaves unfinished and another resumes
+    requests        the arguments of `sample` as checked arrays
+    queues          the order in which each device decodes its rows
+    scheduler       the host's part: `sample`, and what happens between segments
+    guided_policy   a policy guided by a model of returns
+
+Words:
+
+    row        one of the N completions to sample
+    context    the tokens that a row continues: its prompt, or its prompt with the first tokens of a
+               resumed completion
+    pool       prefilled contexts
+    queue      rows that continue the contexts of the pool
+    slot       one of the B places in which rows are decoded at the same time
+    segment    decode steps between two visits of the host
+    draft      k proposed tokens of a row, which one step verifies
+
+Random keys: a row's tokens depend on its own key and its logits alone, never on its slot, on the
+order or number of rows, or on other rows.
 
     key       = fold_in(fold_in(seed key, purpose), step)      `run_key`
     row key   = fold_in(key, row id)                           `row_keys`
     token key = fold_in(row key, position of the token in its sequence)
 """
 
-from tpu_rl.sampler.caches import take_rows
-from tpu_rl.sampler.config import Borders, SamplerConfig, Speculation
-from tpu_rl.sampler.decoding import OnFinished, OnVerified, StopAt, sample
-from tpu_rl.sampler.drawing import draw, invert_cdf, row_keys, run_key
-from tpu_rl.sampler.requests import Begun, begun, pack, unpack
+from tpu_rl.sampler.cache_ops import take_rows
+from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation
+from tpu_rl.sampler.partial import (
+    PartialCompletion,
+    completions_from_json,
+    completions_to_json,
+    partial_completions,
+)
+from tpu_rl.sampler.scheduler import OnFinished, OnVerified, StopAt, sample
+from tpu_rl.sampler.token_sampling import invert_cdf, row_keys, run_key, sample_tokens
 
 __all__ = [
-    "Begun",
-    "Borders",
     "OnFinished",
     "OnVerified",
+    "PartialCompletion",
     "SamplerConfig",
+    "SegmentConfig",
     "Speculation",
     "StopAt",
-    "begun",
-    "draw",
+    "completions_from_json",
+    "completions_to_json",
     "invert_cdf",
-    "pack",
+    "partial_completions",
     "row_keys",
     "run_key",
     "sample",
+    "sample_tokens",
     "take_rows",
-    "unpack",
 ]

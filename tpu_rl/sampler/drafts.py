@@ -1,7 +1,8 @@
-"""What guesses a row's next tokens: look-up in what its group has written, or a small model.
+"""Drafts of a row's next tokens: looked up in text of its group, or sampled from a small model.
 
-Both take the uniforms that the policy will draw the guessed positions with. Where a draft's distribution is near the
-policy's, it mostly draws the very token, at any temperature.
+Both kinds use the uniform numbers with which the policy will sample the same positions. If the
+draft's distribution is close to the policy's, they therefore mostly choose the very same token, at
+any temperature.
 """
 
 from __future__ import annotations
@@ -15,199 +16,284 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.errors import InputError
-from tpu_rl.sampler.caches import forgets, with_lengths
+from tpu_rl.sampler.cache_ops import can_roll_back, with_lengths
 from tpu_rl.sampler.config import SamplerConfig
-from tpu_rl.sampler.drawing import draw
 from tpu_rl.sampler.slots import NO_TOKEN
+from tpu_rl.sampler.token_sampling import sample_tokens
 from tpu_rl.types import Array, Params, Policy
 
 
-class Known(NamedTuple):
-    """What a draft of k tokens is made from."""
+class DraftInputs(NamedTuple):
+    """Inputs of a draft of k tokens."""
 
     text: Array
-    """[B, S] int32: each row's tokens; what stands behind them is nobody's."""
+    """[B, S] int32: tokens of each row. What follows its last token has no meaning."""
     lengths: Array
-    """[B] int32: how many there are."""
-    prompts: Array
+    """[B] int32: number of the row's tokens."""
+    prompt_lengths: Array
     """[B] int32: how many of them are the prompt's."""
-    others: Array
-    """[B, G, n] int32: of the other completions of the prompt on the row's device what is drawn; NO_TOKEN elsewhere."""
+    group_tokens: Array
+    """[B, G, n] int32: tokens of the other completions of the row's prompt on its device; NO_TOKEN
+    elsewhere."""
     uniforms: Array
-    """[B, k] float32 in [0, 1): what the policy will draw the positions with."""
+    """[B, k] float32 in [0, 1): numbers with which the policy will sample the k positions."""
 
 
 class Draft(NamedTuple):
-    """What guesses a row's next tokens."""
+    """A function that proposes a row's next tokens."""
 
     tokens: int
-    """k."""
+    """k, the length of a draft."""
     init_cache: Callable[[Params, int, int], Any]
-    """As of `Policy`."""
+    """See `Policy`."""
     extend: Callable[[Params, Any, Array, Array, Array, Array], tuple[Any, Any]]
-    """As of `Policy`, but for what stands in place of the logits: reads tokens before the first draft."""
-    propose: Callable[[Params, Any, Known, SamplerConfig], tuple[Array, Any]]
-    """(params, cache, known, config) -> (draft [B, k], cache).
+    """See `Policy`. Reads the tokens that precede the first draft; the first result is ignored."""
+    propose: Callable[[Params, Any, DraftInputs, SamplerConfig], tuple[Array, Any]]
+    """(params, cache, inputs, config) -> (draft [B, k] int32, cache).
 
-    Of a row's tokens the cache holds all but the last, or the last two if all of the draft before came true; it may
-    hold more, which no longer are the row's.
+    The cache holds all tokens of a row but the last, or all but the last two if the entire previous
+    draft was right. It may also hold tokens that no longer belong to the row.
     """
 
 
 def make_draft(
     policy: Policy, params: Params, config: SamplerConfig, drafter: Policy | None, length: int
 ) -> Draft | None:
-    """What the settings ask for; None without speculation. `length`: most tokens of a row.
+    """Return the draft of `config.speculation`, or None without speculation.
 
-    Raises InputError where a small model is asked for and there is none, or the other way round, and where a cache
-    cannot forget tokens.
+    Args:
+        policy: the policy to sample from.
+        params: params that the policy and the drafter read.
+        config: the sampler's settings.
+        drafter: the small model that `config.speculation.model` names, or None.
+        length: largest number of tokens in a row.
+
+    Raises:
+        InputError: only one of `drafter` and its name is given, or a cache cannot take tokens back.
     """
-    how = config.speculation
-    if not how.tokens:
+    speculation = config.speculation
+    if not speculation.tokens:
         return None
-    if (how.model is None) != (drafter is None):
-        why = f"speculation.model is {how.model!r}"
+    if (speculation.model is None) != (drafter is None):
         raise InputError(
-            "sample: it is not clear what drafts", why=why, fix="give both `drafter` and its name, or none"
+            "sample: the draft model is ambiguous",
+            why=f"speculation.model is {speculation.model!r}, and `drafter` is "
+            + ("missing" if drafter is None else "given"),
+            fix="give both `drafter` and its name, or neither",
         )
-    for one in (policy, drafter):
-        # What reads along commits a token more than it drafts, and reads two again.
-        if one is not None and not forgets(one, params, length, how.tokens + 3):
-            raise InputError(
-                "speculative decoding needs caches that can forget tokens",
-                why="a part of this policy's cache has no place of its own for each token: a ring, or a running state",
-                fix=f"set speculation.tokens to {max((one.forgets or 0) - 3, 0)}",
-            )
-    return look_up(how.tokens, how.ngram) if drafter is None else small_model(drafter, how.tokens)
+    for policy_or_drafter in (policy, drafter):
+        # A drafter commits one token more than it drafts, and reads two tokens again.
+        rollback = speculation.tokens + 3
+        if policy_or_drafter is None or can_roll_back(policy_or_drafter, params, length, rollback):
+            continue
+        most_tokens = max((policy_or_drafter.max_rollback or 0) - 3, 0)
+        raise InputError(
+            "speculative decoding needs caches that can take tokens back",
+            why="a part of this policy's cache has no place of its own for each token, for example "
+            "a ring or a recurrent state",
+            fix=f"set speculation.tokens to {most_tokens}",
+        )
+    if drafter is None:
+        return lookup_draft(speculation.tokens, speculation.ngram)
+    return model_draft(drafter, speculation.tokens)
 
 
-# --- look-up -------------------------------------------------------------------------------------------------------
+# --- look-up ---
 
 
+# Cached, so that equal calls return the same object: drafts are static arguments of jit.
 @functools.cache
-def look_up(tokens: int, ngram: int) -> Draft:
-    """What followed where the row's last tokens, at most `ngram`, stood before: in its own text, and in each of the
-    other completions of its prompt (as SuffixDecoding does with a server's answers, arXiv 2411.04975).
+def lookup_draft(tokens: int, ngram: int) -> Draft:
+    """Return a draft of the tokens that followed earlier occurrences of the row's last tokens.
 
-    Each text names the longest match that it has, of equal ones that nearest to where the row goes on; those with the
-    longest of all vote, and the draft is drawn from their votes. Behind the row's end its own text goes on as it did
-    from the match on. No match anywhere: the last token once more.
+    At most `ngram` last tokens are matched, in the row's own text and in each of the other
+    completions of its prompt (as SuffixDecoding matches a server's answers, arXiv 2411.04975).
+
+    Each text contributes its longest match and, of equally long ones, the match nearest to the
+    position at which the row continues. The texts with the longest match of all vote on each token
+    of the draft. A match in the row's own text that reaches its end is continued periodically. If
+    no text matches, the last token is repeated.
     """
 
     def init_cache(params: Params, rows: int, length: int) -> Any:
         del params, rows, length
         return ()
 
-    def extend(params: Params, cache: Any, *new: Array) -> tuple[None, Any]:
-        del params, new
+    def extend(params: Params, cache: Any, *token_arrays: Array) -> tuple[None, Any]:
+        del params, token_arrays
         return None, cache
 
-    def propose(params: Params, cache: Any, known: Known, config: SamplerConfig) -> tuple[Array, Any]:
+    def propose(
+        params: Params, cache: Any, inputs: DraftInputs, config: SamplerConfig
+    ) -> tuple[Array, Any]:
         del params, config
-        matched, follow = (
-            jnp.concatenate(both, axis=1)
-            for both in zip(_in_the_others(known, tokens, ngram), _in_own_text(known, tokens, ngram), strict=True)
-        )
-        return _drawn_from_votes(matched, follow, known.uniforms), cache
+        group_matched, group_continuation = _match_group(inputs, tokens, ngram)
+        own_matched, own_continuation = _match_own_text(inputs, tokens, ngram)
+        matched = jnp.concatenate([group_matched, own_matched], axis=1)
+        continuation = jnp.concatenate([group_continuation, own_continuation], axis=1)
+        return _sample_from_votes(matched, continuation, inputs.uniforms), cache
 
     return Draft(tokens, init_cache, extend, propose)
 
 
-def _in_own_text(known: Known, tokens: int, ngram: int) -> tuple[Array, Array]:
-    """matched [B, 1], tokens of its longest match, and what follows it [B, 1, tokens]."""
-    lengths, places = known.lengths[:, None], jnp.arange(known.text.shape[1])[None]
-    text = jnp.where(places < lengths, known.text, NO_TOKEN)[:, None]
-    matched, begin = _longest_match(known, text, jnp.full((len(text), ngram), NO_TOKEN), known.lengths)
-    begin = jnp.where(matched > 0, begin, lengths - 1)
-    period = jnp.maximum(lengths - begin, 1)
-    follow = jnp.take_along_axis(known.text, begin + jnp.arange(tokens)[None] % period, axis=1)
-    return matched, follow[:, None]
+def _match_own_text(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, Array]:
+    """Return (matched [B, 1], continuation [B, 1, tokens]) of each row's own text.
 
-
-def _in_the_others(known: Known, tokens: int, ngram: int) -> tuple[Array, Array]:
-    """matched [B, G], -1 where nothing is matched, and what follows [B, G, tokens]; NO_TOKEN behind their ends."""
-    front = _before(known.text, known.prompts, ngram)
-    matched, begin = _longest_match(known, known.others, front, known.lengths - known.prompts)
-    places, width = begin[:, :, None] + jnp.arange(tokens)[None, None], known.others.shape[2]
-    follow = jnp.take_along_axis(known.others, jnp.minimum(places, width - 1), axis=2)
-    return jnp.where(matched > 0, matched, -1), jnp.where(places < width, follow, NO_TOKEN)
-
-
-def _before(text: Array, ends: Array, count: int) -> Array:
-    """The last so many tokens before the ends [B] of texts [B, S] -> [B, count]; NO_TOKEN before the first."""
-    places = ends[:, None] - count + jnp.arange(count)[None]
-    return jnp.where(places >= 0, jnp.take_along_axis(text, jnp.maximum(places, 0), axis=1), NO_TOKEN)
-
-
-def _longest_match(known: Known, texts: Array, front: Array, here: Array) -> tuple[Array, Array]:
-    """texts [B, G, n], NO_TOKEN where there is nothing, and what stands before them [B, ngram] -> (matched [B, G],
-    how many of the row's last tokens; begin [B, G], where what followed them begins).
-
-    Of equal ones that nearest to `here` [B], where the row goes on. What stands before the first token of a text counts
-    as equal, too: so behind a short prompt the others are read from their beginning.
+    `matched` is the length of the longest match.
     """
-    (rows, group, width), ngram = texts.shape, front.shape[1]
-    last = _before(known.text, known.lengths, ngram)
-    whole = jnp.concatenate([jnp.broadcast_to(front[:, None], (rows, group, ngram)), texts], axis=2)
-    going, matched = texts != NO_TOKEN, jnp.zeros(texts.shape, jnp.int32)
-    for begin in reversed(range(ngram)):
-        going &= whole[:, :, begin : begin + width] == last[:, begin, None, None]
-        matched += going
-    # The largest of one number each, from which match and place are read again; jnp.argmax is slower on a CPU.
-    away, numbers = jnp.arange(width)[None] - here[:, None], 2 * width + 2
-    nearness = numbers - 1 - 2 * jnp.abs(away) - (away > 0)
-    best = jnp.max(matched * numbers + nearness[:, None], axis=2)
-    farness = numbers - 1 - best % numbers
-    return best // numbers, here[:, None] + jnp.where(farness % 2 == 1, farness // 2, -(farness // 2))
+    lengths = inputs.lengths[:, None]
+    is_text = jnp.arange(inputs.text.shape[1])[None] < lengths
+    text = jnp.where(is_text, inputs.text, NO_TOKEN)[:, None]
+    before_text = jnp.full((len(text), ngram), NO_TOKEN)
+    matched, start = _longest_match(inputs, text, before_text, inputs.lengths)
+    start = jnp.where(matched > 0, start, lengths - 1)
+    period = jnp.maximum(lengths - start, 1)
+    positions = start + jnp.arange(tokens)[None] % period
+    continuation = jnp.take_along_axis(inputs.text, positions, axis=1)
+    return matched, continuation[:, None]
 
 
-def _drawn_from_votes(matched: Array, follow: Array, uniforms: Array) -> Array:
-    """matched [B, G + 1], follow [B, G + 1, k], uniforms [B, k] -> draft [B, k].
+def _match_group(inputs: DraftInputs, tokens: int, ngram: int) -> tuple[Array, Array]:
+    """Return (matched [B, G], continuation [B, G, tokens]) of the other completions of the group.
 
-    Inverts the cumulative distribution of the votes as the sampler inverts the policy's. Where none is left, the last
-    text's, the row's own, counts.
+    `matched` is the length of the longest match, or -1 if there is none. The continuation is
+    NO_TOKEN beyond the end of a completion.
     """
-    votes, draft = matched == jnp.max(matched, axis=1, keepdims=True), []
-    for i in range(follow.shape[2]):
-        token = follow[:, :, i]
+    group_tokens = inputs.group_tokens
+    prompt_end = _last_tokens(inputs.text, inputs.prompt_lengths, ngram)
+    column = inputs.lengths - inputs.prompt_lengths
+    matched, start = _longest_match(inputs, group_tokens, prompt_end, column)
+    columns = start[:, :, None] + jnp.arange(tokens)[None, None]
+    width = group_tokens.shape[2]
+    continuation = jnp.take_along_axis(group_tokens, jnp.minimum(columns, width - 1), axis=2)
+    return jnp.where(matched > 0, matched, -1), jnp.where(columns < width, continuation, NO_TOKEN)
+
+
+def _last_tokens(text: Array, ends: Array, count: int) -> Array:
+    """text [B, S], ends [B] -> the `count` tokens before each end, [B, count].
+
+    NO_TOKEN before the first token.
+    """
+    positions = ends[:, None] - count + jnp.arange(count)[None]
+    tokens = jnp.take_along_axis(text, jnp.maximum(positions, 0), axis=1)
+    return jnp.where(positions >= 0, tokens, NO_TOKEN)
+
+
+def _longest_match(
+    inputs: DraftInputs, texts: Array, before_texts: Array, column: Array
+) -> tuple[Array, Array]:
+    """Find the longest occurrence of each row's last tokens in each of its texts.
+
+    NO_TOKEN before the first token of a text matches NO_TOKEN before the first token of the row.
+    Behind a short prompt, the other completions are therefore read from their beginning.
+
+    Args:
+        inputs: the rows.
+        texts: [B, G, n] int32, NO_TOKEN where there is no token.
+        before_texts: [B, ngram] int32, the tokens before the texts.
+        column: [B] int32, the column at which the row continues. Of equally long matches, the one
+            nearest to it is chosen.
+
+    Returns:
+        (matched [B, G], the number of last tokens that match; start [B, G], the column of the token
+        after the match).
+    """
+    rows, group, width = texts.shape
+    ngram = before_texts.shape[1]
+    last_tokens = _last_tokens(inputs.text, inputs.lengths, ngram)
+    before_each = jnp.broadcast_to(before_texts[:, None], (rows, group, ngram))
+    extended = jnp.concatenate([before_each, texts], axis=2)
+    is_match = texts != NO_TOKEN
+    lengths = jnp.zeros(texts.shape, jnp.int32)
+    for i in reversed(range(ngram)):
+        is_match &= extended[:, :, i : i + width] == last_tokens[:, i, None, None]
+        lengths += is_match
+    # Length and nearness are packed into one number, whose maximum is unpacked again; jnp.argmax is
+    # slower on a CPU.
+    distance = jnp.arange(width)[None] - column[:, None]
+    base = 2 * width + 2
+    nearness = base - 1 - 2 * jnp.abs(distance) - (distance > 0)
+    best = jnp.max(lengths * base + nearness[:, None], axis=2)
+    farness = base - 1 - best % base
+    offset = jnp.where(farness % 2 == 1, farness // 2, -(farness // 2))
+    return best // base, column[:, None] + offset
+
+
+def _sample_from_votes(matched: Array, continuation: Array, uniforms: Array) -> Array:
+    """Sample each token of a draft from the votes of the texts with the longest match.
+
+    The cumulative distribution of votes is inverted as the sampler inverts the policy's. A text
+    votes as long as the draft follows it. If none votes, the last text, which is the row's own,
+    decides.
+
+    Args:
+        matched: [B, G + 1] int32, length of each text's longest match.
+        continuation: [B, G + 1, k] int32, tokens that follow it.
+        uniforms: [B, k] float32.
+
+    Returns:
+        The draft, [B, k] int32.
+    """
+    votes = matched == jnp.max(matched, axis=1, keepdims=True)
+    draft = []
+    for i in range(continuation.shape[2]):
+        token = continuation[:, :, i]
         votes &= token != NO_TOKEN
         count = jnp.sum(votes, axis=1, keepdims=True)
         in_order = jnp.sort(jnp.where(votes, token, jnp.iinfo(jnp.int32).max), axis=1)
-        place = jnp.minimum((uniforms[:, i, None] * count).astype(jnp.int32), count - 1)
-        chosen = jnp.take_along_axis(in_order, jnp.maximum(place, 0), axis=1)
+        index = jnp.minimum((uniforms[:, i, None] * count).astype(jnp.int32), count - 1)
+        chosen = jnp.take_along_axis(in_order, jnp.maximum(index, 0), axis=1)
         chosen = jnp.where(count > 0, chosen, token[:, -1:])
         votes &= token == chosen
         draft.append(chosen[:, 0])
     return jnp.stack(draft, axis=1)
 
 
-# --- a small model -------------------------------------------------------------------------------------------------
+# --- a small model ---
 
 
 @functools.cache
-def small_model(policy: Policy, tokens: int) -> Draft:
-    """What another policy draws, one token after the other, with the uniforms of the positions."""
+def model_draft(policy: Policy, tokens: int) -> Draft:
+    """Return a draft that another policy samples, one token after the other.
 
-    def propose(params: Params, cache: Any, known: Known, config: SamplerConfig) -> tuple[Array, Any]:
-        how = replace(config, repetition_penalty=1.0)
-        # The last token but one is read again: where all of the draft before came true, it was not read yet.
-        count = jnp.minimum(known.lengths, 2)
-        places = (known.lengths - count)[:, None] + jnp.arange(2)[None]
-        pair = jnp.take_along_axis(known.text, places, axis=1)
-        cache = with_lengths(cache, known.lengths - count)
-        logits, cache = policy.extend(params, cache, pair, places, jnp.zeros_like(pair), count)
-        last = jnp.take_along_axis(logits, (count - 1)[:, None, None], axis=1)[:, 0]
-        first = draw(last.astype(jnp.float32), known.uniforms[:, 0], how)[0]
+    It samples with the uniform numbers of the positions, and without a repetition penalty.
+    """
 
-        def one(carry: tuple[Any, Array, Array], uniform: Array) -> tuple[tuple[Any, Array, Array], Array]:
-            cache, token, place = carry
+    def propose(
+        params: Params, cache: Any, inputs: DraftInputs, config: SamplerConfig
+    ) -> tuple[Array, Any]:
+        draft_config = replace(config, repetition_penalty=1.0)
+        # The last token but one is read again: if the entire previous draft was right, it has not
+        # been read yet.
+        count = jnp.minimum(inputs.lengths, 2)
+        positions = (inputs.lengths - count)[:, None] + jnp.arange(2)[None]
+        last_two = jnp.take_along_axis(inputs.text, positions, axis=1)
+        cache = with_lengths(cache, inputs.lengths - count)
+        logits, cache = policy.extend(
+            params, cache, last_two, positions, jnp.zeros_like(last_two), count
+        )
+        logits = jnp.take_along_axis(logits, (count - 1)[:, None, None], axis=1)[:, 0]
+        logits = logits.astype(jnp.float32)
+        first_token = sample_tokens(logits, inputs.uniforms[:, 0], draft_config)[0]
+
+        def sample_next(
+            carry: tuple[Any, Array, Array], uniform: Array
+        ) -> tuple[tuple[Any, Array, Array], Array]:
+            cache, token, position = carry
             column = token[:, None]
-            new = (column, place[:, None], jnp.zeros_like(column), jnp.ones_like(token))
-            logits, cache = policy.extend(params, cache, *new)
-            token = draw(logits[:, 0].astype(jnp.float32), uniform, how)[0]
-            return (cache, token, place + 1), token
+            logits, cache = policy.extend(
+                params,
+                cache,
+                column,
+                position[:, None],
+                jnp.zeros_like(column),
+                jnp.ones_like(token),
+            )
+            token = sample_tokens(logits[:, 0].astype(jnp.float32), uniform, draft_config)[0]
+            return (cache, token, position + 1), token
 
-        (cache, *_), rest = jax.lax.scan(one, (cache, first, known.lengths), known.uniforms[:, 1:].T)
-        return jnp.concatenate([first[:, None], rest.T], axis=1), cache
+        carry = (cache, first_token, inputs.lengths)
+        (cache, *_), later_tokens = jax.lax.scan(sample_next, carry, inputs.uniforms[:, 1:].T)
+        return jnp.concatenate([first_token[:, None], later_tokens.T], axis=1), cache
 
     return Draft(tokens, policy.init_cache, policy.extend, propose)

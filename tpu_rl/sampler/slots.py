@@ -1,8 +1,8 @@
-"""The device's part of the sampler: a pool of prefilled prompts, slots that rows are decoded in, one segment of steps.
+"""Arrays and programs on the devices: the pool of prefilled contexts, the slots, the outputs.
 
-Each device along the mesh's `slot_axes` has its own part of everything here: prompts of the pool, the queue of rows
-that continue them, slots, outputs. Its slots take rows of its own queue, and their tokens go to its own part of the
-outputs; so nothing but a few flags crosses devices for the sake of refilling.
+Each device along the mesh's `slot_axes` has its own part of all of these: contexts of the pool, a
+queue of rows that continue them, slots, and outputs. Its slots take rows from its own queue and
+write to its own outputs. Refilling slots therefore moves nothing between devices but a few flags.
 """
 
 from __future__ import annotations
@@ -16,297 +16,396 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_rl import sharding
-from tpu_rl.sampler.caches import put_row, resize, row_axis, take_rows
+from tpu_rl.sampler.cache_ops import put_row, resize, row_axis, take_rows
 from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.train import sharding
 from tpu_rl.types import Array, Params, Policy
 
 NO_TOKEN = -1
-"""What stands in the outputs where nothing is drawn yet."""
+"""Token id in the outputs where no token is sampled yet."""
 
-
-Rows = Any
-"""An array of numbers, keys or flags, on the device or on the host."""
+HostOrDeviceArray = Any
 
 
 class Pool(NamedTuple):
-    """Unique prompts, prefilled."""
+    """Prefilled contexts.
+
+    A context is what rows continue: a prompt, or a prompt with the first tokens of a completion.
+    """
 
     cache: Any
-    """Of each prompt's tokens but the last."""
+    """Cache of each context without its last token."""
     tokens: Array
-    """[prompts, prompt_length] int32."""
+    """[contexts, context_length] int32."""
     lengths: Array
-    """[prompts] int32."""
+    """[contexts] int32."""
 
 
 class Queue(NamedTuple):
-    """Rows to decode that continue the pool's prompts. D devices, with as many places each."""
+    """Rows that continue the pool's contexts, in the order in which they take slots.
 
-    row: Rows
-    """[D * places] int32: which row of the device's outputs."""
-    prompt: Rows
-    """[D * places] int32: which prompt of the device's pool."""
-    drawn: Rows
-    """[D * places] int32: tokens of the completion that the prompt ends with."""
-    limit: Rows
-    """[D * places] int32: most tokens of the completion."""
-    key: Rows
-    """[D * places] keys."""
-    size: Rows
-    """[D] int32: how many of the places are rows."""
-    more: Rows
-    """[D] bool: the device has rows for another pool."""
+    There are D devices with E entries each, of which the first `size` are rows.
+    """
+
+    row: HostOrDeviceArray
+    """[D * E] int32: index of the row in the device's outputs."""
+    context: HostOrDeviceArray
+    """[D * E] int32: index of its context in the device's pool."""
+    num_sampled: HostOrDeviceArray
+    """[D * E] int32: tokens of the completion that the context holds already."""
+    limit: HostOrDeviceArray
+    """[D * E] int32: length limit of the completion."""
+    key: HostOrDeviceArray
+    """[D * E] keys."""
+    size: HostOrDeviceArray
+    """[D] int32."""
+    has_more: HostOrDeviceArray
+    """[D] bool: True if the device has rows for another pool."""
 
 
 class Slots(NamedTuple):
-    """Rows in the making, one a slot; donated from segment to segment."""
+    """The rows that are being decoded, one in each of B slots.
+
+    Each segment donates its slots to the next.
+    """
 
     cache: Any
-    """Holds each row's tokens but the last."""
+    """Cache of each row without its last token."""
     token: Array
-    """[B] int32: each row's last token."""
+    """[B] int32: the row's last token."""
     length: Array
-    """[B] int32: tokens that it has, the prompt's included."""
-    drawn: Array
-    """[B] int32: tokens drawn."""
+    """[B] int32: tokens of the row, prompt included."""
+    num_sampled: Array
+    """[B] int32: tokens of its completion."""
     limit: Array
-    """[B] int32."""
+    """[B] int32: length limit of its completion."""
     key: Array
     """[B] keys."""
     row: Array
-    """[B] int32: which row of the device's outputs."""
+    """[B] int32: index of the row in the device's outputs."""
     live: Array
-    """[B] bool; the other slots are free."""
+    """[B] bool: False if the slot is free."""
     seen: Array | None
-    """[B, V] bool: tokens that the row has; None where there is no repetition penalty."""
+    """[B, V] bool: tokens that are in the row. None if there is no repetition penalty."""
 
 
-class Drawn(NamedTuple):
-    """The outputs, [N, max_new_tokens] each."""
+class Outputs(NamedTuple):
+    """Sampled tokens of all rows, [N, max_new_tokens] each."""
 
-    tokens: Rows
-    """int32, `NO_TOKEN` where there is none."""
-    log_probs: Rows
+    tokens: HostOrDeviceArray
+    """int32, `NO_TOKEN` where none is sampled yet."""
+    log_probs: HostOrDeviceArray
     """float32."""
-    behaviour_log_probs: Rows
+    behaviour_log_probs: HostOrDeviceArray
     """float32."""
 
 
-class Border(NamedTuple):
-    """What the host must know to go on; every process can read it."""
+class SegmentStatus(NamedTuple):
+    """Results of a segment for the host, replicated so that every process can read them."""
 
-    live: Rows
+    live: HostOrDeviceArray
     """[B] bool, of `Slots`."""
-    length: Rows
+    length: HostOrDeviceArray
     """[B] int32, of `Slots`."""
-    row: Rows
+    row: HostOrDeviceArray
     """[B] int32, of `Slots`."""
-    taken: Rows
-    """[D] int32: how many places of each queue have been taken."""
-    tally: Rows | None = None
-    """[2] int32, of a segment with drafts: how many were verified, and how many tokens this drew."""
+    num_taken: HostOrDeviceArray
+    """[D] int32: entries of each queue that have taken a slot."""
+    draft_counts: HostOrDeviceArray | None = None
+    """[2] int32: drafts verified in the segment, and tokens that they yielded. None without
+    drafts."""
 
 
-# --- devices -------------------------------------------------------------------------------------------------------
+# --- devices ---
 
 
 def slot_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes that rows are spread over."""
+    """Return the mesh axes that slots are sharded over."""
     return sharding.rules(mesh)["slots"]
 
 
 def device_count(mesh: Mesh | None) -> int:
-    """D, the parts that rows are cut into."""
+    """Return D, the number of shards of the slots."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in slot_axes(mesh))
 
 
-def each_device(mesh: Mesh | None, function: Callable[..., Any], *arguments: Any, results: int = 1) -> Any:
-    """The function of each device's own rows of the arguments: Slots, Pool, Queue, Drawn or arrays.
+def map_devices(
+    mesh: Mesh | None, function: Callable[..., Any], *arguments: Any, num_results: int = 1
+) -> Any:
+    """Apply a function to each device's own part of the arguments.
 
-    It returns a tuple of so many results, which have rows like as many of the first arguments. Left to itself the
-    compiler would gather caches over devices to move rows in them, as it cannot know that each stays where it is. Other
-    mesh axes are left to it.
+    Args:
+        mesh: mesh of the arrays, or None.
+        function: returns a tuple of `num_results` results. They have the same structure as the
+            first `num_results` arguments, and are sharded like them.
+        arguments: Slots, Pool, Queue, Outputs or arrays with rows on axis 0.
+
+    The compiler alone would gather entire caches to move rows within them, because it cannot know
+    that each row stays on its device. Mesh axes other than `slot_axes` are left to it.
     """
     if mesh is None or device_count(mesh) == 1:
         return function(*arguments)
     axes = slot_axes(mesh)
     specs = tuple(_specs(axes, argument) for argument in arguments)
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=specs[:results], axis_names={*axes}, check_vma=False
+        function,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs[:num_results],
+        axis_names={*axes},
+        check_vma=False,
     )
     return mapped(*arguments)
 
 
 def _specs(axes: tuple[str, ...], argument: Any) -> Any:
-    front, behind = PartitionSpec(axes), PartitionSpec(None, axes)
-    specs = jax.tree.map(lambda leaf: front, argument)
+    """Return a tree like `argument` of the PartitionSpecs that shard its rows over mesh axes."""
+    by_row_axis = (PartitionSpec(axes), PartitionSpec(None, axes))
+    specs = jax.tree.map(lambda leaf: by_row_axis[0], argument)
     if isinstance(argument, Slots | Pool):
-        specs = specs._replace(cache=jax.tree.map(lambda leaf: (front, behind)[row_axis(leaf)], argument.cache))
+        cache = jax.tree.map(lambda leaf: by_row_axis[row_axis(leaf)], argument.cache)
+        specs = specs._replace(cache=cache)
     return specs
 
 
-# --- programs ------------------------------------------------------------------------------------------------------
+def shard_cache_rows(mesh: Mesh | None, cache: Any) -> Any:
+    """Constrain the rows of a cache to be sharded over the mesh.
 
-
-@functools.partial(jax.jit, static_argnames=("policy", "mesh"))
-def prefill(policy: Policy, mesh: Mesh | None, params: Params, tokens: Array, lengths: Array) -> Pool:
-    """tokens [prompts, prompt_length], lengths [prompts] -> Pool."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    cache = policy.init_cache(params, *tokens.shape)
-    _, cache = policy.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), lengths - 1)
-    return Pool(spread(mesh, cache), tokens, lengths)
-
-
-def spread(mesh: Mesh | None, cache: Any) -> Any:
-    """The cache with its rows over the mesh, its other axes wherever the compiler wants them."""
+    The compiler chooses how other axes are sharded.
+    """
     if mesh is None:
         return cache
-    free = PartitionSpec.UNCONSTRAINED
 
-    def place(leaf: Array) -> Array:
-        axes: list[Any] = [free] * leaf.ndim
+    def constrain(leaf: Array) -> Array:
+        axes: list[Any] = [PartitionSpec.UNCONSTRAINED] * leaf.ndim
         axes[row_axis(leaf)] = slot_axes(mesh)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 
-    return jax.tree.map(place, cache)
+    return jax.tree.map(constrain, cache)
 
 
-def cut(mesh: Mesh | None, cache: Any) -> tuple[Any, ...] | None:
-    """How the leaves of a cache lie over the mesh: an empty one does not tell the compiler how it will be used."""
+def cache_shardings(mesh: Mesh | None, cache: Any) -> tuple[Any, ...] | None:
+    """Return the shardings of a cache's leaves, for new caches that will be used like it.
+
+    From an empty cache, the compiler cannot tell how it will be used.
+    """
     return None if mesh is None else tuple(leaf.sharding for leaf in jax.tree.leaves(cache))
 
 
-def _empty_cache(policy: Policy, params: Params, rows: int, length: int, cut: tuple[Any, ...] | None) -> Any:
+def _empty_cache(
+    policy: Policy, params: Params, rows: int, length: int, shardings: tuple[Any, ...] | None
+) -> Any:
     cache = policy.init_cache(params, rows, length)
-    if cut is None:
+    if shardings is None:
         return cache
-    return jax.lax.with_sharding_constraint(cache, jax.tree.unflatten(jax.tree.structure(cache), cut))
+    tree = jax.tree.unflatten(jax.tree.structure(cache), shardings)
+    return jax.lax.with_sharding_constraint(cache, tree)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "config", "length", "cut"))
+# --- programs ---
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "mesh"))
+def prefill(
+    policy: Policy, mesh: Mesh | None, params: Params, tokens: Array, lengths: Array
+) -> Pool:
+    """Read contexts into a new pool.
+
+    `tokens` is [contexts, context_length] int32, and `lengths` is [contexts] int32.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cache = policy.init_cache(params, *tokens.shape)
+    _, cache = policy.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), lengths - 1)
+    return Pool(shard_cache_rows(mesh, cache), tokens, lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "config", "length", "shardings"))
 def empty_slots(
     policy: Policy,
     config: SamplerConfig,
     params: Params,
     keys: Array,
     length: int,
-    cut: tuple[Any, ...] | None,
+    shardings: tuple[Any, ...] | None,
 ) -> Slots:
-    """Free slots, with a cache of so many tokens; as many as there are keys [B], whichever."""
+    """Return free slots, with a cache of `length` tokens per slot.
+
+    There are as many as `keys` [B], whose values do not matter. `shardings` are those of the
+    cache's leaves (see `cache_shardings`).
+    """
     rows = len(keys)
     zeros = jnp.zeros(rows, jnp.int32)
     seen = None
     if config.repetition_penalty != 1:
         seen = jnp.zeros((rows, vocabulary_size(policy, params)), bool)
-    cache = _empty_cache(policy, params, rows, length, cut)
-    return Slots(cache, zeros, zeros + 1, zeros, zeros, keys, zeros, zeros > 0, seen)
+    return Slots(
+        cache=_empty_cache(policy, params, rows, length, shardings),
+        token=zeros,
+        length=zeros + 1,
+        num_sampled=zeros,
+        limit=zeros,
+        key=keys,
+        row=zeros,
+        live=zeros > 0,
+        seen=seen,
+    )
 
 
 def vocabulary_size(policy: Policy, params: Params) -> int:
-    """V, the length of the policy's logits."""
+    """Return V, the length of the policy's logits."""
 
-    def logits(params: Params) -> Array:
+    def one_token_logits(params: Params) -> Array:
         column = jnp.zeros((1, 1), jnp.int32)
-        return policy.extend(params, policy.init_cache(params, 1, 2), column, column, column, column[0])[0]
+        cache = policy.init_cache(params, 1, 2)
+        logits, _ = policy.extend(params, cache, column, column, column, column[0])
+        return logits
 
-    return jax.eval_shape(logits, params).shape[-1]
+    return jax.eval_shape(one_token_logits, params).shape[-1]
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "rows", "columns"))
-def empty_outputs(mesh: Mesh | None, rows: int, columns: int) -> Drawn:
-    """Of so many rows, none of them begun."""
+def empty_outputs(mesh: Mesh | None, rows: int, columns: int) -> Outputs:
+    """Return outputs [rows, columns] without any token."""
     zeros = jnp.zeros((rows, columns), jnp.float32)
-    drawn = Drawn(jnp.full(zeros.shape, NO_TOKEN, jnp.int32), zeros, zeros)
+    outputs = Outputs(jnp.full(zeros.shape, NO_TOKEN, jnp.int32), zeros, zeros)
     if mesh is None:
-        return drawn
-    return jax.lax.with_sharding_constraint(drawn, NamedSharding(mesh, PartitionSpec(slot_axes(mesh))))
+        return outputs
+    by_row = NamedSharding(mesh, PartitionSpec(slot_axes(mesh)))
+    return jax.lax.with_sharding_constraint(outputs, by_row)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("slots",))
-def pull(mesh: Mesh | None, pool: Pool, queue: Queue, slots: Slots, taken: Array) -> tuple[Slots, Border]:
-    """Free slots take the next rows of their queues, of which so many are taken [D]."""
-    slots, taken = each_device(mesh, pull_rows, slots, taken, pool, queue, results=2)
-    return slots, border_of(mesh, slots, taken)
+def refill(
+    mesh: Mesh | None, pool: Pool, queue: Queue, slots: Slots, num_taken: Array
+) -> tuple[Slots, SegmentStatus]:
+    """Move the next rows of each device's queue into its free slots.
+
+    The first `num_taken` [D] entries of the queues have taken slots before.
+    """
+    slots, num_taken = map_devices(
+        mesh, refill_on_device, slots, num_taken, pool, queue, num_results=2
+    )
+    return slots, segment_status(mesh, slots, num_taken)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "mesh", "rows", "length", "cut"))
-def fit(
-    policy: Policy, mesh: Mesh | None, params: Params, slots: Slots, rows: int, length: int, cut: tuple[Any, ...] | None
+@functools.partial(jax.jit, static_argnames=("policy", "mesh", "rows", "length", "shardings"))
+def resize_slots(
+    policy: Policy,
+    mesh: Mesh | None,
+    params: Params,
+    slots: Slots,
+    rows: int,
+    length: int,
+    shardings: tuple[Any, ...] | None,
 ) -> Slots:
-    """So many slots, a device's live ones first, with a cache of so many tokens."""
+    """Return `rows` of the slots, each device's live ones first, with a cache of `length` tokens.
 
-    def first(slots: Slots) -> tuple[Slots]:
+    `shardings` are those of the cache's leaves (see `cache_shardings`).
+    """
+
+    def live_first(slots: Slots) -> tuple[Slots]:
         order = jnp.argsort(~slots.live, stable=True)[: rows // device_count(mesh)]
-        others = jax.tree.map(lambda leaf: leaf[order], slots._replace(cache=None))
-        return (others._replace(cache=take_rows(slots.cache, order)),)
+        rest = jax.tree.map(lambda leaf: leaf[order], slots._replace(cache=None))
+        return (rest._replace(cache=take_rows(slots.cache, order)),)
 
     if rows < len(slots.live):
-        (slots,) = each_device(mesh, first, slots)
-    return slots._replace(cache=resize(slots.cache, _empty_cache(policy, params, rows, length, cut)))
+        (slots,) = map_devices(mesh, live_first, slots)
+    empty_cache = _empty_cache(policy, params, rows, length, shardings)
+    return slots._replace(cache=resize(slots.cache, empty_cache))
 
 
 @functools.partial(jax.jit, donate_argnames=("slots",))
-def release(slots: Slots, stopped: Array) -> Slots:
-    """Frees slots [B] whose rows ended by what only the host knows."""
-    return slots._replace(live=slots.live & ~stopped)
+def free_slots(slots: Slots, is_freed: Array) -> Slots:
+    """Free the slots where `is_freed` [B] is True, because the host found that their rows ended."""
+    return slots._replace(live=slots.live & ~is_freed)
 
 
-def border_of(mesh: Mesh | None, slots: Slots, taken: Array, tally: Array | None = None) -> Border:
-    # Copies: the slots are donated to the next segment, which may begin before the host has read these.
-    border = Border(slots.live | False, slots.length + 0, slots.row + 0, taken + 0, tally)
-    if mesh is None:
-        return border
-    return jax.lax.with_sharding_constraint(border, NamedSharding(mesh, PartitionSpec()))
+# --- parts of programs ---
 
 
-def write(mesh: Mesh | None, drawn: Drawn, row: Array, column: Array, values: tuple[Array, ...]) -> Drawn:
-    """The outputs with values at (row, column), all of one shape [B, ...]; columns beyond the end are dropped."""
-
-    def put(drawn: Drawn, row: Array, column: Array, *values: Array) -> tuple[Drawn]:
-        parts = zip(drawn, values, strict=True)
-        return (Drawn(*(part.at[row, column].set(value, mode="drop") for part, value in parts)),)
-
-    return each_device(mesh, put, drawn, row, column, *values)[0]
-
-
-def pull_rows(slots: Slots, taken: Array, pool: Pool, queue: Queue) -> tuple[Slots, Array]:
-    """One device's free slots take the next rows of its queue, in the order of the slots."""
-    free = ~slots.live
-    place = taken + jnp.cumsum(free) - 1
-    fill = free & (place < queue.size)
-    place = jnp.minimum(place, len(queue.row) - 1)
-    prompt = queue.prompt[place]
-
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(fill, new, old)
-
-    def load(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        waiting, cache = carry
-        slot = jnp.argmax(waiting)
-        return waiting.at[slot].set(False), put_row(cache, slot, pool.cache, prompt[slot])
-
-    # Row by row: what is copied is what is new.
-    _, cache = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), load, (fill, slots.cache))
-    length = pool.lengths[prompt]
-    slots = Slots(
-        cache,
-        pick(pool.tokens[prompt, length - 1], slots.token),
-        pick(length, slots.length),
-        pick(queue.drawn[place], slots.drawn),
-        pick(queue.limit[place], slots.limit),
-        pick(queue.key[place], slots.key),
-        pick(queue.row[place], slots.row),
-        slots.live | fill,
-        None if slots.seen is None else _tokens_of_prompts(slots.seen, fill, pool, prompt),
+def segment_status(
+    mesh: Mesh | None, slots: Slots, num_taken: Array, draft_counts: Array | None = None
+) -> SegmentStatus:
+    """Return the status of a segment, replicated over the mesh."""
+    # These are copies, because the slots are donated to the next segment, which may start before
+    # the host has read the status.
+    status = SegmentStatus(
+        live=slots.live | False,
+        length=slots.length + 0,
+        row=slots.row + 0,
+        num_taken=num_taken + 0,
+        draft_counts=draft_counts,
     )
-    return slots, taken + jnp.sum(fill, dtype=jnp.int32)
+    if mesh is None:
+        return status
+    return jax.lax.with_sharding_constraint(status, NamedSharding(mesh, PartitionSpec()))
 
 
-def _tokens_of_prompts(seen: Array, fill: Array, pool: Pool, prompt: Array) -> Array:
-    """seen [B, V] with, in the rows to fill, which tokens their prompts have."""
+def write_outputs(
+    mesh: Mesh | None, outputs: Outputs, row: Array, column: Array, values: tuple[Array, ...]
+) -> Outputs:
+    """Write values to (row, column) of the outputs.
+
+    `row`, `column` and each of the three `values` have one shape [B, ...]. Where `column` is beyond
+    the end, nothing is written.
+    """
+
+    def write(outputs: Outputs, row: Array, column: Array, *values: Array) -> tuple[Outputs]:
+        pairs = zip(outputs, values, strict=True)
+        written = (part.at[row, column].set(value, mode="drop") for part, value in pairs)
+        return (Outputs(*written),)
+
+    (outputs,) = map_devices(mesh, write, outputs, row, column, *values)
+    return outputs
+
+
+def refill_on_device(
+    slots: Slots, num_taken: Array, pool: Pool, queue: Queue
+) -> tuple[Slots, Array]:
+    """Move the next rows of one device's queue into its free slots, in the order of the slots.
+
+    Returns the slots and the new `num_taken` [1].
+    """
+    is_free = ~slots.live
+    entry = num_taken + jnp.cumsum(is_free) - 1
+    is_filled = is_free & (entry < queue.size)
+    entry = jnp.minimum(entry, len(queue.row) - 1)
+    context = queue.context[entry]
+
+    def where_filled(new: Array, old: Array) -> Array:
+        return jnp.where(is_filled, new, old)
+
+    def copy_next(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        to_fill, cache = carry
+        slot = jnp.argmax(to_fill)
+        return to_fill.at[slot].set(False), put_row(cache, slot, pool.cache, context[slot])
+
+    # Row by row, so that only what is new is copied.
+    _, cache = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[0]), copy_next, (is_filled, slots.cache)
+    )
+    length = pool.lengths[context]
+    seen = None
+    if slots.seen is not None:
+        seen = _seen_in_contexts(slots.seen, is_filled, pool, context)
+    slots = Slots(
+        cache=cache,
+        token=where_filled(pool.tokens[context, length - 1], slots.token),
+        length=where_filled(length, slots.length),
+        num_sampled=where_filled(queue.num_sampled[entry], slots.num_sampled),
+        limit=where_filled(queue.limit[entry], slots.limit),
+        key=where_filled(queue.key[entry], slots.key),
+        row=where_filled(queue.row[entry], slots.row),
+        live=slots.live | is_filled,
+        seen=seen,
+    )
+    return slots, num_taken + jnp.sum(is_filled, dtype=jnp.int32)
+
+
+def _seen_in_contexts(seen: Array, is_filled: Array, pool: Pool, context: Array) -> Array:
+    """Replace rows of `seen` [B, V], where slots are filled, by the tokens of their contexts."""
     rows, vocabulary = seen.shape
-    inside = jnp.arange(pool.tokens.shape[1])[None] < pool.lengths[prompt][:, None]
-    tokens = jnp.where(inside, pool.tokens[prompt], vocabulary)
-    fresh = jnp.zeros_like(seen).at[jnp.arange(rows)[:, None], tokens].set(True, mode="drop")
-    return jnp.where(fill[:, None], fresh, seen)
+    in_context = jnp.arange(pool.tokens.shape[1])[None] < pool.lengths[context][:, None]
+    tokens = jnp.where(in_context, pool.tokens[context], vocabulary)
+    new_seen = jnp.zeros_like(seen).at[jnp.arange(rows)[:, None], tokens].set(True, mode="drop")
+    return jnp.where(is_filled[:, None], new_seen, seen)

@@ -1,43 +1,56 @@
-"""Which ids end a completion."""
+"""The token ids that end a completion."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tpu_rl import model_files
+from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 
 FILE = "generation_config.json"
 
 
 def listed(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids that generation_config.json lists; chat models end a turn with more than one.
+    """Return the end-of-sequence ids that generation_config.json lists.
 
-    Without that file, as in transformers, those of config.json, or of the language model in it.
-    Raises InputError where the file is no JSON object, or an id not one of the tokenizer's.
+    Chat models end a turn with more than one. Without that file they are those of config.json, or
+    of the language model in it, as in transformers.
+
+    Raises:
+        InputError: if the file is not a JSON object, or an id is not one of the tokenizer's.
     """
     files = [directory / name for name in (FILE, "config.json") if (directory / name).is_file()]
     if not files:
         return ()
     file = files[0]
-    source = model_files.read_json(file)
-    listed = source.get("eos_token_id")
-    if listed is None and isinstance(source.get("text_config"), dict):
-        listed = source["text_config"].get("eos_token_id")
-    listed = listed if isinstance(listed, list) else [listed]
-    ids = tuple(i for i in listed if isinstance(i, int))
+    source = untrusted_files.read_json(file)
+    value = source.get("eos_token_id")
+    if value is None and isinstance(source.get("text_config"), dict):
+        value = source["text_config"].get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    ids = tuple(i for i in values if isinstance(i, int))
     if any(not 0 <= i < vocab_size for i in ids):
-        what = f"eos_token_id {listed} is not among the tokenizer's {vocab_size} ids"
-        raise InputError(what, where=str(file), fix=f"take tokenizer and {file.name} of the same model")
+        raise InputError(
+            f"eos_token_id {values} is not among the tokenizer's {vocab_size} ids",
+            where=str(file),
+            why="the file seems to belong to another model",
+            fix=f"use tokenizer and {file.name} of the same model",
+        )
     return ids
 
 
 def require(candidates: tuple[int | None, ...], where: str) -> tuple[int, ...]:
+    """Return the different ids among the candidates, in their order.
+
+    Raises:
+        InputError: if there is none.
+    """
     eos_ids = tuple(dict.fromkeys(i for i in candidates if i is not None))
     if not eos_ids:
         raise InputError(
-            "the tokenizer has no end-of-sequence token: a model cannot stop",
+            "the tokenizer has no end-of-sequence token",
             where=where,
+            why="a model cannot stop without one",
             fix="set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
         )
     return eos_ids

@@ -1,4 +1,4 @@
-"""Which files a tokenizer is, and whose."""
+"""Find the files of a tokenizer and load them."""
 
 from __future__ import annotations
 
@@ -6,48 +6,63 @@ import difflib
 import re
 from pathlib import Path
 
-from tpu_rl import model_files
+from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import hugging_face, sentence_piece
+from tpu_rl.tokenizers import hugging_face, sentencepiece
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
 
 def load(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory, of a sentencepiece `.model` file, or of a hub id (local cache first).
+    """Return a tokenizer.
 
-    Raises InputError where there is none, or where it has no end-of-sequence token.
+    Args:
+        path: a model directory, a sentencepiece `.model` file, or a hub id, which is looked up in
+            the local cache first.
+
+    Raises:
+        InputError: if there is no tokenizer, or it has no end-of-sequence token.
     """
-    where = _resolve(str(path))
-    if where.is_dir():
-        model_files.require_safe(where)
-    model_file = where / "tokenizer.model" if where.is_dir() else where
-    names = {"tokenizer.json", "tokenizer_config.json"}
-    if where.is_file() or (model_file.is_file() and not any((where / name).is_file() for name in names)):
-        return sentence_piece.load(model_file)
-    return hugging_face.load(where)
+    location = _resolve(str(path))
+    if location.is_file():
+        return sentencepiece.load(location)
+    untrusted_files.require_safe(location)
+    model_file = location / "tokenizer.model"
+    hugging_face_files = ("tokenizer.json", "tokenizer_config.json")
+    if model_file.is_file() and not any((location / name).is_file() for name in hugging_face_files):
+        return sentencepiece.load(model_file)
+    return hugging_face.load(location)
 
 
 def _resolve(path: str) -> Path:
-    """The local file or directory that `path` means; hub ids are looked up in the local cache, then downloaded."""
-    where = Path(path).expanduser()
-    if where.exists():
-        return where
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not where.parent.exists():
+    """Return the local file or directory of a path or hub id."""
+    location = Path(path).expanduser()
+    if location.exists():
+        return location
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not location.parent.exists():
         return _hub_directory(path)
-    names = [entry.name for entry in where.parent.iterdir()] if where.parent.is_dir() else []
-    nearest = difflib.get_close_matches(where.name, names, n=1)
+    parent = location.parent
+    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    nearest = difflib.get_close_matches(location.name, names, n=1)
     raise InputError(
         "no such model directory or tokenizer file",
         where=path,
-        fix=f"did you mean {where.parent / nearest[0]}?" if nearest else "",
+        fix=f"did you mean {parent / nearest[0]}?" if nearest else "",
     )
 
 
 def _hub_directory(name: str) -> Path:
+    """Return the directory of a model of the hub, downloaded if the local cache has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = ["tokenizer*", "*config.json", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja"]
+    patterns = [
+        "tokenizer*",
+        "*config.json",
+        "special_tokens_map.json",
+        "vocab*",
+        "merges.txt",
+        "*.jinja",
+    ]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     except LocalEntryNotFoundError:
@@ -56,7 +71,36 @@ def _hub_directory(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{name} is neither a local directory nor in the local hub cache, and could not be downloaded",
+            f"{name} is neither a local directory nor in the local hub cache, "
+            "and could not be downloaded",
             why=str(error).splitlines()[0],
             fix="check the name, or download the model and give its directory",
         ) from error
+
+
+def require_same_tokens(tokenizer: Tokenizer, directory: Path, role: str) -> None:
+    """Check that a model directory reads the same token ids as the run.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        directory: a model directory. Without a tokenizer of its own it passes.
+        role: the role of the model, for the message.
+
+    Raises:
+        InputError: if the directory has another tokenizer.
+    """
+    files = ("tokenizer.json", "tokenizer.model")
+    if not any((directory / file).exists() for file in files):
+        return
+    other = load(directory)
+    printable = "".join(map(chr, range(32, 127)))
+    same_vocabulary = other.control == tokenizer.control
+    same_vocabulary &= other.vocab_size == tokenizer.vocab_size
+    if not same_vocabulary or other.encode(printable) != tokenizer.encode(printable):
+        raise InputError(
+            f"the model of role {role!r} has another tokenizer than the run's",
+            where=str(directory),
+            why=f"{other.vocab_size} tokens against {tokenizer.vocab_size}: "
+            "all models of a run read the same token ids",
+            fix="use a model of the same tokenizer",
+        )

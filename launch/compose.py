@@ -1,0 +1,526 @@
+"""From a configuration to the parts of a run. Nothing here loops."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from launch import roles
+from launch.config import ExperimentConfig, FileData, MeshConfig, Stage, that_stay
+from launch.roles import RunContext
+from tpu_rl import data, models
+from tpu_rl.algorithm_spec import SourceName
+from tpu_rl.algos import ALGORITHMS
+from tpu_rl.checkpoint import digests
+from tpu_rl.data import Row
+from tpu_rl.environments import task_of
+from tpu_rl.errors import InputError
+from tpu_rl.experience import (
+    completions,
+    dataset_identity,
+    one_step_off,
+    pairs,
+    partial_rollouts,
+    q_examples,
+    reference_log_probs,
+    rollouts,
+    step_labels,
+    tasks,
+)
+from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.source import Source
+from tpu_rl.models import Select
+from tpu_rl.rewards import named
+from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
+from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
+from tpu_rl.runtime import host
+from tpu_rl.train import optimizers, sharding, update_step
+from tpu_rl.types import Algorithm, Model, Params, Probe, Purpose, Sampling, TrainState
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return the mesh over `devices`, by default all devices, which are then claimed.
+
+    If `fsdp` is -1, it takes the devices that the other axes leave.
+    """
+    if devices is None:
+        host.claim_devices()
+    count = jax.device_count() if devices is None else len(devices)
+    others = config.data * config.tensor * config.expert * config.context
+    fsdp = config.fsdp if config.fsdp > 0 else max(count // max(others, 1), 1)
+    return sharding.make_mesh(
+        config.data, fsdp, config.tensor, config.expert, config.context, devices
+    )
+
+
+def make_context(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[RunContext, Params]:
+    """Return what all stages of a run share, and the whole params tree before the first step."""
+    sampling_mesh(config.sampling.tensor_parallel, mesh)  # Its errors come before reading weights.
+    language, loaded = roles.language(config, mesh)
+    role_models = roles.fast_models(config, language.model, mesh)
+    context = RunContext(config, language, role_models, mesh, run_dir)
+    params = roles.first_params(config, language, loaded, mesh, roles.specs(config))
+    return context, params
+
+
+def forget(context: RunContext, stage: Stage, params: Params) -> Params:
+    """Return the params that a stage begins with: the roles that it forgets are as at first."""
+    if not stage.forget:
+        return params
+    language, loaded = roles.language(context.config, context.mesh)
+    first = roles.first_params(context.config, language, loaded, context.mesh, stage.forget)
+    return params | {name: first[name] for name in stage.forget}
+
+
+def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
+    """Return the stage's algorithm over the roles that it names."""
+    bound = roles.bind(context.config, stage.algorithm, context.models)
+    sampling = context.config.sampling
+    factory = ALGORITHMS[type(stage.algorithm)]
+    return factory(stage.algorithm, bound, Sampling(sampling.temperature, sampling.max_new_tokens))
+
+
+# --- rollouts ---
+
+
+def scorer(context: RunContext) -> Scorer:
+    """Return what scores completions with the rewards of the run."""
+    config = context.config
+    functions = named.reward_functions(
+        config.reward, config.reward_limits, config.allow_unsandboxed_code
+    )
+    return Scorer(context.language.tokenizer, functions, config.reward_limits.fault_share)
+
+
+def decoding(
+    context: RunContext,
+    role: str = "policy",
+    group_size: int | None = None,
+    temperature: float | None = None,
+    purpose: Purpose = Purpose.ROLLOUT,
+    seed: int | None = None,
+) -> Decoding:
+    """Return how a role completes prompts: by the settings of the run, unless given here."""
+    config = context.config
+    settings = sampler_config(
+        config.sampling, context.language.tokenizer, group_size or config.batch.group_size
+    )
+    settings = replace(settings, speculation=config.sampling.speculation)
+    if temperature is not None:
+        settings = replace(settings, temperature=temperature)
+    return Decoding(
+        context.rollout_policy(role),
+        settings,
+        config.sampling.max_prompt_tokens,
+        config.seed if seed is None else seed,
+        purpose,
+        config.sampling.stop_strings,
+    )
+
+
+def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -> Engine:
+    """Return the engine by which a role completes prompts; see `decoding` for the settings."""
+    return make_engine(decoding(context, role, **settings), scorer(context))
+
+
+# --- where experience comes from ---
+
+
+def make_source(context: RunContext, stage: Stage, params: Params) -> Source:
+    """Return the source of the experience that the stage's algorithm learns from.
+
+    `params` is the whole tree when the stage begins. A run that is resumed inside the stage has
+    other params, so whatever a source derives from them, it keeps in the run folder.
+    """
+    return SOURCES[stage.algorithm.experience.source](context, stage, params)
+
+
+def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> data.RowStream:
+    """Return the stage's training rows; `batch` of them at a time, by default `batch.prompts`."""
+    config = context.config
+    return tasks.make_stream(
+        config.data,
+        stage.algorithm.experience,
+        context.language.tokenizer,
+        batch_size=batch or config.batch.prompts,
+        seed=config.seed,
+        num_held_out=config.evaluation.rows,
+        max_prompt_tokens=config.sampling.max_prompt_tokens,
+        run_dir=context.run_dir,
+        accept_dataset_change=config.accept_dataset_change,
+        rows_in_checkpoints=bool(config.rollout.partial or config.rollout.one_step_off),
+    )
+
+
+def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
+    del params
+    batch = context.config.batch
+    settings = context.config.rollout
+    engine = rollout_engine(context)
+    stream = row_stream(context, stage)
+    values = _prompt_values(context, stage)
+    if settings.partial:
+        return partial_rollouts.partial_source(engine, stream, batch, settings.partial, values)
+    if settings.one_step_off:
+        return one_step_off.one_step_off_source(engine, stream, batch, values)
+    rounds = settings.dynamic_sampling_rounds
+    return rollouts.rollout_source(engine, stream, batch, rounds, values)
+
+
+def _prompt_values(context: RunContext, stage: Stage) -> rollouts.PromptValues | None:
+    spec = stage.algorithm.experience.prompt_value
+    if spec is None:
+        return None
+    engine = rollout_engine(
+        context,
+        spec.role,
+        group_size=spec.samples,
+        temperature=0.0 if spec.greedy else None,
+        purpose=Purpose.BASELINE,
+    )
+    return rollouts.make_prompt_values(engine, spec)
+
+
+def _demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:
+    del params
+    return completions.demonstration_source(row_stream(context, stage), _demonstrate(context))
+
+
+def _demonstrate(context: RunContext) -> completions.Demonstrate:
+    return partial(
+        data.demonstrations, tokenizer=context.language.tokenizer, max_length=context.max_length
+    )
+
+
+def _completions(context: RunContext, stage: Stage, params: Params) -> Source:
+    del params
+    batch = context.config.batch
+    spec = stage.algorithm.experience
+    return completions.completion_source(
+        rollout_engine(context),
+        rollout_engine(context, spec.sampled_by) if spec.sampled_by else None,
+        row_stream(context, stage),
+        batch,
+        spec.shares(batch.prompts).get("policy", 0),
+        _demonstrate(context),
+        spec.sampled_by,
+    )
+
+
+def _step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
+    del params
+    sampled_by = stage.algorithm.experience.sampled_by
+    step_labels.require_steps(context.config.data, sampled_by)
+    stream = row_stream(context, stage)
+    to_examples = partial(
+        data.steps, tokenizer=context.language.tokenizer, max_length=context.max_length
+    )
+    task = task_of(context.config.data)
+    if sampled_by is None or task is None or task.label_steps is None:
+        return step_labels.given_step_source(stream, to_examples)
+    engine = rollout_engine(context, sampled_by)
+    return step_labels.sampled_step_source(engine, stream, task.label_steps, to_examples)
+
+
+def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
+    config = context.config
+    spec = stage.algorithm.experience
+    if spec.sampled_by is not None:
+        return pairs.sampled_pair_source(
+            rollout_engine(context, spec.sampled_by),
+            row_stream(context, stage),
+            config.batch,
+            spec.graded,
+            config.rollout.dynamic_sampling_rounds,
+        )
+    given = require_pairs(context)
+    stream = dataset_identity.make_stream(
+        given.train,
+        spec,
+        batch_size=config.batch.prompts,
+        seed=config.seed,
+        run_dir=context.run_dir,
+        data_path=config.data.path,
+        accept_change=config.accept_dataset_change,
+    )
+    return pairs.given_pair_source(stream, to_pairs(context, stage, params, given.usable))
+
+
+def are_given(stage: Stage) -> bool:
+    """Return True if the stage learns from pairs that the data bring."""
+    spec = stage.algorithm.experience
+    return spec.source == "pairs" and spec.sampled_by is None
+
+
+def given_pairs(context: RunContext) -> pairs.GivenPairs:
+    """Return the pairs of the data that can be trained on, and those that cannot.
+
+    Raises:
+        InputError: if the data hold no pairs.
+    """
+    config = context.config
+    if not isinstance(config.data, FileData):
+        raise InputError(
+            "these data hold no pairs",
+            where="--algorithm.pairs",
+            fix="give --data.path with columns prompt, chosen, rejected, "
+            "or sample them: --algorithm.pairs reference",
+        )
+    train, held_out = tasks.file_rows(
+        config.data, config.algorithm.experience, config.evaluation.rows
+    )
+    return pairs.usable_pairs(
+        train, held_out, context.language.tokenizer, config.sampling, config.batch.row_length
+    )
+
+
+def require_pairs(context: RunContext) -> pairs.GivenPairs:
+    """Return `given_pairs`, and print how many were dropped.
+
+    Raises:
+        InputError: if no training pair is left.
+    """
+    given = given_pairs(context)
+    for reason in given.reasons:
+        count = sum(other == reason for _, other in given.dropped)
+        print(f"warning: {count} of {given.num_given} pairs dropped: {reason}", file=sys.stderr)
+    if not given.train:
+        raise InputError(
+            "no pair is left",
+            where="--data.path, --sampling.max-new-tokens, --batch.row-length",
+            why="; ".join(given.reasons),
+            fix="raise these, or give other pairs",
+        )
+    return given
+
+
+def plain_pairs(context: RunContext) -> pairs.ToPairs:
+    """Return what makes pairs of token ids of rows, without log-probs."""
+    return partial(data.pairs, tokenizer=context.language.tokenizer, max_length=context.max_length)
+
+
+def to_pairs(context: RunContext, stage: Stage, params: Params, rows: list[Row]) -> pairs.ToPairs:
+    """Return what makes pairs of `rows`, with the reference's log-probs if they are wanted.
+
+    The reference is the role of that name, or else the policy at the beginning of the stage.
+    """
+    plain = plain_pairs(context)
+    if not stage.algorithm.experience.reference_log_probs:
+        return plain
+    role = "reference" if "reference" in stage.algorithm.roles else "policy"
+    reference = reference_log_probs.Reference(
+        context.role(role),
+        params,
+        digests.of_tree(context.params_of(role)(params)),
+        context.config.batch,
+        context.mesh,
+        context.reads_key_tiles,
+    )
+    metrics_file = context.run_dir / "metrics.jsonl"
+    cache = reference_log_probs.Cache(
+        reference_log_probs.path_of(context.run_dir, stage.index),
+        trusts_model=stage.first > 1,
+        has_begun=metrics_file.exists() and metrics_file.stat().st_size > 0,
+        accept_dataset_change=context.config.accept_dataset_change,
+    )
+    log_probs = reference_log_probs.read_or_compute(cache, reference, rows, plain)
+    return reference_log_probs.with_log_probs(plain, rows, log_probs)
+
+
+def trained_pairs(context: RunContext, stage: Stage, rows: list[Row]) -> pairs.ToPairs:
+    """Return `to_pairs` of a stage that has ended, from what it kept in the run folder."""
+    plain = plain_pairs(context)
+    if not stage.algorithm.experience.reference_log_probs:
+        return plain
+    path = reference_log_probs.path_of(context.run_dir, stage.index)
+    return reference_log_probs.with_log_probs(plain, rows, reference_log_probs.read(path)[1])
+
+
+def _q_examples(context: RunContext, stage: Stage, params: Params) -> Source:
+    config = context.config
+    algorithm: Any = stage.algorithm
+    number = q_round(config, stage)
+    stream = row_stream(context, stage, algorithm.prompts)
+    for _ in range(number - 1):
+        next(stream)  # Each round has the next rows of the stream.
+    rows = next(stream)[1]
+    spec = q_examples.RoundSpec(
+        number,
+        stage.first,
+        config.seed,
+        config.batch.prompts * config.batch.group_size,
+        algorithm.return_range,
+        q_round_identity(config, rows),
+    )
+    engine = q_examples.q_engine(roll_in(context, stage), roll_out(context), scorer(context))
+    decode = context.language.tokenizer.decode
+    return q_examples.q_example_source(engine, rows, params, spec, context.run_dir, decode)
+
+
+def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
+    """Return `q_examples.round_identity` of the rows and of the settings that examples depend on.
+
+    The size of a micro-batch is not among them, because it depends on the devices.
+    """
+    settings = {k: v for k, v in that_stay(config).items() if k != "batch.micro_batch_rows"}
+    files = [name.rpartition(":")[0] for name in config.reward if ".py:" in name]
+    return q_examples.round_identity(rows, settings, files)
+
+
+def q_round(config: ExperimentConfig, stage: Stage) -> int:
+    """Return the number of the stage's round of Q# examples, from 1."""
+    earlier = config.stages[: stage.index]
+    return 1 + sum(other.algorithm.experience.source == "q_examples" for other in earlier)
+
+
+def roll_in(context: RunContext, stage: Stage) -> Decoding:
+    """Return how the prefixes of Q# examples are sampled.
+
+    They come from the guided policy; in the first round from the reference, because nothing has
+    learned to guide it.
+    """
+    policy = context.rollout_policy("policy")
+    if q_round(context.config, stage) > 1:
+        policy = context.guided_policy(stage.algorithm)
+    return _plain_decoding(context, policy, context.config.batch.group_size)
+
+
+def roll_out(context: RunContext) -> Decoding:
+    """Return how the reference continues prefixes of Q# examples, once each."""
+    plain = _plain_decoding(context, context.rollout_policy("policy"), 1)
+    return replace(plain, config=replace(plain.config, prompt_length=context.max_length))
+
+
+def _plain_decoding(context: RunContext, policy: RolloutPolicy, group_size: int) -> Decoding:
+    """Return decoding without speculation and stop strings."""
+    config = context.config
+    return Decoding(
+        policy._replace(drafter=None),
+        sampler_config(config.sampling, context.language.tokenizer, group_size),
+        config.sampling.max_prompt_tokens,
+        config.seed,
+    )
+
+
+SOURCES: dict[SourceName, Callable[[RunContext, Stage, Params], Source]] = {
+    "rollouts": _rollouts,
+    "demonstrations": _demonstrations,
+    "completions": _completions,
+    "pairs": _pairs,
+    "q_examples": _q_examples,
+    "step_labels": _step_labels,
+}
+
+
+# --- training ---
+
+
+class Learning(NamedTuple):
+    """The optimizer of a stage, and the params that it trains."""
+
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    trainable: update_step.Trainable
+
+
+def learning(config: ExperimentConfig, stage: Stage) -> Learning:
+    """Return the optimizer of a stage and the params that it trains."""
+    trained = {name: spec for name, spec in stage.algorithm.roles.items() if spec.trainable}
+
+    def trainable(path: str) -> bool:
+        return path.partition("/")[0] in trained
+
+    steps = stage.last - stage.first + 1
+    optimizer_steps = steps * config.batch.num_minibatches * config.batch.ppo_epochs
+    schedule = optimizers.learning_rate(config.optimizer, optimizer_steps)
+    scales = {name: spec.learning_rate_scale for name, spec in trained.items()}
+    return Learning(optimizers.by_role(config.optimizer, schedule, scales), schedule, trainable)
+
+
+def learner(
+    context: RunContext, stage: Stage, algorithm: Algorithm, params: Params
+) -> tuple[TrainState, update_step.UpdateStep]:
+    """Return the state before the stage's first step, and the jitted step.
+
+    The state consumes the params.
+    """
+    parts = learning(context.config, stage)
+    state = update_step.init_train_state(params, algorithm, parts.optimizer, parts.trainable)
+    state = with_moments_placed(context.config, state)
+    return state, make_update_step(context, stage, algorithm, parts, state)
+
+
+def with_moments_placed(config: ExperimentConfig, state: TrainState) -> TrainState:
+    """Return the state, or its shapes, with the optimizer's state in host memory if configured."""
+    if not config.optimizer.offload:
+        return state
+    return replace(state, opt_state=sharding.in_memory(state.opt_state, sharding.HOST))
+
+
+def make_update_step(
+    context: RunContext, stage: Stage, algorithm: Algorithm, parts: Learning, state: TrainState
+) -> update_step.UpdateStep:
+    """Return the jitted step for states with the shardings of this one, of arrays or of shapes."""
+    return update_step.make_update_step(
+        algorithm,
+        parts.optimizer,
+        parts.schedule,
+        parts.trainable,
+        jax.tree.map(lambda leaf: leaf.sharding, state),
+        partial(models.cast_to_compute_dtype, dtype=context.config.model.dtype),
+        router_probe(context.config, context.models, stage),
+        update_step.compiler_options(context.mesh),
+    )
+
+
+def router_probe(
+    config: ExperimentConfig, role_models: Mapping[str, Model], stage: Stage
+) -> Probe | None:
+    """Return what measures the routers of the models that the stage trains.
+
+    None if none of them is a mixture of experts.
+    """
+    return models.probe(trained_models(role_models, stage), config.model.router_balance)
+
+
+def trained_models(role_models: Mapping[str, Model], stage: Stage) -> dict[str, Model]:
+    """Return the whole models that the stage trains, by role."""
+    return {
+        name: role_models[name]
+        for name, spec in stage.algorithm.roles.items()
+        if spec.trainable and spec.trunk_of is None
+    }
+
+
+# --- the roles that the sampler reads ---
+
+
+def read_for_rollouts(context: RunContext, stage: Stage) -> list[Select]:
+    """Return the roles whose weights each step's rollouts read."""
+    spec = stage.algorithm.experience
+    # Q# samples before the first step of its stage.
+    if spec.source in ("demonstrations", "q_examples"):
+        return []
+    names = list(spec.shares(context.config.batch.prompts))
+    if spec.prompt_value is not None:
+        names.append(spec.prompt_value.role)
+    return context.selects(names)
+
+
+def read_for_evaluation(context: RunContext, stage: Stage) -> list[Select]:
+    """Return the roles whose weights are read when the stage is evaluated by answers."""
+    config = context.config
+    if roles.reading(stage.algorithm) is not None or are_given(stage):
+        return []
+    if not config.evaluation.rows or config.evaluation_reward is None:
+        return []
+    guided = stage.algorithm.experience.policy == "guided"
+    return context.selects(["policy", "q"] if guided else ["policy"])

@@ -1,0 +1,224 @@
+"""Checks of settings that must go together. Each function raises InputError if they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.algos import AlgorithmConfig
+from tpu_rl.checkpoint import gcs
+from tpu_rl.errors import InputError
+from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
+
+
+def check_positive(values: Mapping[str, int]) -> None:
+    """Check that each flag is at least 1."""
+    for flag, value in values.items():
+        if value < 1:
+            raise InputError(f"{flag} is {value}", where=flag, fix="use at least 1")
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Check that the run folder is local, or a well-formed gs:// address."""
+    if gcs.is_address(run_dir):
+        gcs.split(run_dir)
+    elif "://" in run_dir:
+        raise InputError(
+            f"the run folder {run_dir} is neither local nor gs://",
+            where="--run-dir",
+            fix="give a local folder, or one in a bucket of Google Cloud Storage, "
+            "as in gs://bucket/name",
+        )
+
+
+def check_phases(last_steps: Sequence[int], num_steps: int) -> None:
+    """Check that phases end one after the other, before the run does."""
+    ends = [0, *last_steps, num_steps]
+    if num_steps > 0 and sorted(set(ends)) != ends:
+        raise InputError(
+            f"phases end with steps {', '.join(map(str, ends[1:]))}",
+            where="--phases, --steps",
+            fix="let each end after the one before it",
+        )
+
+
+def check_sampling(
+    sampling: SamplingConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
+) -> None:
+    """Check stop strings, and the groups that algorithms compare."""
+    if sampling.stop_strings and any(spec.source == "q_examples" for spec in specs):
+        raise InputError(
+            "Q# knows no stop strings",
+            where="--sampling.stop-strings",
+            why="its answers are continued from the middle, where half of such a string may stand",
+            fix="drop them",
+        )
+    if "" in sampling.stop_strings:
+        raise InputError("a stop string is empty", where="--sampling.stop-strings", fix="drop it")
+    why = "completions of one prompt are compared with each other"
+    for spec in specs:
+        if batch.group_size < spec.smallest_group:
+            raise InputError(
+                f"a group of {batch.group_size} completion teaches nothing: "
+                "its advantage is always 0",
+                where="--batch.group-size",
+                why=why,
+                fix="use at least 2; 8 is usual",
+            )
+        if spec.smallest_group > 1 and sampling.temperature <= 0:
+            raise InputError(
+                f"sampling temperature {sampling.temperature} makes all completions of a prompt "
+                "equal",
+                where="--sampling.temperature",
+                why=why,
+                fix="use 1.0",
+            )
+
+
+def check_rollouts(
+    rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
+) -> None:
+    """Check partial and one-step-off rollouts, which train on older completions."""
+    if not rollout.partial and not rollout.one_step_off:
+        return
+    where = "--rollout.partial" if rollout.partial else "--rollout.one-step-off"
+    if not 0 <= rollout.partial < batch.prompts:
+        raise InputError(
+            f"{rollout.partial} of {batch.prompts} groups cannot be carried over",
+            where=where,
+            fix=f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning",
+        )
+    if rollout.partial and rollout.one_step_off:
+        raise InputError(
+            "rollouts are partial or one step off, not both",
+            where=f"{where}, --rollout.one-step-off",
+            why="together they would train on completions that are two steps old",
+            fix="use one",
+        )
+    if rollout.dynamic_sampling_rounds:
+        raise InputError(
+            f"{where} and dynamic sampling do not go together",
+            where=f"{where}, --rollout.dynamic-sampling-rounds",
+            why="two would decide it: both choose the groups of a batch",
+            fix="use one of them",
+        )
+    if any(spec.source != "rollouts" or spec.latest_policy for spec in specs):
+        raise InputError(
+            "this algorithm takes no older completions",
+            where=where,
+            why="it learns from other things than scored completions, or from those of the latest "
+            "policy alone",
+            fix="leave it out",
+        )
+
+
+def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: int) -> None:
+    """Check minibatches, and the length of packed rows."""
+    if batch.prompts % batch.num_minibatches:
+        valid = [count for count in range(1, batch.prompts + 1) if batch.prompts % count == 0]
+        nearest = sorted(valid, key=lambda count: abs(count - batch.num_minibatches))[:2]
+        flags = [f"--batch.num-minibatches {count}" for count in sorted(nearest)]
+        raise InputError(
+            f"{batch.prompts} prompts cannot be cut into {batch.num_minibatches} equal minibatches",
+            where="--batch.prompts, --batch.num-minibatches",
+            fix=f"nearest valid: {' or '.join(flags)}",
+        )
+    if batch.row_length < sampling.max_prompt_tokens + sampling.max_new_tokens:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold a prompt with a completion",
+            where="--batch.row-length",
+            why=f"they may have {sampling.max_prompt_tokens} + {sampling.max_new_tokens} tokens",
+            fix=RAISE_ROW_LENGTH,
+        )
+    unit = 256 * context_devices
+    if context_devices > 1 and batch.row_length % unit:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot be cut evenly over "
+            f"{context_devices} devices",
+            where="--batch.row-length, --mesh.context",
+            why="each takes a stretch from the front and one from the end, of blocks of 128 tokens",
+            fix=f"--batch.row-length {-(-batch.row_length // unit) * unit}",
+        )
+
+
+RAISE_ROW_LENGTH = (
+    "raise --batch.row-length, or lower --sampling.max-prompt-tokens or --sampling.max-new-tokens"
+)
+
+# --- runs that are about to train; a configuration that was saved earlier can always be read ---
+
+
+def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConfig) -> None:
+    """Check that the sampling temperature suits the losses."""
+    if not sampling.temperature >= 0:
+        raise InputError(
+            f"a sampling temperature of {sampling.temperature}",
+            where="--sampling.temperature",
+            fix="use 1.0; 0 takes the most likely token",
+        )
+    for algorithm in algorithms:
+        spec = algorithm.experience
+        trains_policy = spec.source == "rollouts" and algorithm.roles["policy"].trainable
+        if (trains_policy or spec.positive_temperature) and sampling.temperature == 0:
+            raise InputError(
+                "a policy cannot learn at sampling temperature 0",
+                where="--sampling.temperature",
+                why="the loss divides logits by it, as sampling does: "
+                "there are no log-probabilities at 0",
+                fix="use 1.0",
+            )
+        if spec.source == "pairs" and spec.reference_log_probs and spec.sampled_by == "reference":
+            _check_reference_log_probs(sampling)
+
+
+def _check_reference_log_probs(sampling: SamplingConfig) -> None:
+    why = "the loss compares with the reference's log-probs as they were in sampling"
+    if sampling.temperature != 1:
+        raise InputError(
+            f"the reference is sampled at temperature {sampling.temperature}, and the loss is at 1",
+            where="--sampling.temperature",
+            why=why,
+            fix="use 1.0",
+        )
+    if sampling.kv_cache_dtype == "int8":
+        raise InputError(
+            "a rounded cache would be in the reference's log-probs",
+            where="--sampling.kv-cache-dtype",
+            why=why,
+            fix="use --sampling.kv-cache-dtype computed",
+        )
+
+
+def check_pairs(
+    specs: Sequence[ExperienceSpec],
+    rewards: Sequence[str],
+    batch: BatchConfig,
+    sampling: SamplingConfig,
+) -> None:
+    """Check that sampled pairs have a reward to tell them apart, and fit a packed row."""
+    sampled = [spec for spec in specs if spec.source == "pairs" and spec.sampled_by is not None]
+    if sampled and not rewards:
+        raise InputError(
+            "no reward tells good completions from bad", where="--reward", fix="name one"
+        )
+    pair_length = sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
+    if not all(spec.graded for spec in sampled) and batch.row_length < pair_length:
+        raise InputError(
+            f"packed rows of {batch.row_length} tokens cannot hold a prompt with both its "
+            "completions",
+            where="--batch.row-length",
+            why=f"they may have {sampling.max_prompt_tokens} + 2 x {sampling.max_new_tokens} "
+            "tokens, and pairs stay together",
+            fix=RAISE_ROW_LENGTH,
+        )
+
+
+def check_dynamic_sampling(rollout: RolloutConfig, batch: BatchConfig) -> None:
+    """Check that dynamic sampling has groups to compare."""
+    if rollout.dynamic_sampling_rounds and batch.group_size == 1:
+        raise InputError(
+            "no group of one completion has different rewards",
+            where="--rollout.dynamic-sampling-rounds, --batch.group-size",
+            why="dynamic sampling replaces groups whose rewards are all equal",
+            fix="use --rollout.dynamic-sampling-rounds 0",
+        )

@@ -1,0 +1,110 @@
+"""The results of a run: its models, summary.json and report.html."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import jax
+
+from launch import compose, roles, stages
+from launch.roles import RunContext
+from tpu_rl import metrics, models, report
+from tpu_rl.checkpoint import digests
+from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.experience import pair_audit
+from tpu_rl.rewards import reward_model
+from tpu_rl.runtime import processes
+from tpu_rl.types import Params
+
+
+def finish(context: RunContext, params: Params, began: float, folder: RunFolder) -> None:
+    """Write the models and the audit of given pairs, then summary.json and report.html.
+
+    All processes call it; the first one writes the last two.
+    """
+    config = context.config
+    run_dir = context.run_dir
+    save_models(context, params)
+    audit_pairs(context, params)
+    digest = digests.of_tree(params[roles.product(config.algorithm)])
+    if processes.index():
+        return
+    metrics_text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in metrics_text.splitlines()]
+    summary = {
+        "steps": config.steps,
+        "seconds": round(time.perf_counter() - began, 1),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "params_digest": digest,
+        "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
+    }
+    # The page of a run with fewer steps goes first: without a page, no run counts as finished.
+    (run_dir / report.FILE).unlink(missing_ok=True)
+    metrics.write_summary(run_dir, summary)
+    report.write_report(run_dir)
+    folder.finish()
+    print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
+
+
+def save_models(context: RunContext, params: Params) -> None:
+    """Save every model that was trained as a Hugging Face directory.
+
+    The model that the run is for goes to model/, others go to a folder with the name of their role.
+    Adapters are merged into these, and are also saved by themselves, in model_adapter/, for PEFT.
+    """
+    algorithm = context.config.algorithm
+    product = roles.product(algorithm)
+    tokenizer = context.language.tokenizer
+    for name, spec in algorithm.roles.items():
+        if spec.trainable and spec.trunk_of is None:
+            path = context.run_dir / ("model" if name == product else name)
+            role_params = context.params_of(name)(params)
+            model = context.models[name]
+            models.save(str(path), model, role_params, tokenizer)
+            base = roles.adapter_base(context.config, name)
+            if base is not None:
+                models.save_adapters(f"{path}_adapter", model, role_params, base, tokenizer)
+    reading = roles.reading(algorithm)
+    if reading is not None and processes.index() == 0:
+        reward_model.write_reading(context.run_dir / "model", reading)
+
+
+def audit_pairs(context: RunContext, params: Params) -> None:
+    """Audit the pairs that the last stage trained on, if the data brought them.
+
+    Completions that are graded one by one have no margin, so there is no audit of them.
+    """
+    config = context.config
+    stage = stages.of_run(config, context.run_dir, config.steps)[-1]
+    if not compose.are_given(stage) or stage.algorithm.experience.graded:
+        return
+    given = compose.given_pairs(context)
+    trained = pair_audit.Trained(
+        compose.build_algorithm(context, stage),
+        params,
+        compose.trained_pairs(context, stage, given.usable),
+        num_steps=stage.last - stage.first + 1,
+        batch_size=config.batch.prompts,
+        seed=config.seed,
+        row_length=config.batch.row_length,
+    )
+    print(pair_audit.write(given, trained, context.run_dir))
+
+
+def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the evaluation in a metrics row, with the greedy one inside; {} if there is none."""
+
+    def read(prefix: str) -> dict[str, Any]:
+        if f"{prefix}accuracy" not in row:
+            return {}
+        return {
+            "accuracy": row[f"{prefix}accuracy"],
+            "low": row[f"{prefix}accuracy_low"],
+            "high": row[f"{prefix}accuracy_high"],
+            "n": int(row[f"{prefix}n"]),
+        }
+
+    greedy = read("eval/greedy_")
+    return read("eval/") | ({"greedy": greedy} if greedy else {})

@@ -1,0 +1,65 @@
+"""Load a run from its folder, for commands that look at what it has trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+from jax.sharding import Mesh
+
+from launch import compose, stages
+from launch import config as configuration
+from launch.config import ExperimentConfig, MeshConfig
+from launch.roles import RunContext
+from tpu_rl.checkpoint import manager, remote_run, train_state_io
+from tpu_rl.errors import InputError
+from tpu_rl.types import Params
+
+
+def load_run(address: str) -> tuple[RunContext, Params, int]:
+    """Load a run at its newest checkpoint, sharded over all devices of this machine.
+
+    Returns:
+      (the run's context, its whole params tree, the step).
+
+    Raises:
+      InputError: there is no run, or no checkpoint.
+      DamagedDataError: the checkpoint is not what was saved.
+    """
+    run_dir = remote_run.fetch(address)
+    if not (run_dir / remote_run.CHECKPOINTS).is_dir():
+        raise InputError(
+            "the run has no checkpoints yet", where=address, fix="let it reach its first one"
+        )
+    mesh = compose.make_mesh(MeshConfig())
+    config = _fit_to_mesh(configuration.load(run_dir / remote_run.CONFIG), mesh)
+    with jax.set_mesh(mesh):
+        context, params = compose.make_context(config, run_dir, mesh)
+    # For reading only: the run may still be going on.
+    checkpoints = manager.read_checkpoints(remote_run.checkpoints_of(address))
+    step = checkpoints.latest()
+    if step is None:
+        raise InputError(
+            "the run has no whole checkpoint yet", where=address, fix="let it reach its first one"
+        )
+    with jax.set_mesh(mesh):
+        run_stages = stages.of_run(config, run_dir, step)
+        stage = next(stage for stage in run_stages if step <= stage.last)
+        algorithm = compose.build_algorithm(context, stage)
+        state, _ = compose.learner(context, stage, algorithm, params)
+    abstract_state = train_state_io.abstract(state)
+    del state, params  # There may be no room for two states.
+    state, _ = train_state_io.restore(checkpoints, step, abstract_state)
+    checkpoints.close()
+    return context, state.params, step
+
+
+def _fit_to_mesh(config: ExperimentConfig, mesh: Mesh) -> ExperimentConfig:
+    """Return the configuration for this machine, which may have other devices than the run's."""
+    # cuDNN computes the packed rows of training only.
+    attention = "auto" if mesh.devices.flat[0].platform == "tpu" else "xla"
+    config = replace(config, model=replace(config.model, attention=attention))
+    tensor_parallel = config.sampling.tensor_parallel
+    if tensor_parallel is not None and mesh.size % tensor_parallel:
+        config = replace(config, sampling=replace(config.sampling, tensor_parallel=None))
+    return config

@@ -1,0 +1,527 @@
+"""Reward models: their losses a pair at a time, a bandit whose rewards are known, and the trained
+model in use."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.fixtures import tiny
+from tpu_rl import data, environments, models, rewards, tokenizers
+from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
+from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
+from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
+from tpu_rl.errors import InputError
+from tpu_rl.losses import preference, reward_score
+from tpu_rl.rewards.reward_model import Reading
+from tpu_rl.train import packing, update_step
+from tpu_rl.types import Experience, Pairs, Role
+
+SEMICOLON = 4 + environments.ALPHABET.index(";")
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def loss_of(factory, config, experience, roles, params):
+    """(loss, metrics, batch) of the only optimizer step, its micro-batches added up."""
+    algorithm = factory(config, roles, tiny.SAMPLING)
+    make_batch, loss = (
+        jax.jit(f, compiler_options=tiny.QUICKLY) for f in (algorithm.make_batch, algorithm.loss)
+    )
+    batch, _ = make_batch(experience, params, ())
+    step = update_step.minibatch(batch, 0)
+    parts = [loss(params, update_step.minibatch(step, k)) for k in range(len(step.rows.tokens))]
+    metrics = jax.tree.map(lambda *x: jnp.stack(x), *[metrics for _, metrics in parts])
+    actual = update_step.reduce_metrics(update_step.merge_metrics(metrics))
+    return (
+        float(sum(loss for loss, _ in parts)),
+        {name: float(x) for name, x in actual.items()},
+        batch,
+    )
+
+
+def log_sigmoid(x):
+    return -np.log1p(np.exp(-x))
+
+
+# --- a pair at a time ---
+
+
+def plain_outputs(name, outputs, params, tokens):
+    """[N, T, K] of a tiny model, a row a completion."""
+    model = tiny.attention_model(outputs=outputs)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    branches = jnp.zeros_like(tokens)
+    return np.asarray(
+        model.logits(
+            params[name], model.hidden(params[name], tokens, positions, branches + 1, branches)
+        )
+    )
+
+
+def ends_of(pairs):
+    """[(row of the better, row of the worse, margin)] and each row's last action."""
+    last = {n: int(np.flatnonzero(row)[-1]) for n, row in enumerate(np.asarray(pairs.action_mask))}
+    preferred, group_id = np.asarray(pairs.preferred), np.asarray(pairs.group_id)
+    actual = []
+    for group in np.unique(group_id):
+        rows = np.flatnonzero(group_id == group)
+        better = next(n for n in rows if preferred[n])
+        actual.append((better, next(n for n in rows if n != better), float(pairs.margin[better])))
+    return actual, last
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.7])
+def test_the_loss_is_the_mean_over_pairs_and_members(float64, penalty):
+    config = RewardModelConfig(heads=2, trunks=2, centering_coef=0.1, penalty=penalty)
+    roles, params = tiny.cast(config.roles)
+    pairs = tiny.pairs()
+    value, metrics, _ = loss_of(reward_model, config, tiny.experience(pairs), roles, params)
+    members = np.concatenate(
+        [plain_outputs(name, 2, params, pairs.tokens) for name in config.roles], axis=-1
+    )
+    actual, last = ends_of(pairs)
+    losses, right, margins, spreads = [], [], [], []
+    for better, worse, margin in actual:
+        won, lost = members[better, last[better]], members[worse, last[worse]]
+        losses += [
+            -log_sigmoid(a - b - margin) + 0.1 * (a + b) ** 2
+            for a, b in zip(won, lost, strict=True)
+        ]
+        a, b = (x.mean() - penalty * x.std() for x in (won, lost))
+        right.append(a > b)
+        margins.append(a - b)
+        spreads.append((won.std() + lost.std()) / 2)
+    assert value == pytest.approx(np.mean(losses), rel=1e-6)
+    assert metrics["preference/loss"] == pytest.approx(value, rel=1e-6)
+    assert metrics["preference/accuracy"] == pytest.approx(np.mean(right))
+    assert metrics["preference/margin"] == pytest.approx(np.mean(margins), rel=1e-6)
+    assert metrics["preference/spread"] == pytest.approx(np.mean(spreads), rel=1e-6)
+
+
+def test_one_pair_by_hand():
+    """Rewards 1 and 0.2, margin 0.3: -log sigmoid(0.5) + 0.01 x 1.2^2 = 0.474077 + 0.0144."""
+    value = preference.bradley_terry(jnp.float32(1.0), jnp.float32(0.2), 0.3, 0.01)
+    assert float(value) == pytest.approx(0.488477, abs=1e-6)
+
+
+def test_completions_judged_alone_are_no_pairs(float64):
+    config = RewardModelConfig()
+    roles, params = tiny.cast(config.roles)
+    pairs = tiny.pairs()
+    alone = pairs.replace(
+        group_id=jnp.where(
+            pairs.group_id == 2, pairs.group_id + 10 * pairs.preferred, pairs.group_id
+        )
+    )
+    keep = np.asarray(pairs.group_id) != 2
+    without = jax.tree.map(lambda x: x[keep], pairs)
+    values = [
+        loss_of(reward_model, config, tiny.experience(data), roles, params)[0]
+        for data in (alone, without, pairs)
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert values[0] != pytest.approx(values[2], rel=1e-3)
+
+
+# --- sentences and steps ---
+
+
+TOKENS = jnp.array([[5, 6, 1, 9, 2, 9, 3, 4, 0]])
+"""A prompt of two, a completion of six with separators 9, padding."""
+MASK = jnp.array([[0, 0, 1, 1, 1, 1, 1, 1, 0]], bool)
+SEQUENCES = MASK.astype(jnp.int32)
+LEVELS = jnp.array([[7.0, 1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 6.0, 9.0]])
+
+
+def test_sentences_end_at_separators_and_at_the_last_token():
+    ends = reward_score.sentence_ends(TOKENS, MASK, (9,))
+    np.testing.assert_array_equal(np.flatnonzero(ends[0]), [3, 5, 7])
+    np.testing.assert_array_equal(
+        reward_score.sentence_starts(ends, MASK)[0][jnp.array([3, 5, 7])], [1, 3, 5]
+    )
+    np.testing.assert_array_equal(
+        np.flatnonzero(reward_score.sentence_ends(TOKENS, MASK, ())[0]), [7]
+    )
+    # A separator in the prompt ends nothing.
+    np.testing.assert_array_equal(
+        np.flatnonzero(reward_score.sentence_ends(TOKENS, MASK, (6, 2))[0]), [4, 7]
+    )
+
+
+def sentence_scores(attention, aggregate):
+    ends = reward_score.sentence_ends(TOKENS, MASK, (9,))
+    outputs = jnp.stack([LEVELS, attention], axis=-1)
+    return reward_score.sentence_scores(
+        outputs, ends, reward_score.sentence_starts(ends, MASK), SEQUENCES, aggregate
+    )[0]
+
+
+def test_a_sum_of_sentences_telescopes():
+    """Worths 3 - 1, 2 - 3, 6 - 2: together 6 - 1, whatever the attention."""
+    np.testing.assert_allclose(sentence_scores(100 * LEVELS, "sum")[2:8], 5.0)
+
+
+def test_attention_over_sentences_by_hand():
+    """Equal attention: the mean of 2, -1, 4; logits 0, log 2, 0: (2 - 2 + 4) / 4. Far from zero,
+    nothing overflows."""
+    np.testing.assert_allclose(
+        sentence_scores(jnp.zeros((1, 9)), "attention")[2:8], 5 / 3, rtol=1e-6
+    )
+    logits = jnp.zeros((1, 9)).at[0, 5].set(jnp.log(2.0))
+    for shift in (0.0, 500.0, -500.0):
+        np.testing.assert_allclose(
+            sentence_scores(logits + shift, "attention")[2:8], 1.0, rtol=1e-5
+        )
+    assert np.all(sentence_scores(logits, "attention")[jnp.array([0, 1, 8])] == 0)
+
+
+def test_steps_by_hand():
+    """Steps with logits 3, 2, 6."""
+    ends = reward_score.sentence_ends(TOKENS, MASK, (9,))
+    steps = log_sigmoid(np.array([3.0, 2.0, 6.0]))
+    np.testing.assert_allclose(
+        reward_score.step_scores(LEVELS, ends, SEQUENCES, "min")[0, 2:8], steps[1], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        reward_score.step_scores(LEVELS, ends, SEQUENCES, "product")[0, 2:8], steps.sum(), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("aggregate", ["attention", "sum"])
+def test_the_sentence_loss_is_that_of_its_scores(float64, aggregate):
+    config = SentenceRewardConfig((3, 7), aggregate, centering_coef=0.1)
+    roles, params = tiny.cast(config.roles)
+    pairs = tiny.pairs()
+    value, metrics, _ = loss_of(sentence_reward, config, tiny.experience(pairs), roles, params)
+    outputs = plain_outputs("reward", 2, params, pairs.tokens)
+    actual, last = ends_of(pairs)
+
+    def score(n):
+        mask = np.asarray(pairs.action_mask)[n]
+        ends = [
+            t for t in np.flatnonzero(mask) if int(pairs.tokens[n, t]) in (3, 7) or t == last[n]
+        ]
+        starts = [np.flatnonzero(mask)[0] - 1, *ends[:-1]]
+        worth = outputs[n, ends, 0] - outputs[n, starts, 0]
+        attention = np.exp(outputs[n, ends, 1])
+        return worth.sum() if aggregate == "sum" else (attention / attention.sum()) @ worth
+
+    score_pairs = [(score(better), score(worse), margin) for better, worse, margin in actual]
+    expected = np.mean(
+        [-log_sigmoid(a - b - margin) + 0.1 * (a + b) ** 2 for a, b, margin in score_pairs]
+    )
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert metrics["preference/sentences"] > 1.2
+
+
+def test_the_process_loss_is_the_mean_over_steps(float64):
+    config = ProcessRewardConfig()
+    roles, params = tiny.cast(config.roles)
+    examples = tiny.q_examples()
+    value, metrics, _ = loss_of(process_reward, config, tiny.experience(examples), roles, params)
+    logits = plain_outputs("reward", 1, params, examples.tokens)[..., 0]
+    mask, labels = np.asarray(examples.action_mask), np.asarray(examples.returns)
+    expected = np.where(labels == 1, -log_sigmoid(logits), -log_sigmoid(-logits))[mask].mean()
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert metrics["process/accuracy"] == pytest.approx(
+        ((logits > 0) == (labels == 1))[mask].mean()
+    )
+    assert metrics["process/right"] == pytest.approx(labels[mask].mean())
+
+
+# --- ensembles and robust weights ---
+
+
+def test_a_pessimistic_prediction_by_hand():
+    """1, 2, 3: mean 2, standard deviation sqrt(2/3)."""
+    assert float(reward_score.pessimistic(jnp.array([1.0, 2.0, 3.0]), 0.5)) == pytest.approx(
+        2 - 0.5 * (2 / 3) ** 0.5
+    )
+    assert float(reward_score.pessimistic(jnp.array([4.0]), 9.0)) == 4.0
+
+
+def test_members_resample_pairs_and_pairs_keep_their_counts():
+    random = np.random.default_rng(0)
+    tokens, mask, group_id = tiny.texts(random, ((3, (4, 5)),) * 400)
+    counts = preference.bootstrap_counts(*map(jnp.asarray, (tokens, mask, group_id)), 3)
+    np.testing.assert_array_equal(counts[::2], counts[1::2])
+    # Poisson(1): mean and variance 1; members are unrelated.
+    pairs = np.asarray(counts[::2])
+    assert np.abs(pairs.mean(0) - 1).max() < 0.2
+    assert np.abs(pairs.var(0) - 1).max() < 0.3
+    assert np.abs(np.corrcoef(pairs.T) - np.eye(3)).max() < 0.2
+    # In another order, with more padding, under other group numbers.
+    order = np.arange(800).reshape(400, 2)[::-1].reshape(-1)
+    wider = [np.pad(x[order], [(0, 0), (0, 4)]) for x in (tokens, mask)]
+    again = preference.bootstrap_counts(*map(jnp.asarray, (*wider, group_id[order] + 7)), 3)
+    np.testing.assert_array_equal(again, counts[order])
+
+
+def test_robust_weights_move_from_the_best_ordered_pair_to_the_worst(float64):
+    config = RewardModelConfig(robust_radius=0.3)
+    roles, params = tiny.cast(config.roles)
+    pairs = tiny.pairs()
+    plain_batch = loss_of(reward_model, RewardModelConfig(), tiny.experience(pairs), roles, params)[
+        2
+    ]
+    value, _, batch = loss_of(reward_model, config, tiny.experience(pairs), roles, params)
+    outputs = plain_outputs("reward", 1, params, pairs.tokens)[..., 0]
+    actual, last = ends_of(pairs)
+    losses = np.array(
+        [-log_sigmoid(outputs[b, last[b]] - outputs[w, last[w]] - m) for b, w, m in actual]
+    )
+    weights = np.full(5, 0.2)
+    order = np.argsort(losses)
+    weights[order[0]], weights[order[1]], weights[order[-1]] = 0.0, 0.1, 0.5
+    assert value == pytest.approx(weights @ losses, rel=1e-6)
+    moved = (
+        np.abs(np.asarray(batch.weights["member_0"] - plain_batch.weights["member_0"])).sum() / 2
+    )
+    assert moved == pytest.approx(0.3)
+
+
+# --- a bandit whose rewards are known ---
+
+
+STRENGTHS = {1: 1, 2: 2, 3: 3}
+"""Token -> how often it wins, against another, in proportion."""
+
+
+def bandit() -> Experience:
+    """Every pair of answers as often as Bradley and Terry's model says that each of them wins."""
+    rows = []
+    for a, b in ((1, 2), (1, 3), (2, 3)):
+        for winner, loser in ((a, b), (b, a)):
+            rows += [(winner, loser)] * STRENGTHS[winner]
+    answers = np.array(rows).reshape(-1)
+    tokens = np.stack([np.full(len(answers), 4), answers], axis=1).astype(np.int32)
+    arrays = {
+        "tokens": tokens,
+        "action_mask": np.broadcast_to([False, True], tokens.shape),
+        "group_id": np.arange(len(answers), dtype=np.int32) // 2,
+        "preferred": np.arange(len(answers)) % 2 == 0,
+        "margin": np.zeros(len(answers)),
+        "reference_log_probs": np.zeros(tokens.shape),
+    }
+    pairs = Pairs(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    return Experience(
+        pairs,
+        packing.lay_out(
+            arrays["action_mask"], arrays["group_id"], row_length=48, micro_batch_rows=1
+        ),
+    )
+
+
+def trained_on_bandit(config: RewardModelConfig, start: float) -> np.ndarray:
+    """[3] rewards of the answers at the loss's minimum."""
+    table = Role(
+        lambda params, rows: params["reward"][rows.tokens][..., None], lambda params, hidden: hidden
+    )
+    algorithm = reward_model(config, {"reward": table}, tiny.SAMPLING)
+    params = {"reward": jnp.full(5, start)}
+    batch = jax.tree.map(lambda x: x[0, 0], algorithm.make_batch(bandit(), params, ())[0])
+    gradient = jax.grad(lambda params: algorithm.loss(params, batch)[0])
+
+    def descend(params, _):
+        return jax.tree.map(lambda p, g: p - 2.0 * g, params, gradient(params)), None
+
+    params = jax.jit(
+        lambda params: jax.lax.scan(descend, params, length=1500)[0], compiler_options=tiny.QUICKLY
+    )(params)
+    return np.asarray(params["reward"][1:4])
+
+
+def test_comparisons_recover_the_differences_of_rewards(float64):
+    """r = log strength up to a constant, which comparisons leave where it was."""
+    actual = trained_on_bandit(RewardModelConfig(), start=5.0)
+    np.testing.assert_allclose(actual - actual[0], np.log([1, 2, 3]), atol=1e-5)
+    assert actual.mean() == pytest.approx(5.0, abs=1e-5)
+
+
+def test_centering_settles_the_constant_and_nearly_keeps_the_differences(float64):
+    actual = trained_on_bandit(RewardModelConfig(centering_coef=0.01), start=5.0)
+    pairs = [(0, 1)] * 3 + [(0, 2)] * 4 + [(1, 2)] * 5
+    assert abs(np.mean([actual[a] + actual[b] for a, b in pairs])) < 1e-5
+    np.testing.assert_allclose(actual - actual[0], np.log([1, 2, 3]), atol=0.05)
+
+
+# --- a trained model in use ---
+
+
+PAIR = [
+    {"prompt": "3+4*2=", "completion": "4*2=8;3+8=11;#11"},
+    {"prompt": "3+4*2=", "completion": "3+4=7;7*2=14;14+1=15;#15"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizers.characters(environments.ALPHABET)
+
+
+def headed(outputs, seed=0):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    base = models.from_config({"model_type": "llama", "vocab_size": 20} | sizes)
+    model = models.with_head(base, outputs)
+    params = model.init(jax.random.key(seed))
+    return model, params | {"score": 20 * params["score"]}
+
+
+def saved(directory, outputs, tokenizer, reading=None, seed=0):
+    model, params = headed(outputs, seed)
+    models.save(directory, model, params, tokenizer)
+    if reading is not None:
+        rewards.reward_model.write_reading(directory, reading)
+    return model, params
+
+
+def trained_scores(factory, config, tokenizer, members):
+    """(score of the first of PAIR, of the second) as the loss has them."""
+    texts = data.demonstrations(PAIR, tokenizer, 64)
+    pairs = Pairs(
+        tokens=jnp.asarray(texts.tokens),
+        action_mask=jnp.asarray(texts.action_mask),
+        group_id=jnp.zeros(2, jnp.int32),
+        preferred=jnp.array([True, False]),
+        margin=jnp.zeros(2),
+        reference_log_probs=jnp.zeros((2, 64)),
+    )
+    layout = packing.lay_out(
+        np.asarray(pairs.action_mask), np.asarray(pairs.group_id), row_length=64, micro_batch_rows=1
+    )
+    roles = {
+        name: models.role(model, lambda params, name=name: params[name])
+        for name, (model, _) in zip(config.roles, members, strict=True)
+    }
+    params = {name: own for name, (_, own) in zip(config.roles, members, strict=True)}
+    metrics = loss_of(factory, config, Experience(pairs, layout), roles, params)[1]
+    return metrics["preference/chosen"], metrics["preference/rejected"]
+
+
+def ask(path, rows=PAIR):
+    reward = rewards.reward_model.load(path)
+    return reward(
+        [row["prompt"] for row in rows],
+        [row["completion"] for row in rows],
+        answer=[11] * len(rows),
+    )
+
+
+def test_an_ensembles_score_is_the_losss(tokenizer, tmp_path):
+    """Two trunks of three heads: packed with a shared prompt there, a row each and padded here."""
+    config = RewardModelConfig(heads=3, trunks=2, penalty=0.5)
+    reading = Reading(penalty=0.5, others=("reward_1",))
+    members = [
+        saved(tmp_path / "model", 3, tokenizer, reading),
+        saved(tmp_path / "reward_1", 3, tokenizer, seed=1),
+    ]
+    expected = trained_scores(reward_model, config, tokenizer, members)
+    np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
+    assert abs(expected[0] - expected[1]) > 0.05
+    # A run folder is its model.
+    assert ask(tmp_path) == ask(tmp_path / "model")
+
+
+@pytest.mark.parametrize("aggregate", ["attention", "sum"])
+def test_a_sentence_models_score_is_the_losss(tokenizer, tmp_path, aggregate):
+    reading = Reading("sentences", (SEMICOLON,), aggregate)
+    member = saved(tmp_path / "model", 2, tokenizer, reading)
+    config = SentenceRewardConfig((SEMICOLON,), aggregate)
+    expected = trained_scores(sentence_reward, config, tokenizer, [member])
+    np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
+
+
+def test_a_process_models_score_is_its_weakest_step(tokenizer, tmp_path):
+    model, params = saved(tmp_path / "model", 1, tokenizer, Reading("steps", (SEMICOLON,), "min"))
+    expected = []
+    for row in PAIR:
+        ids = [
+            *tokenizer.encode_prompt(row["prompt"]),
+            *tokenizer.encode(row["completion"]),
+            tokenizer.eos_ids[0],
+        ]
+        logits = np.asarray(models.apply(model, params, jnp.array([ids])))[0, :, 0]
+        ends = [t for t, token in enumerate(ids) if token == SEMICOLON] + [len(ids) - 1]
+        expected.append(log_sigmoid(logits[ends]).min())
+    np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
+
+
+def test_a_classifier_without_reward_json_is_read_at_the_last_token(tokenizer, tmp_path):
+    model, params = saved(tmp_path / "model", 1, tokenizer)
+    ids = [*tokenizer.encode("3+4*2=4*2=8;3+8=11;#11"), tokenizer.eos_ids[0]]
+    expected = float(models.apply(model, params, jnp.array([ids]))[0, -1, 0])
+    assert ask(tmp_path / "model")[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_scores_do_not_depend_on_the_batch_and_the_long_are_not_scored(
+    tokenizer, tmp_path, monkeypatch
+):
+    saved(tmp_path / "model", 1, tokenizer)
+    lengths = [1, 3, 30, 31, 32, 33, 90]
+    rows = [{"prompt": "1+2=", "completion": "1" * length} for length in lengths] * 12
+    together = ask(tmp_path / "model", rows)
+    apart = [ask(tmp_path / "model", [row])[0] for row in rows[: len(lengths)]]
+    np.testing.assert_allclose(together, apart * 12, atol=1e-5)
+    assert len(set(np.round(apart, 4))) == len(lengths)
+    monkeypatch.setattr(rewards.reward_model, "MAX_TOKENS", 50)
+    assert [score is None for score in ask(tmp_path / "model", rows[: len(lengths)])] == [
+        False
+    ] * 6 + [True]
+    # As any reward: None is "not scored", never zero.
+    actual = rewards.score(
+        {"model": rewards.reward_model.load(tmp_path / "model")},
+        ["1+2="] * 2,
+        ["3", "1" * 90],
+        {"answer": ["3", "3"]},
+    )
+    assert np.isnan(actual.totals).tolist() == [False, True]
+
+
+def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
+    base = models.from_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 20,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+    )
+    models.save(tmp_path / "language", base, base.init(jax.random.key(0)), tokenizer)
+    with pytest.raises(InputError, match="not a reward model"):
+        rewards.reward_model.load(tmp_path / "language")
+    with pytest.raises(InputError, match="no such model directory"):
+        rewards.reward_model.load(tmp_path / "nothing" / "here" / "at" / "all")
+    saved(tmp_path / "model", 1, tokenizer)
+    (tmp_path / "model" / rewards.reward_model.FILE).write_text(json.dumps({"kinds": "last"}))
+    with pytest.raises(InputError, match=rewards.reward_model.FILE):
+        rewards.reward_model.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"heads": 0},
+        {"trunks": 0},
+        {"penalty": -1},
+        {"margin_coef": -1},
+        {"centering_coef": -0.1},
+        {"robust_radius": 1.0},
+    ],
+)
+def test_settings_out_of_range_are_refused(values):
+    with pytest.raises(InputError):
+        RewardModelConfig(**values)

@@ -1,0 +1,206 @@
+"""The surrogates of GRPO, GSPO and CISPO against TRL's numbers, and their own properties.
+
+TRL's numbers are those of trl 1.16.0: `GRPOTrainer._compute_loss` in float64 with the arrays below
+as per-token log-probs, beta 0, one process and one accumulation step. Each case names its
+loss_type, importance_sampling_level, epsilon and epsilon_high.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_rl.algos.cispo import CispoConfig, cispo_surrogate
+from tpu_rl.algos.gspo import GspoConfig, gspo_surrogate, sequence_ratio
+from tpu_rl.errors import InputError
+from tpu_rl.losses import masked
+from tpu_rl.losses.log_probs import TokenLogProbs
+from tpu_rl.losses.policy_batch import PolicyBatch
+from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
+from tpu_rl.types import Metrics, Rows
+
+# Three completions, of four, three and two tokens.
+LENGTHS = (4, 3, 2)
+MASK = np.arange(4)[None] < np.array(LENGTHS)[:, None]
+LOG_PROBS = np.array([[-0.5, -1.2, -0.3, -2.0], [-0.9, -0.4, -1.1, 0.0], [-1.6, -0.7, 0.0, 0.0]])
+OLD_LOG_PROBS = np.array(
+    [[-0.7, -1.0, -0.6, -2.4], [-0.6, -0.9, -0.8, 0.0], [-1.5, -0.9, 0.0, 0.0]]
+)
+ADVANTAGES = np.array([1.5, -0.8, 0.6])
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def packed(values: np.ndarray, fill: float = 0.0) -> jax.Array:
+    """Lay out one row of eleven slots: a prompt slot, the completions, padding."""
+    row = np.concatenate([[fill], values[MASK], [fill]])
+    return jnp.asarray(row[None])
+
+
+def batch_of(advantages: np.ndarray, weighting: masked.Weighting) -> PolicyBatch:
+    sequences = np.broadcast_to(np.arange(1, 4)[:, None], MASK.shape)
+    sequence_ids = packed(sequences, fill=0).astype(jnp.int32)
+    slots = jnp.broadcast_to(jnp.arange(11, dtype=jnp.int32), (1, 11))
+    rows = Rows(slots, slots, slots, slots, sequence_ids, slots)
+    weights = weighting(jnp.asarray(MASK), jnp.zeros(3, jnp.int32), 1)
+    return PolicyBatch(
+        rows=rows,
+        weights={"policy": packed(np.asarray(weights))},
+        action_mask=sequence_ids > 0,
+        advantages=packed(np.broadcast_to(advantages[:, None], MASK.shape)),
+        old_log_probs=packed(OLD_LOG_PROBS),
+        reference_log_probs=None,
+        importance=None,
+        sampler_log_probs=None,
+    )
+
+
+def loss_and_gradient(
+    surrogate: SurrogateFunction, advantages: np.ndarray, weighting: masked.Weighting
+) -> tuple[float, list[list[float]], Metrics]:
+    """Return the loss, its gradient for each completion's log-probs, and the metrics."""
+    batch = batch_of(advantages, weighting)
+
+    def loss(log_probs: jax.Array) -> tuple[jax.Array, Metrics]:
+        return policy_loss(TokenLogProbs(log_probs, jnp.zeros_like(log_probs)), batch, surrogate)
+
+    # Prompt and padding hold numbers that must not matter.
+    log_probs = packed(LOG_PROBS, fill=-7.0)
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(log_probs)
+    np.testing.assert_array_equal(gradient[0, [0, -1]], 0)
+    by_completion = np.split(np.asarray(gradient[0, 1:-1]), np.cumsum(LENGTHS)[:-1])
+    return float(value), [list(part) for part in by_completion], metrics
+
+
+def check(actual: list[list[float]], expected: list[list[float]]) -> None:
+    np.testing.assert_allclose(np.concatenate(actual), np.concatenate(expected), atol=2e-9)
+
+
+def share(metrics: Metrics, name: str) -> float:
+    return float(metrics[name].value / metrics[name].weight)
+
+
+def test_grpo_has_trls_loss_and_gradient():
+    """loss_type dapo, importance_sampling_level token, epsilon 0.2, epsilon_high 0.25."""
+    surrogate = partial(clipped_surrogate, clip_low=0.2, clip_high=0.25)
+    loss, gradient, metrics = loss_and_gradient(surrogate, ADVANTAGES, masked.token_mean)
+    assert loss == pytest.approx(-0.6096630395572004)
+    check(
+        gradient,
+        [
+            [-0.2035671264, -0.1364551255, 0, 0],
+            [0, 0.1465530018, 0],
+            [-0.0603224945, -0.0814268505],
+        ],
+    )
+    assert share(metrics, "policy/clip_low") == pytest.approx(2 / 9)
+    assert share(metrics, "policy/clip_high") == pytest.approx(2 / 9)
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence_token"])
+@pytest.mark.parametrize(
+    ("advantages", "expected_loss", "expected_gradient", "low", "high"),
+    [
+        pytest.param(
+            ADVANTAGES,
+            -0.5015875526085382,
+            [[0, 0, 0, 0], [0, 0, 0], [-0.1051271096] * 2],
+            3 / 9,
+            4 / 9,
+            id="clipped",
+        ),
+        pytest.param(
+            np.array([-1.5, 0.8, 0.6]),
+            0.12744459556910592,
+            [[0.1489057771] * 4, [-0.0859747645] * 3, [-0.1051271096] * 2],
+            0.0,
+            0.0,
+            id="unclipped",
+        ),
+    ],
+)
+def test_gspo_has_trls_loss_and_gradient(
+    advantages, expected_loss, expected_gradient, low, high, level
+):
+    """loss_type grpo, importance_sampling_level sequence, epsilon 0.03, epsilon_high 0.1.
+
+    TRL counts clipped completions, one of three each, where our shares are of tokens.
+    """
+    surrogate = partial(gspo_surrogate, clip_low=0.03, clip_high=0.1, level=level)
+    loss, gradient, metrics = loss_and_gradient(surrogate, advantages, masked.sequence_mean)
+    assert loss == pytest.approx(expected_loss)
+    check(gradient, expected_gradient)
+    assert share(metrics, "policy/clip_low") == pytest.approx(low)
+    assert share(metrics, "policy/clip_high") == pytest.approx(high)
+    ratios = [
+        np.exp(np.mean((LOG_PROBS - OLD_LOG_PROBS)[n, :length])) for n, length in enumerate(LENGTHS)
+    ]
+    assert float(metrics["policy/ratio_max"].value) == pytest.approx(max(ratios))
+    assert float(metrics["policy/ratio_min"].value) == pytest.approx(min(ratios))
+
+
+@pytest.mark.parametrize(
+    ("advantages", "sign"), [(ADVANTAGES, 1), (-ADVANTAGES, -1)], ids=["as given", "negated"]
+)
+def test_cispo_has_trls_loss_and_gradient(advantages, sign):
+    """loss_type cispo, epsilon_high 1.25, which is the bound itself in TRL and 1 + clip_high here.
+
+    The clipped weight does not depend on the sign of the advantage.
+    """
+    surrogate = partial(cispo_surrogate, clip_low=None, clip_high=0.25)
+    loss, gradient, metrics = loss_and_gradient(surrogate, advantages, masked.token_mean)
+    assert loss == pytest.approx(sign * 0.7220657056457266)
+    expected = [
+        [-0.2035671264, -0.1364551255, -0.2083333333, -0.2083333333],
+        [0.0658505085, 0.1111111111, 0.0658505085],
+        [-0.0603224945, -0.0814268505],
+    ]
+    check(gradient, [[sign * number for number in row] for row in expected])
+    assert "policy/clip_low" not in metrics
+    # TRL's share, of clipped tokens with a positive advantage, is 2 / 9.
+    assert share(metrics, "policy/clip_high") == pytest.approx(3 / 9)
+
+
+def test_cispo_clips_from_below_if_it_is_told_to():
+    surrogate = partial(cispo_surrogate, clip_low=0.1, clip_high=10.0)
+    _, gradient, metrics = loss_and_gradient(surrogate, ADVANTAGES, masked.token_mean)
+    ratio = np.maximum(np.exp(LOG_PROBS - OLD_LOG_PROBS), 0.9)
+    expected = (-ratio * ADVANTAGES[:, None] / 9)[MASK]
+    np.testing.assert_allclose(np.concatenate(gradient), expected, rtol=1e-7)
+    # exp(-0.2), twice exp(-0.3); exp(-0.1) is above 0.9.
+    assert share(metrics, "policy/clip_low") == pytest.approx(3 / 9)
+
+
+def test_the_sequence_ratio_leaves_tool_output_out():
+    """A token that the policy did not choose has sequence id 0 and changes no length."""
+    ids = jnp.array([[0, 1, 1, 0, 1, 2, 2, 0]], jnp.int32)
+    log_ratio = jnp.array([[0.0, 0.3, 0.1, 0.0, 0.2, -0.5, 0.1, 0.0]])
+    rows = Rows(ids, ids, ids, ids, ids, ids)
+    ratio = sequence_ratio(log_ratio, jnp.zeros_like(log_ratio), rows)
+    first = np.exp(0.2)
+    second = np.exp(-0.2)
+    expected = [[1, first, first, 1, first, second, second, 1]]
+    np.testing.assert_allclose(ratio, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(GspoConfig, clip_low=1.0),
+        partial(GspoConfig, clip_high=0.0),
+        partial(GspoConfig, entropy_coef=-1.0),
+        partial(CispoConfig, clip_low=0.0),
+        partial(CispoConfig, clip_high=-1.0),
+        partial(CispoConfig, importance_sampling_cap=0.0),
+    ],
+)
+def test_settings_out_of_range_are_refused(make):
+    with pytest.raises(InputError):
+        make()

@@ -1,0 +1,337 @@
+"""Costs of compiled programs: counted by hand, compared with each other, and read from the TPU
+compiler where it is installed."""
+
+import math
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl import cost_model
+from tpu_rl.cost_model import CHIPS, Torus, costs, hlo
+from tpu_rl.cost_model.costs import Link, group_of
+
+LAYERS, WIDTH, INNER, ROWS = 6, 64, 160, 96
+
+
+def layered(scanned: bool):
+    """A small residual MLP with a scalar for a result, its layers scanned or unrolled."""
+
+    def layer(x, weights):
+        into, out = weights
+        return x + jnp.tanh(x @ into) @ out
+
+    def loss(weights, x):
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)
+        else:
+            for i in range(LAYERS):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
+        return jnp.sum(x * x)
+
+    return loss
+
+
+def arguments():
+    shapes = ((LAYERS, WIDTH, INNER), (LAYERS, INNER, WIDTH))
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes), jnp.zeros(
+        (ROWS, WIDTH)
+    )
+
+
+def total_bytes(operations) -> float:
+    return sum(operation.times * operation.bytes for operation in operations)
+
+
+def flops_and_bytes(text: str, unknown_trips: int = 1) -> tuple[float, float]:
+    operations = cost_model.operations(cost_model.read(text), unknown_trips)
+    return cost_model.total_flops(operations), total_bytes(operations)
+
+
+def flops_of(function, *arguments, unknown_trips: int = 1) -> float:
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    return flops_and_bytes(text, unknown_trips)[0]
+
+
+def scanned_and_unrolled(place=lambda leaf: leaf) -> list[tuple[float, float]]:
+    """Return (FLOPs, bytes that matrix products move) of the gradients of both programs.
+
+    The other bytes really differ: for the backward pass a scan also stacks what each layer keeps.
+    """
+    shapes = jax.tree.map(place, arguments())
+    results = []
+    for scanned in (True, False):
+        text = jax.jit(jax.grad(layered(scanned), (0, 1))).lower(*shapes).compile().as_text()
+        operations = cost_model.operations(cost_model.read(text))
+        products = [operation for operation in operations if operation.flops]
+        results.append((cost_model.total_flops(products), total_bytes(products)))
+    return results
+
+
+def test_scanned_layers_cost_as_much_as_unrolled_layers():
+    scanned, unrolled = scanned_and_unrolled()
+    # Two products forward, each with two backward.
+    assert scanned[0] == LAYERS * 6 * 2 * ROWS * WIDTH * INNER
+    assert unrolled == pytest.approx(scanned, rel=0.02)
+
+
+def test_flops_in_nested_loops_count_once_per_iteration():
+    def nested(x, w):
+        def inner(i, x):
+            return jnp.tanh(x @ w)
+
+        return jax.lax.while_loop(
+            lambda c: c[0] < 7, lambda c: (c[0] + 1, jax.lax.fori_loop(0, 5, inner, c[1])), (0, x)
+        )[1]
+
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 32))
+    assert flops_of(nested, x, w) == 7 * 5 * 2 * 16 * 32 * 32
+
+
+def test_a_loop_that_may_end_early_counts_its_maximum():
+    def early(x, w):
+        def unfinished(carry):
+            return (carry[0] < 9) & jnp.any(carry[1] > 0)
+
+        return jax.lax.while_loop(unfinished, lambda c: (c[0] + 1, c[1] @ w), (jnp.int32(0), x))[1]
+
+    x = jnp.ones((8, 8))
+    assert flops_of(early, x, x) == 9 * 2 * 8**3
+
+
+def test_a_loop_without_a_bound_runs_unknown_trips():
+    def unbounded(x):
+        return jax.lax.while_loop(lambda x: jnp.any(x > 0), lambda x: x @ x, x)
+
+    x = jnp.ones((8, 8))
+    assert flops_of(unbounded, x) == 2 * 8**3
+    assert flops_of(unbounded, x, unknown_trips=4) == 4 * 2 * 8**3
+
+
+def test_bytes_are_those_read_and_written():
+    x = jnp.ones((256, 1024))
+    copied = flops_and_bytes(jax.jit(lambda x: x * 2 + 1).lower(x).compile().as_text())[1]
+    assert copied == 2 * x.nbytes
+    # Reading one row of an array does not read the array.
+    row = flops_and_bytes(jax.jit(lambda x, i: x[i] * 2).lower(x, 0).compile().as_text())[1]
+    assert row < 4 * x.nbytes / 256
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "stride", "trips"), [(0, 8, 2, 4), (3, 10, 2, 4), (5, 0, -1, 5), (0, 0, 1, 0)]
+)
+def test_trip_counts_respect_strides(start, stop, stride, trips):
+    def strided(x, w):
+        def body(carry):
+            return carry[0] + stride, carry[1] @ w
+
+        return jax.lax.while_loop(
+            lambda c: c[0] < stop if stride > 0 else c[0] > stop, body, (jnp.int32(start), x)
+        )[1]
+
+    x = jnp.ones((8, 8))
+    assert flops_of(strided, x, x, unknown_trips=1000) == trips * 2 * 8**3
+
+
+# --- HLO written by hand, in the forms of other compilers ---
+
+HEAD = "HloModule m, is_scheduled=true\n\n"
+
+
+def module(text: str) -> hlo.Program:
+    return cost_model.read(HEAD + textwrap.dedent(text))
+
+
+TPU_LOOP = """
+    %fused (p0: bf16[64,1024], p1: bf16[1,1024,4096]) -> bf16[64,4096] {
+      %p0 = bf16[64,1024]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+      %p1 = bf16[1,1024,4096]{2,1,0:T(8,128)(2,1)} parameter(1)
+      %w = bf16[1024,4096]{1,0:T(8,128)(2,1)} bitcast(%p1)
+      ROOT %c = bf16[64,4096]{1,0:T(8,128)(2,1)} convolution(%p0, %w), dim_labels=bf_io->bf
+    }
+
+    %body (s: (s32[], bf16[64,1024], bf16[4,64,4096])) -> (s32[], bf16[64,1024], bf16[4,64,4096]) {
+      %s = (s32[]{:T(128)}, bf16[64,1024]{1,0:T(8,128)(2,1)S(1)}, bf16[4,64,4096]{2,1,0}) parameter(0)
+      %i = s32[]{:T(128)} get-tuple-element(%s), index=0
+      %x = bf16[64,1024]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%s), index=1
+      %ws = bf16[4,64,4096]{2,1,0} get-tuple-element(%s), index=2
+      %zero = s32[]{:T(128)} constant(0)
+      %w = bf16[1,64,4096]{2,1,0:S(1)} dynamic-slice(%ws, %i, %zero, %zero), dynamic_slice_sizes={1,64,4096}
+      %all-gather.1 = bf16[1,1024,4096]{2,1,0:T(8,128)(2,1)} all-gather(%w), channel_id=1, replica_groups=mesh['a'=16,'b'=1] {'a'}, dimensions={1}, frontend_attributes={async_collective_name="all-gather-start"}
+      %y = bf16[64,4096]{1,0:T(8,128)(2,1)} fusion(%x, %all-gather.1), kind=kOutput, calls=%fused
+      %one = s32[] constant(1)
+      %next = s32[] add(%i, %one)
+      ROOT %t = (s32[], bf16[64,1024]{1,0:S(1)}, bf16[4,64,4096]{2,1,0}) tuple(%next, %x, %ws)
+    }
+
+    %condition (s: (s32[], bf16[64,1024], bf16[4,64,4096])) -> pred[] {
+      %s = (s32[]{:T(128)}, bf16[64,1024]{1,0:T(8,128)(2,1)S(1)}, bf16[4,64,4096]{2,1,0}) parameter(0)
+      %i = s32[] get-tuple-element(%s), index=0
+      %n = s32[] constant(4)
+      ROOT %lt = pred[] compare(%i, %n), direction=LT
+    }
+
+    ENTRY %main (x: bf16[64,1024], ws: bf16[4,64,4096]) -> bf16[64,1024] {
+      %x = bf16[64,1024]{1,0:S(1)} parameter(0)
+      %ws = bf16[4,64,4096]{2,1,0} parameter(1)
+      %zero = s32[] constant(0)
+      %t = (s32[], bf16[64,1024]{1,0:S(1)}, bf16[4,64,4096]{2,1,0}) tuple(%zero, %x, %ws)
+      %loop = (s32[], bf16[64,1024]{1,0:S(1)}, bf16[4,64,4096]{2,1,0}) while(%t), condition=%condition, body=%body
+      ROOT %out = bf16[64,1024]{1,0:S(1)} get-tuple-element(%loop), index=1
+    }
+"""  # noqa: E501
+
+
+def test_costs_of_a_tpu_loop_counted_by_hand():
+    operations = cost_model.operations(module(TPU_LOOP))
+    assert cost_model.total_flops(operations) == 4 * 2 * 64 * 1024 * 4096
+    # The shard of a weight is read into VMEM. The gathered weight is read from main memory, and the
+    # product is written there.
+    gathered = 1024 * 4096 * 2
+    product = 64 * 4096 * 2
+    shard = 64 * 4096 * 2
+    products = [operation for operation in operations if operation.flops]
+    assert total_bytes(products) == 4 * (gathered + product)
+    others = [op for op in operations if not op.flops and op.link is None]
+    assert total_bytes(others) >= 4 * shard
+    links = [(operation.times, operation.link) for operation in operations if operation.link]
+    assert links == [(4, Link("all-gather", shard, tuple(range(16)), True))]
+
+
+def test_padding_of_a_batched_convolution_costs_no_flops():
+    program = module("""
+        ENTRY %main (a: f32[32,8,16], b: f32[32,16,24]) -> f32[32,8,24] {
+          %a = f32[32,8,16]{2,1,0} parameter(0)
+          %b = f32[32,16,24]{2,1,0} parameter(1)
+          ROOT %c = f32[32,8,24]{2,1,0} convolution(%a, %b), window={size=32 stride=31 pad=0_0 lhs_dilate=32}, dim_labels=0bf_0io->0bf
+        }
+    """)  # noqa: E501
+    assert cost_model.total_flops(cost_model.operations(program)) == 2 * 32 * 8 * 16 * 24
+
+
+def test_windows_count_only_positions_inside_the_input():
+    padded = costs._Window(stride=1, low_padding=1)
+    assert costs._valid_positions(5, 3, 5, padded) == 4 + 5 + 4
+    assert costs._valid_positions(8, 2, 4, costs._Window(stride=2)) == 8
+
+
+@pytest.mark.parametrize(
+    ("attributes", "group"),
+    [
+        (", replica_groups={{0,2},{1,3}}, dimensions={0}", (0, 2)),
+        (", replica_groups=[2,4]<=[8], dimensions={0}", (0, 1, 2, 3)),
+        (", replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", (0, 4)),
+        (
+            ", replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, use_global_device_ids=true",
+            (0, 1, 2, 3),
+        ),
+        (
+            ", replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, use_global_device_ids=true",
+            (0, 4),
+        ),
+        (", source_target_pairs={{0,1},{1,2},{2,0}}", (0, 1)),
+    ],
+)
+def test_replica_groups_are_parsed_in_every_form(attributes, group):
+    assert group_of(attributes) == group
+
+
+def test_a_collective_split_into_fusions_counts_once():
+    piece = """
+        %part{n} (p: bf16[64]) -> bf16[1024] {{
+          %p = bf16[64]{{0}} parameter(0)
+          ROOT %g = bf16[1024]{{0}} all-gather(%p), channel_id=3, replica_groups=[1,16]<=[16], dimensions={{0}}, frontend_attributes={{chain_id="0"}}
+        }}
+    """  # noqa: E501
+    program = module(
+        "".join(textwrap.dedent(piece.format(n=n)) for n in range(2))
+        + """
+ENTRY %main (x: bf16[64]) -> bf16[1024] {
+  %x = bf16[64]{0} parameter(0)
+  %a = bf16[1024]{0} fusion(%x), kind=kCustom, calls=%part0
+  ROOT %b = bf16[1024]{0} fusion(%x), kind=kCustom, calls=%part1
+}
+"""
+    )
+    links = [op.link for op in cost_model.operations(program) if op.link]
+    assert links == [Link("all-gather", 128, tuple(range(16)), True)]
+
+
+def test_kernels_count_their_own_estimate_or_are_uncounted():
+    program = module("""
+        ENTRY %main (x: bf16[64]) -> bf16[64] {
+          %x = bf16[64]{0} parameter(0)
+          %k = bf16[64]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/known"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"4096","bytes_accessed":"10"}}}
+          ROOT %u = bf16[64]{0} custom-call(%k), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/silent"}
+        }
+    """)  # noqa: E501
+    by_name = {operation.name: operation for operation in cost_model.operations(program)}
+    assert by_name["jit(f)/known"].flops == 4096
+    assert not by_name["jit(f)/known"].uncounted
+    assert by_name["jit(f)/silent"].uncounted
+
+
+# --- time ---
+
+
+def grid(x: int, y: int, kind: str = "v5e") -> Torus:
+    return Torus([(i, j, 0) for i in range(x) for j in range(y)], CHIPS[kind])
+
+
+def test_a_collective_uses_the_links_of_its_box():
+    rate = CHIPS["v5e"].link_rate
+    size = 1e9
+    row = Link("all-gather", int(size), tuple(range(4)), False)
+    assert cost_model.link_seconds(row, grid(4, 4)) == pytest.approx(3 * size / rate, rel=1e-3)
+    whole = Link("all-gather", int(size), tuple(range(16)), False)
+    assert cost_model.link_seconds(whole, grid(4, 4)) == pytest.approx(
+        15 * size / (2 * rate), rel=1e-3
+    )
+    # Sixteen chips in a line are a ring, with links in both directions. An all-reduce goes around
+    # twice.
+    ring = Link("all-reduce", int(size), tuple(range(16)), False)
+    assert cost_model.link_seconds(ring, grid(16, 16)) == pytest.approx(
+        2 * 15 / 16 * size / (2 * rate), rel=1e-3
+    )
+
+
+def test_cubes_are_rings_in_all_dimensions():
+    cube = Torus([(i, j, k) for i in range(4) for j in range(4) for k in range(4)], CHIPS["v5p"])
+    whole = Link("reduce-scatter", 10**9, tuple(range(64)), False)
+    assert cost_model.link_seconds(whole, cube) == pytest.approx(
+        63 / 64 * 1e9 / (6 * 100e9), rel=1e-2
+    )
+
+
+def test_computation_hides_collectives_that_overlap():
+    chip = CHIPS["v5e"]
+    product = costs.Operation(10, chip.peak * 1e-3, 0, None, "body", "dot")
+    link = Link("all-gather", int(1e-3 * chip.link_rate / 3), (0, 1, 2, 3), True)
+    gather = costs.Operation(10, 0, 0, link, "body", "gather")
+    estimate = cost_model.estimate([product, gather], grid(4, 1))
+    assert estimate.exposed_seconds == pytest.approx(0, abs=1e-4)
+    assert estimate.seconds == pytest.approx(10e-3, rel=0.01)
+    waiting = gather._replace(link=link._replace(overlaps=False))
+    estimate = cost_model.estimate([product, waiting], grid(4, 1))
+    assert estimate.seconds == pytest.approx(20e-3, rel=0.01)
+
+
+# --- the TPU compiler ---
+
+
+@needs_libtpu
+@pytest.mark.nightly
+@pytest.mark.timeout(900)  # The compiler takes three minutes.
+def test_scanned_layers_cost_as_much_as_unrolled_layers_on_a_tpu():
+    mesh = jax.sharding.Mesh(tpu_devices("v5e:2x2"), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def place(leaf):
+        shape = (*leaf.shape[:-2], 8 * leaf.shape[-2], 8 * leaf.shape[-1])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=everywhere)
+
+    scanned, unrolled = scanned_and_unrolled(place)
+    assert scanned[0] == LAYERS * 6 * 2 * ROWS * WIDTH * INNER * math.prod([8, 8, 8])
+    assert unrolled[0] == pytest.approx(scanned[0], rel=0.02)

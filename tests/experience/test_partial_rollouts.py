@@ -1,0 +1,174 @@
+"""Partial rollouts: no completion is lost or changed, and a batch always has the same size."""
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launch import compose, config
+from launch import run as run_command
+from launch.roles import RunContext
+from tests.fixtures.runs import TINY, digest, rows_of
+from tpu_rl.errors import InputError
+from tpu_rl.experience import tasks
+from tpu_rl.experience.partial_rollouts import interleave
+from tpu_rl.experience.source import Source, StepExperience
+from tpu_rl.rollout import prompts
+from tpu_rl.rollout.scoring import PartialGroup
+from tpu_rl.sampler import PartialCompletion
+from tpu_rl.types import TrainState
+
+NUM_PROMPTS = 4
+GROUP_SIZE = 2
+MAX_UNFINISHED = 2
+FLAGS = [
+    "arithmetic_grpo",
+    f"--batch.prompts={NUM_PROMPTS}",
+    f"--batch.group-size={GROUP_SIZE}",
+    f"--rollout.partial={MAX_UNFINISHED}",
+    "--sampling.host-sync-steps=4",
+    "--sampling.max-num-seqs=8",
+]
+
+
+class Run(NamedTuple):
+    """A run before its first step."""
+
+    context: RunContext
+    state: TrainState
+    make_source: Callable[[], Source]
+
+    def draw(self, source: Source, steps: range) -> list[StepExperience]:
+        """Return the experience of some steps, all with the same policy."""
+        with jax.set_mesh(self.context.mesh):
+            return [source.draw(step, self.state) for step in steps]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    run_dir = tmp_path_factory.mktemp("run")
+    run_config = config.parse([*FLAGS, "--run-dir", str(run_dir)])
+    mesh = compose.make_mesh(run_config.mesh)
+    context, params = compose.make_context(run_config, run_dir, mesh)
+    state = TrainState(jnp.zeros((), jnp.int32), params, None, None)
+    return Run(context, state, lambda: compose.make_source(context, run_config.stages[0], params))
+
+
+@pytest.mark.slow
+def test_completions_equal_those_of_a_single_request(run):
+    """With the same policy and the keys that they began with."""
+    steps = run.draw(run.make_source(), range(1, 5))
+    assert steps[0].metrics["rollout/stale"] == 0
+    assert all(0 < experience.metrics["rollout/stale"] < 1 for experience in steps[1:])
+    decoding = compose.decoding(run.context)
+    for experience in steps:
+        assert experience.data.group_id.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        rows = [{"prompt": record["prompt"]} for record in experience.records[::GROUP_SIZE]]
+        token_ids = prompts.encode(rows, run.context.language.tokenizer, 99)
+        nothing = np.zeros(0, np.int32)
+        resumed = [
+            PartialCompletion(nothing, nothing, nothing, key, 0, False, False)
+            for key in experience.data.birth_key
+        ]
+        rollout = decoding.sample(
+            run.state.params, token_ids, 9, np.arange(len(resumed)), resumed=resumed
+        )
+        for name in ("tokens", "action_mask", "truncated"):
+            np.testing.assert_array_equal(getattr(experience.data, name), getattr(rollout, name))
+        np.testing.assert_allclose(experience.data.log_probs, rollout.log_probs, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_each_prompt_of_the_stream_is_used_once(run):
+    """Unfinished prompts are in the next batch, so that none is more than one step old."""
+    source = run.make_source()
+    stream = compose.row_stream(run.context, run.context.config.stages[0])
+    stream_prompts = [row["prompt"] for _ in range(7) for row in next(stream)[1]]
+    unfinished = []
+    used = []
+    for step in range(1, 6):
+        (experience,) = run.draw(source, range(step, step + 1))
+        step_prompts = [record["prompt"] for record in experience.records[::GROUP_SIZE]]
+        assert set(unfinished) <= set(step_prompts)
+        used += step_prompts
+        state = source.get_state()
+        unfinished = [row["prompt"] for row in state["unfinished"]["rows"]]
+        assert len(unfinished) == MAX_UNFINISHED
+        num_begun = len(used) + len(unfinished)
+        assert sorted(used + unfinished) == sorted(stream_prompts[:num_begun])
+        waiting = [row["prompt"] for row in state["waiting"]]
+        assert waiting == stream_prompts[num_begun : num_begun + len(waiting)]
+
+
+def test_resume_is_bit_exact(run):
+    original = run.make_source()
+    resumed = run.make_source()
+    run.draw(original, range(1, 3))
+    resumed.set_state(json.loads(json.dumps(original.get_state())))
+    expected_steps = run.draw(original, range(3, 5))
+    actual_steps = run.draw(resumed, range(3, 5))
+    for expected, actual in zip(expected_steps, actual_steps, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, expected.data, actual.data)
+        assert expected.records == actual.records
+
+
+def test_unfinished_groups_are_spread_over_the_devices():
+    old = [PartialGroup({"prompt": f"old{index}"}) for index in range(4)]
+    new = [PartialGroup({"prompt": f"new{index}"}) for index in range(6)]
+    names = [group.row["prompt"] for group in interleave(old, new)]
+    assert names == ["old0", "new0", "old1", "new1", "new2", "old2", "new3", "old3", "new4", "new5"]
+    assert interleave([], new) == new
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rollout.partial", "4"], "4 of 4 groups cannot be carried over"),
+        (["--rollout.partial", "-1"], "-1 of 4 groups"),
+        (["--rollout.dynamic-sampling-rounds", "1"], "two would decide it"),
+        (["--rollout.one-step-off"], "two steps old"),
+    ],
+)
+def test_impossible_settings_are_input_errors(flags, message):
+    with pytest.raises(InputError, match=message):
+        config.parse([*FLAGS, *flags])
+
+
+def test_rows_that_json_cannot_represent_are_refused():
+    rows = [{"prompt": "a", "when": "1 May"}, {"prompt": "b", "when": datetime.date(2026, 5, 1)}]
+    with pytest.raises(InputError, match="'when'") as error:
+        tasks.require_json(rows)
+    assert error.value.fix
+    tasks.require_json(rows[:1])
+
+
+def test_algorithms_without_old_rollouts_refuse_them():
+    with pytest.raises(InputError, match="no older completions"):
+        config.parse(["arithmetic_sft", "--rollout.partial", "1"])
+    with pytest.raises(InputError, match="of the latest policy alone"):
+        config.parse(["arithmetic_mini_llm", "--rollout.one-step-off"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stale",
+    [["--rollout.partial", "2", "--sampling.host-sync-steps", "4"], ["--rollout.one-step-off"]],
+)
+def test_interrupted_run_equals_uninterrupted_run(tmp_path: Path, capsys, stale):
+    flags = [*TINY, *stale]
+    assert run_command.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole")]) == 0
+    for steps in ("2", "4"):
+        command = [*flags, "--steps", steps, "--run-dir", str(tmp_path / "parts")]
+        assert run_command.main(command) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    expected = rows_of(tmp_path / "whole")
+    actual = rows_of(tmp_path / "parts")
+    assert actual[3:] == expected[3:]
+    assert actual[4]["rollout/stale"] > 0

@@ -1,0 +1,69 @@
+"""Settings that do not go together are refused before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from launch import config
+from launch.config import Phase
+from tpu_rl.algos import GrpoConfig
+from tpu_rl.errors import InputError
+
+MISFITS = {
+    "negative": (["arithmetic_sft", "--sampling.temperature", "-1"], "--sampling.temperature"),
+    "groups are equal": (
+        ["arithmetic_grpo", "--sampling.temperature", "0"],
+        "--sampling.temperature",
+    ),
+    "no log-probs": (["arithmetic_ppo", "--sampling.temperature", "0"], "--sampling.temperature"),
+    "no log-probs, REINFORCE": (
+        ["arithmetic_reinforce", "--sampling.temperature", "0"],
+        "--sampling.temperature",
+    ),
+    "a group of one": (["arithmetic_grpo", "--batch.group-size", "1"], "--batch.group-size"),
+    "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
+    "groups of one never differ": (
+        ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],
+        "--rollout.dynamic-sampling-rounds, --batch.group-size",
+    ),
+    "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
+    "a rounded reference": (
+        ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],
+        "--sampling.kv-cache-dtype",
+    ),
+    "a rounded reference, judged": (
+        ["arithmetic_bco", "--sampling.kv-cache-dtype", "int8"],
+        "--sampling.kv-cache-dtype",
+    ),
+    "a reference elsewhere": (
+        ["arithmetic_dpo", "--sampling.temperature", "0.7"],
+        "--sampling.temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_refused(name):
+    flags, where = MISFITS[name]
+    with pytest.raises(InputError) as error:
+        config.parse(flags)
+    assert error.value.where == where
+    assert error.value.fix
+
+
+def test_every_phase_is_looked_at():
+    one = config.parse(["arithmetic_ppo", "--batch.group-size", "1"])
+    with pytest.raises(InputError, match="teaches nothing"):
+        replace(one, phases=(Phase(GrpoConfig(), until=5),))
+
+
+def test_a_frozen_policy_may_answer_greedily():
+    """Only what learns from log-probs needs them; a reward model does not care how its pairs were
+    drawn."""
+    assert config.parse(["arithmetic_sft", "--sampling.temperature", "0"]).sampling.temperature == 0
+    assert (
+        config.parse(
+            ["arithmetic_reward_model", "--sampling.kv-cache-dtype", "int8"]
+        ).sampling.kv_cache_dtype
+        == "int8"
+    )

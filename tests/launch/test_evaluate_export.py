@@ -1,0 +1,162 @@
+"""launch/evaluate.py and launch/export.py on a run of one step, and their errors."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from launch import config as configuration
+from launch import evaluate, export, run
+from tpu_rl import environments, models, tokenizers
+from tpu_rl.experience import tasks
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A random model of one small layer with the arithmetic task's alphabet."""
+    tokenizer = tokenizers.characters(environments.ALPHABET)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = models.from_config({"model_type": "llama", "vocab_size": tokenizer.vocab_size} | sizes)
+    path = tmp_path_factory.mktemp("model")
+    models.save(path, model, jax.jit(model.init)(jax.random.key(0)), tokenizer)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run_dir(model_dir, tmp_path_factory):
+    """A run of one supervised step, evaluated by a reward that a random model earns half of the
+    time."""
+    path = tmp_path_factory.mktemp("run")
+    (path / "odd.py").write_text(
+        "def length(prompts, completions):\n    return [len(c) % 2 for c in completions]\n"
+    )
+    run_dir = str(path / "of-one-step")
+    flags = [
+        "arithmetic_sft",
+        f"--model.path={model_dir}",
+        "--model.no-random-init",
+        f"--run-dir={run_dir}",
+        "--steps=1",
+        "--batch.prompts=2",
+        "--batch.row-length=128",
+        "--batch.micro-batch-rows=1",
+        "--reward",
+        "arithmetic",
+        f"--evaluation.reward={path / 'odd.py'}:length",
+        f"--evaluation.rows={ROWS}",
+        "--sampling.max-new-tokens=8",
+        "--optimizer.warmup-steps=0",
+    ]
+    assert run.main(flags) == 0
+    return run_dir
+
+
+@pytest.mark.slow
+def test_evaluate_agrees_with_the_evaluation_of_the_run(run_dir, capsys):
+    assert evaluate.main([run_dir]) == 0
+    printed = capsys.readouterr().out
+    summary = json.loads((Path(run_dir) / "summary.json").read_text())["eval"]["after"]
+    assert f"{run_dir}, step 1" in printed
+    assert 0 < summary["accuracy"] < 1
+    for result, name in ((summary, "pass@1, temperature 1"), (summary["greedy"], "greedy")):
+        value, low, high = (f"{100 * result[key]:.1f}" for key in ("accuracy", "low", "high"))
+        line = next(line for line in printed.splitlines() if name in line)
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        assert cells == [name, f"{value} %", f"{low} to {high}", str(ROWS)]
+
+
+@pytest.mark.slow
+def test_run_of_more_devices_is_exported_and_evaluated(run_dir, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    config = configuration.load(copy / "config.yaml")
+    sampling = replace(config.sampling, tensor_parallel=8 * jax.device_count())
+    configuration.save(replace(config, sampling=sampling), copy / "config.yaml")
+    assert export.main([str(copy), "--to", str(tmp_path / "model")]) == 0
+    assert evaluate.main([str(copy), "--rows", "4"]) == 0
+
+
+def test_export_is_the_policy_of_the_newest_checkpoint(run_dir, model_dir, tmp_path, capsys):
+    assert export.main([run_dir, "--to", str(tmp_path / "model")]) == 0
+    assert "step 1" in capsys.readouterr().out
+    exported = models.load(tmp_path / "model")[1]
+    jax.tree.map(np.testing.assert_array_equal, exported, models.load(Path(run_dir) / "model")[1])
+    initial = models.load(model_dir)[1]
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), exported, initial)))
+    exported_tokenizer = tokenizers.load(tmp_path / "model")
+    assert exported_tokenizer.encode("1+2=") == tokenizers.load(model_dir).encode("1+2=")
+
+
+@pytest.mark.slow
+def test_several_samples_of_problems_from_a_file(model_dir, tmp_path, capsys):
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(1, 8)]
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [
+        f"--data.path={file}",
+        "--preset=arithmetic_grpo",
+        "--samples=3",
+        "--max-new-tokens=4",
+    ]
+    assert evaluate.main([model_dir, *flags, "--rows", "5"]) == 0
+    names = [
+        line.split("│")[1].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if line.count("│") == 5
+    ]
+    assert names == [f"pass@{k}, temperature 1" for k in (1, 2, 3)] + ["maj@3", "greedy"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        (evaluate, ["MODEL", "--samples", "0"], "--samples is 0"),
+        (evaluate, ["MODEL", "--temperature", "0"], "use --greedy"),
+        (evaluate, ["MODEL", "--preset", "arithmetic_grop"], "did you mean arithmetic_grpo"),
+        (evaluate, ["MODEL", "--reward", "aritmetic"], "arithmetic"),
+        (evaluate, ["MODEL", "--data.path", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (evaluate, ["no/such/model"], "no/such/model"),
+        (export, ["MODEL", "--to", "somewhere"], "not a run folder"),
+        (export, ["no/such/run", "--to", "somewhere"], "not a run folder"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(model_dir, capsys, command, flags, message):
+    assert command.main([flag.replace("MODEL", model_dir) for flag in flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+
+
+def test_training_rows_are_never_evaluated(tmp_path, capsys):
+    """The run held out four rows. --rows gives no more than these."""
+    file = tmp_path / "rows.jsonl"
+    all_rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(100)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in all_rows))
+    preset = configuration.preset("arithmetic_grpo")
+    config = replace(
+        preset,
+        data=configuration.FileData(path=str(file)),
+        evaluation=replace(preset.evaluation, rows=4),
+    )
+    train_rows = tasks.train_rows(
+        config.data,
+        config.algorithm.experience,
+        seed=config.seed,
+        num_held_out=config.evaluation.rows,
+    )
+    for num_wanted, num_rows in ((3, 3), (None, 4), (9, 4)):
+        held_out = evaluate.held_out(config, evaluate.Flags("model", rows=num_wanted))
+        assert len(held_out) == num_rows
+        assert not [row for row in held_out if row in train_rows]
+    assert "4 problems are held out, not 9" in capsys.readouterr().err

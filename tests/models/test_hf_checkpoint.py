@@ -1,0 +1,270 @@
+"""Model directories: which ones load, what `save` writes, and how damaged ones are refused."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.fixtures.decoders import CONFIGS, every_family, tiny
+from tpu_rl import models
+from tpu_rl.errors import InputError
+from tpu_rl.models.hf import checkpoint, safetensors_files
+
+
+def assert_same(first, second):
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return the directory of a saved tiny model, which the test may damage."""
+    model, params, _, _ = tiny("llama3")
+    models.save(tmp_path / "model", model, params)
+    return tmp_path / "model"
+
+
+@every_family
+def test_save_and_load_is_bit_exact(family, tmp_path):
+    model, params, _, _ = tiny(family)
+    models.save(tmp_path / "model", model, params)
+    again, loaded = models.load(tmp_path / "model")
+    assert_same(loaded, params)
+    assert again.config.attention == model.config.attention
+    assert again.config.layer_types == model.config.layer_types
+    assert again.axes == model.axes
+
+
+def test_bfloat16_is_written_as_bfloat16(tmp_path):
+    model = models.from_config(CONFIGS["llama2"], "bfloat16")
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny("llama2").params)
+    models.save(tmp_path / "model", model, params)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    _, loaded = models.load(tmp_path / "model", dtype="bfloat16", param_dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jnp.dtype("float32")}
+    assert_same(loaded, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params))
+
+
+def test_float16_is_read(saved):
+    path = saved / "model.safetensors"
+    tensors = {
+        name: np.array(stored.read())
+        for name, stored in safetensors_files.read_header(path).items()
+    }
+    halves = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
+    layout = {name: (half.dtype, half.shape) for name, half in halves.items()}
+    safetensors_files.write_file(path, layout, halves.values())
+    _, loaded = models.load(saved)
+    np.testing.assert_array_equal(
+        loaded["embedding"], halves["model.embed_tokens.weight"].astype(np.float32)
+    )
+
+
+def test_large_models_are_written_to_several_files(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 30_000)
+    model, params = models.load(saved)
+    models.save(tmp_path / "parts", model, params)
+    files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert_same(models.load(tmp_path / "parts")[1], params)
+
+
+def test_saving_replaces_a_model_and_nothing_else(saved, tmp_path):
+    model, params = models.load(saved)
+    changed = params | {"final_norm": params["final_norm"] + 1}
+    models.save(saved, model, changed)
+    assert_same(models.load(saved)[1], changed)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # nothing temporary is left
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("...")
+    with pytest.raises(InputError, match="not a model directory"):
+        models.save(tmp_path / "thesis", model, params)
+
+
+def test_a_failed_save_leaves_the_old_model(saved, tmp_path):
+    class Broken:
+        def save_pretrained(self, path):
+            raise RuntimeError("disk on fire")
+
+    model, params = models.load(saved)
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        models.save(
+            saved, model, params | {"final_norm": params["final_norm"] + 1}, tokenizer=Broken()
+        )
+    assert_same(models.load(saved)[1], params)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_vocabulary_beyond_the_tokenizer_is_no_token(saved):
+    vocab = {f"t{i}": i for i in range(100)}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocab},
+        "added_tokens": [{"id": 104, "content": "<eos>"}],
+    }
+    (saved / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model, params = models.load(saved)
+    assert (model.config.vocab.size, model.config.vocab.valid) == (131, 105)
+    logits = model.logits(params, jnp.ones((1, model.config.hidden_size)))
+    assert float(jax.nn.softmax(logits)[0, 105:].max()) == 0.0
+
+
+def test_only_special_tokens_may_lie_beyond_the_embedding(saved):
+    vocab = {f"t{i}": i for i in range(100)}
+    for special in (True, False):
+        tokenizer = {
+            "model": {"vocab": vocab},
+            "added_tokens": [{"id": 131, "content": "<x>", "special": special}],
+        }
+        (saved / "tokenizer.json").write_text(json.dumps(tokenizer))
+        if special:
+            assert models.from_config(saved).config.vocab.valid == 131
+        else:
+            with pytest.raises(InputError, match="knows 132 ids and the model's embedding 131"):
+                models.from_config(saved)
+
+
+def edit_tensors(directory, change):
+    path = directory / "model.safetensors"
+    tensors = {
+        name: np.array(stored.read())
+        for name, stored in safetensors_files.read_header(path).items()
+    }
+    change(tensors)
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    safetensors_files.write_file(path, layout, tensors.values())
+
+
+def test_misfits_are_named(saved):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(40, np.float32)
+        tensors["model.norm.weight"] = np.zeros(7, np.float32)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(
+            5, np.float32
+        )  # harmless
+
+    edit_tensors(saved, change)
+    with pytest.raises(InputError) as error:
+        models.load(saved)
+    assert error.value.why == (
+        "1 missing: model.layers.1.mlp.up_proj.weight; "
+        "1 not part of the model: model.layers.0.self_attn.q_proj.bias; "
+        "1 of another shape: model.norm.weight (7,) instead of (40,)"
+    )
+
+
+def test_a_tied_model_may_have_a_copy_of_its_unembedding(tmp_path):
+    model, params, _, _ = tiny("qwen2")
+    models.save(tmp_path / "model", model, params)
+    edit_tensors(
+        tmp_path / "model",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}),
+    )
+    assert_same(models.load(tmp_path / "model")[1], params)
+    edit_tensors(tmp_path / "model", lambda tensors: tensors["lm_head.weight"][130].fill(0))
+    with pytest.raises(InputError, match="lm_head.weight is not the embedding"):
+        models.load(tmp_path / "model")
+    edit_tensors(
+        tmp_path / "model",
+        lambda tensors: tensors.update({"lm_head.weight": np.zeros((7, 40), np.float32)}),
+    )
+    with pytest.raises(InputError, match="lm_head.weight is not the embedding"):
+        models.load(tmp_path / "model")
+
+
+def write(name, content):
+    def change(directory):
+        (directory / name).write_bytes(content)
+
+    return change
+
+
+def pickle_only(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def index(content):
+    def change(directory):
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
+        write("model.safetensors.index.json", content)(directory)
+
+    return change
+
+
+def index_to(name):
+    return index(json.dumps({"weight_map": {"model.norm.weight": name}}).encode())
+
+
+def cut_short(directory):
+    os.truncate(
+        directory / "model.safetensors", (directory / "model.safetensors").stat().st_size - 4
+    )
+
+
+DAMAGE = [
+    (pickle_only, r"no safetensors file.*only pickled weights \(pytorch_model.bin\)"),
+    (
+        write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        "Git LFS pointer",
+    ),
+    (
+        write("model.safetensors", b"<!DOCTYPE html><html>404</html>"),
+        "model.safetensors is not.*web page",
+    ),
+    (write("model.safetensors", b"\x08\0\0\0\0\0\0\0not json"), "no readable header"),
+    (write("model.safetensors", b""), "length is impossible"),
+    (cut_short, "cut short"),
+    (index_to("../model.safetensors"), "leads out of the model directory"),
+    (index_to("/etc/passwd"), "leads out of the model directory"),
+    (index_to("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors is missing"),
+    (index(b"[]"), "not an index"),
+    (write("model.safetensors.index.json", b"[]"), None),
+    (write("config.json", b"{"), "config.json is not JSON"),
+    (write("config.json", b"[]"), "config.json is not a JSON object"),
+    (lambda directory: (directory / "config.json").unlink(), "no config.json"),
+    (lambda directory: (directory / "model.safetensors").rename(directory / "a.safetensors"), None),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damaged_directories(saved, damage, message):
+    damage(saved)
+    if (
+        message is None
+    ):  # another name for the only file is no damage, nor is an index beside a whole model
+        assert_same(models.load(saved)[1], tiny("llama3").params)
+        return
+    with pytest.raises(InputError, match="(?s)" + message):
+        models.load(saved)
+
+
+def test_integer_weights_are_refused(saved):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    with pytest.raises(InputError, match="type I32 are not supported"):
+        models.load(saved)
+
+
+def test_hub_ids_come_from_the_local_cache(saved, tmp_path, monkeypatch):
+    """The snapshot has the layout of the hub's client; there is no network."""
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--owner--tiny" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    saved.rename(snapshot)
+    (cache / "models--owner--tiny" / "refs").mkdir()
+    (cache / "models--owner--tiny" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert_same(models.load("owner/tiny")[1], tiny("llama3").params)
+    with pytest.raises(InputError, match="neither a directory nor a model in the local cache"):
+        models.load("owner/absent")
+    for name in ("my--model", "owner/a..b"):  # which the hub's client takes for no id
+        with pytest.raises(InputError, match="neither a directory nor a model in the local cache"):
+            models.load(name)
+    with pytest.raises(InputError, match="no such model directory"):
+        models.load(tmp_path / "absent")

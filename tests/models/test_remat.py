@@ -1,0 +1,60 @@
+"""Recomputation in the backward pass changes memory and time, but no gradient."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.fixtures.attention_rows import ROWS, of_model, require_same
+from tests.fixtures.decoders import tiny
+from tpu_rl import cost_model, models
+
+POLICIES = ("full", "save-dots", "none")
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma3", "olmoe"))],
+)
+def test_gradients_do_not_depend_on_remat(family):
+    """Gemma 3 also has a tail of layers after its repetitions."""
+    model = tiny(family).model
+    wanted = of_model(model)
+    for policy in POLICIES[1:]:
+        require_same(of_model(models.with_remat(model, policy)), wanted)
+
+
+@pytest.mark.slow
+def test_gradients_with_the_kernel_do_not_depend_on_remat():
+    kernel = models.with_attention_kernel(tiny("llama3").model, "interpreted")
+    require_same(of_model(models.with_remat(kernel, "save-dots")), of_model(kernel))
+
+
+@functools.cache
+def gradient_of(policy: str) -> jax.stages.Compiled:
+    model, slots = models.with_remat(tiny("llama3").model, policy), ROWS["shared prompts"]
+    params, tokens = (
+        model.init(jax.random.key(0)),
+        jax.random.randint(jax.random.key(1), (2, 384), 0, 7),
+    )
+
+    def total(params):
+        return model.hidden(
+            params, tokens, slots.positions, slots.segment_ids, slots.branch_ids
+        ).sum()
+
+    return jax.jit(jax.grad(total)).lower(params).compile()
+
+
+def test_saved_products_are_not_recomputed():
+    flops = [
+        cost_model.total_flops(
+            cost_model.operations(cost_model.read(gradient_of(policy).as_text()))
+        )
+        for policy in POLICIES
+    ]
+    assert flops[0] > 1.02 * flops[1] >= 1.02 * flops[2]
+    stats = [gradient_of(policy).memory_analysis() for policy in POLICIES]
+    sizes = [one.temp_size_in_bytes for one in stats if one is not None]
+    assert sizes[0] < sizes[1] < sizes[2], np.array(sizes) / 2**20

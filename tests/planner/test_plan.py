@@ -1,0 +1,525 @@
+"""Plans agree with the runs that they plan: the same state, the same steps, the same memory.
+
+Where the TPU compiler is installed, every preset compiles for a TPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jax
+import pytest
+from huggingface_hub import constants
+
+from launch import compose, plan, plan_search, plan_steps, preflight, roles
+from launch import config as configuration
+from launch.config import MeshConfig
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl import models
+from tpu_rl.cost_model import CHIPS
+from tpu_rl.errors import InputError, MachineError
+from tpu_rl.planner import estimates, known_models, memory, sampling, steps
+
+SMALL = (
+    "--batch.prompts",
+    "4",
+    "--batch.group-size",
+    "2",
+    "--batch.micro-batch-rows",
+    "2",
+    "--steps",
+    "4",
+)
+"""Flags with which an arithmetic preset compiles in seconds."""
+
+PARAMETERS = {
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Gemma-2-2B": 2_614_341_888,
+    "Gemma-2-9B": 9_241_705_984,
+    "Gemma-3-1B": 999_885_952,
+    "Gemma-3-12B": 11_766_034_176,
+}
+"""Parameters of each checkpoint; of Gemma 3 without the vision tower."""
+
+
+def local_target(memory: int | None = None) -> estimates.Target:
+    return estimates.Target("local", jax.devices()[:1], None, memory)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_known_models_have_the_parameter_counts_of_their_checkpoints(name):
+    model = models.from_config(known_models.SHAPES[name])
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name]
+
+
+def test_known_models_are_found_by_hub_id():
+    assert (
+        known_models.find("meta-llama/Llama-3.1-8B-Instruct") is known_models.SHAPES["Llama-3.1-8B"]
+    )
+    assert known_models.find("google/gemma-2-2b-it") is known_models.SHAPES["Gemma-2-2B"]
+    assert known_models.find("builtin:arithmetic") is None
+    assert known_models.SHAPES.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["arithmetic_ppo"],
+        ["arithmetic_dpo"],
+        ["arithmetic_grpo", "--model.lora.rank", "2"],
+        ["arithmetic_grpo", "--model.dtype", "bfloat16", "--algorithm.kl-loss-coef", "0.1"],
+    ],
+)
+def test_planned_state_has_the_shapes_and_dtypes_of_the_run(flags, tmp_path):
+    config = configuration.parse([*flags, *SMALL])
+    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        context, params = compose.make_context(config, tmp_path, mesh)
+        stage = config.stages[-1]
+        algorithm = compose.build_algorithm(context, stage)
+        state, _ = compose.learner(context, stage, algorithm, params)
+    planned = plan_steps.plan_stage(config, stage, mesh, plan_steps.read_model(config))
+
+    def shape_and_dtype(leaf):
+        return leaf.shape, leaf.dtype
+
+    assert jax.tree.map(shape_and_dtype, planned.state) == jax.tree.map(shape_and_dtype, state)
+
+
+Q_ROUND = ("--phases.0.algorithm.q-model", "Qwen2.5-0.5B", "--algorithm.q-model", "Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize(
+    ("flags", "role"),
+    [
+        (["arithmetic_grpo", "--model.path", "Qwen2.5-0.5B"], "policy"),
+        (["arithmetic_gkd", "--algorithm.teacher", "Qwen/Qwen2.5-0.5B-Instruct"], "teacher"),
+        (
+            [
+                "arithmetic_ppo",
+                "--algorithm.critic.trunk",
+                "own",
+                "--algorithm.critic.model",
+                "Qwen2.5-0.5B",
+            ],
+            "value",
+        ),
+        (["arithmetic_q_sharp", *Q_ROUND], "q"),
+        (
+            [
+                "arithmetic_grpo",
+                "--sampling.speculation.model",
+                "qwen2.5-0.5b",
+                "--sampling.speculation.tokens",
+                "4",
+            ],
+            "draft",
+        ),
+    ],
+)
+def test_only_plans_accept_model_names_without_weights(flags, role, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    given = configuration.parse(flags)
+    with plan_steps.known_by_name(given) as config:
+        shapes = roles.param_shapes(config, plan_steps.read_model(config))
+    assert shapes[role]["embedding"].shape == (151_936, 896)
+    with pytest.raises(InputError, match="neither a directory nor a model"):
+        preflight.check_models(given, roles.model_directory(given))
+
+
+def test_plan_covers_every_step_of_a_run():
+    config = configuration.parse(["arithmetic_grpo", *SMALL, "--algorithm.kl-loss-coef", "0.1"])
+    target = local_target(memory=2**30)
+    made = plan_search.make_plan(config, target, plan_steps.read_model(config))
+    names = [line.step.name.partition(",")[0] for _, line in made.lines]
+    assert names[0] == "prefill"
+    assert names[-2:] == ["make_batch", "update"]
+    assert names.count("decode") >= 2
+    assert made.fits(target)
+    parts = made.lines[-1][1].memory.parts
+    count = sum(
+        leaf.size
+        for leaf in jax.tree.leaves(
+            jax.eval_shape(plan_steps.read_model(config).init, jax.random.key(0))
+        )
+    )
+    assert parts["parameters"] == parts["frozen"] == 4 * count
+    assert parts["optimizer"] == pytest.approx(8 * count, rel=1e-3)
+    # Two forward passes and one backward pass at double cost. Attention covers between a part of
+    # each row and all of it; the unembedding sees between the actions and all tokens.
+    decoder = plan_steps.read_model(config).config
+    update = made.lines[-1][1]
+    attention = decoder.attention
+    tokens = update.step.tokens
+    layers = 8 * (estimates.matmul_weights(decoder) - decoder.hidden_size * decoder.vocab.size)
+    whole_rows = (
+        16
+        * attention.num_heads
+        * attention.head_dim
+        * config.batch.row_length
+        * len(decoder.layer_types)
+    )
+    most = layers + 8 * decoder.hidden_size * decoder.vocab.size + whole_rows
+    assert layers * tokens < update.flops < 1.05 * most * tokens
+
+
+def test_partial_completions_are_prefilled_in_their_own_length():
+    config = configuration.parse(["arithmetic_grpo", *SMALL, "--rollout.partial", "2"])
+    made = plan_search.make_plan(
+        config, local_target(memory=2**30), plan_steps.read_model(config), ("sampling",)
+    )
+    planned = {line.step.name: line.step for _, line in made.lines}
+    prompts = planned["prefill"]
+    partial = planned["prefill, partial completions"]
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    assert partial.tokens % longest == 0
+    assert partial.tokens <= max(prompts.tokens, longest)
+    assert partial.times * partial.tokens == 2 * config.batch.group_size * longest
+
+
+def test_changes_reduce_the_memory_of_a_plan_that_does_not_fit():
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = local_target(memory=4 * 2**20)
+    made = plan_search.make_plan(config, target, plan_steps.read_model(config), ("learning",))
+    assert not made.fits(target)
+    changes = plan_search.changes(config, made, target)
+    assert changes
+    fullest = max(line.memory.total for _, line in made.lines)
+    assert all(change.total < fullest for change in changes)
+    flags = " ".join(change.flags for change in changes)
+    assert configuration.parse(["arithmetic_grpo", *flags.split()]) is not None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mesh.context", "2", "--batch.row-length", "512"],
+        ["--batch.row-length", "384", "--batch.micro-batch-rows", "1"],
+    ],
+)
+def test_changes_respect_the_other_settings(flags):
+    """Half a row of 512 tokens cannot be cut over two devices, nor a row of 384."""
+    argv = ["arithmetic_grpo", *SMALL, "--mesh.fsdp", "2", *flags]
+    config = configuration.parse(argv)
+    plan = estimates.Plan(asdict(config.mesh), config.batch.micro_batch_rows, [("Grpo", a_line())])
+    changes = plan_search.changes(config, plan, estimates.Target("two", jax.devices() * 2, None, 1))
+    assert changes
+    for change in changes:
+        changed = configuration.parse([*argv, *change.flags.split()])
+        context = changed.mesh.context
+        assert context == 1 or changed.batch.row_length % (256 * context) == 0
+
+
+def a_line() -> estimates.Line:
+    """An update that the compiler refused and that takes one second."""
+    mesh = jax.make_mesh((1,), ("data",))
+    step = steps.Step("update", steps.Compiled(None, "", 0.0), {}, 1.0, 1, mesh)
+    parts = {"parameters": 4, "optimizer": 8, "temporaries": 100}
+    return estimates.Line(step, memory.Memory(parts, []), None, 0.0, {}, 1.0, None)
+
+
+def test_seconds_of_a_plan_are_those_of_the_last_stage(monkeypatch):
+    config = configuration.parse(["arithmetic_q_sharp", *SMALL[:-2]])
+    assert len({type(stage.algorithm) for stage in config.stages}) < len(config.stages)
+    monkeypatch.setattr(plan_search, "_stage_lines", lambda *_: iter([a_line()]))
+    assert plan_search.make_plan(config, local_target(), plan_steps.read_model(config)).seconds == 1
+
+
+@pytest.mark.slow
+def test_q_sharp_samples_once_per_stage():
+    """The first stage rolls in with the reference alone. Roll-outs continue a prompt with its
+    roll-in, and have half of the maximum length on average."""
+    config = configuration.parse(["arithmetic_q_sharp", *SMALL[:-2]])
+    made = plan_search.make_plan(
+        config, local_target(), plan_steps.read_model(config), ("sampling",)
+    )
+    first, second = (
+        {line.step.name: line.step for stage, line in made.lines if stage.startswith(number)}
+        for number in "12"
+    )
+    assert first.keys() == second.keys()
+    stage = config.stages[0]
+    max_new_tokens = config.sampling.max_new_tokens
+    max_prompt_tokens = config.sampling.max_prompt_tokens
+    prompts = stage.algorithm.prompts
+    completions = prompts * config.batch.group_size
+    run_steps = stage.last - stage.first + 1
+    cases = (
+        (" of roll-ins", prompts, max_prompt_tokens, 1),
+        (" of roll-outs", completions, max_prompt_tokens + max_new_tokens, 0.5),
+    )
+    for name, texts, length, mean_share in cases:
+        prefill = first[f"prefill{name}"]
+        decode = first[f"decode{name}, cache of {length + max_new_tokens:,}"]
+        assert prefill.times * prefill.tokens * run_steps == pytest.approx(texts * length)
+        new_tokens = mean_share * completions * max_new_tokens / run_steps
+        assert decode.times * decode.tokens == pytest.approx(new_tokens)
+    alone, guided = (
+        part["prefill of roll-ins"].argument_bytes["cache"] for part in (first, second)
+    )
+    assert guided > alone  # The role "q" has a cache too.
+
+
+def test_a_cache_larger_than_memory_makes_decoding_not_fit(monkeypatch):
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = local_target()
+    refused = steps.Compiled(None, "RESOURCE_EXHAUSTED", 0.0)
+    # `compile_step` compiles the program that allocates the cache.
+    monkeypatch.setattr(sampling, "compile_step", lambda *arguments: refused)
+    made = plan_search.make_plan(config, target, plan_steps.read_model(config), ("sampling",))
+    names = [line.step.name.partition(",")[0] for _, line in made.lines]
+    assert names == ["prefill", "decode", "decode"]
+    assert not made.fits(target)
+
+
+def test_matmul_weights_of_a_mixture_count_the_active_experts():
+    mixture = models.from_config(known_models.SHAPES["Qwen3-30B-A3B"]).config
+    # The embedding is looked up, which is no matrix product.
+    active = estimates.matmul_weights(mixture) + mixture.hidden_size * mixture.vocab.size
+    assert active == pytest.approx(3.35e9, rel=0.01)  # "A3B": 3.3 billion active parameters
+
+
+def test_model_flops_are_six_times_the_weights_plus_causal_attention():
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    planned = plan_steps.plan_stage(config, config.stages[-1], mesh, plan_steps.read_model(config))
+    decoder = planned.context.models["policy"].config
+    prompt, new = config.sampling.max_prompt_tokens, config.sampling.max_new_tokens
+    prompts, group = config.batch.prompts, config.batch.group_size
+    tokens = prompts * (prompt + group * new)  # Each prompt once: a row holds the whole group.
+    seen = prompts * (prompt * (prompt + 1) / 2 + group * sum(prompt + i + 1 for i in range(new)))
+    attention = (
+        3
+        * 4
+        * decoder.attention.num_heads
+        * decoder.attention.head_dim
+        * len(decoder.layer_types)
+        * seen
+    )
+    weights = estimates.matmul_weights(decoder)
+    layout, _ = plan_steps.full_experience(planned)
+    flops = plan_steps.update_model_flops(planned, layout)
+    assert flops == pytest.approx(6 * weights * tokens + attention)
+
+
+def test_memory_errors_of_the_compiler_are_parsed():
+    message = """\
+RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.18G of 15.75G hbm.
+
+  Largest program allocations in hbm:
+
+  1. Size: 4.00G
+     Operator: op_name="jit(update)/while/body/dot_general"
+     Shape: f32[128256,4096]{1,0}
+     Unpadded size: 4.00G
+"""
+    assert memory.refused_arrays(message) == [
+        (4 * 2**30, "f32[128256,4096] while/body/dot_general")
+    ]
+    assert memory._bytes_beyond(message, 2**34) == int(18.18 * 2**30) - 2**34
+    message = "total memory required for HLO temporaries (770.00G) exceeds available HBM (15.75G)"
+    assert memory._bytes_beyond(message, 0) == 770 * 2**30
+
+
+def test_candidate_meshes_use_all_devices_and_divide_the_rows():
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = estimates.Target("eight", jax.devices() * 8, None, None)
+    tried = list(plan_search.candidates(config, target, plan_steps.read_model(config)))
+    assert {c.mesh.data * c.mesh.fsdp * c.mesh.tensor * c.mesh.expert for c in tried} == {8}
+    assert all(c.batch.micro_batch_rows % (c.mesh.data * c.mesh.fsdp) == 0 for c in tried)
+
+
+def test_a_mesh_that_does_not_fit_is_not_tried_with_more_rows(monkeypatch):
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = estimates.Target("eight", jax.devices() * 8, None, None)
+    tried = []
+
+    def make_plan(config, target, model, parts):
+        tried.append(config)
+        return estimates.Plan(asdict(config.mesh), config.batch.micro_batch_rows, [])
+
+    monkeypatch.setattr(plan_search, "make_plan", make_plan)
+    monkeypatch.setattr(estimates.Plan, "fits", lambda plan, target: False)
+    model = plan_steps.read_model(config)
+    assert plan_search.search(config, target, model, lambda line: None) is None
+    assert len(tried) == len({candidate.mesh for candidate in tried}) > 1
+
+
+def test_tensor_parallelism_stops_growing_once_it_is_slower(monkeypatch):
+    config = configuration.parse(["arithmetic_grpo", *SMALL])
+    target = estimates.Target("eight", jax.devices() * 8, None, None)
+    seconds = {1: 3.0, 2: 2.0, 4: 5.0, 8: 1.0}
+    meshes = [MeshConfig(1, 8 // tensor, tensor, 1, 1) for tensor in seconds]
+    compiled = []
+
+    def make_plan(config, target, model, parts):
+        if parts == ("learning",):
+            compiled.append(config.mesh.tensor)
+        return estimates.Plan(asdict(config.mesh), config.batch.micro_batch_rows, [])
+
+    def candidates(*_):
+        return (replace(config, mesh=mesh) for mesh in meshes)
+
+    monkeypatch.setattr(plan_search, "candidates", candidates)
+    monkeypatch.setattr(plan_search, "make_plan", make_plan)
+    monkeypatch.setattr(estimates.Plan, "fits", lambda plan, target: True)
+    monkeypatch.setattr(
+        estimates.Plan, "seconds", property(lambda plan: seconds[plan.mesh["tensor"]])
+    )
+    best = plan_search.search(config, target, plan_steps.read_model(config), lambda line: None)
+    assert best is not None
+    assert best.config.mesh.tensor == 2
+    assert compiled == [1, 2, 4, 2]  # The last one with matrix products kept.
+
+
+# --- the command ---
+
+
+def command(*flags: str) -> subprocess.CompletedProcess:
+    script = Path(plan.__file__)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, script, *flags], env=env, capture_output=True, text=True, timeout=250
+    )
+
+
+def test_command_prints_tables_and_writes_json(tmp_path):
+    flags = (*SMALL, "--sampling.max-new-tokens", "8", "--json", str(tmp_path / "plan.json"))
+    done = command(
+        "arithmetic_sft", "--topology", "cpu", "--batch.group-size", "1", *flags[:2], *flags[4:]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "update" in done.stdout
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    assert [step["step"] for step in planned["steps"]] == ["make_batch", "update"]
+    assert planned["steps"][1]["flops"] > 0
+    assert planned["steps"][1]["bytes"]["temporaries"] > 0
+
+
+def test_search_requires_a_chip_of_known_speed():
+    with pytest.raises(InputError, match="rates of these devices are not known"):
+        plan.run(*plan.parse(["arithmetic_grpo", "--topology", "cpu", "--search"]))
+
+
+def test_bad_topologies_and_a_missing_compiler_are_reported(monkeypatch):
+    flags, _ = plan.parse(["arithmetic_grpo", "--topology", "v9:2x2"])
+    with pytest.raises(InputError, match="no such topology"):
+        plan.prepare(flags)
+    flags, others = plan.parse(
+        ["gsm8k_grpo", "--topology", "v5e:4x4", "--model.path", "Llama-3.1-8B"]
+    )
+    assert others == ["gsm8k_grpo", "--model.path", "Llama-3.1-8B"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MachineError, match=r"\[plan\]") as error:
+        plan.prepare(flags)
+    assert error.value.code == 3
+
+
+# --- the TPU compiler ---
+
+MODELS = {
+    "code": "builtin:gsm8k_scratch",
+    "gsm8k": "builtin:gsm8k_scratch",
+    "star_graph": "builtin:star_graph",
+}
+"""Prefix of a preset -> a model to plan it with, for presets that bring none."""
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, steps.Compiled]:
+    """Lowered program -> compiled program. Presets share many."""
+    return {}
+
+
+PER_CHANGE = {
+    "arithmetic_sft", "arithmetic_grpo", "arithmetic_gspo", "arithmetic_cispo", "arithmetic_dpo",
+    "arithmetic_bco", "arithmetic_gkd", "arithmetic_mini_llm", "arithmetic_vapo",
+    "arithmetic_reinforce", "arithmetic_a_star_po", "arithmetic_reward_model",
+    "arithmetic_sentence_reward", "arithmetic_process_reward", "arithmetic_q_sharp",
+}  # fmt: skip
+"""Presets that are compiled for v5e on every change. The others, and v5p, are nightly."""
+
+
+def algorithms_of(preset: str) -> set[type]:
+    return {type(stage.algorithm) for stage in configuration.preset(preset).stages}
+
+
+def test_a_preset_of_every_algorithm_is_compiled_on_every_change():
+    compiled = {algorithm for preset in PER_CHANGE for algorithm in algorithms_of(preset)}
+    every = {
+        algorithm for preset in configuration.preset_names() for algorithm in algorithms_of(preset)
+    }
+    assert compiled == every
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "name"),
+    [
+        pytest.param(
+            topology,
+            name,
+            marks=[pytest.mark.nightly] * (topology != "v5e:2x2" or name not in PER_CHANGE),
+        )
+        for topology in ("v5e:2x2", "v5p:2x2x1")
+        for name in configuration.preset_names()
+    ],
+)
+def test_presets_compile_for_a_tpu(topology, name, seen, monkeypatch):
+    monkeypatch.setattr(sampling, "cache_lengths", lambda most: [most])
+    # Runs use the default precision. With "highest", as in the other tests, a float32 product takes
+    # a TPU six passes, and compiling takes as much longer.
+    with jax.default_matmul_precision("default"):
+        check_preset(name, topology, seen)
+
+
+def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> None:
+    chip = CHIPS[topology.partition(":")[0]]
+
+    def compile_once(mesh, function, *arguments):
+        lowered = steps.lower(mesh, function, *arguments)
+        text = topology + lowered.as_text()
+        if text not in seen:
+            seen[text] = steps.compile_lowered(lowered)
+        return seen[text]
+
+    config = configuration.preset(name)
+    kind = next((kind for kind in MODELS if name.startswith(kind)), None)
+    if kind and not str(config.model.path).startswith("builtin:"):
+        config = replace(config, model=replace(config.model, path=MODELS[kind]))
+    # Teachers come from other runs; the built-in model has the same shape.
+    teachers = [
+        name
+        for name, value in asdict(config.algorithm).items()
+        if name.startswith("teacher") and value
+    ]
+    config = replace(
+        config, algorithm=replace(config.algorithm, **dict.fromkeys(teachers, "builtin:arithmetic"))
+    )
+    target = estimates.Target(topology, tpu_devices(topology), chip, chip.memory)
+    made = plan_search.make_plan(
+        config, target, plan_steps.read_model(config), compile_with=compile_once
+    )
+    assert made.fits(target), [
+        (line.step.name, line.step.compiled.memory_error[:300]) for _, line in made.lines
+    ]
+    assert all(line.estimate and line.estimate.seconds > 0 for _, line in made.lines)
+    if any(plan_steps.samples(stage) for stage in config.stages):
+        assert {"prefill", "update"} <= {
+            line.step.name.partition(" of ")[0] for _, line in made.lines
+        }

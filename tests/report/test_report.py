@@ -1,0 +1,312 @@
+"""Reports of synthetic runs: finished, unfinished, supervised and hostile."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from tpu_rl import report
+from tpu_rl.errors import InputError
+
+CONFIG = """kind: ExperimentConfig
+algorithm:
+  kind: GRPOConfig
+  clip_low: 0.2
+model:
+  path: models/tiny-arithmetic
+batch:
+  prompts: 32
+  completions: 8
+steps: {steps}
+seed: 0
+"""
+
+
+def accuracy_row(accuracy: float) -> dict:
+    half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 500)
+    return {
+        "eval/accuracy": accuracy,
+        "eval/accuracy_low": accuracy - half,
+        "eval/accuracy_high": accuracy + half,
+    }
+
+
+def grpo_row(step: int, steps: int, noise: np.random.Generator) -> dict:
+    skill = 1 / (1 + math.exp(-6 * (step / steps - 0.45)))
+    mean = 0.32 + 0.5 * skill + noise.normal(0, 0.02)
+    row = {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(max(mean * (1 - mean), 0.01)),
+        "reward/correct/mean": mean - 0.05,
+        "reward/format/mean": 0.97 + noise.normal(0, 0.005),
+        "reward/zero_std_groups": 0.2 + 0.4 * skill,
+        "reward/errors": float(step == 3),
+        "rollout/length_mean": 12 + 14 * skill + noise.normal(0, 0.4),
+        "rollout/length_max": 30 + 20 * skill + noise.integers(0, 8),
+        "rollout/truncated": 0.02 * (1 - skill),
+        "rollout/tokens": 256 * (12 + 14 * skill),
+        "policy/entropy": 0.9 - 0.5 * skill + noise.normal(0, 0.01),
+        "policy/kl_reference": 0.08 * skill + noise.normal(0, 0.001) ** 2,
+        "policy/ratio_min": 0.7 - noise.random() * 0.1,
+        "policy/ratio_max": 1.3 + noise.random() * 0.2,
+        "policy/clip_low": 0.01 + 0.01 * noise.random(),
+        "policy/clip_high": 0.014 + 0.01 * noise.random(),
+        "policy/log_prob_gap_mean": 2e-7 * (1 + noise.random()),
+        "policy/log_prob_gap_max": 4e-6 * (1 + noise.random()),
+        "policy/kl_old": 1e-4 * noise.random(),
+        "optim/loss": noise.normal(0, 1e-3),
+        "optim/grad_norm": 0.4 + 0.2 * noise.random(),
+        "optim/learning_rate": 1e-4 * min(1, step / 10),
+        "optim/skipped": 0.0,
+        "time/rollout": 0.9 + 0.5 * skill + 4.0 * (step == 1),
+        "time/reward": 0.05,
+        "time/update": 0.6 + 0.2 * skill + 6.0 * (step == 1),
+        "perf/rollout_tokens_per_second": 4200 + noise.normal(0, 100),
+        "perf/train_tokens_per_second": 9100 + noise.normal(0, 200),
+        "perf/peak_memory": 1.1e9,
+    }
+    row["time/step"] = row["time/rollout"] + row["time/reward"] + row["time/update"] + 0.08
+    return row
+
+
+def sample(step: int, number: int, steps: int) -> dict:
+    a, b, c = 17 + number, 23 + 3 * number, 5 + number
+    right = number % 10 < 3 + 6 * step / steps
+    answer = a + b - c + (0 if right else 10)
+    written = f"{a} + {b} = {a + b}\n{a + b} - {c} = {answer}\n" if step > steps / 2 else ""
+    parts = {"correct": float(right), "format": 0.1}
+    return {
+        "step": step,
+        "prompt": f"{a} + {b} - {c} = ?",
+        "completion": f"{written}answer: {answer}",
+        "reward": sum(parts.values()),
+        "parts": parts,
+    }
+
+
+def write_lines(path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_run(folder, steps: int = 12, finished: bool = True):
+    """Write a run folder like that of GRPO on arithmetic."""
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    before = accuracy_row(0.342)
+    after = accuracy_row(0.812)
+    rows = [{"step": 0, "time": 1.7e9, **before}]
+    for step in range(1, steps + 1):
+        row = {"step": step, "time": 1.7e9 + 2.2 * step, **grpo_row(step, steps, noise)}
+        if step % max(1, steps // 10) == 0:
+            row |= (
+                after if step == steps else accuracy_row(row["reward/mean"] + noise.normal(0, 0.01))
+            )
+        rows.append(row)
+    rows[0]["eval/greedy_accuracy"] = 0.4
+    rows[-1]["eval/greedy_accuracy"] = 0.85
+    write_lines(folder / "metrics.jsonl", rows)
+    write_lines(
+        folder / "samples.jsonl",
+        [sample(step, i, steps) for step in range(1, steps + 1) for i in range(24)],
+    )
+    (folder / "config.yaml").write_text(CONFIG.format(steps=steps))
+    if finished:
+        keys = {
+            "accuracy": "eval/accuracy",
+            "low": "eval/accuracy_low",
+            "high": "eval/accuracy_high",
+        }
+        evaluations = {
+            when: {key: row[name] for key, name in keys.items()} | {"n": 500}
+            for when, row in (("before", before), ("after", after))
+        }
+        summary = {
+            "steps": steps,
+            "seconds": 243.7,
+            "device": "2 CPU cores",
+            "params_digest": "9f2c" * 16,
+            "eval": evaluations,
+        }
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def make_supervised_run(folder, steps: int = 12):
+    """Write a run folder like that of SFT: no rewards, no samples, no evaluation."""
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "step": step,
+            "time": 1.7e9 + step,
+            "sft/loss": 0.4 + 2 * math.exp(-4 * step / steps),
+            "optim/grad_norm": 1.0,
+            "time/step": 1.0,
+            "time/update": 0.9,
+            "perf/train_tokens_per_second": 9000.0,
+        }
+        for step in range(1, steps + 1)
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    return folder
+
+
+def page(run_dir) -> str:
+    report.write_report(run_dir)
+    return (run_dir / "report.html").read_text()
+
+
+def titles(text: str) -> list[str]:
+    return re.findall(r"<figcaption><b>(.*?)</b>", text)
+
+
+def test_page_of_a_finished_run(tmp_path):
+    text = page(make_run(tmp_path / "arithmetic_grpo"))
+    assert len(text) < 2_000_000
+    assert "34.2<small>%" in text
+    assert "81.2<small>%" in text
+    assert "+47.0 points" in text
+    assert "30.0–38.4" in text
+    assert "500 problems" in text
+    assert "40.0 → 85.0 %" in text
+    for fact in (
+        "arithmetic_grpo",
+        "4.1 min",
+        "2 CPU cores",
+        "GRPO",
+        "tiny-arithmetic",
+        "9f2c" * 16,
+        "clip_low",
+    ):
+        assert fact in text
+    assert titles(text) == [
+        "Reward",
+        "Parts of the reward",
+        "Rewards, early and late",
+        "Completions with little to learn from",
+        "Length",
+        "Entropy",
+        "Distance from the reference",
+        "Clipped tokens",
+        "Probability ratio",
+        "KL to the old policy",
+        "Sampler against trainer",
+        "Gradient norm",
+        "Learning rate",
+        "Time per step",
+        "Throughput",
+    ]
+    assert "The same prompts at the start and at the end" in text
+    assert "completions whose reward failed</td><td>1<" in text
+
+
+def test_page_needs_no_network(tmp_path):
+    text = page(make_run(tmp_path / "run"))
+    sources = re.findall(r"""(?:src|href)=["']([^"']*)""", text) + re.findall(r"url\(([^)]*)", text)
+    assert sources
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "@import" not in text
+    assert "<script" not in text
+
+
+def test_page_of_an_unfinished_run_says_so(tmp_path):
+    folder = make_run(tmp_path / "run", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "ti')  # A line that is being written.
+    text = page(folder)
+    assert "This run is not finished" in text
+    assert "34.2<small>%" in text
+
+
+def test_page_of_a_run_of_one_step(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1, finished=False)
+    assert "Reward" in titles(page(folder))
+
+
+def test_page_of_a_supervised_run_shows_its_loss(tmp_path):
+    folder = make_supervised_run(tmp_path / "run")
+    nothing = {"accuracy": None, "low": None, "high": None, "n": 0}
+    (folder / "summary.json").write_text(
+        json.dumps({"steps": 12, "eval": {"before": nothing, "after": nothing}})
+    )
+    text = page(folder)
+    assert titles(text) == ["Gradient norm", "Time per step", "Throughput"]
+    assert "loss of the first and the last step" in text
+    assert "accuracy" not in text
+
+
+def test_metrics_without_a_chart_of_their_own_are_drawn(tmp_path):
+    folder = make_supervised_run(tmp_path / "run")
+    rows = [
+        json.loads(line) | {"q/bellman_gap": 0.5}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    assert "q/bellman_gap" in titles(page(folder))
+
+
+def test_all_text_of_the_run_is_escaped(tmp_path):
+    folder = make_run(tmp_path / "run")
+    attack = "<script>alert(1)</script>&"
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {
+            "prompt": attack + row["prompt"],
+            "completion": attack,
+            "parts": {attack: 1.0, "other": None},
+        }
+    write_lines(folder / "samples.jsonl", rows)
+    (folder / "config.yaml").write_text(
+        f"model: {{path: '{attack}'}}\nalgorithm: {{kind: '{attack}'}}\n"
+    )
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [
+        json.loads(line) | {f"q/{attack}": 1.0, attack: None, "reward/$x_{/mean": 1.0}
+        for line in lines
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    summary = json.loads((folder / "summary.json").read_text()) | {
+        "device": attack,
+        "params_digest": attack,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = page(folder)
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;") > 10
+
+
+def test_completions_of_different_prompts_when_none_recurs(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    write_lines(
+        folder / "samples.jsonl",
+        [row | {"prompt": f"{row['step']}: {row['prompt']}"} for row in rows],
+    )
+    assert "Prompts of the first and of the last steps" in page(folder)
+
+
+def test_completions_without_a_reward_are_left_out(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [
+        json.loads(line) | {"reward": None}
+        for line in (folder / "samples.jsonl").read_text().splitlines()
+    ]
+    write_lines(folder / "samples.jsonl", rows)
+    assert "<h2>Completions" not in page(folder)
+
+
+def test_page_is_deterministic(tmp_path):
+    folder = make_run(tmp_path / "run")
+    assert page(folder) == page(folder)
+
+
+def test_learning_curve_is_written_as_png(tmp_path):
+    folder = make_run(tmp_path / "run")
+    report.plot_learning_curve(folder, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_metrics_raises_input_error(tmp_path):
+    with pytest.raises(InputError, match="nothing to report"):
+        report.write_report(tmp_path)

@@ -1,0 +1,368 @@
+"""Rewards: errors never become zeros, user code is named, and verifiers know equal answers."""
+
+import math
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tpu_rl import rewards
+from tpu_rl.errors import InputError, MachineError
+
+PROMPTS = ["a", "b", "c", "d"]
+COMPLETIONS = ["1", "2", "3", "4"]
+
+
+def float32(values):
+    return np.array(values, np.float32)
+
+
+def numbers(prompts, completions, **columns):
+    return [float(text) for text in completions]
+
+
+def score(function, **columns):
+    return rewards.score({"f": function}, PROMPTS, COMPLETIONS, columns)
+
+
+# --- scoring ---
+
+
+def test_totals_are_sums_of_parts():
+    scores = rewards.score(
+        {"numbers": numbers, "half": lambda completions, **_: [0.5] * len(completions)},
+        PROMPTS,
+        COMPLETIONS,
+        {},
+    )
+    np.testing.assert_array_equal(scores.totals, float32([1.5, 2.5, 3.5, 4.5]))
+    np.testing.assert_array_equal(scores.parts["half"], float32([0.5] * 4))
+    assert scores.totals.dtype == scores.parts["numbers"].dtype == np.float32
+    assert scores.faults == []
+
+
+def test_none_means_not_scored_and_never_zero():
+    first = rewards.score(
+        {
+            "some": lambda completions, **_: [1.0, None, None, 4.0],
+            "other": lambda completions, **_: [None, 2.0, None, 0.5],
+        },
+        PROMPTS,
+        COMPLETIONS,
+        {},
+    )
+    np.testing.assert_array_equal(first.totals, float32([1, 2, np.nan, 4.5]))
+    assert first.faults == []
+
+
+def test_columns_reach_the_function_and_only_those_it_takes():
+    def wants_answer(completions, answer):
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    scores = score(wants_answer, answer=["1", "0", "3", "0"], other=[0] * 4, prompts=["x"] * 4)
+    np.testing.assert_array_equal(scores.totals, float32([1, 0, 1, 0]))
+    seen = {}
+    score(lambda **columns: seen.update(columns) or [0.0] * 4, answer=[1, 2, 3, 4])
+    assert seen == {"prompts": PROMPTS, "completions": COMPLETIONS, "answer": [1, 2, 3, 4]}
+
+
+def test_a_missing_column_is_an_input_error():
+    with pytest.raises(InputError, match="needs a column 'answer'") as error:
+        score(lambda completions, answer: [0.0], anwser=[1] * 4, level=[1] * 4)
+    assert error.value.where == "columns present: anwser, level"
+    assert error.value.fix == "did you mean anwser?"
+
+
+def test_one_bad_row_does_not_spoil_the_others():
+    def fails_on_three(prompts, completions, **columns):
+        return [1 / (int(text) - 3) for text in completions]
+
+    scores = score(fails_on_three)
+    np.testing.assert_array_equal(scores.totals, float32([-0.5, -1, np.nan, 1]))
+    (fault,) = scores.faults
+    assert (fault.function, fault.row) == ("f", 2)
+    assert fault.message.startswith("ZeroDivisionError: ")
+    assert "test_rewards.py:" in fault.message
+
+
+def test_a_row_with_a_fault_has_no_total_though_other_functions_scored_it():
+    scores = rewards.score(
+        {"numbers": numbers, "faulty": lambda completions, **_: [0.0, math.nan, 0.0, 0.0]},
+        PROMPTS,
+        COMPLETIONS,
+        {},
+    )
+    np.testing.assert_array_equal(scores.totals, float32([1, np.nan, 3, 4]))
+    np.testing.assert_array_equal(scores.parts["numbers"], float32([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "it returned NaN; for what cannot be scored return None"),
+        (-math.inf, "it returned -inf"),
+        (1e39, "it returned 1e+39"),
+        ("1.0", "it returned '1.0' and not a number"),
+        ([1.0], "it returned [1.0] and not a number"),
+        (TimeoutError("too late"), "too late"),
+    ],
+)
+def test_values_that_are_not_finite_numbers_are_faults(value, message):
+    scores = score(lambda completions, **_: [1.0, 1.0, value, 1.0])
+    np.testing.assert_array_equal(scores.totals, float32([1, 1, np.nan, 1]))
+    assert scores.faults[0].message.startswith(message)
+
+
+@pytest.mark.parametrize("value", [1, True, np.float64(1), np.bool_(True), np.float32(1)])
+def test_numbers_of_all_types_are_accepted(value):
+    np.testing.assert_array_equal(
+        score(lambda completions, **_: [value] * 4).totals, np.ones(4, np.float32)
+    )
+    np.testing.assert_array_equal(
+        score(lambda completions, **_: np.ones(4)).totals, np.ones(4, np.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda completions, **_: [1.0, 2.0], "it returned 2 values for 1 completions"),
+        (lambda completions, **_: 1.0, "it returned 1.0 and not a list"),
+        (lambda completions, **_: None, "it returned None and not a list"),
+        (lambda completions, **_: "abcd", "it returned 'abcd' and not a list"),
+        (lambda completions, **_: sys.exit("bye"), "SystemExit: bye"),
+        (lambda completions, **_: [completions[0].nonsense], "AttributeError"),
+    ],
+)
+def test_a_function_that_fails_everywhere_stops_the_run(function, why):
+    with pytest.raises(InputError, match="fail on 4 of 4 completions") as error:
+        score(function)
+    assert why in error.value.why
+    assert error.value.where == "f, first on row 0: '1'"
+
+
+def test_the_threshold_counts_rows():
+    def faulty(completions, **_):
+        return [1.0, math.nan, 1.0, math.nan]
+
+    assert len(score(faulty).faults) == 2
+    with pytest.raises(InputError, match="fail on 2 of 4"):
+        rewards.score({"f": faulty}, PROMPTS, COMPLETIONS, {}, max_fault_share=0.49)
+
+
+def test_a_wrong_number_of_values_is_repaired_row_by_row():
+    scores = score(lambda completions, **_: [float(text) for text in completions[:3]])
+    np.testing.assert_array_equal(scores.totals, float32([1, 2, 3, 4]))
+
+
+def test_no_completions_are_no_fault():
+    assert rewards.score({"f": numbers}, [], [], {}).totals.shape == (0,)
+
+
+# --- user files ---
+
+
+def test_functions_come_from_files(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(prompts, completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    assert rewards.from_path(f"{file}:score")(PROMPTS, COMPLETIONS) == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "what", "where", "fix"),
+    [
+        ("def score(): pass", "mine.py", "does not name a reward function", "", "file.py:function"),
+        ("def score(): pass", "mine.py:", "does not name a reward function", "", "arithmetic"),
+        ("def score(): pass", "mien.py:score", "no such reward file", "mien.py", "mine.py?"),
+        ("def scores(): pass", "mine.py:score", "no function 'score'", "defines scores", "scores?"),
+        ("score = 3", "mine.py:score", "no function 'score'", "defines no function", ""),
+        ("import os\n\ndef f(:\n", "mine.py:f", "does not load", "mine.py:3", ""),
+        ("import nonexistent_package", "mine.py:f", "does not load", "mine.py:1", ""),
+        ("def g():\n    return 1 / 0\n\ng()\n", "mine.py:f", "does not load", "mine.py:2", ""),
+    ],
+)
+def test_faults_of_user_files_are_named(tmp_path, source, path, what, where, fix):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(InputError, match=what) as error:
+        rewards.from_path(str(tmp_path / path))
+    assert where in error.value.where
+    assert fix in error.value.fix
+    assert error.value.__cause__ is None
+
+
+# --- verifiers ---
+
+
+def test_arithmetic():
+    completions = ["3+4=7;#7", "#7", "7", "#8", "#7#7", [{"role": "assistant", "content": "#7"}]]
+    answer = ["7"] * 6
+    assert rewards.BUILTIN["arithmetic"](completions, completions, answer=answer) == [
+        1,
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
+    assert rewards.BUILTIN["arithmetic_well_formed"](completions, completions, answer=answer) == [
+        1,
+        1,
+        0,
+        1,
+        0,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("72", 72),
+        ("$1,234.00 in all", 1234),
+        ("-$5", -5),
+        ("\u22125", -5),
+        ("50%", 50),
+        (".5", Fraction(1, 2)),
+        ("1/2", Fraction(1, 2)),
+        ("3/0", None),
+        ("1,234,567.80", Fraction("1234567.8")),
+        ("12.", 12),
+        ("72 + 0", 72),
+        ("3, 4", 3),
+        ("1{,}234", 1234),
+        ("10\\,000", 10000),
+        ("1\\!,234", 1234),
+        ("\\frac{1}{2}", Fraction(1, 2)),
+        ("-\\dfrac{3}{4}", Fraction(-3, 4)),
+        ("1\\frac{1}{2}", 1),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_numbers_are_read(text, number):
+    assert rewards.read_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so #### 72", 72),
+        ("#### 1\n#### 2", 2),
+        ("#### 0", 0),
+        ("\\boxed{72}", 72),
+        ("\\boxed{7} or \\boxed{\\$1,000}", 1000),
+        ("\\boxed{\\text{about } {72}} and 5", 72),
+        ("\\boxed{72", 72),
+        ("\\boxed{} 5", None),
+        ("#### none", None),
+        ("72", None),
+    ],
+)
+def test_the_final_number_is_marked(text, number):
+    assert rewards.final_number(text) == number
+
+
+def test_gsm8k():
+    completions = ["#### 72", "\\boxed{72.0}", "72", "#### 71", "", "#### $72"]
+    assert rewards.gsm8k(completions, completions, answer=["72"] * 6) == [1, 1, 0, 0, 0, 1]
+    assert rewards.gsm8k([], ["#### 0", "#### 5"], answer=["1 apple, then none\n#### 0", 5]) == [
+        1,
+        1,
+    ]
+    scores = rewards.score(
+        {"gsm8k": rewards.gsm8k}, ["q", "q"], ["#### 1", "#### 2"], {"answer": ["?", "2"]}
+    )
+    np.testing.assert_array_equal(scores.totals, float32([np.nan, 1]))
+    assert "the ground truth '?' contains no number" in scores.faults[0].message
+    with pytest.raises(InputError, match="needs a column 'answer'"):
+        rewards.score({"gsm8k": rewards.gsm8k}, ["q"], ["#### 1"], {})
+
+
+def test_built_in_names():
+    assert set(rewards.BUILTIN) == {
+        "arithmetic",
+        "arithmetic_well_formed",
+        "gsm8k",
+        "math",
+        "python_tests",
+        "reverse",
+        "reverse_characters",
+        "star_graph",
+    }
+
+
+# --- math-verify ---
+
+STAND_IN = """
+import os
+def parse(text):
+    return [text.strip("$")] if text.strip("$") else []
+def verify(gold, answer):
+    if answer == ["hang"]:
+        while True:
+            pass
+    if answer == ["die"]:
+        os._exit(1)
+    print("noise that must not reach the replies")
+    return gold == answer
+"""
+
+
+@pytest.fixture
+def fresh_verifiers():
+    rewards._verifiers.cache_clear()
+    yield
+    if rewards._verifiers.cache_info().currsize:
+        _, idle = rewards._verifiers()
+        for _ in range(idle.qsize()):
+            idle.get().stop()
+    rewards._verifiers.cache_clear()
+
+
+def test_a_hanging_or_dying_verifier_costs_its_own_row_only(tmp_path, monkeypatch, fresh_verifiers):
+    (tmp_path / "math_verify.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rewards, "VERDICT_SECONDS", 2.0)
+    monkeypatch.setattr(rewards, "VERIFIERS", 2)
+    completions = ["1", "hang", "2", "die", "1", "1", "1"]
+    scores = rewards.score(
+        {"math": rewards.math_equivalent}, ["q"] * 7, completions, {"answer": [*"111111", ""]}
+    )
+    np.testing.assert_array_equal(scores.totals, float32([1, np.nan, 0, np.nan, 1, 1, np.nan]))
+    assert [fault.row for fault in scores.faults] == [1, 3, 6]
+    assert "no answer within 2 s (math_equivalence.py:" in scores.faults[0].message
+    assert "exit code 1" in scores.faults[1].message
+    assert "contains no answer" in scores.faults[2].message
+
+
+def test_math_verify_compares_answers(fresh_verifiers):
+    pytest.importorskip("math_verify")
+    truths = ["\\frac{1}{2}", "$x+1$", "7", "7"]
+    completions = ["so \\boxed{0.5}", "$1+x$", "\\boxed{8}", "I do not know"]
+    assert rewards.math_equivalent(completions, completions, answer=truths) == [1, 1, 0, 0]
+    bare = [r"2\sqrt{3}", r"5\pi", "2^{10}", "6 - 5i", "1,234", "50%", "(3, 4)", r"\$18"]
+    right = [rf"\boxed{{{truth}}}" for truth in bare]
+    assert rewards.math_equivalent(right, right, answer=bare) == [1] * len(bare)
+    wrong = [rf"\boxed{{{number}}}" for number in (2, 5, 2, 5, 1, 5, 4, 8)]
+    assert rewards.math_equivalent(wrong, wrong, answer=bare) == [0] * len(bare)
+
+
+def test_whole_batch_functions_are_not_called_with_a_part():
+    def score(completions, **_):
+        return [1 / len(text) - len(completions) for text in completions]
+
+    score.whole_batch = True
+    numbers, faults = rewards.apply("length", score, ["q"] * 3, ["a", "", "b"], {})
+    assert np.isnan(numbers).all()
+    assert [fault.row for fault in faults] == [0, 1, 2]
+    assert "division by zero" in faults[0].message
+
+
+def test_missing_math_verify_is_a_machine_error(monkeypatch, fresh_verifiers):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MachineError, match="not installed") as error:
+        rewards.score({"math": rewards.math_equivalent}, ["q"], ["1"], {"answer": ["1"]})
+    assert error.value.fix == 'pip install "tpu_rl[math]"'

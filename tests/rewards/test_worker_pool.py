@@ -1,0 +1,256 @@
+"""The firewall: whatever a user's reward function does, the run gets its other rewards, in time,
+and a reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpu_rl import rewards
+from tpu_rl.errors import InputError
+from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
+
+LIMITS = RewardLimits(batch_seconds=8.0, row_seconds=1.0, memory_gb=2.0)
+OVER = 2.0
+"""Seconds that a question may take beyond its deadline."""
+COMPLETIONS = ["1", "2", "bad", "4"]
+
+# What happens on the completion "bad", and what is then said of it. The others are worth their
+# number.
+FAULTS = {
+    "raises": ("1 / 0", "ZeroDivisionError: division by zero (mine.py:"),
+    "is None where a number is due": ("return 'nan'", "it returned 'nan' and not a list"),
+    "no list": ("return None", "it returned None and not a list of numbers"),
+    "wrong length": ("return [1.0, 2.0, 3.0, 4.0, 5.0]", "it returned 5 values for 1 completions"),
+    "a text": ("return ['1.0']", "it returned '1.0' and not a number"),
+    "nan": ("return [float('nan')]", "it returned NaN; for what cannot be scored return None"),
+    "inf": ("return [float('-inf')]", "it returned -inf, beyond a float32"),
+    "a nested list": ("return [[1.0]]", "it returned [1.0] and not a number"),
+    "never ends": ("while True: pass", "no answer within 1 s (mine.py:"),
+    "sleeps": ("time.sleep(1000)", "no answer within 1 s (mine.py:"),
+    "is busy in C": ("return [float(len(str(7 ** (10 ** 8))))]", "no answer within 1 s (mine.py:"),
+    "crashes": ("ctypes.string_at(0)", "its process was killed by SIGSEGV (mine.py:"),
+    "leaves": ("os._exit(0)", "its process ended with exit code 0"),
+    "exits": ("sys.exit('bye')", "SystemExit: bye"),
+    "interrupts": ("raise KeyboardInterrupt", "its process was killed by SIGINT"),
+    "takes all memory": ("return [float(len(bytearray(10 ** 10)))]", "MemoryError"),
+    "returns without end": (
+        "return itertools.repeat(1.0)",
+        "it returned 2 values for 1 completions",
+    ),
+    "reads stdin": ("return [float(input())]", "EOFError"),
+    "closes every file": ("os.closerange(0, 100)", "its process "),
+}
+
+HARMLESS = {
+    "forks": "if os.fork() == 0: pass",
+    "prints a lot": "print('x' * 10_000_000)",
+    "writes to descriptor 1": "os.write(1, b'[1.0]')",
+    "leaves a child behind": "subprocess.Popen(['sleep', '1000'])",
+    "starts a thread": "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
+}
+
+
+def reward_file(folder: Path, on_bad: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(
+        "import ctypes, itertools, os, subprocess, sys, threading, time\n"
+        "def score(prompts, completions, **columns):\n"
+        "    if 'bad' in completions:\n"
+        f"        {on_bad}\n"
+        "    return [0.5 if text == 'bad' else float(text) for text in completions]\n"
+    )
+    return f"{file}:score"
+
+
+def ended(pid: int) -> bool:
+    """Return True if a process is gone, or only waits for its parent to take note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_own_row_only_and_no_more_than_the_deadline(tmp_path, fault):
+    code, message = FAULTS[fault]
+    function = IsolatedReward(reward_file(tmp_path, code), LIMITS)
+    began = time.monotonic()
+    scores = rewards.score({"f": function}, COMPLETIONS, COMPLETIONS, {})
+    assert time.monotonic() - began < LIMITS.batch_seconds + OVER
+    np.testing.assert_array_equal(scores.totals, np.array([1, 2, np.nan, 4], np.float32))
+    (found,) = scores.faults
+    assert (found.function, found.row) == ("f", 2)
+    assert message in found.message
+    again = rewards.score({"f": function}, ["7"], ["7"], {})
+    assert again.totals == [7]
+    function.stop()
+
+
+def test_whole_batch_workers_are_not_called_with_a_part(tmp_path):
+    path = reward_file(tmp_path, "1 / 0")
+    (tmp_path / "mine.py").write_text(
+        (tmp_path / "mine.py").read_text() + "score.whole_batch = True\n"
+    )
+    function = IsolatedReward(path, LIMITS)
+    numbers, faults = rewards.apply("mine", function, COMPLETIONS, COMPLETIONS, {})
+    assert np.isnan(numbers).all()
+    assert [fault.row for fault in faults] == [0, 1, 2, 3]
+    function.stop()
+
+
+@pytest.mark.parametrize("oddity", HARMLESS)
+def test_odd_but_harmless_functions_are_scored(tmp_path, oddity, capsys):
+    function = IsolatedReward(reward_file(tmp_path, HARMLESS[oddity]), LIMITS)
+    for _ in range(2):
+        scores = rewards.score({"f": function}, COMPLETIONS, COMPLETIONS, {})
+        np.testing.assert_array_equal(scores.totals, np.array([1, 2, 0.5, 4], np.float32))
+    function.stop()
+    assert len(capsys.readouterr().err) < 100_000
+
+
+def test_a_function_that_never_returns_is_stopped_at_the_deadline_of_the_batch(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completions):\n    while True:\n        pass\n")
+    limits = RewardLimits(batch_seconds=4.0, row_seconds=0.5)
+    function = IsolatedReward(f"{file}:score", limits)
+    began = time.monotonic()
+    with pytest.raises(InputError, match="fail on 50 of 50 completions") as error:
+        rewards.score({"f": function}, ["p"] * 50, ["c"] * 50, {})
+    assert time.monotonic() - began < limits.batch_seconds + OVER
+    assert "no answer within" in error.value.why
+    assert f'File "{file}", line ' in error.value.why
+
+
+def test_the_error_that_stops_a_run_shows_the_users_traceback(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def inner(text):\n    return {}[text]\n"
+        "\ndef score(completions):\n"
+        "    return inner('key')\n"
+    )
+    for limits in (LIMITS, RewardLimits(isolate=False)):
+        with pytest.raises(InputError, match="fail on 4 of 4") as error:
+            rewards.score(
+                {"f": rewards.from_path(f"{file}:score", limits)}, COMPLETIONS, COMPLETIONS, {}
+            )
+        assert "KeyError: 'key' (mine.py:2)" in error.value.why
+        assert f'File "{file}", line 5, in score\n' in error.value.why
+        assert "reward_process" not in error.value.why
+        assert str(error.value).count("\n") < 20
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("import os\nos._exit(3)", "ended with exit code 3"),
+        ("import ctypes\nctypes.string_at(0)", "killed by SIGSEGV (mine.py:2)"),
+        ("while True: pass", "no answer within 1.5 s (mine.py:1)"),
+    ],
+)
+def test_a_file_that_dies_while_it_loads(tmp_path, monkeypatch, code, why):
+    monkeypatch.setattr("tpu_rl.rewards.worker_pool.START_SECONDS", 1.5)
+    (tmp_path / "mine.py").write_text(code + "\n")
+    with pytest.raises(InputError, match="does not load") as error:
+        rewards.from_path(f"{tmp_path / 'mine.py'}:score")
+    assert why in error.value.why
+
+
+def test_columns_and_state_reach_the_function_and_the_worker_is_kept(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\ncalls = 0\n"
+        "def score(completions, answer, *, scale=2.0):\n"
+        "    global calls\n    calls += 1\n"
+        "    return [None if a is None else calls * scale * a['x'] for a in answer]\n"
+        "def process(prompts, completions):\n    return [os.getpid()] * len(completions)\n"
+        "def has_jax(prompts, completions):\n    return ['jax' in sys.modules] * len(completions)\n"
+    )
+    score = rewards.from_path(f"{tmp_path / 'mine.py'}:score")
+    columns = {"answer": [{"x": 1}, None], "unused": [object, object]}
+    for call in (1, 2):
+        found = rewards.score({"f": score}, ["p"] * 2, ["c"] * 2, columns)
+        np.testing.assert_array_equal(found.totals, np.array([2 * call, np.nan], np.float32))
+        assert found.faults == []
+    with pytest.raises(InputError, match="needs a column 'answer'"):
+        rewards.score({"f": score}, ["p"], ["c"], {"anwser": [1]})
+    own = rewards.from_path(f"{tmp_path / 'mine.py'}:process")
+    assert own(["p"], ["c"]) == own(["p"], ["c"]) != [os.getpid()]
+    assert rewards.from_path(f"{tmp_path / 'mine.py'}:process", RewardLimits(isolate=False))(
+        ["p"], ["c"]
+    ) == [os.getpid()]
+    assert rewards.from_path(f"{tmp_path / 'mine.py'}:has_jax")(["p"], ["c"]) == [0.0]
+
+
+def test_a_worker_that_died_between_two_calls_is_started_again(tmp_path):
+    worker = Worker(reward_file(tmp_path, "pass"))
+    os.kill(worker._process.popen.pid, signal.SIGKILL)
+    worker._process.popen.wait()
+    assert worker.call({"prompts": ["p"], "completions": ["3"]}, 1, 20.0) == [3.0]
+    worker.stop()
+
+
+def test_the_reply_of_an_interrupted_call_is_not_read_by_the_next(tmp_path, monkeypatch):
+    worker = Worker(reward_file(tmp_path, "pass"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tpu_rl.rewards.worker_pool._read_frame", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.call({"prompts": ["p"], "completions": ["3"]}, 1, 20.0)
+    assert worker.call({"prompts": ["p"], "completions": ["4"]}, 1, 20.0) == [4.0]
+    worker.stop()
+
+
+def test_a_large_batch_goes_through_the_pipe(tmp_path):
+    worker = Worker(reward_file(tmp_path, "pass"))
+    completions = [str(i).zfill(1000) for i in range(3000)]
+    assert worker.call({"prompts": completions, "completions": completions}, 3000, 60.0) == list(
+        range(3000)
+    )
+    worker.stop()
+
+
+def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def score(completions):\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "    return [7 ** (10 ** 9)]\n"
+    )
+    program = (
+        "from tpu_rl.rewards.worker_pool import Worker\n"
+        f"worker = Worker({str(tmp_path / 'mine.py') + ':score'!r})\n"
+        "worker.call({'completions': ['c']}, 1, 100.0)\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    worker = int((tmp_path / "pid").read_text())
+    while not ended(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_seconds": 0.0}, {"row_seconds": -1.0}, {"fault_share": 1.5}, {"memory_gb": -1.0}],
+)
+def test_impossible_limits_are_refused_by_their_flag(wrong):
+    with pytest.raises(InputError) as error:
+        RewardLimits(**wrong)
+    (name,) = wrong
+    assert error.value.where == f"--reward-limits.{name.replace('_', '-')}"

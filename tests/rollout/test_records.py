@@ -1,0 +1,56 @@
+"""Metrics, sample records and warnings of scored completions."""
+
+import numpy as np
+
+from tests.fixtures.echo import digit, score_prompts
+from tpu_rl.rollout import records
+
+
+def length(completions):
+    return [len(text) for text in completions]
+
+
+def test_faults_are_recorded_with_their_row_and_function():
+    scored = score_prompts(["18", "28"], {"digit": digit, "length": length}, group_size=2)
+    objects = records.records(scored, step=3)
+    errors = [record.get("error") for record in objects]
+    assert errors == [None, "digit: no 8 here", None, "digit: no 8 here"]
+    assert objects[0] == {
+        "step": 3,
+        "prompt": "18",
+        "completion": "1",
+        "reward": 2.0,
+        "parts": {"digit": 1.0, "length": 1.0},
+    }
+    assert scored.errors == ["row 1, digit: no 8 here", "row 3, digit: no 8 here"]
+    assert records.metrics(scored)["reward/errors"] == 2
+    assert records.warnings(scored) == ["2 of 4 completions not scored: digit: no 8 here"]
+
+
+def test_completion_on_which_two_functions_fail_counts_once():
+    scored = score_prompts(["118"], {"first": digit, "second": digit}, group_size=3)
+    assert scored.faults == ["", "", "first: no 8 here; second: no 8 here"]
+    assert records.metrics(scored)["reward/errors"] == 1
+
+
+def test_warnings_are_three_lines_with_the_most_frequent_first():
+    scored = score_prompts(["56", "78", "78", "11", "11", "11"], {"digit": digit}, group_size=2)
+    assert records.warnings(scored) == [
+        "2 of 12 completions not scored: digit: no 7 here",
+        "2 of 12 completions not scored: digit: no 8 here",
+        "2 more kinds of fault in reward functions",
+    ]
+    assert records.warnings(score_prompts(["11"], {"digit": digit}, group_size=2)) == []
+
+
+def test_metrics_if_no_completion_is_scored():
+    metrics = records.metrics(score_prompts(["99"], {"digit": digit}, group_size=2))
+    means = [metrics["reward/mean"], metrics["reward/std"], metrics["reward/digit/mean"]]
+    assert np.isnan(means).all()
+    assert metrics["reward/zero_std_groups"] == 1
+    assert metrics["rollout/kept"] == 0
+
+
+def test_zero_std_groups_is_absent_for_groups_of_one():
+    scored = score_prompts(["12"], {"digit": digit}, group_size=1)
+    assert "reward/zero_std_groups" not in records.metrics(scored)

@@ -1,0 +1,100 @@
+"""The declarations of the algorithms' configurations."""
+
+import dataclasses
+
+import pytest
+
+from tpu_rl import algos
+from tpu_rl.algorithm_spec import ExperienceSpec, Reading, pairs_from
+from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
+
+# Configuration -> (source, kind of experience, policy that is evaluated).
+SOURCES = {
+    algos.AStarPoConfig(): ("rollouts", Rollout, "plain"),
+    algos.CispoConfig(): ("rollouts", Rollout, "plain"),
+    algos.DistillConfig(teacher="t"): ("completions", Completions, "plain"),
+    algos.DpoConfig(): ("pairs", Pairs, "plain"),
+    algos.GrpoConfig(): ("rollouts", Rollout, "plain"),
+    algos.GspoConfig(): ("rollouts", Rollout, "plain"),
+    algos.KtoConfig(): ("pairs", Pairs, "plain"),
+    algos.MiniLlmConfig(teacher="t"): ("rollouts", Rollout, "plain"),
+    algos.PpoConfig(): ("rollouts", Rollout, "plain"),
+    algos.ProcessRewardConfig(): ("step_labels", QExamples, "plain"),
+    algos.QSharpConfig(): ("q_examples", QExamples, "guided"),
+    algos.ReinforceConfig(): ("rollouts", Rollout, "plain"),
+    algos.RewardModelConfig(): ("pairs", Pairs, "plain"),
+    algos.SentenceRewardConfig(): ("pairs", Pairs, "plain"),
+    algos.SftConfig(): ("demonstrations", Demonstrations, "plain"),
+    algos.SftConfig(teacher="t"): ("completions", Completions, "plain"),
+    algos.ValuePretrainingConfig(): ("rollouts", Rollout, "plain"),
+}
+
+
+def test_every_algorithm_is_listed():
+    assert {type(config) for config in SOURCES} == set(algos.ALGORITHMS)
+
+
+@pytest.mark.parametrize("config", SOURCES, ids=lambda config: type(config).__name__)
+def test_source_and_policy(config):
+    source, kind, policy = SOURCES[config]
+    assert config.experience.source == source
+    assert config.experience.kind is kind
+    assert config.experience.policy == policy
+
+
+@pytest.mark.parametrize("config", SOURCES, ids=lambda config: type(config).__name__)
+def test_declarations_are_properties_and_not_settings(config):
+    """The command line and config.yaml know only the fields of a configuration."""
+    names = {field.name for field in dataclasses.fields(config)}
+    assert not names & {"experience", "roles"}
+    assert isinstance(type(config).experience, property)
+    assert isinstance(type(config).roles, property)
+
+
+def test_a_guided_policy_has_a_role_q_to_guide_it():
+    for config in SOURCES:
+        assert (config.experience.policy == "guided") == ("q" in config.roles)
+
+
+@pytest.mark.parametrize(
+    ("config", "reading"),
+    [
+        (
+            algos.RewardModelConfig(penalty=0.5, trunks=3),
+            Reading(penalty=0.5, others=("reward_1", "reward_2")),
+        ),
+        (algos.SentenceRewardConfig(separators=(7,)), Reading("sentences", (7,), "attention")),
+        (algos.ProcessRewardConfig(aggregate="product"), Reading("steps", (), "product")),
+    ],
+    ids=["pairs", "sentences", "steps"],
+)
+def test_reward_models_say_how_their_scores_are_read(config, reading):
+    readings = [spec.reading for spec in config.roles.values() if spec.reading is not None]
+    assert readings == [reading]
+    assert config.roles["reward"].reading == reading
+
+
+def test_only_reward_models_have_a_reading():
+    for config in SOURCES:
+        has_reading = any(spec.reading is not None for spec in config.roles.values())
+        assert has_reading == ("reward" in config.roles)
+
+
+def test_shares_of_the_prompts():
+    spec = ExperienceSpec("completions", sampled_by="teacher", on_policy=0.25)
+    assert spec.shares(8) == {"policy": 2, "teacher": 6}
+    assert spec._replace(sampled_by=None).shares(8) == {"policy": 2}
+    assert spec._replace(on_policy=1.0).shares(8) == {"policy": 8}
+    assert ExperienceSpec("rollouts").shares(8) == {"policy": 8}
+    assert ExperienceSpec("demonstrations", sampled_by=None).shares(8) == {}
+
+
+def test_pairs_of_the_data_or_of_a_role():
+    assert pairs_from("given").columns == ("prompt", "chosen", "rejected")
+    assert pairs_from("given").sampled_by is None
+    assert pairs_from("given", graded=True).columns == ("prompt", "completion", "label")
+    assert pairs_from("reference").columns == ("prompt",)
+    assert pairs_from("reference").sampled_by == "reference"
+    # Two completions of a prompt are compared; a graded one stands alone.
+    assert pairs_from("reference").smallest_group == 2
+    assert pairs_from("reference", graded=True).smallest_group == 1

@@ -1,0 +1,159 @@
+"""The declarations of an algorithm's configuration: its experience and its roles.
+
+A configuration is a frozen dataclass with two properties: `experience`, an ExperienceSpec, says
+what data the algorithm learns from; `roles`, RoleSpecs by name, says which models it uses. The
+launcher reads these two instead of the type of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The way to read the score of a completion from the outputs of a reward model.
+
+    It is saved beside the model, so that the model scores where it is used as where it was trained
+    (`rewards.reward_model`).
+    """
+
+    kind: Literal["last", "sentences", "steps"] = "last"
+    """Place to read: the last token, or the ends of sentences or of steps (see
+    `reward_score.sentence_scores` and `reward_score.step_scores`)."""
+    separators: tuple[int, ...] = ()
+    """Ids of the tokens that end a sentence or a step."""
+    aggregate: str = ""
+    """Way to combine the scores of sentences ("attention", "sum") or steps ("min", "product")."""
+    penalty: float = 0.0
+    """Multiple of the standard deviation over an ensemble's members that is subtracted from their
+    mean."""
+    others: tuple[str, ...] = ()
+    """Directories, beside the model's, of the ensemble's other trunks."""
+
+
+class RoleSpec(NamedTuple):
+    """The origin of a role's params. By default it starts as the model of --model.path."""
+
+    trainable: bool
+    path: str | None = None
+    """Start as another model: a directory, a hub id or the model folder of a run."""
+    random: bool = False
+    """Take over the architecture only; weights are random."""
+    layers: int | None = None
+    """Take over this many first layers only."""
+    outputs: int | None = None
+    """Replace the vocabulary by a head with this many outputs (a value, a reward, a distribution).
+    """
+    outputs_per_token: int | None = None
+    """Replace the vocabulary by a head with this many outputs for each token that may follow,
+    [V x outputs_per_token] in the order of the vocabulary."""
+    trunk_of: str | None = None
+    """A head only, on the hidden states of this role. The caller computes them once for both."""
+    follows: float = 0.0
+    """Share by which the algorithm moves the role towards the role that trains, now and then; 1
+    makes them equal."""
+    learning_rate_scale: float = 1.0
+    """Multiple of the run's learning rate. The gradients of each trainable role are clipped
+    separately."""
+    reading: Reading | None = None
+    """The role is a reward model whose scores are read like this; None for any other role."""
+
+
+class PromptValue(NamedTuple):
+    """The value of a prompt: beta log mean exp(reward / beta) over completions that are sampled for
+    this alone (`advantages.optimal_value`). `Rollout.baseline` holds it."""
+
+    role: str
+    """The role that completes the prompt."""
+    samples: int
+    """Completions per prompt."""
+    beta: float
+    """In units of reward per nat. With one sample the value is its reward, whatever beta is."""
+    greedy: bool = False
+    """Take the most likely tokens instead of sampling at the run's temperature."""
+
+
+SourceName = Literal[
+    "rollouts", "demonstrations", "completions", "pairs", "q_examples", "step_labels"
+]
+
+KINDS: dict[SourceName, type] = {
+    "rollouts": Rollout,
+    "demonstrations": Demonstrations,
+    "completions": Completions,
+    "pairs": Pairs,
+    "q_examples": QExamples,
+    "step_labels": QExamples,
+}
+"""Source -> the type of its experience."""
+
+
+class ExperienceSpec(NamedTuple):
+    """The experience that an algorithm learns from, and its origin."""
+
+    source: SourceName
+    """rollouts: scored completions of the policy. demonstrations: texts of the data. completions:
+    texts of the policy, of another role or of the data, without scores. pairs: compared or graded
+    completions. q_examples: returns of continuations by the reference, collected in rounds before
+    the steps that learn from them. step_labels: labels of the steps of a completion."""
+    columns: tuple[str, ...] = ("prompt",)
+    """Columns that a data row must have. ("messages",) stands for a conversation, or for a prompt
+    with its completion."""
+    sampled_by: str | None = "policy"
+    """The role that completes the prompts; None if the data bring completions."""
+    policy: Literal["plain", "guided"] = "plain"
+    """The policy that is evaluated: the role "policy" by itself, or guided by the role "q"."""
+    on_policy: float = 0.0
+    """completions: share of the prompts that the policy completes. `sampled_by` completes the
+    others."""
+    latest_policy: bool = False
+    """The loss is wrong for completions that an earlier policy sampled."""
+    smallest_group: int = 1
+    """Smallest number of completions per prompt; 2 if they are compared with each other."""
+    positive_temperature: bool = False
+    """The loss divides logits by the sampling temperature, so it must be above 0. That is always so
+    for a policy that trains on rollouts."""
+    prompt_value: PromptValue | None = None
+    """rollouts: value of each prompt that the algorithm needs."""
+    graded: bool = False
+    """pairs: completions that are judged one by one, instead of pairs."""
+    reference_log_probs: bool = False
+    """pairs: the log-probs of the reference are part of them. For pairs of the data they are
+    computed once; for sampled pairs they are the sampler's."""
+
+    @property
+    def kind(self) -> type:
+        """Type of the experience: Rollout, Demonstrations, Completions, Pairs or QExamples."""
+        return KINDS[self.source]
+
+    def shares(self, prompts: int) -> dict[str, int]:
+        """Return how many of `prompts` prompts each role completes.
+
+        Roles that complete none are left out. The data bring completions of the other prompts.
+        """
+        by_policy = round(self.on_policy * prompts)
+        counts = {"policy": by_policy}
+        if self.sampled_by is not None:
+            counts[self.sampled_by] = prompts - by_policy
+        return {role: count for role, count in counts.items() if count}
+
+
+def pairs_from(
+    source: str, *, graded: bool = False, reference_log_probs: bool = False
+) -> ExperienceSpec:
+    """Return the spec of pairs that the data bring ("given") or that a role samples.
+
+    Args:
+      source: "given", or the name of the role.
+      graded: whether completions are judged one by one, instead of pairs.
+      reference_log_probs: whether the log-probs of the reference are needed.
+    """
+    spec = ExperienceSpec("pairs", graded=graded, reference_log_probs=reference_log_probs)
+    if source != "given":
+        return spec._replace(sampled_by=source, smallest_group=1 if graded else 2)
+    columns = ("prompt", "completion", "label") if graded else ("prompt", "chosen", "rejected")
+    return spec._replace(columns=columns, sampled_by=None)

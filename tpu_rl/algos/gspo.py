@@ -1,0 +1,87 @@
+"""Group sequence policy optimization (GSPO, arXiv 2507.18071): GRPO with one ratio per completion.
+
+    s     = exp( 1/|y| sum_t log(policy(y_t) / old policy(y_t)) )                    eq. 7
+    loss  = mean over completions of -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)   eq. 5
+
+s is the length-normalized likelihood ratio of the completion y. Clipping drops whole completions,
+and the noise of single tokens' ratios averages out, which matters for mixtures of experts.
+
+With `importance_sampling_level` "sequence_token" the ratio is GSPO-token's (eq. 14, as in verl),
+
+    s_t = stop_gradient(s) policy(y_t) / stop_gradient(policy(y_t))
+
+Its value is s. Where all tokens of a completion share A and a weight, as here, its gradient is that
+of s too. It is for surrogates with advantages of their own for each token.
+
+Deviations: clip_low and clip_high are the paper's; TRL's default of 0.2 is far outside the usual
+range of s. The metrics policy/clip_low and policy/clip_high are shares of tokens, so long
+completions count more; TRL's are shares of completions. verl caps log s_t at 10, we do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.algos.grpo import GroupPolicyConfig, check_clip_range, group_policy_gradient
+from tpu_rl.losses import masked
+from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
+from tpu_rl.types import Algorithm, Array, Roles, Rows, Sampling
+
+
+@dataclass(frozen=True)
+class GspoConfig(GroupPolicyConfig):
+    """Lengths are tokens; coefficients multiply nats."""
+
+    loss_aggregation: masked.LossAggregation = "sequence_mean"
+    """Weights of the tokens; sequence_mean, every completion alike, is the paper's."""
+    importance_sampling_level: Literal["sequence", "sequence_token"] = "sequence"
+    """Ratio of the whole completion (GSPO), or the token's form of it (GSPO-token)."""
+    clip_low: float = 3e-4
+    """Of the length-normalized ratio, hence far smaller than GRPO's."""
+    clip_high: float = 4e-4
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_clip_range(self.clip_low, self.clip_high)
+
+
+def sequence_ratio(log_probs: Array, old_log_probs: Array, rows: Rows) -> Array:
+    """Return s [R, S], the same at every token of a completion; 1 outside completions."""
+    actions = rows.sequence_ids > 0
+    log_ratio = masked.sequence_total(log_probs - old_log_probs, rows.sequence_ids)
+    lengths = masked.sequence_total(actions.astype(log_probs.dtype), rows.sequence_ids)
+    return jnp.exp(log_ratio / jnp.maximum(lengths, 1.0))
+
+
+def gspo_surrogate(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    rows: Rows,
+    *,
+    clip_low: float,
+    clip_high: float,
+    level: Literal["sequence", "sequence_token"] = "sequence",
+) -> Surrogate:
+    """Return the clipped sequence ratio times the advantage, at every token."""
+    ratio = sequence_ratio(log_probs, old_log_probs, rows)
+    if level == "sequence_token":
+        token_ratio = importance_ratio(log_probs, jax.lax.stop_gradient(log_probs))
+        ratio = jax.lax.stop_gradient(ratio) * token_ratio
+    return clipped_ratio_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo(config: GspoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
+    """Build GSPO. It learns from a Rollout."""
+    surrogate = partial(
+        gspo_surrogate,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        level=config.importance_sampling_level,
+    )
+    return group_policy_gradient(config, roles, sampling, surrogate)

@@ -1,0 +1,127 @@
+"""A lock on a local run folder: one job at a time, and a second one learns who holds it.
+
+The lock is a POSIX record lock of the kernel (fcntl). Of any number of simultaneous starters it
+lets in exactly one, and it ends with its holder, however the holder died. Stale locks therefore do
+not exist, and a child process that outlives the holder does not keep the lock. The content of the
+file is only for people. Over NFS the lock holds between hosts. On file systems whose locks do not
+reach other hosts (gcsfuse), it protects against a second job on the same host only.
+
+This module imports neither JAX nor anything else that takes time.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from tpu_rl.errors import InputError, MachineError
+
+LOCK_FILE = "run.lock"
+_HOLDER_SECONDS = 1.0
+"""Seconds to wait for a new holder to write its name into the file."""
+
+
+@contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Create the folder if needed and hold its lock.
+
+    Raises InputError, within about a second, if another process holds it, and MachineError if the
+    folder cannot be written.
+    """
+    path = run_dir / LOCK_FILE
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise MachineError(
+            "the run folder cannot be written",
+            where=str(run_dir),
+            why=error.strerror or str(error),
+            fix="use another --run-dir",
+        ) from error
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+        _acquire(path, file)
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }
+        _write(file, json.dumps(holder) + "\n")
+        try:
+            yield
+        finally:
+            # The file stays: if it were deleted, two jobs that opened it before and after could
+            # both hold a lock.
+            _write(file, "")
+
+
+def _acquire(path: Path, file: TextIO) -> None:
+    """Lock the file, or raise InputError that names the holder."""
+    deadline = time.monotonic() + _HOLDER_SECONDS
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                print(
+                    f"warning: {path} cannot be locked ({error.strerror}): start no second job "
+                    "here",
+                    file=sys.stderr,
+                )
+                return
+        holder = _read(file)
+        if holder is not None or time.monotonic() > deadline:
+            owner = "it has not said who it is"
+            if holder:
+                owner = "host {host}, pid {pid}, since {started}".format(**holder)
+            raise InputError(
+                "another job is working in this run folder",
+                where=str(path.parent),
+                why=owner,
+                fix="wait for it or end it, or use another --run-dir",
+            )
+        time.sleep(0.02)
+
+
+def _read(file: TextIO) -> dict[str, Any] | None:
+    """Return the holder that the file names.
+
+    None if the holder has not written its name yet: the file is empty, half written, or names a
+    dead process.
+    """
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        is_here = holder["host"] == socket.gethostname()
+        if is_here and not _is_alive(int(holder["pid"])):
+            return None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return holder
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _write(file: TextIO, text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()

@@ -1,0 +1,24 @@
+"""The cost of a compiled program, estimated from its text; no accelerator is needed.
+
+`read` parses the optimized HLO, `operations` counts FLOPs, bytes and collectives, and `estimate`
+turns them into a lower bound on time for a `Chip`.
+"""
+
+from tpu_rl.cost_model.chips import CHIPS, Chip, Estimate, Torus, estimate, link_seconds, sent_bytes
+from tpu_rl.cost_model.costs import Operation, operations, total_flops
+from tpu_rl.cost_model.hlo import read, unfused
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Estimate",
+    "Operation",
+    "Torus",
+    "estimate",
+    "link_seconds",
+    "operations",
+    "read",
+    "sent_bytes",
+    "total_flops",
+    "unfused",
+]

@@ -1,0 +1,169 @@
+"""Peak rates of TPU chips, and the least time that a program's operations take on them.
+
+Figures are per chip, in decimal units, from Google's public pages (Cloud TPU documentation, "TPU
+architecture": the pages of v4, v5e, v5p and v6e). The rate of a link is the chip's bandwidth over
+its ports, one way; where a page gives the sum of both directions, half of it. The rate to the host
+is on none of these pages: it is the figure that "How to Scale Your Model" (Austin et al., 2025,
+chapter 2) uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tpu_rl.cost_model.costs import Link, Operation, total_flops
+
+HOP_SECONDS = 1e-6
+"""Latency of a message between neighboring chips: about a microsecond."""
+
+Coordinates = Sequence[tuple[int, ...]]
+"""The place in the torus of each partition's chip."""
+
+
+class Chip(NamedTuple):
+    """Peak rates of one chip."""
+
+    kind: str
+    """`device_kind` in jax."""
+    memory: int
+    """Bytes of HBM that a program may use: the compiler's own limit, a little less than the chip
+    has."""
+    memory_rate: float
+    """Bytes per second to and from HBM."""
+    peak: float
+    """FLOPs per second of bfloat16 matrix products."""
+    link_rate: float
+    """Bytes per second to one neighbor, one way."""
+    host_rate: float
+    """Bytes per second between the memory of the chip and of its host, one way."""
+    wraps: str
+    """The dimensions of a slice that close to rings. "16": those of 16 chips; "cubes": all, if all
+    are multiples of 4."""
+
+
+CHIPS: Mapping[str, Chip] = {
+    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, 16e9, "cubes"),
+    "v5e": Chip("TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, 16e9, "16"),
+    "v5p": Chip("TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, 16e9, "cubes"),
+    "v6e": Chip("TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, 32e9, "16"),
+}
+"""Name in a topology -> chip."""
+
+
+class Torus(NamedTuple):
+    """The chips on which the partitions of a program run."""
+
+    coordinates: Coordinates
+    chip: Chip
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Chips along each dimension."""
+        return tuple(max(values) + 1 for values in zip(*self.coordinates, strict=True))
+
+    def is_ring(self, dimension: int, size: int) -> bool:
+        """Return whether `size` chips in a line along a dimension close to a ring."""
+        spans_dimension = size == self.sizes[dimension]
+        if self.chip.wraps == "16":
+            return spans_dimension and size == 16
+        return spans_dimension and all(n % 4 == 0 for n in self.sizes)
+
+
+class Estimate(NamedTuple):
+    """A lower bound on a program's time on one device."""
+
+    flops: float
+    bytes: float
+    """Read from and written to HBM."""
+    link_bytes: float
+    """Sent to other chips."""
+    compute_seconds: float
+    """All matrix products at the chip's peak."""
+    memory_seconds: float
+    """All bytes at the memory's rate."""
+    link_seconds: float
+    """All collectives, one after the other."""
+    exposed_seconds: float
+    """The part of the collectives that no computation hides."""
+    seconds: float
+    """The sum of exposed collectives and of all operations, each as long as its products or its
+    bytes take, whichever is longer."""
+    uncounted: tuple[str, ...]
+    """Kernels that do not state their FLOPs."""
+
+
+def estimate(operations: Sequence[Operation], torus: Torus) -> Estimate:
+    """Return the least time of a program's operations, at peak rates."""
+    chip = torus.chip
+    busy: dict[str, float] = {}  # Scope -> seconds of computation in it.
+    overlapping: dict[str, dict[tuple[int, ...], float]] = {}  # Scope -> group -> seconds.
+    exposed_seconds = 0.0
+    all_link_seconds = 0.0
+    link_bytes = 0.0
+    memory_bytes = 0.0
+    for operation in operations:
+        link = operation.link
+        if link is not None:
+            seconds = operation.times * link_seconds(link, torus)
+            all_link_seconds += seconds
+            link_bytes += operation.times * sent_bytes(link)
+            if link.overlaps:
+                # Permutations go both ways around a ring at once. Other collectives use all links
+                # of their group.
+                group = link.group if link.kind == "collective-permute" else ()
+                by_group = overlapping.setdefault(operation.scope, {})
+                by_group[group] = by_group.get(group, 0.0) + seconds
+            else:
+                exposed_seconds += seconds
+        memory_bytes += operation.times * operation.bytes
+        seconds = max(operation.flops / chip.peak, operation.bytes / chip.memory_rate)
+        busy[operation.scope] = busy.get(operation.scope, 0.0) + operation.times * seconds
+    for scope, by_group in overlapping.items():
+        seconds = by_group.pop((), 0.0) + max(by_group.values(), default=0.0)
+        exposed_seconds += max(seconds - busy.get(scope, 0.0), 0.0)
+    flops = total_flops(operations)
+    return Estimate(
+        flops=flops,
+        bytes=memory_bytes,
+        link_bytes=link_bytes,
+        compute_seconds=flops / chip.peak,
+        memory_seconds=memory_bytes / chip.memory_rate,
+        link_seconds=all_link_seconds,
+        exposed_seconds=exposed_seconds,
+        seconds=sum(busy.values()) + exposed_seconds,
+        uncounted=tuple(sorted({op.name for op in operations if op.uncounted})),
+    )
+
+
+def sent_bytes(link: Link) -> float:
+    """Return the bytes that a device must at least send, or receive."""
+    others = len(link.group) - 1
+    share = others / len(link.group)
+    factors = {"all-gather": others, "all-reduce": 2 * share, "collective-permute": 1.0}
+    return link.bytes * factors.get(link.kind, share)
+
+
+def link_seconds(link: Link, torus: Torus) -> float:
+    """Return the time of a collective: bytes over the links of a chip in its group, plus latency.
+
+    A group that fills a box of the torus uses one link per dimension, or two where the dimension is
+    a ring. Any other group uses one link, and so does a permutation.
+    """
+    rate = torus.chip.link_rate
+    chips = [torus.coordinates[partition] for partition in link.group]
+    sizes = [len(set(values)) for values in zip(*chips, strict=True)]
+    spanned = [
+        (size, torus.is_ring(dimension, size)) for dimension, size in enumerate(sizes) if size > 1
+    ]
+    if link.kind == "collective-permute" or math.prod(sizes) != len(chips):
+        hops = 1 if link.kind == "collective-permute" else len(chips) - 1
+        return sent_bytes(link) / rate + hops * HOP_SECONDS
+    hops = sum(size // 2 if ring else size - 1 for size, ring in spanned)
+    if link.kind in ("all-to-all", "ragged-all-to-all"):
+        longest, ring = max(spanned)
+        return link.bytes * longest / (4 * (2 if ring else 1) * rate) + hops * HOP_SECONDS
+    passes = 2 if link.kind == "all-reduce" else 1
+    links = sum(2 if ring else 1 for _, ring in spanned)
+    return sent_bytes(link) / (links * rate) + passes * hops * HOP_SECONDS

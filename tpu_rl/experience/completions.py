@@ -1,0 +1,84 @@
+"""Demonstrations and completions: texts to imitate, from the data or from a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import data
+from tpu_rl.data import Row
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
+from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.types import Completions, Demonstrations, Rollout, TrainState
+
+Demonstrate = Callable[[list[Row]], Demonstrations]
+"""Rows that bring completions -> their texts as token ids."""
+
+
+def demonstration_source(stream: data.RowStream, demonstrate: Demonstrate) -> Source:
+    """Return the source of the stream's own demonstrations."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        del step, state
+        return offline(demonstrate(next(stream)[1]))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def completion_source(
+    policy: Engine,
+    teacher: Engine | None,
+    stream: data.RowStream,
+    batch: BatchConfig,
+    num_on_policy: int,
+    demonstrate: Demonstrate,
+    teacher_role: str | None = None,
+) -> Source:
+    """Return the source of completions for distillation.
+
+    The policy completes the first `num_on_policy` prompts of each batch. The teacher completes the
+    others; without a teacher, the data rows bring their completions.
+    """
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        rows = next(stream)[1]
+        experience = offline(None)
+        parts: list[tuple[Rollout | Demonstrations, bool]] = []
+        if num_on_policy:
+            request = RolloutRequest(rows[:num_on_policy], step, 0, int(state.step))
+            experience = from_scored(policy.roll_out(state.params, request), step)
+            parts.append((experience.data, True))
+        remaining = rows[num_on_policy:]
+        if remaining and teacher is not None:
+            first_row_id = num_on_policy * batch.group_size
+            request = RolloutRequest(remaining, step, first_row_id, int(state.step))
+            taught = from_scored(teacher.roll_out(state.params, request), step)
+            parts.append((taught.data, False))
+            experience.metrics["distill/teacher_reward"] = taught.metrics["reward/mean"]
+            experience.records.extend(record | {"by": teacher_role} for record in taught.records)
+            experience.warnings.extend(taught.warnings)
+        elif remaining:
+            parts.append((demonstrate(remaining), False))
+        return experience._replace(data=together(parts))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def together(parts: list[tuple[Rollout | Demonstrations, bool]]) -> Completions:
+    """Return texts, each with True if the policy sampled them, as one batch with new group ids."""
+    width = max(texts.tokens.shape[1] for texts, _ in parts)
+    num_groups = 0
+    columns = []
+    for texts, on_policy in parts:
+        padding = ((0, 0), (0, width - texts.tokens.shape[1]))
+        group_index = np.unique(np.asarray(texts.group_id), return_inverse=True)[1]
+        group_id = num_groups + group_index
+        num_groups = int(group_id.max()) + 1
+        tokens = np.pad(np.asarray(texts.tokens), padding)
+        mask = np.pad(np.asarray(texts.action_mask), padding)
+        columns.append((tokens, mask, group_id.astype(np.int32), np.full(len(tokens), on_policy)))
+    arrays: list[Any] = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    return Completions(*arrays)

@@ -1,0 +1,127 @@
+"""Configuration of a run's data, batches and rollouts.
+
+The sources of experience read these values, and `launch.config` composes them into an experiment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+from tpu_rl import sampler
+from tpu_rl.environments import TASKS
+from tpu_rl.sampler import Speculation
+from tpu_rl.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class FileData:
+    """JSONL or Parquet rows."""
+
+    path: str | None = None
+    """Training rows. Columns: `prompt` (text or messages), `messages`, or `prompt` and
+    `completion`, and any others; for preferences `prompt, chosen, rejected`, or `prompt,
+    completion, label` if each completion is graded by itself."""
+    evaluation_path: str | None = None
+    """Held-out rows. Without it, the last rows of `path` are held out and never trained on."""
+    format: Literal["plain", "code", "gsm8k", "gsm8k_solutions"] = "plain"
+    """code: also a column `tests`, for the reward python_tests. gsm8k: columns `question` and
+    `answer`, as published. gsm8k_solutions: example_model_solutions.jsonl, whose right and wrong
+    solutions of a problem make pairs; the last problems, at most a quarter, are held out."""
+    instruction: str = ""
+    """Text to append to every prompt, or to the last user message of a conversation."""
+
+
+if TYPE_CHECKING:
+    DataConfig = Any
+else:
+    DataConfig = Union[(*(task.settings for task in TASKS.values()), FileData)]  # noqa: UP007
+"""The data of a run: the settings of any task in `TASKS`, or files."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    prompts: int = 32
+    """Prompts, or demonstrations, per step of the run."""
+    group_size: int = 8
+    """Completions per prompt; 1 for demonstrations."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass over the batch."""
+    ppo_epochs: int = 1
+    """Passes over the batch."""
+    row_length: int = 512
+    """Tokens per packed row."""
+    micro_batch_rows: int = 8
+    """Packed rows in memory at once, over all devices. It is rounded up to a number that the
+    devices can share."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Settings of when rollouts are sampled, and which of them a step learns from."""
+
+    dynamic_sampling_rounds: int = 0
+    """Dynamic sampling (DAPO): the largest number of further batches that are sampled to replace
+    groups whose rewards are all equal. 0 turns it off."""
+    partial: int = 0
+    """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
+    continue in the next step. 0 waits for every completion. The sampler checks every
+    --sampling.host-sync-steps tokens."""
+    one_step_off: bool = False
+    """Sample the next batch before this step's update, while this batch's rewards are computed in
+    other processes. Each step then learns from rollouts that are one update old."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_num_seqs: int = 256
+    """Completions decoded at once. When one ends, the next takes its slot."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits of tokens that are in the text already, and multiply negative ones.
+    Evaluation ignores it, as it ignores logit_bias."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and the number to add to its logit; -inf forbids a token."""
+    stop_strings: tuple[str, ...] = ()
+    """End a completion with the token that completes one of these strings in its text."""
+    kv_cache_dtype: Literal["computed", "int8"] = "computed"
+    """The type of cached keys and values: the type that they are computed in, or int8 with a scale
+    per token and head, which takes half of bfloat16's memory. With int8, the sampler's log-probs
+    differ from the trainer's: policy/log_prob_gap_mean says by how much, and GRPO's
+    --algorithm.importance-sampling-cap with recomputed old log-probs corrects for it. Evaluation
+    never rounds."""
+    tensor_parallel: int | None = None
+    """Devices that share heads, widths and vocabulary during sampling, whatever the run's mesh is.
+    The other devices share rows; all devices share the experts of a mixture if they divide their
+    number. Decoding then gathers no weights. The default samples on the run's mesh."""
+    host_sync_steps: int = 128
+    """Decode steps between two visits of the host, which starts the rewards of complete groups and
+    looks for stop strings."""
+    speculation: Speculation = Speculation()
+    """Sample the same completions in fewer steps. Evaluation and Q# decode without it."""
+
+
+def sampler_config(
+    sampling: SamplingConfig, tokenizer: Tokenizer, group_size: int
+) -> sampler.SamplerConfig:
+    """Return the sampler's settings for groups of completions, without speculation."""
+    return sampler.SamplerConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        stop_ids=tokenizer.eos_ids,
+        samples_per_prompt=group_size,
+        pad_id=tokenizer.pad_id,
+        max_num_seqs=sampling.max_num_seqs,
+        prompt_length=sampling.max_prompt_tokens,
+        segments=sampler.SegmentConfig(steps=sampling.host_sync_steps),
+    )

@@ -1,0 +1,91 @@
+"""Experience in packed rows: the last step on the host before an algorithm's `make_batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.train import packing, sharding
+from tpu_rl.types import (
+    Completions,
+    Demonstrations,
+    Experience,
+    Layout,
+    Pairs,
+    QExamples,
+    Rollout,
+)
+
+
+def lay_out(batch: BatchConfig, data: Any, mesh: Mesh, key_tiles: bool = True) -> Experience:
+    """Return the data with their places in packed rows, as device arrays spread over the mesh.
+
+    Set `key_tiles` to False if no attention reads `Layout.key_tiles`: their sizes differ from batch
+    to batch, and each new size would compile the programs again.
+    """
+
+    def place(array: Any) -> jax.Array:
+        return sharding.put(array, experience_sharding(mesh, np.shape(array)))
+
+    layout = layout_of(batch, data)
+    if not key_tiles:
+        layout = replace(layout, key_tiles=None)
+    return jax.tree.map(place, Experience(data, layout))
+
+
+def layout_of(batch: BatchConfig, data: Any) -> Layout:
+    """Return the place of each token in the packed rows of the micro-batches."""
+    return packing.lay_out(
+        np.asarray(data.action_mask),
+        np.asarray(data.group_id),
+        row_length=batch.row_length,
+        micro_batch_rows=batch.micro_batch_rows,
+        minibatches=batch.num_minibatches,
+        whole_groups=isinstance(data, Pairs),
+    )
+
+
+def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """Return the sharding of an array of an `Experience`.
+
+    Completions [N, ...] and packed rows [M, K, R, S] are spread by rows.
+    """
+    return sharding.batch_sharding(mesh, shape, 2 if len(shape) >= 4 else 0)
+
+
+def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: ExperienceSpec) -> Any:
+    """Return host arrays of a batch in which every text has full length.
+
+    Pairs are cut to what a packed row holds.
+    """
+    kind = spec.kind
+    prompt_tokens = sampling.max_prompt_tokens
+    new_tokens = sampling.max_new_tokens
+    members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size)
+    if kind is Pairs:
+        new_tokens = min(new_tokens, (batch.row_length - prompt_tokens) // 2)
+    shape = (batch.prompts * members, prompt_tokens + sampling.max_new_tokens)
+    tokens = np.zeros(shape, np.int32)
+    floats = np.zeros(shape, np.float32)
+    mask = np.zeros(shape, bool)
+    mask[:, prompt_tokens : prompt_tokens + new_tokens] = True
+    group = np.repeat(np.arange(batch.prompts, dtype=np.int32), members)
+    flags = np.zeros(len(group), bool)
+    steps = np.zeros_like(group)
+    keys = np.zeros((len(group), 2), np.uint32)
+    value = None if spec.prompt_value is None else floats[:, 0]
+    fields: dict[type, tuple[Any, ...]] = {
+        Rollout: (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags, value),
+        Demonstrations: (tokens, mask, group),
+        Completions: (tokens, mask, group, flags),
+        Pairs: (tokens, mask, group, flags, floats[:, 0], floats),
+        QExamples: (tokens, mask, group, floats),
+    }
+    return kind(*fields[kind])

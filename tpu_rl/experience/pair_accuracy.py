@@ -1,0 +1,109 @@
+"""The share of held-out pairs that a model ranks rightly, with intervals over problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl.data import Row
+from tpu_rl.rollout import evaluation
+from tpu_rl.train import packing, sharding, update_step
+from tpu_rl.types import Algorithm, Experience, Pairs, Params
+
+
+def problems_of(rows: Sequence[Row]) -> list[int]:
+    """Return the problem of each row: its column `problem`, or a problem of its own."""
+    return [row.get("problem", row["row"]) for row in rows]
+
+
+def ranking_accuracy(
+    algorithm: Algorithm,
+    train: Pairs,
+    held_out: Pairs,
+    problems: list[int],
+    mesh: Mesh,
+    context_devices: int = 1,
+) -> Callable[[Params], dict[str, float]]:
+    """Return what computes how many held-out pairs the algorithm ranks as their labels say.
+
+    A problem counts once, whatever the number of its pairs. The metrics also tell how well the
+    lengths of completions alone rank them.
+
+    Args:
+        algorithm: its loss reports the metric preference/accuracy. Each pair is an optimizer step
+            of its own, so that the metric is that of one pair.
+        train: training pairs, from which the rule about lengths is learned.
+        held_out: the pairs to rank.
+        problems: the problem of each held-out pair.
+        mesh: the run's mesh.
+        context_devices: devices that share the tokens of a packed row.
+    """
+    mask = np.asarray(held_out.action_mask)
+    pair_lengths = mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)
+    # A length that devices, or tiles of attention, can share.
+    unit = 256 * context_devices if context_devices > 1 else 64
+    layout = packing.lay_out(
+        mask,
+        np.asarray(held_out.group_id),
+        row_length=-(-int(pair_lengths.max()) // unit) * unit,
+        micro_batch_rows=1,
+        minibatches=len(problems),
+        whole_groups=True,
+    )
+    length_rule = by_problem(longer_or_shorter(train, held_out), problems)
+
+    @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
+    def accuracies(params: Params, experience: Experience) -> jax.Array:
+        batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
+
+        def pair_accuracy(minibatches: Any) -> jax.Array:
+            _, metrics = algorithm.loss(params, update_step.minibatch(minibatches, 0))
+            accuracy = {"accuracy": metrics["preference/accuracy"]}
+            return update_step.reduce_metrics(accuracy)["accuracy"]
+
+        return jax.lax.map(pair_accuracy, batch)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        right = sharding.to_host(accuracies(params, Experience(held_out, layout)))
+        measured = as_metrics("eval/", by_problem(right, problems))
+        return measured | as_metrics("eval/length_only_", length_rule)
+
+    return evaluate
+
+
+def longer_or_shorter(train: Pairs, held_out: Pairs) -> np.ndarray:
+    """Return [pairs] how well one rule ranks the held-out pairs: 1 right, 0 wrong, 0.5 a tie.
+
+    The rule is "the longer completion is better" or its opposite, whichever is right more often in
+    training.
+    """
+
+    def longer_wins(pairs: Pairs) -> np.ndarray:
+        chosen, rejected = np.asarray(pairs.action_mask).sum(-1).reshape(-1, 2).T
+        return (chosen > rejected) + 0.5 * (chosen == rejected)
+
+    right = longer_wins(held_out)
+    return right if longer_wins(train).mean() >= 0.5 else 1 - right
+
+
+def as_metrics(prefix: str, estimate: evaluation.Estimate) -> dict[str, float]:
+    """Return an estimate as four metrics."""
+    return {
+        f"{prefix}accuracy": estimate.value,
+        f"{prefix}accuracy_low": estimate.low,
+        f"{prefix}accuracy_high": estimate.high,
+        f"{prefix}n": estimate.n,
+    }
+
+
+def by_problem(shares: np.ndarray, problems: Sequence[int]) -> evaluation.Estimate:
+    """Return the mean over problems of each problem's mean, with its interval."""
+    of_row = np.array(problems)
+    return evaluation.estimate(
+        [float(np.mean(shares[of_row == problem])) for problem in sorted(set(problems))]
+    )

@@ -1,0 +1,139 @@
+"""Preference pairs and judged completions: given by the data, or sampled and told apart by rewards.
+
+Sampled completions bring the log-probs of the policy that sampled them. For given pairs see
+`reference_log_probs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpu_rl import data
+from tpu_rl.data import Row
+from tpu_rl.experience import pairing
+from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
+from tpu_rl.rollout import dynamic_sampling
+from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.scoring import Scored
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Pairs, TrainState
+
+ToPairs = Callable[[list[Row]], Pairs]
+"""Rows of pairs -> their token ids, two completions per row."""
+
+
+def sampled_pair_source(
+    engine: Engine,
+    stream: data.RowStream,
+    batch: BatchConfig,
+    graded: bool,
+    dynamic_sampling_rounds: int = 0,
+) -> Source:
+    """Return the source of pairs of sampled completions: of each prompt a good and a bad one.
+
+    With `graded`, each completion stands for itself, with True if it is good.
+    """
+    num_completions = batch.prompts * batch.group_size
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        def roll_out(rows: list[Row], round_: int) -> Scored:
+            request = RolloutRequest(rows, step, round_ * num_completions, int(state.step))
+            return engine.roll_out(state.params, request)
+
+        scored = dynamic_sampling.collect(
+            lambda: next(stream)[1], roll_out, dynamic_sampling_rounds
+        )
+        pairs, num_without = pairing.grade(scored) if graded else pairing.pair_up(scored)
+        num_groups = len(np.unique(pairs.group_id))
+        experience = from_scored(scored, step, pairs)
+        experience.metrics["preference/pairs"] = num_groups - num_without
+        experience.metrics["preference/no_pair"] = num_without / num_groups
+        return experience
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def given_pair_source(stream: data.RowStream, to_pairs: ToPairs) -> Source:
+    """Return the source of the stream's own pairs."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        del step, state
+        return offline(to_pairs(next(stream)[1]))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+@dataclass(frozen=True)
+class GivenPairs:
+    """The rows of given pairs that can be trained on.
+
+    The column `row` numbers all given rows from 0, the training rows first.
+    """
+
+    train: list[Row]
+    held_out: list[Row]
+    dropped: list[tuple[Row, str]]
+    """The other rows, each with the reason."""
+    num_given: int
+    fingerprint: str
+    """Of all rows, as they were given."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """The different reasons for which rows were dropped, sorted."""
+        return sorted({reason for _, reason in self.dropped})
+
+    @property
+    def usable(self) -> list[Row]:
+        """The training rows, then the held-out rows."""
+        return [*self.train, *self.held_out]
+
+
+def usable_pairs(
+    train: Sequence[Row],
+    held_out: Sequence[Row],
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+    row_length: int,
+) -> GivenPairs:
+    """Return the rows that fit the limits of tokens.
+
+    No completion is cut to fit: what decides between two solutions often stands at their end.
+    """
+    given = [*train, *held_out]
+    reasons = [_reason_to_drop(row, tokenizer, sampling, row_length) for row in given]
+    numbered = [row | {"row": index} for index, row in enumerate(given)]
+    usable = [row for row in numbered if not reasons[row["row"]]]
+    return GivenPairs(
+        train=[row for row in usable if row["row"] < len(train)],
+        held_out=[row for row in usable if row["row"] >= len(train)],
+        dropped=[(row, reason) for row, reason in zip(numbered, reasons, strict=True) if reason],
+        num_given=len(given),
+        fingerprint=data.fingerprint(given),
+    )
+
+
+def _reason_to_drop(
+    row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, row_length: int
+) -> str:
+    if "chosen" in row and row["chosen"] == row["rejected"]:
+        return "both completions are the same"
+    return "" if _fits(row, tokenizer, sampling, row_length) else "they are too long"
+
+
+def _fits(row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, row_length: int) -> bool:
+    """Return True if prompt, completions and the whole pair are within their limits."""
+    pair = data.pairs([row], tokenizer, 1 + sampling.max_prompt_tokens + sampling.max_new_tokens)
+    mask = np.asarray(pair.action_mask)
+    prompt_length = int(mask[0].argmax())
+    lengths = mask.sum(-1)
+    return bool(
+        mask.any(-1).all()
+        and prompt_length <= sampling.max_prompt_tokens
+        and lengths.max() <= sampling.max_new_tokens
+        and prompt_length + int(lengths.sum()) <= row_length
+    )

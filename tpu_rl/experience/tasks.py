@@ -1,0 +1,222 @@
+"""The data rows that a run trains on and is evaluated on.
+
+They come from a task that makes its own problems (`tpu_rl.environments.TASKS`), or from files.
+`make_stream` is the whole way from the data's configuration to an endless stream of batches of
+rows; the other functions are its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_rl import data
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.data import Row, Rows
+from tpu_rl.environments import task_of
+from tpu_rl.errors import InputError
+from tpu_rl.experience import dataset_identity
+from tpu_rl.experience.config import DataConfig, FileData
+from tpu_rl.rollout import prompts
+from tpu_rl.sandbox import unit_tests
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
+
+
+def make_stream(
+    data_config: DataConfig,
+    spec: ExperienceSpec,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seed: int,
+    num_held_out: int,
+    max_prompt_tokens: int,
+    run_dir: Path,
+    accept_dataset_change: bool = False,
+    rows_in_checkpoints: bool = False,
+) -> data.RowStream:
+    """Return the training rows, endlessly, in batches.
+
+    Args:
+        data_config: a task's settings, or files.
+        spec: what the algorithm learns from.
+        tokenizer: measures prompts.
+        batch_size: rows per batch.
+        seed: seed of the problems of a task, and of the order of rows.
+        num_held_out: rows of a file that are held out, if no other file has the held-out rows.
+        max_prompt_tokens: rows of a file with a longer prompt are dropped, with a warning.
+        run_dir: the run folder. It keeps digests of the rows of a file.
+        accept_dataset_change: whether a resumed run may go on with rows that changed.
+        rows_in_checkpoints: whether checkpoints contain rows, which must then be JSON values.
+
+    Raises:
+        InputError: if the data cannot be used, or changed since the run began.
+    """
+    rows = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+    if not isinstance(rows, list):
+        return data.stream(rows, seed, batch_size)
+    if spec.kind is not Demonstrations and "prompt" in rows[0]:
+        rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
+    if rows_in_checkpoints:
+        require_json(rows)
+    return dataset_identity.make_stream(
+        rows,
+        spec,
+        batch_size=batch_size,
+        seed=seed,
+        run_dir=run_dir,
+        data_path=data_config.path,
+        accept_change=accept_dataset_change,
+    )
+
+
+def train_rows(
+    data_config: DataConfig, spec: ExperienceSpec, *, seed: int, num_held_out: int
+) -> Rows:
+    """Return the training rows: a list of those of a file, or a task's endless rows."""
+    task = task_of(data_config)
+    if task is None:
+        return file_rows(data_config, spec, num_held_out)[0]
+    if spec.kind in (Demonstrations, Completions):
+        return task.demonstrations(data_config, seed)
+    return task.train_rows(data_config, seed)
+
+
+def evaluation_rows(data_config: DataConfig, spec: ExperienceSpec, count: int) -> list[Row]:
+    """Return the first `count` held-out rows, the same for every seed and step.
+
+    A file may have fewer. `spec` is that of the run's algorithm.
+    """
+    task = task_of(data_config)
+    if task is None:
+        return file_rows(data_config, spec, num_held_out=count)[1][:count]
+    rows = task.evaluation_rows(data_config, count)
+    return [rows[index] for index in range(count)]
+
+
+def drop_misfits(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Row]:
+    """Return the rows whose prompts are short enough; print a warning if others are dropped."""
+    fitting, message = prompts.drop_misfits(rows, tokenizer, max_prompt_tokens)
+    if message:
+        print(f"warning: {message}", file=sys.stderr)
+    return fitting
+
+
+def require_json(rows: Sequence[Row]) -> None:
+    """Check that checkpoints can contain the rows, as those of unfinished completions.
+
+    Raises:
+        InputError: if a row is not a JSON value.
+    """
+    for number, row in enumerate(rows, start=1):
+        for column, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"the column {column!r} has a value that a checkpoint cannot contain",
+                    where=f"training row {number}; "
+                    "--data.path, --rollout.partial, --rollout.one-step-off",
+                    why=f"with these flags checkpoints contain rows, as JSON: {error}",
+                    fix="make it text or numbers, drop the column, or leave out both flags",
+                ) from error
+
+
+# --- files ---
+
+
+def file_rows(
+    files: FileData, spec: ExperienceSpec, num_held_out: int
+) -> tuple[list[Row], list[Row]]:
+    """Return (training rows, held-out rows) of `files`.
+
+    Without a second file, the last rows are held out: `num_held_out`, but a tenth of all at most.
+    Of formats with several rows per problem, see `solution_rows`.
+
+    Raises:
+        InputError: if no file is given, or a row lacks a column or is not valid.
+    """
+    if files.path is None:
+        raise InputError(
+            "no data given",
+            where="--data.path",
+            why="this preset reads its rows from a file",
+            fix="give a JSONL or Parquet file",
+        )
+    if files.format == "gsm8k_solutions":
+        return solution_rows(files, spec, num_held_out)
+    rows = read_rows(files, files.path, spec)
+    if files.evaluation_path is not None:
+        return rows, read_rows(files, files.evaluation_path, spec)
+    num_train = len(rows) - min(num_held_out, len(rows) // 10)
+    return rows[:num_train], rows[num_train:]
+
+
+def solution_rows(
+    files: FileData, spec: ExperienceSpec, num_held_out: int
+) -> tuple[list[Row], list[Row]]:
+    """Return (training rows, held-out rows) made of graded solutions.
+
+    For pairs, each right solution of a problem is compared with each wrong one. For graded
+    completions, each solution is a row. For demonstrations, each right solution is a row. Held-out
+    rows come from other problems. Without a second file these are the last problems:
+    `num_held_out`, but a quarter of all at most.
+    """
+
+    def read_problems(path: str) -> list[list[Row]]:
+        rows = data.read(path, ("question",))
+        return [data.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
+
+    def rows_of(problems: list[list[Row]]) -> list[Row]:
+        if spec.kind is Pairs and not spec.graded:
+            problems = [data.pair_graded(solutions) for solutions in problems]
+        return [
+            _with_instruction(row, files.instruction)
+            for solutions in problems
+            for row in solutions
+            if spec.kind is Pairs or row["label"]
+        ]
+
+    problems = read_problems(str(files.path))
+    if files.evaluation_path is not None:
+        return rows_of(problems), rows_of(read_problems(files.evaluation_path))
+    num_train = len(problems) - min(num_held_out, len(problems) // 4)
+    return rows_of(problems[:num_train]), rows_of(problems[num_train:])
+
+
+def read_rows(files: FileData, path: str, spec: ExperienceSpec) -> list[Row]:
+    """Return the rows of a file, with the instruction appended to their prompts.
+
+    Raises:
+        InputError: if a row lacks a column of `spec.columns` or is not valid.
+    """
+    if files.format == "gsm8k":
+        rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
+    elif files.format == "code":
+        rows = data.read(
+            path, (*spec.columns, "tests"), lambda row: unit_tests.check_tests(row["tests"])
+        )
+    elif spec.columns == ("messages",) and "messages" not in data.read(path, ())[0]:
+        rows = data.read(path, ("prompt", "completion"))
+    else:
+        rows = data.read(path, spec.columns)
+    if spec.kind is Rollout:
+        # Rewards read columns, so each row must have all of them.
+        all_columns = dict.fromkeys(name for row in rows for name in row)
+        rows = [all_columns | row for row in rows]
+    return [_with_instruction(row, files.instruction) for row in rows]
+
+
+def _with_instruction(row: Row, instruction: str) -> Row:
+    """Return the row with the instruction at the end of its prompt, or of its last message."""
+    if not instruction or "prompt" not in row:
+        return row
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return row | {"prompt": prompt + instruction}
+    last: dict[str, Any] = prompt[-1] | {"content": prompt[-1]["content"] + instruction}
+    return row | {"prompt": [*prompt[:-1], last]}

@@ -1,0 +1,480 @@
+"""Losses of preferences: two completions that were compared, or one that was judged good or bad.
+
+Every loss is a function of scores s. For DPO and its relatives, s is the sum over the completion's
+tokens of log policy(y|x) - log reference(y|x), and beta s is the implicit reward (arXiv 2305.18290,
+section 4). "Averaged" means divided by the completion's length in tokens; "without a reference"
+means log policy(y|x) only. For a reward model, s is the reward. `chosen` and `rejected` are the
+scores of the two completions of a pair, arrays of one shape [...], and every loss has that shape
+too. It is smallest where chosen is far above rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.losses import masked
+from tpu_rl.types import Array, Metrics
+
+Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
+
+LARGEST_EXPONENT = 80.0
+"""exp of more than this overflows float32."""
+
+
+# --- pairs in packed rows ---
+
+
+class Pair(NamedTuple):
+    """A quantity of the two completions of a pair."""
+
+    chosen: Array
+    rejected: Array
+
+
+def pair_scores(
+    values: Array, action_mask: Array, preferred: Array, segment_ids: Array, averaged: bool = False
+) -> Pair:
+    """Sum or average `values` over the chosen and over the rejected completion of each pair.
+
+    A pair stands in one segment as a whole (`packing.lay_out` with whole_groups).
+
+    Args:
+      values: [R, S].
+      action_mask: [R, S] bool, the tokens to sum over.
+      preferred: [R, S] bool, True if the token's completion is the preferred one.
+      segment_ids: [R, S], as in `types.Rows`.
+      averaged: whether to divide by the number of tokens.
+
+    Returns:
+      Two arrays [R, S]. Every token of a pair holds the pair's scores; padding holds zero.
+    """
+
+    def total(values: Array | float, side: Array) -> Array:
+        return masked.sequence_total(jnp.where(action_mask & side, values, 0.0), segment_ids)
+
+    def score(side: Array) -> Array:
+        if not averaged:
+            return total(values, side)
+        return total(values, side) / jnp.maximum(total(1.0, side), 1.0)
+
+    return Pair(score(preferred), score(~preferred))
+
+
+def pair_weights(
+    action_mask: Array, preferred: Array, group_id: Array, minibatch: Array, minibatches: int
+) -> Array:
+    """Weigh every pair alike: 1 / number of pairs of the optimizer step.
+
+    A group that lacks its better or its worse completion, or in which one of them is empty, is no
+    pair and counts nothing.
+
+    Args:
+      action_mask: [N, T] bool.
+      preferred: [N] bool.
+      group_id: [N].
+      minibatch: [N], as in `types.Layout`.
+      minibatches: number of optimizer steps.
+
+    Returns:
+      [N, T], zero except on the first action of each pair's preferred completion.
+    """
+    exists = action_mask.any(-1)
+    # Group ids may be of any size; segments are below N.
+    segment = jnp.searchsorted(jnp.sort(group_id), group_id)
+
+    def in_group(rows: Array) -> Array:
+        counts = jax.ops.segment_max(rows.astype(jnp.int32), segment, num_segments=len(segment))
+        return counts[segment] > 0
+
+    is_pair = in_group(exists & preferred) & in_group(exists & ~preferred)
+    first = _first_action(action_mask) & (preferred & is_pair)[:, None]
+    return masked.token_mean(first, minibatch, minibatches)
+
+
+def completion_weights(action_mask: Array, minibatch: Array, minibatches: int) -> Array:
+    """Weigh every completion alike: 1 / number of completions of the optimizer step.
+
+    Returns [N, T], zero except on the first action of each completion. For completions that are
+    judged one by one.
+    """
+    return masked.token_mean(_first_action(action_mask), minibatch, minibatches)
+
+
+def bootstrap_counts(tokens: Array, action_mask: Array, group_id: Array, members: int) -> Array:
+    """Return how often each pair stands in each member's resample of the pairs, [N, members].
+
+    The counts are Poisson(1), the online bootstrap, and the same for the two rows of a pair. Their
+    random key is a hash of the pair's tokens [N, T], so a pair counts the same in every epoch and
+    after a resume.
+    """
+    # True up to the last action: padding does not change the hash.
+    seen = jnp.flip(jax.lax.cummax(jnp.flip(action_mask.astype(jnp.int32), 1), axis=1), 1) > 0
+    columns = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.uint32)[None]
+    mixed = (tokens.astype(jnp.uint32) + jnp.uint32(1)) * (
+        columns * jnp.uint32(2654435761) ^ (columns << 7)
+    )
+    row_hash = jnp.where(seen, mixed, jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
+    same_pair = group_id[:, None] == group_id[None]
+    pair_hash = jnp.where(same_pair, row_hash[None], jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
+
+    def sample(seed: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(0), seed)
+        return jax.random.poisson(key, 1.0, (members,))
+
+    return jax.vmap(sample)(pair_hash).astype(jnp.float32)
+
+
+def _first_action(action_mask: Array) -> Array:
+    return action_mask & (jnp.cumsum(action_mask, axis=-1) == 1)
+
+
+def pair_metrics(chosen: Array, rejected: Array, weights: Array) -> Metrics:
+    """Return the metrics of pairs with these rewards; a tie is half right. All arrays are [R, S].
+
+    Slots with weight zero count nothing.
+    """
+    right = (chosen > rejected) + 0.5 * (chosen == rejected)
+    return {
+        "preference/accuracy": masked.weighted_average(right, weights),
+        "preference/margin": masked.weighted_average(chosen - rejected, weights),
+        "preference/chosen": masked.weighted_average(chosen, weights),
+        "preference/rejected": masked.weighted_average(rejected, weights),
+    }
+
+
+# --- losses of a pair ---
+
+
+def sigmoid(chosen: Array, rejected: Array, beta: float, label_smoothing: float = 0.0) -> Array:
+    """Return -(1 - e) log sigmoid(d) - e log sigmoid(-d) with d = beta (chosen - rejected).
+
+    DPO (arXiv 2305.18290, equation 7). With e > 0 it is conservative DPO (E. Mitchell, 2023), for
+    labels that are wrong with probability e. With averaged s it is the length-normalized DPO of
+    Tulu 3 (arXiv 2411.15124).
+    """
+    logits = beta * (chosen - rejected)
+    right = jax.nn.log_sigmoid(logits)
+    flipped = jax.nn.log_sigmoid(-logits)
+    return -(1 - label_smoothing) * right - label_smoothing * flipped
+
+
+def robust(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
+    """Return [-(1 - e) log sigmoid(d) + e log sigmoid(-d)] / (1 - 2 e) with d = beta (chosen -
+    rejected).
+
+    If a share e < 1/2 of the labels is flipped, its expectation is the DPO loss of the clean labels
+    (robust DPO, arXiv 2403.00409).
+    """
+    logits = beta * (chosen - rejected)
+    right = jax.nn.log_sigmoid(logits)
+    flipped = jax.nn.log_sigmoid(-logits)
+    return (-(1 - label_smoothing) * right + label_smoothing * flipped) / (1 - 2 * label_smoothing)
+
+
+def ipo(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return (chosen - rejected - 1 / (2 beta))^2, for averaged s (IPO, arXiv 2310.12036, eq. 17).
+
+    The margin has a target and does not grow without bound. The paper's authors confirmed to
+    implementers that s is averaged.
+    """
+    return jnp.square(chosen - rejected - 1 / (2 * beta))
+
+
+def hinge(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return max(0, 1 - beta (chosen - rejected)) (SLiC, arXiv 2305.10425, parametrized as DPO)."""
+    return jax.nn.relu(1 - beta * (chosen - rejected))
+
+
+def simpo(chosen: Array, rejected: Array, beta: float, margin: float) -> Array:
+    """Return -log sigmoid(beta (chosen - rejected) - margin), for averaged s without a reference
+    (SimPO, arXiv 2405.14734, equation 6)."""
+    return -jax.nn.log_sigmoid(beta * (chosen - rejected) - margin)
+
+
+def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
+    """Return q log(q / (1 - e)) + (1 - q) log((1 - q) / e) with q = sigmoid(beta (chosen -
+    rejected)).
+
+    This is KL(model || labels) over the two completions, where the labels are (1 - e, e): the
+    reverse of DPO's direction (EXO, arXiv 2402.00856). e must be above zero.
+    """
+    logits = beta * (chosen - rejected)
+    log_q = jax.nn.log_sigmoid(logits)
+    log_not_q = jax.nn.log_sigmoid(-logits)
+    first = jnp.exp(log_q) * (log_q - jnp.log1p(-label_smoothing))
+    return first + jnp.exp(log_not_q) * (log_not_q - jnp.log(label_smoothing))
+
+
+def apo_zero(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return 1 - sigmoid(beta chosen) + sigmoid(beta rejected) (APO-zero, arXiv 2408.06266).
+
+    It raises chosen and lowers rejected.
+    """
+    return jax.nn.sigmoid(-beta * chosen) + jax.nn.sigmoid(beta * rejected)
+
+
+def apo_down(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected)) (APO-down, arXiv
+    2408.06266).
+
+    It lowers both, and rejected more: for a policy that is better than the chosen completions.
+    """
+    return jax.nn.sigmoid(beta * chosen) + jax.nn.sigmoid(-beta * (chosen - rejected))
+
+
+def nca(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return -log sigmoid(beta chosen) - 1/2 log sigmoid(-beta chosen) - 1/2 log sigmoid(-beta
+    rejected).
+
+    Noise-contrastive alignment with two completions (NCA, arXiv 2402.05369). The likelihood of the
+    chosen one does not fall, as it may under DPO.
+    """
+    away = jax.nn.log_sigmoid(-beta * chosen) + jax.nn.log_sigmoid(-beta * rejected)
+    return -jax.nn.log_sigmoid(beta * chosen) - 0.5 * away
+
+
+def sppo(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2 (SPPO with hard labels, arXiv
+    2405.00675)."""
+    return jnp.square(chosen - 0.5 / beta) + jnp.square(rejected + 0.5 / beta)
+
+
+def discopop(chosen: Array, rejected: Array, beta: float, temperature: float = 0.05) -> Array:
+    """Return (1 - g) log(1 + e^-d) + g e^-d with d = beta (chosen - rejected) and g = sigmoid(d /
+    temperature).
+
+    The log-ratio modulated loss, which was found by search (DiscoPOP, arXiv 2406.08414). It is
+    logistic where the pair is wrong and exponential where it is right.
+    """
+    logits = beta * (chosen - rejected)
+    gate = jax.nn.sigmoid(logits / temperature)
+    # Where the gate is zero, the exponential may be infinite, and their product would be NaN.
+    exponential = jnp.exp(-jnp.maximum(logits, -LARGEST_EXPONENT))
+    return -(1 - gate) * jax.nn.log_sigmoid(logits) + gate * exponential
+
+
+def orpo(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), for averaged s
+    without a reference (ORPO, arXiv 2403.07691, equation 6).
+
+    odds = p / (1 - p), where p = e^s is the geometric mean of the token probabilities. The first
+    term is the negative log-likelihood of the chosen completion, so no supervised training is
+    needed first.
+    """
+    log_odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
+    return -chosen - beta * jax.nn.log_sigmoid(log_odds)
+
+
+def _log1mexp(x: Array) -> Array:
+    """Return log(1 - e^x) for x < 0, without loss of digits near either end.
+
+    M. Maechler, "Accurately computing log(1 - exp(-|a|))", 2012. x is kept a little below zero,
+    where the odds would be infinite.
+    """
+    x = jnp.minimum(x, -1e-6)
+    near_zero = x > -0.6931472
+    return jnp.where(
+        near_zero,
+        jnp.log(-jnp.expm1(jnp.where(near_zero, x, -1.0))),
+        jnp.log1p(-jnp.exp(jnp.where(near_zero, -1.0, x))),
+    )
+
+
+def bradley_terry(
+    chosen: Array, rejected: Array, margin: Array | float = 0.0, centering: float = 0.0
+) -> Array:
+    """Return -log sigmoid(chosen - rejected - margin) + centering (chosen + rejected)^2.
+
+    The scores are rewards. The first term is the negative log-likelihood that chosen wins (Bradley
+    and Terry, Biometrika 39, 1952) by a margin that the data give (Llama 2, arXiv 2307.09288,
+    equation 2). Comparisons leave a constant free; the second term holds it near zero (arXiv
+    2312.09244, equation 2).
+    """
+    comparison = -jax.nn.log_sigmoid(chosen - rejected - margin)
+    return comparison + centering * jnp.square(chosen + rejected)
+
+
+class PairLoss(NamedTuple):
+    """A loss of a pair, and the scores that it takes."""
+
+    function: Callable[..., Array]
+    """(chosen, rejected, beta=, and the options) -> losses."""
+    options: tuple[str, ...] = ()
+    """Names of further arguments: "label_smoothing", "margin"."""
+    averaged: bool = False
+    """s is divided by the completion's length."""
+    reference: bool = True
+    """s is relative to a reference."""
+    difference: bool = False
+    """The loss depends on chosen - rejected of sums only, so `divergence_score` may replace s."""
+
+
+PairLossName = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "exo",
+    "hinge",
+    "discopop",
+    "ipo",
+    "apo_zero",
+    "apo_down",
+    "nca",
+    "sppo",
+    "simpo",
+    "orpo",
+]
+PAIR_LOSSES: dict[PairLossName, PairLoss] = {
+    "sigmoid": PairLoss(sigmoid, ("label_smoothing",), difference=True),
+    "sigmoid_norm": PairLoss(sigmoid, ("label_smoothing",), averaged=True),
+    "robust": PairLoss(robust, ("label_smoothing",), difference=True),
+    "exo": PairLoss(exo, ("label_smoothing",), difference=True),
+    "hinge": PairLoss(hinge, difference=True),
+    "discopop": PairLoss(discopop, difference=True),
+    "ipo": PairLoss(ipo, averaged=True),
+    "apo_zero": PairLoss(apo_zero),
+    "apo_down": PairLoss(apo_down),
+    "nca": PairLoss(nca),
+    "sppo": PairLoss(sppo),
+    "simpo": PairLoss(simpo, ("margin",), averaged=True, reference=False),
+    "orpo": PairLoss(orpo, averaged=True, reference=False),
+}
+
+
+def conflict(
+    name: PairLossName, label_smoothing: float, divergence: Divergence, alpha: float
+) -> str:
+    """Return why these settings do not go together, or "" if they do."""
+    loss = PAIR_LOSSES[name]
+    if not 0 <= label_smoothing < 0.5:
+        return f"label smoothing {label_smoothing} is not in [0, 0.5)"
+    if label_smoothing > 0 and "label_smoothing" not in loss.options:
+        return f"{name} has no label smoothing"
+    if name == "exo" and label_smoothing == 0:
+        return f"{name} needs label smoothing above 0"
+    if divergence != "reverse_kl" and not loss.difference:
+        return f"{name} is defined for the reverse KL only"
+    if divergence == "alpha" and alpha == 1:
+        return "the alpha divergence with alpha 1 is reverse_kl"
+    return ""
+
+
+# --- losses of one completion ---
+#
+# `preferred` [...] bool: the completion was judged good. `baseline`: the score of a completion that
+# is neither good nor bad.
+
+
+def kto(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
+    """Return 1 - sigmoid(beta (s - baseline)) for a good completion and 1 - sigmoid(beta (baseline
+    - s)) for a bad one (KTO, arXiv 2402.01306).
+
+    The baseline is KL(policy || reference), estimated on completions of other prompts, never below
+    zero, and a constant to gradients.
+    """
+    return jax.nn.sigmoid(-_signed_reward(score, preferred, baseline, beta))
+
+
+def bco(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
+    """Return -log sigmoid(beta (s - baseline)) for a good completion and -log sigmoid(beta
+    (baseline - s)) for a bad one (BCO, arXiv 2404.04656).
+
+    This is a binary classifier whose logit is the reward. The baseline is the running mean of s
+    over good and bad completions, delta / beta of the paper.
+    """
+    return -jax.nn.log_sigmoid(_signed_reward(score, preferred, baseline, beta))
+
+
+def _signed_reward(score: Array, preferred: Array, baseline: Array | float, beta: float) -> Array:
+    """Return the reward relative to the baseline, negated for a bad completion."""
+    return beta * (score - baseline) * jnp.where(preferred, 1.0, -1.0)
+
+
+def mismatched_completions(
+    tokens: Array, action_mask: Array, group_id: Array, length: int
+) -> tuple[Array, Array]:
+    """Join each row's prompt with the completion of the next group's first row.
+
+    The next group is the one with the next larger id, and the first after the last, so the order of
+    rows does not matter. Rows without actions stay without. KTO's baseline is estimated on these.
+
+    Returns:
+      Tokens and action mask, both [N, length]. What does not fit is cut off.
+    """
+    exists = action_mask.any(-1)
+    key = jnp.where(exists, group_id, jnp.iinfo(jnp.int32).max)
+    order = jnp.argsort(key)
+    next_group = jnp.searchsorted(key[order], key, side="right") % jnp.maximum(exists.sum(), 1)
+    partner = order[next_group]
+    start = jnp.argmax(action_mask, axis=-1)
+    # Tokens before the completion come from the row itself, the others from its partner.
+    after = jnp.arange(length)[None, :] - start[:, None]
+    row = jnp.where(after < 0, jnp.arange(len(tokens))[:, None], partner[:, None])
+    column = jnp.where(after < 0, after + start[:, None], after + start[partner][:, None])
+    inside = (column < tokens.shape[1]) & exists[:, None]
+    column = jnp.minimum(column, tokens.shape[1] - 1)
+    mixed_tokens = jnp.where(inside, tokens[row, column], 0)
+    mixed_mask = inside & (after >= 0) & action_mask[row, column]
+    return mixed_tokens, mixed_mask
+
+
+# --- other divergences than the KL ---
+
+
+def divergence_score(log_ratio: Array, divergence: Divergence, alpha: float = 0.5) -> Array:
+    """Return f'(u) of the divergence f, up to a constant, given log u of u = policy / reference.
+
+    With f in place of the reverse KL as the penalty, a policy is optimal for the reward beta f'(u)
+    + constant (f-DPO, arXiv 2309.16240, theorem 1). f'(u) then replaces s in the losses above that
+    depend on differences only.
+
+        reverse_kl   log u
+        forward_kl   1 - 1/u
+        js           log(2u / (1 + u))
+        alpha        (u^(alpha-1) - 1) / (alpha - 1)    alpha 1: reverse KL, alpha 0: forward KL
+    """
+    match divergence:
+        case "reverse_kl":
+            return log_ratio
+        case "forward_kl":
+            return 1 - jnp.exp(jnp.minimum(-log_ratio, LARGEST_EXPONENT))
+        case "js":
+            return jnp.log(2.0) + jax.nn.log_sigmoid(log_ratio)
+        case "alpha":
+            return jnp.expm1(jnp.minimum((alpha - 1) * log_ratio, LARGEST_EXPONENT)) / (alpha - 1)
+
+
+# --- distributional robustness ---
+
+
+def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:
+    """Return the weights within total variation `radius` of `weights` that make the weighted loss
+    largest (distributionally robust reward learning and DPO, arXiv 2503.00539).
+
+        max over q of sum q_i l_i
+        with q >= 0, sum q = sum p and 1/2 sum |q_i - p_i| <= radius sum p_i
+
+    The exact solution moves weight from the smallest losses to the largest one until `radius` is
+    spent. Elements of weight zero stay out. Gradients treat the result as a constant (Danskin's
+    theorem). Radius 0 returns `weights`. `losses` and `weights` have one shape.
+    """
+    flat_losses = losses.reshape(-1)
+    mass = weights.reshape(-1)
+    counts = mass > 0
+    largest = jnp.argmax(jnp.where(counts, flat_losses, -jnp.inf))
+    givers = counts.at[largest].set(False)
+    order = jnp.argsort(jnp.where(givers, flat_losses, jnp.inf))
+    available = jnp.where(givers, mass, 0.0)[order]
+    spent_before = jnp.cumsum(available) - available
+    taken = jnp.clip(radius * mass.sum() - spent_before, 0.0, available)
+    moved = mass.at[order].add(-taken).at[largest].add(taken.sum())
+    return jax.lax.stop_gradient(moved.reshape(weights.shape))
+
+
+def worst_case_by_step(losses: Array, weights: Array, radius: float) -> Array:
+    """Return `worst_case_weights` of each optimizer step by itself, for arrays [M, ...]."""
+    return jax.vmap(lambda loss, weight: worst_case_weights(loss, weight, radius))(losses, weights)

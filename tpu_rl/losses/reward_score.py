@@ -1,0 +1,106 @@
+"""Scores of whole completions, from the outputs of a reward model at some of their tokens.
+
+The algorithms that train reward models share this with `rewards.reward_model`, which uses them, so
+that a completion has one score. Arrays are packed rows [R, S], or one completion per row [N, T].
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.losses import masked
+from tpu_rl.types import Array
+
+Aggregate = Literal["attention", "sum"]
+"""Score of a completion from the worths of its sentences: a learned weighted mean, or the sum."""
+
+StepAggregate = Literal["min", "product"]
+"""Probability of a completion from those of its steps: the smallest one, or the product."""
+
+
+def last_actions(action_mask: Array) -> Array:
+    """Return True on the last action of each row, [N, T] bool -> [N, T] bool."""
+    return action_mask & (jnp.cumsum(action_mask[:, ::-1], axis=-1)[:, ::-1] == 1)
+
+
+def sentence_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) -> Array:
+    """Return True on the actions that end a sentence or a step, [N, T] bool.
+
+    These are the separator tokens and the last action of each row.
+    """
+    if not separators:
+        return last_actions(action_mask)
+    is_separator = jnp.isin(tokens, jnp.asarray(separators, tokens.dtype))
+    return (is_separator & action_mask) | last_actions(action_mask)
+
+
+def sentence_starts(ends: Array, action_mask: Array) -> Array:
+    """Return the column where each token's sentence starts, [N, T] int32.
+
+    That is the end of the sentence before it, or the last token of the prompt; column 0 if there is
+    no prompt. `ends` are those of `sentence_ends`.
+    """
+    columns = jnp.arange(ends.shape[1])[None]
+    first_action = jnp.argmax(action_mask, axis=1)[:, None]
+    latest_end = jax.lax.cummax(jnp.where(ends, columns, -1), axis=1)
+    end_before = jnp.pad(latest_end[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return jnp.maximum(jnp.maximum(end_before, first_action - 1), 0).astype(jnp.int32)
+
+
+def pessimistic(outputs: Array, penalty: float) -> Array:
+    """Return an ensemble's prediction, mean - penalty x standard deviation, [..., K] -> [...].
+
+    Where the K members disagree, the data say little, and a policy should not be led there (arXiv
+    2310.02743, "uncertainty-weighted optimization", with the standard deviation instead of the
+    variance).
+    """
+    return outputs.mean(-1) - penalty * outputs.std(-1)
+
+
+def sentence_scores(
+    outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
+) -> Array:
+    """Return the score of each token's completion, made of its sentences (arXiv 2503.04793).
+
+    Sentence i is worth r_i = h(its end) - h(its start), so all together are worth h(end) -
+    h(prompt). "attention" is sum_i softmax_i(a(its end)) r_i and "sum" is sum_i r_i. The paper does
+    not say how the attention is parametrized; here it is one more output of the head.
+
+    Args:
+      outputs: [R, S, 2], a level h and an attention logit a.
+      ends: [R, S] bool, True on the last token of a sentence.
+      starts: [R, S] int32, the slot of the start of each token's sentence.
+      sequence_ids: [R, S], as in `types.Rows`.
+      aggregate: "attention" or "sum".
+
+    Returns:
+      [R, S], zero at prompt and padding.
+    """
+    level = outputs[..., 0]
+    attention = outputs[..., 1]
+    worth = level - jnp.take_along_axis(level, starts, axis=1)
+    if aggregate == "sum":
+        return masked.sequence_total(jnp.where(ends, worth, 0.0), sequence_ids)
+    # The softmax is over the ends of a sequence; its largest logit is subtracted first.
+    logits = jnp.where(ends, attention, -jnp.inf)
+    highest = jax.lax.stop_gradient(masked.sequence_max(logits, sequence_ids))
+    weight = jnp.where(ends, jnp.exp(jnp.where(ends, attention - highest, 0.0)), 0.0)
+    normalizer = masked.sequence_total(weight, sequence_ids)
+    weighted_worth = masked.sequence_total(weight * worth, sequence_ids)
+    return weighted_worth / jnp.where(normalizer > 0, normalizer, 1.0)
+
+
+def step_scores(logits: Array, ends: Array, sequence_ids: Array, aggregate: StepAggregate) -> Array:
+    """Return the score of each token's completion, made of its steps (arXiv 2305.20050).
+
+    It is a log-probability: "min" that of the weakest step being right, "product" that of all steps
+    being right as if they were independent. All arrays are [R, S]: `logits` of a step being right,
+    `ends` True on the last token of a step. The result is zero at prompt and padding.
+    """
+    log_probability = jnp.where(ends, jax.nn.log_sigmoid(logits), 0.0)
+    if aggregate == "product":
+        return masked.sequence_total(log_probability, sequence_ids)
+    return -masked.sequence_max(-log_probability, sequence_ids)

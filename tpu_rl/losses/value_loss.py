@@ -1,0 +1,163 @@
+"""The critic of actor-critic methods: its settings, its values, its loss and its metrics.
+
+V(s_t) is the value of the state *before* token t, so it is read where that token is predicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from tpu_rl.algorithm_spec import RoleSpec
+from tpu_rl.errors import InputError
+from tpu_rl.losses import masked
+from tpu_rl.losses.log_probs import predicting
+from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rows, Sum
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The value function. Values are in units of reward."""
+
+    trunk: Literal["own", "shared"] = "own"
+    """own: a whole model beside the policy. shared: a head on the policy's hidden states, which
+    then learn from both losses."""
+    model: str | None = None
+    """Start an own trunk as this model (a reward model, a pretrained critic): a directory, a hub id
+    or the model folder of a run. By default it starts as the policy does."""
+    gamma: float = 1.0
+    """Discount per token that the policy chose."""
+    lam: float = 0.95
+    """Lambda of the returns that values are fitted to; 1 takes the Monte-Carlo returns."""
+    clip: float | None = 0.2
+    """Distance from its old value beyond which a value has no gradient."""
+    coef: float = 0.5
+    """Coefficient of the value loss."""
+    learning_rate_scale: float = 1.0
+    """Learning rate of an own trunk, or of the head alone, as a multiple of the run's."""
+
+    def __post_init__(self):
+        if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise InputError(
+                f"gamma {self.gamma} or lambda {self.lam} of the critic is not from 0 to 1",
+                where="--algorithm.critic",
+                fix="use numbers up to 1",
+            )
+        clip_is_positive = self.clip is None or self.clip > 0
+        if min(self.coef, self.learning_rate_scale) <= 0 or not clip_is_positive:
+            raise InputError(
+                "the coefficient, learning rate scale or clip of the critic is not above 0",
+                where="--algorithm.critic",
+                fix="raise it",
+            )
+        if self.trunk == "shared" and self.model is not None:
+            raise InputError(
+                "a critic on the policy's trunk cannot start as another model",
+                where="--algorithm.critic.model",
+                fix="use --algorithm.critic.trunk own",
+            )
+
+    @property
+    def spec(self) -> RoleSpec:
+        """Spec of the role "value"."""
+        return RoleSpec(
+            trainable=True,
+            path=self.model,
+            outputs=1,
+            trunk_of="policy" if self.trunk == "shared" else None,
+            learning_rate_scale=self.learning_rate_scale,
+        )
+
+
+def values(role: Role, params: Params, rows: Rows, hidden: Array | None = None) -> Array:
+    """Return V of the state before each token, [R, S] float32.
+
+    `hidden` are the hidden states of the role's trunk, if they are already computed.
+    """
+    if hidden is None:
+        hidden = role.hidden(params, rows)
+    return role.logits(params, predicting(hidden, rows))[..., 0]
+
+
+def clipped_value_loss(
+    values: Array, old_values: Array, returns: Array, clip: float | None
+) -> Array:
+    """Return 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) of each token.
+
+    PPO's value loss, as in the code of arXiv 1909.08593. Without a clip it is 1/2 (V - R)^2.
+    """
+    losses = jnp.square(values - returns)
+    if clip is not None:
+        clipped = jnp.clip(values, old_values - clip, old_values + clip)
+        losses = jnp.maximum(losses, jnp.square(clipped - returns))
+    return 0.5 * losses
+
+
+@struct.dataclass
+class Targets:
+    """Targets of a critic, and squares for its explained variance before the update.
+
+    Leaves are [M, K, R, S]; the loss sees [R, S]. The explained variance is one minus the quotient
+    of the two sums of squares. It is 1 for a perfect critic and 0 for one as good as a constant.
+    """
+
+    returns: Array
+    old_values: Array
+    squares: Array
+    """(returns - mean)^2."""
+    residual_squares: Array
+    """(returns - old values - mean)^2."""
+
+
+def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> Targets:
+    """Return packed Targets from [N, T] arrays.
+
+    Means are over the tokens in `mask` of the row's optimizer step.
+    """
+
+    def step_totals(row_values: Array) -> Array:
+        return jax.ops.segment_sum(
+            row_values, layout.minibatch, num_segments=layout.minibatches + 1
+        )
+
+    def centered_squares(x: Array) -> Array:
+        counts = jnp.maximum(step_totals(mask.sum(-1)), 1)
+        means = step_totals(masked.total(x, mask, axis=-1)) / counts
+        return jnp.where(mask, jnp.square(x - means[layout.minibatch][:, None]), 0.0)
+
+    def pack(array: Array) -> Array:
+        return layout.pack(jnp.where(mask, array, 0.0))
+
+    return Targets(
+        returns=pack(returns),
+        old_values=pack(old_values),
+        squares=pack(centered_squares(returns)),
+        residual_squares=pack(centered_squares(returns - old_values)),
+    )
+
+
+def value_loss(
+    values: Array, targets: Targets, weights: Array, clip: float | None
+) -> tuple[Array, Metrics]:
+    """Return the weighted sum of `clipped_value_loss`, and metrics of the tokens with a weight.
+
+    All arrays are [R, S].
+    """
+    mask = weights > 0
+    losses = clipped_value_loss(values, targets.old_values, targets.returns, clip)
+    value = masked.total(weights * losses, mask)
+    all_squares = targets.squares.sum()
+    explained_squares = all_squares - targets.residual_squares.sum()
+    metrics: Metrics = {
+        "value/loss": Sum(value, weights.sum()),
+        "value/mean": masked.average(values, mask),
+        "value/explained_variance": Sum(explained_squares, all_squares),
+    }
+    if clip is not None:
+        clipped = jnp.abs(values - targets.old_values) > clip
+        metrics["value/clip"] = masked.average(clipped.astype(jnp.float32), mask)
+    return value, metrics

@@ -1,0 +1,77 @@
+"""Attention by cuDNN's flash kernel, for NVIDIA GPUs. It stores neither scores nor weights.
+
+No GPU has run this module yet. On CPUs, tests compare its operands with those of
+`layers.dense_attention` and lower it for CUDA. A run first tries it on its own devices (see
+`cudnn_trial`). Letters in array shapes are those of `layers`.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.layers import TokenIndex, attention_mask
+
+Array = jax.Array
+
+
+def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
+    """Return why cuDNN cannot compute a model's attention, or "" if no reason is known.
+
+    `row_length` is the number of tokens of a packed row; `mesh` is the mesh of the run.
+    """
+    device = mesh.devices.flat[0]
+    attention = config.attention
+    is_gpu = device.platform == "gpu"
+    # The compute capability of AMD GPUs has letters.
+    if not is_gpu or not device.compute_capability.replace(".", "").isdigit():
+        return f"this is a {device.platform}, and cuDNN is for NVIDIA GPUs"
+    head_dim = attention.head_dim
+    max_head_dim = 256 if float(device.compute_capability) >= 9 else 128
+    num_kv_heads = attention.num_kv_heads
+    reasons = {
+        "it computes in bfloat16 and not in float32 (--model.dtype bfloat16)": (
+            config.dtype != "bfloat16"
+        ),
+        "it has no soft-capped scores, which this model uses": attention.softcap is not None,
+        f"the head dimension {head_dim} is not a multiple of 8 up to {max_head_dim}": (
+            head_dim % 8 or head_dim > max_head_dim
+        ),
+        f"rows of {row_length} tokens are not a multiple of 64": row_length % 64,
+        "it needs all tokens of a row on one device (--mesh.context 1)": (
+            mesh.shape["context"] > 1
+        ),
+        f"--mesh.tensor does not divide {num_kv_heads} key-value heads": (
+            num_kv_heads % mesh.shape["tensor"]
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def cudnn_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: TokenIndex,
+    keys: TokenIndex,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """Return what `layers.dense_attention` returns. `softcap` must be None.
+
+    Two arrays are as large as the scores of one head: the mask, [B, 1, T, S] in bfloat16 as cuDNN
+    requires it, and in the backward pass the mask's gradient, which jax computes though nothing
+    reads it.
+    """
+    assert softcap is None, "see unsupported_reason"
+    return jax.nn.dot_product_attention(
+        query,
+        key.swapaxes(1, 2),
+        value.swapaxes(1, 2),
+        mask=attention_mask(queries, keys, sliding_window)[:, None],
+        scale=scale,
+        implementation="cudnn",
+    )

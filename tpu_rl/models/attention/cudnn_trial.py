@@ -1,0 +1,156 @@
+"""A trial of cuDNN's attention on the devices of a run, against the reference.
+
+Which kernels cuDNN has, and whether they are correct, depends on the GPU, on cuDNN's version and on
+the driver. None of them is known when a run is configured, and a run that learns from wrong
+gradients looks like any other. So the trial runs before the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl.models import layers
+from tpu_rl.models.attention.cudnn import cudnn_attention
+from tpu_rl.models.config import AttentionConfig
+from tpu_rl.models.layers import TokenIndex
+from tpu_rl.runtime import processes
+from tpu_rl.train import sharding
+from tpu_rl.types import Array
+
+T = TypeVar("T")
+
+ROW = ((100, 1, 0), (60, 1, 1), (50, 1, 2), (30, 2, 0), (16, 0, 0))
+"""The row of the trial, as (tokens, segment, branch); the last part is padding."""
+
+SLIDING_WINDOW = 40
+"""Sliding window of the trial, for models that have one."""
+
+TOLERANCE = 1 / 32
+"""Largest error, relative to the largest element: eight roundings to bfloat16. One key that is
+masked by mistake, or not masked, makes a larger error."""
+
+
+@functools.cache
+def failure_reason(config: AttentionConfig, mesh: Mesh) -> str:
+    """Return why the trial on the mesh's devices failed, or "" if it succeeded.
+
+    It fails if the program does not compile or run, or if values or gradients are not those of the
+    reference. All processes must call it together.
+    """
+    seed = np.uint32(0)
+    with jax.set_mesh(mesh):
+        program, error = _try(
+            lambda: jax.jit(functools.partial(largest_error, config)).lower(seed).compile()
+        )
+        if program is None:
+            return f"it does not compile: {error}"
+        difference, error = _try(lambda: float(program(seed)))
+    if difference is None:
+        return f"it does not run: {error}"
+    if difference <= TOLERANCE:
+        return ""
+    # NaN ends here, too.
+    return f"in a trial it differs from the reference by {difference:.2g} of the largest element"
+
+
+def _try(attempt: Callable[[], T]) -> tuple[T | None, str]:
+    """Return (result of the attempt, ""), or (None, error) if it fails on any process."""
+    result = None
+    message = ""
+    try:
+        result = attempt()
+    # There is no cuDNN, or an old one, or one without a kernel for these shapes.
+    except (RuntimeError, ValueError) as error:
+        message = f"{str(error).strip():.200}"
+    if processes.any_of(result is None):
+        return None, message or "on another host"
+    return result, ""
+
+
+def largest_error(config: AttentionConfig, seed: Array) -> Array:
+    """Return the largest error of outputs and gradients against the reference in float32.
+
+    Each device computes one `ROW`. Errors are relative to the largest element of each array.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    rows = math.prod(mesh.shape[axis] for axis in sharding.RULES["rows"])
+    length = sum(tokens for tokens, _, _ in ROW)
+    token_index = _trial_tokens(rows)
+    key_tiles = jnp.tile(jnp.array([[0, -1], [0, 1]], jnp.int32), (rows, 1, 1))
+    is_token = (token_index.segment_ids > 0)[..., None, None]
+
+    def random(number: int, *axes: str) -> Array:
+        sizes = {
+            "rows": rows,
+            "tokens": length,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+        }
+        shape = [*(sizes[axis] for axis in axes), config.head_dim]
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        values = jax.random.normal(key, shape, jnp.bfloat16)
+        return sharding.constrain(values, (*axes, None))
+
+    output_gradient = random(3, "rows", "tokens", "heads") * is_token
+    operands = (
+        random(0, "rows", "tokens", "heads"),
+        random(1, "rows", "kv_heads", "tokens"),
+        random(2, "rows", "kv_heads", "tokens"),
+    )
+
+    def outputs_and_gradients(
+        implementation: Callable[..., Array], dtype: Any, sliding_window: int | None
+    ) -> list[Array]:
+        def total(operands: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            query, key, value = (part.astype(dtype) for part in operands)
+            attended = layers.attention(
+                query,
+                key,
+                value,
+                token_index,
+                token_index,
+                scale=config.scale,
+                sliding_window=sliding_window,
+                key_tiles=key_tiles,
+                implementation=implementation,
+            )
+            attended = attended * is_token
+            return (attended * output_gradient).astype(jnp.float32).sum(), attended
+
+        gradients, attended = jax.grad(total, has_aux=True)(operands)
+        return [part.astype(jnp.float32) for part in (attended, *gradients)]
+
+    def error(sliding_window: int | None) -> Array:
+        expected = outputs_and_gradients(layers.dense_attention, jnp.float32, sliding_window)
+        actual = outputs_and_gradients(cudnn_attention, jnp.bfloat16, sliding_window)
+        errors = [
+            jnp.abs(one - other).max() / jnp.abs(other).max()
+            for one, other in zip(actual, expected, strict=True)
+        ]
+        return jnp.stack(errors).max()
+
+    windows = [None] if config.sliding_window is None else [None, SLIDING_WINDOW]
+    return jnp.stack([error(window) for window in windows]).max()
+
+
+def _trial_tokens(rows: int) -> TokenIndex:
+    """Return the index of `rows` copies of `ROW`."""
+    lengths, segments, branches = np.array(ROW).T
+    # Branches continue the positions of the first part, which is their prompt.
+    starts = np.where(branches > 0, lengths[0], 0)
+    positions = [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)]
+    fields = (
+        np.arange(lengths.sum()),
+        np.concatenate(positions),
+        np.repeat(segments, lengths),
+        np.repeat(branches, lengths),
+    )
+    return TokenIndex(*(jnp.tile(jnp.asarray(field, jnp.int32), (rows, 1)) for field in fields))

@@ -1,0 +1,184 @@
+"""Flash attention for TPUs by Pallas kernels: scores stay in the vector memory of the chip.
+
+`flash_attention` computes the same function as `layers.dense_attention`, gradients included, for
+any `TokenIndex`: shared prompts, branches and sliding windows follow from one rule
+(`layers.can_attend`), which the kernels apply to the indices of a block's queries and keys. Blocks
+in which no query attends to any key are neither loaded nor multiplied. The softmax is computed
+online (Milakov and Gimelshein, arXiv 1805.02867), and gradients from the saved log-sum-exp (Dao et
+al., arXiv 2205.14135).
+
+If the tokens of a row are sharded over devices, each device gathers the keys of the whole row, and
+sends the gradients of other devices' keys back to them. Ring attention would move as many bytes,
+but would overlap them with products; docs/benchmarks/appendix.md says what that could save.
+
+Letters in array shapes are those of `layers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from tpu_rl.models.attention import flash_kernels
+from tpu_rl.models.attention.flash_kernels import LANES, FlashConfig
+from tpu_rl.models.config import PRODUCT
+from tpu_rl.models.layers import PACKED, ActivationAxes, TokenIndex
+from tpu_rl.train import sharding
+
+Array = jax.Array
+
+
+def is_supported(*lengths: int) -> bool:
+    """Return True if rows of these numbers of queries or keys can be cut into blocks."""
+    return all(length % LANES == 0 for length in lengths)
+
+
+def flash_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: TokenIndex,
+    keys: TokenIndex,
+    config: FlashConfig,
+    axes: ActivationAxes = PACKED,
+) -> Array:
+    """Return the attention [B, T, H, E] of query [B, T, H, E] to key and value [B, K, S, E].
+
+    `is_supported(T, S)` must hold, where T counts the tokens on one device, and every query must
+    attend to at least one key. `axes` are the logical axes of the first two dimensions of query.
+
+    Inside `jax.set_mesh`, each device computes its own rows, tokens and heads. Key-value heads are
+    repeated as often as necessary to shard them as query heads are.
+    """
+    query = query.swapaxes(1, 2)
+    kv_heads = key.shape[1]
+    repeats = math.lcm(kv_heads, sharding.spread("heads", query.shape[1])) // kv_heads
+    if repeats > 1:
+        key = jnp.repeat(key, repeats, axis=1)
+        value = jnp.repeat(value, repeats, axis=1)
+    attended: Any = _attend(config, axes, query, key, value, queries, keys)
+    return attended.swapaxes(1, 2)
+
+
+class _Specs(NamedTuple):
+    """PartitionSpecs of the operands of the kernels."""
+
+    query: PartitionSpec
+    """[B, H, T, E]; also of the gradients of a device's own keys."""
+    key: PartitionSpec
+    """[B, K, S, E]: whole rows."""
+    log_sum_exp: PartitionSpec
+    """[B, H, 1, T]."""
+    index: tuple[PartitionSpec, PartitionSpec]
+    """Of the indices of queries [B, T] and keys [B, S]."""
+
+
+def _specs(axes: ActivationAxes, query: Array) -> _Specs:
+    mesh = jax.sharding.get_abstract_mesh()
+    row, head, token = None, None, None
+    if _is_sharded(mesh):
+        names = (axes.rows, "heads", axes.tokens)
+        row, head, token = sharding.spec(names, query.shape[:3], mesh)
+    return _Specs(
+        query=PartitionSpec(row, head, token, None),
+        key=PartitionSpec(row, head, None, None),
+        log_sum_exp=PartitionSpec(row, head, None, token),
+        index=(PartitionSpec(row, token), PartitionSpec(row, None)),
+    )
+
+
+def _is_sharded(mesh: AbstractMesh) -> bool:
+    return not mesh.empty and mesh.size > 1
+
+
+def _per_device(
+    function: Any, config: FlashConfig, operands: tuple[Any, ...], in_specs: Any, out_specs: Any
+) -> Any:
+    """Return function(config, *operands), computed by each device for its shards.
+
+    Call it inside of a custom gradient and not around one: jax's own rule for the gradient of
+    shard_map would sum over the devices that hold the same values.
+    """
+    if not _is_sharded(jax.sharding.get_abstract_mesh()):
+        return function(config, *operands)
+    on_shards = functools.partial(function, config)
+    mapped = jax.shard_map(on_shards, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(*operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    config: FlashConfig,
+    axes: ActivationAxes,
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: TokenIndex,
+    keys: TokenIndex,
+) -> Array:
+    """Return the attention [B, H, T, E] of query [B, H, T, E] to key and value [B, K, S, E]."""
+    return _attend_forward(config, axes, query, key, value, queries, keys)[0]
+
+
+def _attend_forward(config: FlashConfig, axes: ActivationAxes, *operands: Any) -> tuple[Array, Any]:
+    specs = _specs(axes, operands[0])
+    in_specs = (specs.query, specs.key, specs.key, *specs.index)
+    out_specs = (specs.query, specs.log_sum_exp)
+    results = _per_device(flash_kernels.attention, config, operands, in_specs, out_specs)
+    attended, log_sum_exp = (checkpoint_name(result, PRODUCT) for result in results)
+    return attended, (*operands, attended, log_sum_exp)
+
+
+def _attend_backward(
+    config: FlashConfig, axes: ActivationAxes, residuals: Any, gradient: Array
+) -> tuple[Any, ...]:
+    query, key, value, queries, keys, attended, log_sum_exp = residuals
+    specs = _specs(axes, query)
+    # The normalization of the softmax subtracts this from the gradient of every score.
+    offset = jnp.sum(attended.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
+    offset = offset[:, :, None, :]
+    operands = (query, key, value, gradient, log_sum_exp, offset, queries, keys)
+    in_specs = (
+        specs.query,
+        specs.key,
+        specs.key,
+        specs.query,
+        specs.log_sum_exp,
+        specs.log_sum_exp,
+        *specs.index,
+    )
+    query_gradient = _per_device(
+        flash_kernels.query_gradient, config, operands, in_specs, specs.query
+    )
+    key_value_gradients = functools.partial(
+        _own_key_value_gradients, sharding.mesh_axes(specs.query[2])
+    )
+    key_gradient, value_gradient = _per_device(
+        key_value_gradients, config, operands, in_specs, (specs.query, specs.query)
+    )
+    return query_gradient, key_gradient, value_gradient, None, None
+
+
+def _own_key_value_gradients(
+    token_axes: tuple[str, ...], config: FlashConfig, *operands: Any
+) -> tuple[Array, ...]:
+    """Return the gradients of the keys and values of a device's own tokens.
+
+    Each device along the mesh axes `token_axes` has a part of them, in float32.
+    """
+    if not token_axes:
+        return flash_kernels.key_value_gradients(config, *operands)
+    parts = flash_kernels.key_value_gradients(config, *operands, dtype=jnp.float32)
+    sums = (
+        jax.lax.psum_scatter(part, token_axes, scatter_dimension=2, tiled=True) for part in parts
+    )
+    return tuple(total.astype(operands[1].dtype) for total in sums)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

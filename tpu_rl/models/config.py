@@ -1,0 +1,308 @@
+"""The configuration of a decoder, and the table of its weights.
+
+`WEIGHT_AXES` lists every weight that a decoder can have, with the logical axes of its dimensions.
+`DecoderConfig` holds everything that differs between families of models: sizes, layer types,
+attention, norms, rotary embeddings, mixtures of experts, adapters and precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from tpu_rl.errors import InputError
+from tpu_rl.models.layers import RopeConfig
+
+WEIGHT_AXES: dict[str, tuple[str, ...]] = {
+    "embedding": ("vocab", "embed"),
+    "unembedding": ("vocab", "embed"),
+    "score": ("outputs", "embed"),
+    "final_norm": ("embed",),
+    "attention_norm": ("embed",),
+    "attention_post_norm": ("embed",),
+    "query": ("embed", "heads", "head_dim"),
+    "key": ("embed", "kv_heads", "head_dim"),
+    "value": ("embed", "kv_heads", "head_dim"),
+    "query_bias": ("heads", "head_dim"),
+    "key_bias": ("kv_heads", "head_dim"),
+    "value_bias": ("kv_heads", "head_dim"),
+    "query_norm": ("head_dim",),
+    "key_norm": ("head_dim",),
+    "query_wide_norm": ("heads", "head_dim"),
+    "key_wide_norm": ("kv_heads", "head_dim"),
+    "output": ("heads", "head_dim", "embed"),
+    "output_bias": ("embed",),
+    "mlp_norm": ("embed",),
+    "mlp_post_norm": ("embed",),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "gate_bias": ("mlp",),
+    "up_bias": ("mlp",),
+    "down_bias": ("embed",),
+    "router": ("routes", "embed"),
+    "expert_gate": ("experts", "embed", "expert_mlp"),
+    "expert_up": ("experts", "embed", "expert_mlp"),
+    "expert_down": ("experts", "expert_mlp", "embed"),
+}
+"""Weight name -> logical axes (see `train.sharding`).
+
+Input dimensions come first and output dimensions last, except in the embedding, the unembedding,
+the head ("score") and the router, where outputs come first.
+"""
+
+OUTPUT_DIMS = {"query": 2, "key": 2, "value": 2, "output": 1, "gate": 1, "up": 1, "down": 1}
+"""Matrix of a dense layer -> number of its trailing dimensions that are outputs. The other
+dimensions are inputs."""
+
+EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
+"""Matrices of a mixture of experts, [experts, inputs, outputs]: those of all experts, stacked."""
+
+PRODUCT = "product"
+"""Name, for `jax.checkpoint` policies, of the results of products with weights and of attention."""
+
+LORA_A = "_lora_a"
+"""Suffix of the name of an adapter's first matrix, [inputs, rank]; the prefix is the name of the
+adapted weight."""
+
+LORA_B = "_lora_b"
+"""Suffix of the name of an adapter's second matrix, [rank, outputs]."""
+
+for _name, _output_dims in OUTPUT_DIMS.items():
+    WEIGHT_AXES[_name + LORA_A] = (*WEIGHT_AXES[_name][:-_output_dims], "rank")
+    WEIGHT_AXES[_name + LORA_B] = ("rank", *WEIGHT_AXES[_name][-_output_dims:])
+for _name in EXPERT_MATRICES:
+    _expert_axis, _input_axis, _output_axis = WEIGHT_AXES[_name]
+    WEIGHT_AXES[_name + LORA_A] = (_expert_axis, _input_axis, "rank")
+    WEIGHT_AXES[_name + LORA_B] = (_expert_axis, "rank", _output_axis)
+WEIGHT_AXES["unembedding" + LORA_A] = ("embed", "rank")
+WEIGHT_AXES["unembedding" + LORA_B] = ("rank", "vocab")
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + scale (x A) B.
+
+    W is frozen; A and B are trained. With `alpha` fixed, the best learning rate hardly depends on
+    the rank, and is about ten times that of full fine-tuning.
+    """
+
+    rank: int = 0
+    """Number of columns of A and of rows of B. 0: no adapters, all weights are trained."""
+    alpha: float = 32.0
+    """The scale is alpha / rank."""
+    rslora: bool = False
+    """Use the scale alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Matrices to adapt. "all-linear" means every matrix of every layer except those of experts.
+    Other names are those of PEFT (q_proj) or of this library (query, key, value, output, gate, up,
+    down), and lm_head if it is not tied to the embedding. In a mixture of experts, gate, up and
+    down name the experts' matrices, and every expert has its own adapter."""
+
+    def __post_init__(self):
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if not self.rank and vars(self) != defaults | {"rank": self.rank}:
+            raise InputError(
+                "LoRA has settings but no rank",
+                where="--model.lora.rank",
+                why="without a rank there are no adapters, so the other settings have no effect",
+                fix="give a rank; 8 to 64 are usual",
+            )
+        if self.rank < 0 or not 0 < self.alpha < float("inf") or not self.targets:
+            raise InputError(
+                f"LoRA with rank {self.rank}, alpha {self.alpha:g} and targets "
+                f"{list(self.targets)}",
+                where="--model.lora",
+                fix="use a rank of 1 or more (0: no adapters), an alpha above 0, and at least one "
+                "target",
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabConfig:
+    """The vocabulary: embedding and unembedding."""
+
+    size: int
+    """Number of rows of the embedding, padding included."""
+    valid: int
+    """Number of token ids. Rows from here on only pad the matrix to a round size, and have
+    probability zero."""
+    tied: bool = False
+    """True if the unembedding is the embedding."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings of tokens."""
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap) (Gemma 2)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Grouped-query attention."""
+
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    """Number of key-value heads; divides `num_heads`."""
+    head_dim: int
+    scale: float
+    """Factor of the attention scores."""
+    sliding_window: int | None = None
+    """Number of positions that a token attends to in sliding layers, its own included."""
+    bias: bool = False
+    """True if query, key and value projections have a bias."""
+    output_bias: bool = False
+    """True if the output projection has a bias."""
+    query_key_norm: bool = False
+    """RMS norm of query and key, for each head separately (Qwen3, Gemma 3)."""
+    joint_query_key_norm: bool = False
+    """RMS norm of query and key over all heads together (OLMoE)."""
+    clip_qkv: float | None = None
+    """Elements of query, key and value are clipped to [-clip_qkv, clip_qkv] (OLMoE)."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
+    """Attention kernel, where it supports the shapes. "tpu": `flash_attention`. "interpreted": the
+    same kernel on any backend, slowly, for tests. "cudnn": `cudnn_attention`, without a cache only.
+    "none": plain XLA."""
+    cpu_cache: bool = False
+    """Use the cache layout that is fastest on CPUs: keys are stored transposed, [..., head_dim,
+    length], and attention reads the cache in blocks of few rows (`kv_cache.attend_in_blocks`). It
+    is slower on TPUs and was never measured on GPUs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    """A key of `layers.ACTIVATIONS`."""
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in place of the MLP of every layer. Each expert is a gated MLP.
+
+    No token is dropped.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    """Number of experts that process each token."""
+    intermediate_size: int
+    """Intermediate size of each expert."""
+    normalize_weights: bool = True
+    """True if the weights of a token's experts are divided by their sum. Otherwise they are the
+    experts' probabilities under the router."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """RMS norms."""
+
+    eps: float = 1e-6
+    unit_offset: bool = False
+    """True if scales are stored as their distance from 1 (Gemma)."""
+    post: bool = False
+    """True if a second norm ends each branch, before it is added to the residual stream (Gemma 2
+    and 3)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """An architecture with its precision. Equal configs share one compiled program."""
+
+    hidden_size: int
+    layer_types: tuple[str, ...]
+    """Type of each layer, "full" or "sliding"."""
+    vocab: VocabConfig
+    attention: AttentionConfig
+    mlp: MlpConfig
+    norm: NormConfig = NormConfig()
+    rope: RopeConfig = RopeConfig()
+    """Rotary embedding of full layers."""
+    sliding_rope: RopeConfig = RopeConfig()
+    """Rotary embedding of sliding layers."""
+    dtype: str = "float32"
+    """The compute dtype. Norms, softmax, rotary angles and logits are always float32."""
+    param_dtype: str = "float32"
+    """The dtype that weights are stored in."""
+    remat: Literal["full", "save-dots", "none"] = "full"
+    """The part of each layer that the backward pass recomputes. "full": all of it, from its input.
+    "save-dots": everything except products with weights and attention, whose results are saved.
+    "none": nothing."""
+    cache_dtype: str | None = None
+    """The dtype of cached keys and values. "int8" adds one scale per token and head. None: the
+    compute dtype."""
+    moe: MoeConfig | None = None
+    """The mixture of experts in each layer. None: layers have an MLP."""
+    num_outputs: int | None = None
+    """Number of outputs of a head ("score") in place of the vocabulary. `logits` then returns those
+    outputs, and there is no unembedding. None: a language model."""
+    adapters: LoraConfig | None = None
+    """Low-rank adapters; `targets` are names of this library. None: no adapters."""
+    gemma3_multimodal: bool = False
+    """True if the model was read from a Gemma 3 with images, whose modules have other names in
+    transformers."""
+    source: str = "{}"
+    """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
+    back."""
+
+    @property
+    def period(self) -> int:
+        """Length of the shortest pattern of layer types that, repeated, gives all layers."""
+        depth = len(self.layer_types)
+        return next(
+            period
+            for period in range(1, depth + 1)
+            if all(self.layer_types[i] == self.layer_types[i % period] for i in range(depth))
+        )
+
+    @property
+    def repetitions(self) -> int:
+        """Number of complete repetitions of the pattern. The remaining layers are the tail."""
+        return len(self.layer_types) // self.period
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the weight `name`, in one layer if layers have it."""
+        sizes = {
+            "vocab": self.vocab.size,
+            "embed": self.hidden_size,
+            "heads": self.attention.num_heads,
+            "kv_heads": self.attention.num_kv_heads,
+            "head_dim": self.attention.head_dim,
+            "mlp": self.mlp.intermediate_size,
+            "routes": self.moe.num_experts if self.moe else 0,
+            "experts": self.moe.num_experts if self.moe else 0,
+            "expert_mlp": self.moe.intermediate_size if self.moe else 0,
+            "outputs": self.num_outputs or 0,
+            "rank": self.adapters.rank if self.adapters else 0,
+        }
+        return tuple(sizes[axis] for axis in WEIGHT_AXES[name])
+
+    def stored_dtype(self, name: str) -> Any:
+        """Return the dtype that the weight `name` is stored in.
+
+        Adapters are float32 or wider: bfloat16 would round away their small updates, and they need
+        little memory.
+        """
+        dtype = jnp.dtype(self.param_dtype)
+        if name.endswith((LORA_A, LORA_B)):
+            return jnp.promote_types(dtype, jnp.float32)
+        return dtype
+
+    def adapter_scale(self, name: str) -> float | None:
+        """Return the scale of the adapter of the weight `name`, or None if it has no adapter."""
+        return self.adapters.scale if self.adapters and name in self.adapters.targets else None

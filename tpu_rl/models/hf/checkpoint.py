@@ -1,0 +1,490 @@
+"""Hugging Face model directories: read a model and its weights, and write them.
+
+Weights are read and written one tensor at a time, so host memory holds one tensor beside the pages
+that the operating system maps from files. With a mesh, each process reads only what its devices
+hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from tpu_rl import untrusted_files
+from tpu_rl.errors import InputError
+from tpu_rl.models import lora
+from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, OUTPUT_DIMS, DecoderConfig
+from tpu_rl.models.decoder import decoder, param_shapes
+from tpu_rl.models.hf import families, peft, safetensors_files
+from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
+from tpu_rl.models.hf.safetensors_files import StoredTensor
+from tpu_rl.models.hf.weight_map import (
+    WeightLocation,
+    leaf_at,
+    require_fit,
+    tensor_at,
+    weight_locations,
+)
+from tpu_rl.train import sharding
+from tpu_rl.types import Array, Model, Params
+
+SHARD_BYTES = 5_000_000_000
+"""Largest file that `save` writes, unless a single tensor is larger."""
+
+COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at once. As float32, the whole matrices would be large."""
+
+
+# Configurations.
+
+
+def from_config(
+    config: Mapping[str, Any] | str | Path, dtype: str = "float32", param_dtype: str | None = None
+) -> Model:
+    """Return the model that a Hugging Face configuration describes, without weights.
+
+    Args:
+        config: the content of a config.json, or a directory that has one. For the directory of a
+            PEFT adapter it is the adapter's base model.
+        dtype: the compute dtype.
+        param_dtype: the dtype that weights are stored in (None: `dtype`).
+
+    Raises:
+        InputError: the architecture is not supported, there is no readable config.json, or the
+            directory is not safe to read (see `untrusted_files`).
+    """
+    if isinstance(config, Mapping):
+        return decoder(families.read_config(config, dtype, param_dtype or dtype))
+    directory = Path(config)
+    untrusted_files.require_safe(directory)
+    if peft.is_adapter(directory):
+        base = from_config(peft.base_directory(directory), dtype, param_dtype)
+        adapted = peft.adapted_model(directory, base)
+        return decoder(replace(adapted.config, adapters=None))
+    path = directory / "config.json"
+    source = untrusted_files.read_json(path)
+    _refuse_remote_code(source, path)
+    try:
+        decoder_config = families.read_config(source, dtype, param_dtype or dtype, str(path))
+    # In a stranger's file any value may have any type. Values of the right type that are not
+    # supported raise an InputError of their own.
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InputError(
+            "config.json does not describe a model",
+            where=str(path),
+            why=repr(error)[:200],
+            fix="download it again",
+        ) from error
+    size = decoder_config.vocab.size
+    valid = min(_num_known_tokens(directory, size), size)
+    return decoder(replace(decoder_config, vocab=replace(decoder_config.vocab, valid=valid)))
+
+
+def _refuse_remote_code(source: Mapping[str, Any], path: Path) -> None:
+    """Refuse a model whose own code would compute something else than its `model_type` says."""
+    classes = source.get("auto_map")
+    if not isinstance(classes, Mapping):
+        return
+    models = [name for name in classes if str(name).startswith("AutoModel")]
+    if models:
+        raise InputError(
+            "the checkpoint brings its own code, which is never run",
+            where=str(path),
+            why=f"auto_map: {classes[models[0]]}"[:200],
+            fix="use a checkpoint of a supported family; if this is one, remove auto_map from "
+            "config.json",
+        )
+
+
+def _num_known_tokens(directory: Path, size: int) -> int:
+    """Return the number of ids that tokenizer.json knows, added tokens included.
+
+    Without that file, or without a vocabulary in it, this is `size`, the number of rows of the
+    embedding. Special tokens may have ids beyond `size`, as the image token of Gemma 3 does,
+    because text never becomes one.
+
+    Raises:
+        InputError: ordinary text has ids beyond `size`. Reading them would give another token's
+            row.
+    """
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return size
+    tokenizer = untrusted_files.read_json(path)
+    try:
+        vocab = tokenizer.get("model", {}).get("vocab")
+        if not vocab:
+            return size
+        added_tokens = tokenizer.get("added_tokens", [])
+        special_ids = {token["id"] for token in added_tokens if token.get("special")}
+        # The vocabulary of a unigram model is a list of [text, score].
+        ids = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+        ids |= {token["id"] for token in added_tokens}
+        num_known = 1 + max(ids)
+        num_ordinary = 1 + max(ids - special_ids, default=0)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            "tokenizer.json has no readable vocabulary",
+            where=str(path),
+            why=repr(error)[:200],
+            fix="download it again",
+        ) from error
+    if num_ordinary > size:
+        raise InputError(
+            f"the tokenizer knows {num_ordinary:,} ids and the model's embedding {size:,}",
+            where=str(directory),
+            why="tokenizer.json and vocab_size in config.json do not belong together",
+            fix="use the tokenizer that the model was trained with",
+        )
+    return num_known
+
+
+# Reading.
+
+
+def load(
+    path: str | Path,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    param_dtype: str | None = None,
+) -> tuple[Model, Params]:
+    """Load a model and its weights from a directory or hub id.
+
+    For the directory of a PEFT adapter, the adapter is merged into its base.
+
+    Args:
+        path: a directory, or the id of a model on the Hugging Face hub.
+        dtype: the compute dtype.
+        mesh: the mesh that weights are sharded over (None: they are on one device).
+        param_dtype: the dtype that weights are stored in (None: `dtype`).
+
+    Raises:
+        InputError: the directory is missing, damaged, not safe to read, or not supported.
+    """
+    directory = find_directory(path)
+    if peft.is_adapter(directory):
+        return _load_merged(directory, dtype, mesh, param_dtype)
+    model = from_config(directory, dtype, param_dtype)
+    stored = check(directory, model)
+    if model.config.vocab.tied and model.config.num_outputs is None:
+        _require_tied(directory)
+    shapes = param_shapes(model.config)
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, shapes)
+    else:
+        shardings = sharding.shardings(model.axes, mesh, shapes)
+    locations = weight_locations(model)
+    tensors_of_leaf: dict[tuple[str, ...], list[StoredTensor]] = {}
+    for name, location in locations.items():
+        tensors_of_leaf.setdefault(location.path, []).append(stored[name])
+
+    def load_leaf(path, shape: jax.ShapeDtypeStruct, leaf_sharding: Sharding) -> Array:
+        keys = tuple(key.key for key in path)
+        name = keys[-1]
+        tensors = tensors_of_leaf[keys]
+        if keys[0] != "layers":
+            return _read_weight(tensors, model.config, name, leaf_sharding)
+        stack = jnp.zeros(shape.shape, shape.dtype, device=leaf_sharding)
+        num_layers = shape.shape[0]
+        per_layer = len(tensors) // num_layers  # in a mixture, one tensor for each expert
+        for layer in range(num_layers):
+            layer_tensors = tensors[layer * per_layer : (layer + 1) * per_layer]
+            weight = _read_weight(layer_tensors, model.config, name, _layer_sharding(leaf_sharding))
+            stack = _set_layer(stack, weight, layer)
+        return stack
+
+    params = jax.tree_util.tree_map_with_path(load_leaf, shapes, shardings)
+    _require_finite(directory, locations, params)
+    return model, params
+
+
+def _load_merged(
+    directory: Path, dtype: str, mesh: Mesh | None, param_dtype: str | None
+) -> tuple[Model, Params]:
+    """Load an adapter's base, with the adapter merged into it."""
+    untrusted_files.require_safe(directory)
+    base, params = load(peft.base_directory(directory), dtype, mesh, param_dtype)
+    adapted, adapters = peft.load_adapters(directory, base, mesh)
+    joined = lora.join(params, adapters)
+    if adapted.config.num_outputs:
+        joined.pop("unembedding", None)
+    return lora.merge(adapted, joined, donate=True)
+
+
+def check(directory: Path, model: Model) -> dict[str, StoredTensor]:
+    """Return Hugging Face name -> stored tensor for all weights of the model.
+
+    Only headers are read. For the directory of an adapter, these are the tensors of its base.
+
+    Raises:
+        InputError: tensors are missing, are left over, or have another shape; it names them.
+    """
+    if peft.is_adapter(directory):
+        base_directory = peft.base_directory(directory)
+        base = from_config(base_directory)
+        peft.adapted_model(directory, base)
+        return check(base_directory, base)
+    locations = weight_locations(model)
+    stored = _text_model_tensors(directory)
+    unembedding = families.TOP_NAMES["unembedding"]
+    if unembedding not in locations:
+        # A tied model needs none, but some files have a copy of the embedding.
+        stored.pop(unembedding, None)
+    shapes = {name: location.shape for name, location in locations.items()}
+    require_fit(directory, shapes, stored, "config.json")
+    return stored
+
+
+def _text_model_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the language model, by the names that a text model has for them."""
+    tensors = {}
+    for name, tensor in safetensors_files.find_tensors(directory).items():
+        plain_name = families.plain_name(name)
+        if plain_name is not None:
+            tensors[plain_name] = tensor
+    return tensors
+
+
+def _require_tied(directory: Path) -> None:
+    """Check that a tied model's files have no unembedding that differs from the embedding."""
+    stored = _text_model_tensors(directory)
+    stored_embedding = stored.get(families.TOP_NAMES["embedding"])
+    stored_unembedding = stored.get(families.TOP_NAMES["unembedding"])
+    if stored_embedding is None or stored_unembedding is None:
+        return
+    embedding = stored_embedding.read()
+    unembedding = stored_unembedding.read()
+    if not _are_equal(embedding, unembedding):
+        raise InputError(
+            "lm_head.weight is not the embedding, though config.json ties the two",
+            where=str(directory),
+            why="transformers would compute logits with lm_head.weight, a tied model with the "
+            "embedding",
+            fix="set tie_word_embeddings to false in config.json",
+        )
+
+
+def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Return True if two matrices are equal as float32."""
+    if first.shape != second.shape:
+        return False
+    for start in range(0, len(first), COMPARED_ROWS):
+        rows = slice(start, start + COMPARED_ROWS)
+        first_rows = first[rows].astype(np.float32)
+        second_rows = second[rows].astype(np.float32)
+        if not np.array_equal(first_rows, second_rows, equal_nan=True):
+            return False
+    return True
+
+
+@jax.jit
+def _all_finite(params: Params) -> Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def _require_finite(
+    directory: Path, locations: Mapping[str, WeightLocation], params: Params
+) -> None:
+    """Check that no weight is NaN or infinite, which a run would only notice after a step."""
+    if _all_finite(params):
+        return
+    names = [
+        name
+        for name, location in locations.items()
+        if not bool(jnp.isfinite(tensor_at(params, location)).all())
+    ]
+    raise InputError(
+        f"{len(names)} of {len(locations)} tensors hold NaN or infinity",
+        where=str(directory),
+        why=", ".join(names[:5]),
+        fix="use a checkpoint from before its training diverged",
+    )
+
+
+def _read_weight(
+    tensors: list[StoredTensor], config: DecoderConfig, name: str, weight_sharding: Sharding
+) -> Array:
+    """Read the weight `name` of one layer, or outside of layers, to its devices.
+
+    `tensors` is one tensor, or one for each expert. This process reads only what it holds.
+    """
+    shape = config.shape(name)
+    is_expert = name in EXPERT_MATRICES
+    is_transposed = is_expert or name in OUTPUT_DIMS
+    tensor_shape = shape[1:] if is_expert else shape
+    mapped = [tensor.read() for tensor in tensors]
+    views = [(array.T if is_transposed else array).reshape(tensor_shape) for array in mapped]
+
+    # These are copies, never the mapped file itself: arrays on CPUs may alias what they are given.
+    def read_shard(index: Any) -> np.ndarray:
+        if is_expert:
+            experts = views[index[0]]
+            return np.stack([view[index[1:]].astype(config.param_dtype) for view in experts])
+        return np.array(views[0][index], config.param_dtype, order="C")
+
+    weight = jax.make_array_from_callback(shape, weight_sharding, read_shard)
+    # Otherwise many tensors could wait on the host.
+    return weight.block_until_ready()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_layer(stack: Array, weight: Array, layer: int) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, weight, layer, 0)
+
+
+def _layer_sharding(stack_sharding: Sharding) -> Sharding:
+    """Return the sharding of one layer of a stack."""
+    if isinstance(stack_sharding, jax.NamedSharding):
+        return jax.NamedSharding(stack_sharding.mesh, jax.P(*stack_sharding.spec[1:]))
+    return stack_sharding
+
+
+# Writing.
+
+
+def save(path: str | Path, model: Model, params: Params, tokenizer: Any = None) -> None:
+    """Write a model directory that transformers loads.
+
+    It has config.json, and safetensors in the dtype of the params. With `tokenizer` it has the
+    tokenizer's files and generation_config.json, so that completions end at the same tokens.
+    Adapters are merged into the weights (`save_adapters` writes them alone). An OLMoE with a head
+    can only be loaded by this library, because transformers has no such class.
+
+    The directory is written beside `path` and then renamed, so `path` is never incomplete. A model
+    directory that was there before is replaced. All processes must call this together; the first
+    one writes.
+
+    Raises:
+        InputError: `path` exists and is not a model directory.
+    """
+    require_replaceable(path, "config.json")
+    locations = weight_locations(model)
+    files = _assign_files(locations, params)
+    if jax.process_index() != 0:
+        # Take part in the first process's collective operations.
+        for names in files.values():
+            for _ in _gather_tensors(model.config, locations, names, params):
+                pass
+        return
+    with atomic_directory(path) as directory:
+        for file, names in files.items():
+            layout = {
+                name: (_dtype(params, locations[name]), locations[name].shape) for name in names
+            }
+            tensors = _gather_tensors(model.config, locations, names, params)
+            safetensors_files.write_file(directory / file, layout, tensors)
+        if len(files) > 1:
+            _write_index(directory / safetensors_files.INDEX, files, locations, params)
+        _write_config(directory / "config.json", model.config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+
+
+def _dtype(params: Params, location: WeightLocation) -> np.dtype:
+    return np.dtype(leaf_at(params, location.path).dtype)
+
+
+def _num_bytes(params: Params, location: WeightLocation) -> int:
+    return math.prod(location.shape) * _dtype(params, location).itemsize
+
+
+def _assign_files(locations: Mapping[str, WeightLocation], params: Params) -> dict[str, list[str]]:
+    """Return file name -> names of its tensors.
+
+    No file is larger than SHARD_BYTES, unless a single tensor is.
+    """
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name, location in locations.items():
+        tensor_bytes = _num_bytes(params, location)
+        if shard_bytes + tensor_bytes > SHARD_BYTES and shards[-1]:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += tensor_bytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors": names
+        for i, names in enumerate(shards, start=1)
+    }
+
+
+def _gather_tensors(
+    config: DecoderConfig,
+    locations: Mapping[str, WeightLocation],
+    names: list[str],
+    params: Params,
+) -> Iterator[np.ndarray]:
+    """Yield the named tensors in Hugging Face's layout, one at a time, on the host.
+
+    A collective operation: all processes must iterate together.
+    """
+    from jax.experimental import multihost_utils
+
+    for hf_name in names:
+        location = locations[hf_name]
+        array = _merged_tensor(config, params, location)
+        if not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
+        tensor = np.asarray(array)
+        if location.path[-1] in (*OUTPUT_DIMS, *EXPERT_MATRICES):
+            yield tensor.reshape(location.shape[::-1]).T
+        else:
+            yield tensor.reshape(location.shape)
+
+
+def _merged_tensor(config: DecoderConfig, params: Params, location: WeightLocation) -> Array:
+    """Return the tensor at a location, with its adapter merged into it."""
+    name = location.path[-1]
+    if config.adapter_scale(name) is None:
+        return tensor_at(params, location)
+
+    def tensor_named(leaf_name: str) -> Array:
+        return tensor_at(params, location._replace(path=(*location.path[:-1], leaf_name)))
+
+    weight = tensor_named(name)
+    a = tensor_named(name + LORA_A)
+    b = tensor_named(name + LORA_B)
+    return lora.merged_weight(config, name, weight, a, b)
+
+
+def _write_index(
+    path: Path,
+    files: Mapping[str, list[str]],
+    locations: Mapping[str, WeightLocation],
+    params: Params,
+) -> None:
+    index = {
+        "metadata": {
+            "total_size": sum(_num_bytes(params, location) for location in locations.values())
+        },
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(path: Path, config: DecoderConfig) -> None:
+    source = json.loads(config.source)
+    # The newer name of torch_dtype, which all versions of transformers read.
+    source.pop("dtype", None)
+    family = families.FAMILIES[source["model_type"]]
+    source |= {"architectures": [family.architecture], "torch_dtype": config.param_dtype}
+    if config.num_outputs:
+        source |= {"architectures": [family.head_architecture], "num_labels": config.num_outputs}
+        # Labels of another number of outputs belong to a head that the model had before.
+        if len(source.get("id2label") or ()) != config.num_outputs:
+            for name in ("id2label", "label2id", "problem_type"):
+                source.pop(name, None)
+    path.write_text(json.dumps(source, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,459 @@
+"""The supported families of models, as data: their configurations and the names of their weights.
+
+`FAMILIES` maps each `model_type` to what distinguishes the family from Llama. `read_config` reads a
+Hugging Face configuration with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tpu_rl.errors import InputError
+from tpu_rl.models.config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
+from tpu_rl.models.hf import moe_families, rope_config
+
+LAYER_NAMES = {
+    "attention_norm": "input_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "output_bias": "self_attn.o_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+"""Weight -> Hugging Face's name inside `model.layers.N.`. A family may override some of them."""
+
+TOP_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "unembedding": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+    "score": "score.weight",
+}
+"""Weight outside of the layers -> Hugging Face's name."""
+
+GEMMA_NORMS = {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu": "gelu_exact",
+}
+"""Hugging Face's name -> key of `layers.ACTIVATIONS`."""
+
+HEAD_SUFFIX = "ForSequenceClassification"
+"""Suffix of Hugging Face's architectures with a head of `num_labels` numbers in place of the
+vocabulary."""
+
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Fields in which null means "none". In all other fields it means the default."""
+
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+"""Fields without a default."""
+
+MAX_SIZES = {
+    "num_hidden_layers": 1_000,
+    "num_attention_heads": 4_096,
+    "num_key_value_heads": 4_096,
+    "head_dim": 2**14,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "vocab_size": 2**24,
+}
+"""Field -> the largest value that is accepted. A file with 10^9 layers would otherwise take all
+memory."""
+
+
+# Layer types of configurations without `layer_types`.
+
+LayerTypes = Callable[[Mapping[str, Any]], list[str]]
+"""Configuration -> type of each layer, "full" or "sliding"."""
+
+
+def _full(hf: Mapping[str, Any]) -> list[str]:
+    return ["full"] * hf["num_hidden_layers"]
+
+
+def _all_sliding(hf: Mapping[str, Any]) -> list[str]:
+    return ["sliding" if hf["sliding_window"] else "full"] * hf["num_hidden_layers"]
+
+
+def _sliding_if_used(hf: Mapping[str, Any]) -> list[str]:
+    is_used = hf["use_sliding_window"] and hf["sliding_window"]
+    return ["sliding" if is_used else "full"] * hf["num_hidden_layers"]
+
+
+def _upper_sliding(hf: Mapping[str, Any]) -> list[str]:
+    is_used = hf["use_sliding_window"] and hf["sliding_window"]
+    first_sliding = hf["max_window_layers"] if is_used else hf["num_hidden_layers"]
+    return ["sliding" if i >= first_sliding else "full" for i in range(hf["num_hidden_layers"])]
+
+
+def _every_nth_full(hf: Mapping[str, Any]) -> list[str]:
+    period = hf["sliding_window_pattern"]
+    return ["sliding" if (i + 1) % period else "full" for i in range(hf["num_hidden_layers"])]
+
+
+# The families.
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The differences between a family and Llama."""
+
+    architecture: str
+    """The class in transformers."""
+    defaults: Mapping[str, Any]
+    """Values that transformers assumes for fields that a configuration does not have."""
+    layer_types: LayerTypes = _full
+    """Layer types of a configuration without the field `layer_types`."""
+    reads_layer_types: bool = True
+    """True if transformers reads the field `layer_types`."""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of layer weights that differ from `LAYER_NAMES`."""
+    is_gemma: bool = False
+    """True if norm scales are stored as their distance from 1, branches have norms at both ends,
+    and embeddings are multiplied by sqrt(hidden_size)."""
+    classifier: str | None = None
+    """The class with a head, if its name is not `architecture` with another suffix."""
+
+    @property
+    def head_architecture(self) -> str:
+        """The class with a head, in transformers. For OLMoE there is no such class."""
+        return self.classifier or self.architecture.replace("ForCausalLM", HEAD_SUFFIX)
+
+
+# Some keys are no fields of Hugging Face configurations, but properties that a family has without
+# saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `query_key_norm`
+# (Qwen3, Gemma 3) and `joint_query_key_norm` (OLMoE).
+_LLAMA = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "attention_bias": False,
+    "query_key_value_bias": False,
+    "mlp_bias": False,
+    "query_key_norm": False,
+    "joint_query_key_norm": False,
+    "clip_qkv": None,
+    "sliding_window": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_QWEN2 = {
+    **_LLAMA,
+    "query_key_value_bias": True,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_QWEN3 = {**_QWEN2, "query_key_value_bias": False, "query_key_norm": True, "head_dim": 128}
+_GEMMA2 = {
+    **_LLAMA,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 256_000,
+}
+_GEMMA3 = {
+    **_GEMMA2,
+    "query_key_norm": True,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "vocab_size": 262_208,
+}
+_MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
+_QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
+_OLMOE = {**_LLAMA, **moe_families.OLMOE}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _LLAMA, reads_layer_types=False),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {**_LLAMA, "sliding_window": 4096, "num_key_value_heads": 8},
+        layer_types=_all_sliding,
+        reads_layer_types=False,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN2, layer_types=_upper_sliding),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN3, layer_types=_upper_sliding),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _MIXTRAL,
+        layer_types=_all_sliding,
+        reads_layer_types=False,
+        names=moe_families.MIXTRAL_NAMES,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _QWEN3_MOE,
+        layer_types=_sliding_if_used,
+        reads_layer_types=False,
+        names=moe_families.NAMES,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM", _OLMOE, reads_layer_types=False, names=moe_families.OLMOE_NAMES
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", _GEMMA2, layer_types=_every_nth_full, names=GEMMA_NORMS, is_gemma=True
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA3,
+        layer_types=_every_nth_full,
+        names=GEMMA_NORMS,
+        is_gemma=True,
+        classifier="Gemma3Text" + HEAD_SUFFIX,
+    ),
+}
+"""`model_type` -> family. Of a Gemma 3 with images ("gemma3"), the "gemma3_text" inside is read."""
+
+
+# Configurations.
+
+
+def read_config(
+    source: Mapping[str, Any], dtype: str, param_dtype: str, where: str = ""
+) -> DecoderConfig:
+    """Return the config of a Hugging Face configuration, in its older or newer form.
+
+    Args:
+        source: the content of config.json.
+        dtype: the compute dtype.
+        param_dtype: the dtype that weights are stored in.
+        where: the file, for error messages.
+
+    Raises:
+        InputError: a field is missing, or something is not supported; it names the field.
+    """
+    where = where or "config.json"
+    gemma3_multimodal = source.get("model_type") == "gemma3"
+    source = _text_config(source, where)
+    family = FAMILIES[source["model_type"]]
+    hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
+    hf |= {field: None for field in NULLABLE if field in source and source[field] is None}
+    missing = [field for field in REQUIRED if field not in hf]
+    if missing:
+        raise InputError(
+            "the model's configuration lacks " + ", ".join(missing),
+            where=where,
+            why=f"a {source['model_type']} model has no default for it",
+            fix="add it, or download config.json again",
+        )
+    _require_sizes(hf, where)
+    _require_supported(hf, where)
+    layer_types = _layer_types(family, hf, where)
+    rope, sliding_rope = rope_config.read_rope(hf)
+    return DecoderConfig(
+        hidden_size=hf["hidden_size"],
+        layer_types=layer_types,
+        vocab=VocabConfig(
+            size=hf["vocab_size"],
+            valid=hf["vocab_size"],
+            tied=hf["tie_word_embeddings"],
+            embedding_scale=hf["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
+            softcap=hf["final_logit_softcapping"],
+        ),
+        attention=_attention(hf, layer_types, where),
+        mlp=MlpConfig(hf["intermediate_size"], _activation(hf, where), hf["mlp_bias"]),
+        norm=NormConfig(hf["rms_norm_eps"], unit_offset=family.is_gemma, post=family.is_gemma),
+        rope=rope,
+        sliding_rope=sliding_rope,
+        moe=moe_families.read_moe(hf, where) if "router" in family.names else None,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        num_outputs=_num_outputs(source),
+        gemma3_multimodal=gemma3_multimodal,
+        source=json.dumps(source, sort_keys=True),
+    )
+
+
+def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the configuration of the language model: `source`, or the one inside of a Gemma 3.
+
+    Raises:
+        InputError: the architecture is not one of `FAMILIES`.
+    """
+    model_type = source.get("model_type")
+    if model_type == "gemma3" and "text_config" in source:
+        return _text_config({"model_type": "gemma3_text", **source["text_config"]}, where)
+    if model_type not in FAMILIES:
+        raise InputError(
+            f"model_type {model_type!r} is not supported",
+            where=where,
+            why=f"architectures: {source.get('architectures')}",
+            fix="supported: " + ", ".join([*FAMILIES, "gemma3"]),
+        )
+    return dict(source)
+
+
+def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
+    """Check that sizes are whole numbers that a model may have."""
+    for field, largest in MAX_SIZES.items():
+        value = hf[field]
+        if value is None and field not in REQUIRED:
+            continue  # It follows from the others.
+        if type(value) is not int or not 1 <= value <= largest:
+            raise InputError(
+                f"{field} = {str(value)[:40]} is out of range",
+                where=where,
+                why=f"it must be a whole number from 1 to {largest:,}",
+                fix="correct the file, or download it again",
+            )
+
+
+def _require_supported(hf: Mapping[str, Any], where: str) -> None:
+    """Refuse variants of a family that would load, but then compute something else."""
+    for field, supported in (
+        ("quantization_config", None),
+        ("partial_rotary_factor", 1.0),
+        ("use_bidirectional_attention", False),
+    ):
+        if hf.get(field, supported) not in (supported, None):
+            raise InputError(
+                f"{field} = {str(hf[field])[:80]} is not supported",
+                where=where,
+                why="the model would load, but its outputs would be wrong",
+                fix=f"use a model with {field} = {json.dumps(supported)}",
+            )
+
+
+def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the type of each layer."""
+    stated = hf.get("layer_types", []) if family.reads_layer_types else []
+    layer_types = tuple(name.removesuffix("_attention") for name in stated)
+    if not layer_types:
+        layer_types = tuple(family.layer_types(hf))
+    num_layers = hf["num_hidden_layers"]
+    if len(layer_types) != num_layers or not {*layer_types} <= {"full", "sliding"}:
+        raise InputError(
+            f"layer_types = {str(stated)[:200]} is not supported",
+            where=where,
+            why=f"each of the {num_layers} layers must have full_attention or sliding_attention",
+            fix="use a model whose layers are all of these two types",
+        )
+    if "sliding" in layer_types and not hf["sliding_window"]:
+        raise InputError(
+            "the model has sliding_attention layers, but no sliding_window",
+            where=where,
+            why="the width of the window is unknown",
+            fix="add sliding_window, in tokens",
+        )
+    return layer_types
+
+
+def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) -> AttentionConfig:
+    num_heads = hf["num_attention_heads"]
+    num_kv_heads = hf["num_key_value_heads"] or num_heads
+    head_dim = hf["head_dim"] or hf["hidden_size"] // num_heads
+    if head_dim % 2 or num_heads % num_kv_heads:
+        raise InputError(
+            f"{num_heads} heads of dimension {head_dim} with {num_kv_heads} key-value heads are "
+            "not supported",
+            where=where,
+            why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
+            "heads",
+            fix="correct num_attention_heads, num_key_value_heads or head_dim",
+        )
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
+        sliding_window=hf["sliding_window"] if "sliding" in layer_types else None,
+        bias=hf["query_key_value_bias"] or hf["attention_bias"],
+        output_bias=hf["attention_bias"],
+        query_key_norm=hf["query_key_norm"],
+        joint_query_key_norm=hf["joint_query_key_norm"],
+        clip_qkv=hf["clip_qkv"],
+        softcap=hf["attn_logit_softcapping"],
+    )
+
+
+def _activation(hf: Mapping[str, Any], where: str) -> str:
+    name = hf.get("hidden_activation") or hf["hidden_act"]
+    if name not in ACTIVATION_NAMES:
+        raise InputError(
+            f"activation {name!r} is not supported",
+            where=where,
+            why="the MLP would compute something else",
+            fix="use a model with one of: " + ", ".join(ACTIVATION_NAMES),
+        )
+    return ACTIVATION_NAMES[name]
+
+
+def _num_outputs(source: Mapping[str, Any]) -> int | None:
+    """Return the number of outputs of the head, or None for a language model."""
+    architectures = source.get("architectures") or [""]
+    if not architectures[0].endswith(HEAD_SUFFIX):
+        return None
+    if "num_labels" in source:
+        return source["num_labels"]
+    return len(source.get("id2label", (0, 1)))
+
+
+# Names of weights.
+
+
+def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -> str:
+    """Return Hugging Face's name of the weight `name`, in a layer or (None) outside of layers."""
+    if layer is None:
+        return TOP_NAMES[name]
+    names = LAYER_NAMES | {**family.names}
+    return f"model.layers.{layer}.{names[name].format(expert=expert)}"
+
+
+def plain_name(name: str) -> str | None:
+    """Return the name that a text model has for a tensor of a checkpoint.
+
+    None means that the tensor is not part of the language model: rotary frequencies, which old
+    Llama checkpoints contain, and the image half of Gemma 3.
+    """
+    # The prefixes of older and of newer checkpoints of Gemma 3.
+    for prefix in ("language_model.", "model.language_model."):
+        if name.startswith(prefix):
+            inner = name.removeprefix(prefix)
+            return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+        return None
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name

@@ -1,0 +1,368 @@
+"""Directories of adapters alone, in the format of PEFT.
+
+Such a directory has adapter_config.json and adapter_model.safetensors, and names its base model by
+a path or a hub id. The base is read with the same precautions as any model (`untrusted_files`): a
+stranger's adapter can name another model, but not another kind of file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl import untrusted_files
+from tpu_rl.errors import InputError
+from tpu_rl.models import lora
+from tpu_rl.models.config import LORA_A, LORA_B, DecoderConfig, LoraConfig
+from tpu_rl.models.decoder import decoder, param_shapes
+from tpu_rl.models.hf import families, safetensors_files
+from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
+from tpu_rl.models.hf.safetensors_files import StoredTensor
+from tpu_rl.models.hf.weight_map import (
+    WeightLocation,
+    leaf_at,
+    require_fit,
+    tensor_at,
+    weight_locations,
+)
+from tpu_rl.train import sharding
+from tpu_rl.types import Model, Params
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+PREFIX = "base_model.model."
+"""Prefix of every tensor's name, before the name of its module in the base."""
+
+MULTIMODAL_PREFIX = "model.language_model."
+"""Prefix of the language model's modules inside of a Gemma 3 with images, in place of "model."."""
+
+SUFFIXES = {".lora_A.weight": LORA_A, ".lora_B.weight": LORA_B}
+"""PEFT's suffix of an adapter's matrix -> ours."""
+
+SCORE = families.TOP_NAMES["score"]
+
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Other ways to initialize also change the base.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "fan_in_fan_out": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": ([],),
+    "layers_to_transform": ([],),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([],),
+    "alora_invocation_tokens": ([],),
+    "use_bdlora": (False,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+}
+"""Settings of PEFT that change what is computed -> the values, besides null, that do not."""
+
+
+# Descriptions.
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return True if a directory holds an adapter and not a whole model."""
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def base_directory(directory: Path) -> Path:
+    """Return the directory of an adapter's base model.
+
+    A relative path is looked up from the working directory and from the adapter's directory.
+
+    Raises:
+        InputError: the adapter names no base, the base is missing, or it is an adapter itself.
+    """
+    config_path = str(directory / CONFIG)
+    name = untrusted_files.read_json(directory / CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name or len(name) > 4096 or "\0" in name:
+        raise InputError(
+            "the adapter does not say which model it belongs to",
+            where=config_path,
+            why="base_model_name_or_path is missing, or no path",
+            fix="set base_model_name_or_path to the model's directory or hub id",
+        )
+    candidates = (Path(name).expanduser(), directory / name)
+    try:
+        base = find_directory(next((path for path in candidates if path.is_dir()), name))
+    except InputError as error:
+        raise InputError(
+            f"the adapter's base is not there: {name[:200]!r}",
+            where=config_path,
+            why=error.what[:200],
+            fix=f"correct base_model_name_or_path in {CONFIG}",
+        ) from error
+    if is_adapter(base):
+        raise InputError(
+            "an adapter of an adapter is not supported",
+            where=str(directory),
+            why=f"its base is {base}",
+            fix="merge the first one: models.save(path, *models.load(adapter))",
+        )
+    return base
+
+
+def tokenizer_directory(directory: Path) -> Path:
+    """Return the directory of a model's tokenizer; that of the base for an adapter without one."""
+    has_tokenizer = any(
+        (directory / file).is_file() for file in ("tokenizer.json", "tokenizer.model")
+    )
+    return directory if has_tokenizer or not is_adapter(directory) else base_directory(directory)
+
+
+def adapted_model(directory: Path, base: Model) -> Model:
+    """Return the base with the adapters, and the head if there is one, of a directory.
+
+    Only headers are read.
+
+    Raises:
+        InputError: they do not fit the base, or compute something that is not supported.
+    """
+    return _describe(directory, base)[0]
+
+
+def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTensor]]:
+    """Return the model with adapters, and the stored tensors by the names of a text model."""
+    lora_config = _read_settings(directory / CONFIG)
+    stored = {}
+    for name, tensor in safetensors_files.read_header(_weights_file(directory)).items():
+        inner = name.removeprefix(PREFIX)
+        stored[families.plain_name(inner) or inner] = tensor
+    locations = weight_locations(base)
+    adapted_names = {
+        name.removesuffix(suffix) + ".weight"
+        for name in stored
+        for suffix in SUFFIXES
+        if name.endswith(suffix)
+    }
+    adapted = {locations[name].path[-1] for name in adapted_names if name in locations}
+    targets = tuple(name for name in lora.ADAPTABLE if name in adapted)
+    num_outputs = stored[SCORE].shape[0] if SCORE in stored else base.config.num_outputs
+    adapters = replace(lora_config, targets=targets) if targets else None
+    model = decoder(replace(base.config, num_outputs=num_outputs, adapters=adapters))
+    shapes = {name: tensor.shape for name, tensor in _adapter_tensors(model).items()}
+    if base.config.num_outputs and SCORE not in stored:
+        shapes.pop(SCORE)
+    require_fit(directory, shapes, stored, CONFIG)
+    return model, stored
+
+
+def _read_settings(path: Path) -> LoraConfig:
+    """Return rank and scale of an adapter.
+
+    Raises:
+        InputError: another setting would change what is computed.
+    """
+    source = untrusted_files.read_json(path)
+    for field, supported in SUPPORTED.items():
+        if source.get(field) is not None and source[field] not in supported:
+            raise InputError(
+                f"{field} = {str(source[field])[:80]} is not supported",
+                where=str(path),
+                why="the adapter would load, but its outputs would be wrong",
+                fix=f"use an adapter with {field} = {supported[0]}, or merge it with PEFT "
+                "(merge_and_unload)",
+            )
+    rank: Any = source.get("r")
+    alpha: Any = source.get("lora_alpha")
+    is_rank = type(rank) is int and 0 < rank < 2**16
+    is_alpha = type(alpha) in (int, float) and 0 < alpha < math.inf
+    if not is_rank or not is_alpha:
+        raise InputError(
+            f"r = {str(rank)[:40]}, lora_alpha = {str(alpha)[:40]} is not supported",
+            where=str(path),
+            why=f"r must be a whole number from 1 to {2**16 - 1:,}, and lora_alpha a number above "
+            "0",
+            fix="correct the file, or download it again",
+        )
+    return LoraConfig(rank, float(alpha), bool(source.get("use_rslora")))
+
+
+def _weights_file(directory: Path) -> Path:
+    path = directory / WEIGHTS
+    if path.is_file():
+        return path
+    if (directory / "adapter_model.bin").exists():
+        raise InputError(
+            f"no {WEIGHTS} in the adapter's directory",
+            where=str(directory),
+            why="it has only pickled weights, which can run code when read",
+            fix="convert them with peft: "
+            "PeftModel.from_pretrained(model, path).save_pretrained(new_path)",
+        )
+    raise InputError(
+        f"no {WEIGHTS} in the adapter's directory",
+        where=str(directory),
+        fix="download the adapter again, with its weights",
+    )
+
+
+class _AdapterTensor(NamedTuple):
+    """A tensor of an adapter's file."""
+
+    location: WeightLocation
+    """Its place in the params."""
+    shape: tuple[int, ...]
+    """Its shape in the file."""
+
+
+def _adapter_tensors(model: Model) -> dict[str, _AdapterTensor]:
+    """Return the tensors of an adapter's file, the head's included, by name without PREFIX."""
+    config: DecoderConfig = model.config
+    tensors = {}
+    for name, location in weight_locations(model).items():
+        weight = location.path[-1]
+        if name == SCORE:
+            tensors[name] = _AdapterTensor(location, location.shape)
+        if config.adapters is None or weight not in config.adapters.targets:
+            continue
+        rank = config.adapters.rank
+        # All adapted matrices are [outputs, inputs] in files, the unembedding included.
+        outputs, inputs = location.shape
+        for suffix, our_suffix in SUFFIXES.items():
+            shape = (rank, inputs) if our_suffix == LORA_A else (outputs, rank)
+            matrix_location = location._replace(path=(*location.path[:-1], weight + our_suffix))
+            tensors[name.removesuffix(".weight") + suffix] = _AdapterTensor(matrix_location, shape)
+    return tensors
+
+
+# Reading.
+
+
+def load_adapters(path: str | Path, base: Model, mesh: Mesh | None = None) -> tuple[Model, Params]:
+    """Return the base with adapters, and their params, for `join` to put over the base's.
+
+    Raises:
+        InputError: the directory is missing, damaged, not safe to read, or does not fit the base.
+    """
+    directory = find_directory(path)
+    untrusted_files.require_safe(directory)
+    model, stored = _describe(directory, base)
+    tensors_of_leaf: dict[tuple[str, ...], list[np.ndarray]] = {}
+    for name, (location, _) in _adapter_tensors(model).items():
+        if name not in stored:
+            continue
+        tensor = np.array(stored[name].read(), np.float32)
+        if not np.isfinite(tensor).all():
+            raise InputError(
+                f"{name} holds NaN or infinity",
+                where=str(directory),
+                fix="use an adapter from before its training diverged",
+            )
+        tensor = tensor if name == SCORE else tensor.T
+        tensors_of_leaf.setdefault(location.path, []).append(tensor)
+    adapters: dict[str, Any] = {}
+    for keys, tensors in tensors_of_leaf.items():
+        shape = leaf_at(param_shapes(model.config), keys)
+        axes = leaf_at(model.axes, keys)
+        leaf = np.stack(tensors).reshape(shape.shape).astype(shape.dtype)
+        subtree = adapters
+        for key in keys[:-1]:
+            subtree = subtree.setdefault(key, {})
+        subtree[keys[-1]] = jnp.array(leaf) if mesh is None else sharding.place(leaf, axes, mesh)
+    return model, adapters
+
+
+# Writing.
+
+
+def save_adapters(
+    path: str | Path, model: Model, params: Params, base: str, tokenizer: Any = None
+) -> None:
+    """Write the adapters of a model, and its head if it has one, as a directory that PEFT loads.
+
+    `base` is the directory or hub id of the model without adapters. As with `save`, `path` is never
+    incomplete, and all processes must call this together.
+
+    Raises:
+        InputError: `path` exists and is not the directory of an adapter.
+    """
+    require_replaceable(path, CONFIG)
+    tensors = {
+        PREFIX + _module_name(model.config, name): _gather_tensor(params, tensor)
+        for name, tensor in _adapter_tensors(model).items()
+    }
+    if jax.process_index() != 0:
+        return
+    with atomic_directory(path) as directory:
+        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        safetensors_files.write_file(directory / WEIGHTS, layout, tensors.values())
+        settings = json.dumps(_peft_config(model, base), indent=2, sort_keys=True)
+        (directory / CONFIG).write_text(settings + "\n")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+
+
+def _gather_tensor(params: Params, tensor: _AdapterTensor) -> np.ndarray:
+    """Return a tensor in PEFT's layout, on the host: A is [rank, inputs], B [outputs, rank]."""
+    array = np.asarray(sharding.to_host(tensor_at(params, tensor.location)))
+    if tensor.location.path[-1] == "score":
+        return array
+    return array.reshape(tensor.shape[::-1]).T
+
+
+def _module_name(config: DecoderConfig, name: str) -> str:
+    """Return the base's name for what a text model calls `name`."""
+    if config.gemma3_multimodal and name.startswith("model."):
+        return name.replace("model.", MULTIMODAL_PREFIX, 1)
+    return name
+
+
+def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
+    """Return the adapted modules for PEFT.
+
+    In a model with images this is a pattern, because the vision tower has modules of the same
+    names.
+    """
+    if not config.gemma3_multimodal:
+        return names
+    return rf"({re.escape(MULTIMODAL_PREFIX)}.*\.)?({'|'.join(names)})"
+
+
+def _peft_config(model: Model, base: str) -> Mapping[str, Any]:
+    """Return the content of adapter_config.json."""
+    config: DecoderConfig = model.config
+    adapters = config.adapters
+    assert adapters is not None
+    module_names = {
+        location.path[-1]: name.split(".")[-2]
+        for name, location in weight_locations(model).items()
+        if "." in name
+    }
+    alpha = adapters.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if config.num_outputs else "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
+        "r": adapters.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": adapters.rslora,
+        "target_modules": _target_modules(
+            config, [module_names[name] for name in adapters.targets]
+        ),
+        "modules_to_save": ["score"] if config.num_outputs else None,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,278 @@
+"""The key-value cache of a decoder.
+
+In full layers each token has its own place in the cache. Sliding layers keep a ring, in which a
+token's place is its number modulo the ring's size, so memory does not grow with the context. Keys
+and values are stored in the compute dtype or in int8.
+
+Letters in array shapes are those of `layers`; here S counts the places of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.layers import TokenIndex
+from tpu_rl.types import Array
+
+RING_SLACK = 128
+"""Places of a ring beyond those that the sliding window needs.
+
+Up to this many tokens can be written at once, be looked at without being committed, or be taken
+back, without overwriting a token that is still inside the window.
+"""
+
+UNLIMITED = 2**31 - 1
+"""`Model.max_rollback` of a decoder whose cache has no rings."""
+
+TRANSPOSED_KEYS = "k_transposed"
+"""Entry of a cache in place of "k" if `AttentionConfig.cpu_cache` is set: keys [..., E, S]."""
+
+
+def ring_size(sliding_window: int) -> int:
+    """Return the number of places of a sliding layer's ring, a multiple of the kernel's blocks."""
+    return -(-(sliding_window - 1 + RING_SLACK) // 128) * 128
+
+
+def ring_size_of(config: DecoderConfig, layer_type: str) -> int | None:
+    """Return the ring size of a layer type, or None if each token has its own place."""
+    sliding_window = config.attention.sliding_window
+    if layer_type == "sliding" and sliding_window is not None:
+        return ring_size(sliding_window)
+    return None
+
+
+def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
+    """Return an empty cache for B `rows` of at most `length` tokens.
+
+    The cache is {"lengths": [B] int32, layer type: {"k", "v": [L, B, K, S, E]}}, with L layers of
+    that type and S = length, or at most the ring size in sliding layers. In int8, "k_scale" and
+    "v_scale" [L, B, K, S] float32 are added. With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS`
+    [L, B, K, E, S] replaces "k".
+
+    The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
+    its tokens after the committed ones, and the next call overwrites those that were not committed.
+    A token beyond the end of the cache is dropped, and no token attends to it. `length` must
+    therefore include tokens that are looked at but never committed.
+    """
+    attention = config.attention
+    cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
+    for layer_type in sorted(set(config.layer_types)):
+        capacity = min(length, ring_size_of(config, layer_type) or length)
+        num_layers = config.layer_types.count(layer_type)
+        shape = (num_layers, rows, attention.num_kv_heads, capacity, attention.head_dim)
+        shapes = {"k": shape, "v": shape}
+        if attention.cpu_cache:
+            shapes = {TRANSPOSED_KEYS: (*shape[:-2], shape[-1], shape[-2]), "v": shape}
+        dtype = config.cache_dtype or config.dtype
+        stack = {name: jnp.zeros(leaf, dtype) for name, leaf in shapes.items()}
+        if config.cache_dtype is not None:
+            stack["k_scale"] = jnp.zeros(shape[:-1], jnp.float32)
+            stack["v_scale"] = jnp.zeros(shape[:-1], jnp.float32)
+        cache[layer_type] = stack
+    return cache
+
+
+# Places of new tokens, and the keys that they see.
+
+
+class CacheView(NamedTuple):
+    """The places where new tokens [B, T] are written in a cache, and which keys they see."""
+
+    places: Array
+    """[B, T] int32: places in the cache; beyond its end, the token is dropped."""
+    keys: TokenIndex
+    """[B, S]: the tokens in the cache after the new ones are written. If there are more new tokens
+    than `RING_SLACK`, [B, S + T]: the ring before they are written, followed by the new tokens."""
+
+
+def query_index(lengths: Array, positions: Array, branch_ids: Array) -> TokenIndex:
+    """Return the index of new tokens [B, T] that follow `lengths` [B] committed tokens."""
+    index = lengths[:, None] + jnp.arange(positions.shape[1])[None, :]
+    return TokenIndex(index, positions, jnp.ones_like(index), branch_ids)
+
+
+def view(
+    config: DecoderConfig,
+    layer_type: str,
+    lengths: Array,
+    commit: Array,
+    capacity: int,
+    new: TokenIndex,
+) -> CacheView:
+    """Return the view of `new` tokens on the cache of a layer type.
+
+    `lengths` and `commit` [B] are the numbers of tokens committed before and now; `capacity` is S,
+    the number of places.
+    """
+    if capacity == ring_size_of(config, layer_type):
+        return ring_view(lengths, commit, capacity, new)
+    return linear_view(lengths, capacity, new)
+
+
+def linear_view(lengths: Array, capacity: int, new: TokenIndex) -> CacheView:
+    """Return the view on a cache in which the place of a token is its number."""
+    places = jnp.broadcast_to(jnp.arange(capacity)[None, :], (len(lengths), capacity))
+    return CacheView(new.index, _cached_tokens(lengths, places, new))
+
+
+def ring_view(lengths: Array, commit: Array, capacity: int, new: TokenIndex) -> CacheView:
+    """Return the view on a ring, each place of which holds its newest token."""
+    num_new = new.index.shape[1]
+    place = jnp.arange(capacity)[None, :]
+    ends = lengths + commit
+    fits = num_new <= RING_SLACK
+    newest = lengths[:, None] + (num_new if fits else 0) - 1
+    keys = _cached_tokens(lengths, newest - (newest - place) % capacity, new)
+    if fits:
+        return CacheView(new.index % capacity, keys)
+    # Only the last committed tokens are written. The others get distinct places beyond the end, so
+    # that places stay unique and these tokens are dropped.
+    is_written = (new.index < ends[:, None]) & (new.index >= ends[:, None] - capacity)
+    dropped = capacity + jnp.arange(num_new)[None, :]
+    places = jnp.where(is_written, new.index % capacity, dropped)
+    both = (jnp.concatenate(fields, axis=1) for fields in zip(keys, new, strict=True))
+    return CacheView(places, TokenIndex(*both))
+
+
+def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
+    """Return the index of the tokens with numbers `index` [B, S], committed or new.
+
+    Numbers that no token has get segment 0.
+    """
+    num_new = new.index.shape[1]
+    # 0 for the first new token, negative for committed ones.
+    offset = index - lengths[:, None]
+
+    def select(of_committed: Array, of_new: Array) -> Array:
+        of_new = jnp.take_along_axis(of_new, jnp.clip(offset, 0, num_new - 1), axis=1)
+        return jnp.where(offset < 0, of_committed, of_new)
+
+    exists = (index >= 0) & (offset < num_new)
+    return TokenIndex(
+        index,
+        select(index, new.positions),
+        jnp.int32(exists),
+        select(jnp.zeros_like(index), new.branch_ids),
+    )
+
+
+# Writing and reading.
+
+ReadRows = Callable[[Array | int, int], tuple[Array, Array]]
+"""(first row, number of rows) -> their keys and values in one layer, [rows, K, S, E] each."""
+
+
+def write(
+    cache: Any, layer_type: str, layer: Array | int, view: CacheView, key: Array, value: Array
+) -> tuple[Any, ReadRows]:
+    """Write the key and value [B, T, K, E] of new tokens into a layer of the cache.
+
+    Returns the new cache, and a function that reads the keys and values of all tokens in
+    `view.keys`. Tokens beyond the end of the cache are dropped. Everything that is read from an
+    int8 cache is rounded, new tokens included.
+    """
+    before = cache[layer_type]
+    key_name = TRANSPOSED_KEYS if TRANSPOSED_KEYS in before else "k"
+    new = {key_name: key, "v": value}
+    if "k_scale" in before:
+        new[key_name], new["k_scale"] = quantize(key)
+        new["v"], new["v_scale"] = quantize(value)
+
+    def indices(name: str) -> tuple:
+        dims_before_place = (slice(None),) * (2 if name == TRANSPOSED_KEYS else 1)
+        return layer, jnp.arange(len(key))[:, None], *dims_before_place, view.places
+
+    after = {
+        name: before[name].at[indices(name)].set(part, mode="drop", unique_indices=True)
+        for name, part in new.items()
+    }
+    # In a ring, new tokens may overwrite keys that earlier new tokens still see.
+    is_appended = view.keys.index.shape[1] > before["v"].shape[3]
+
+    def read_rows(first: Array | int, rows: int) -> tuple[Array, Array]:
+        def stored(stack: dict[str, Array], name: str) -> Array:
+            leaf = stack[name]
+            start = (layer, first, *(0,) * (leaf.ndim - 2))
+            part = jax.lax.dynamic_slice(leaf, start, (1, rows, *leaf.shape[2:]))
+            return part[0].swapaxes(2, 3) if name == TRANSPOSED_KEYS else part[0]
+
+        def read(name: str) -> Array:
+            if not is_appended:
+                return stored(after, name)
+            appended = jax.lax.dynamic_slice_in_dim(new[name], first, rows).swapaxes(1, 2)
+            return jnp.concatenate([stored(before, name), appended], axis=2)
+
+        def dequantized(name: str, scale_name: str) -> Array:
+            numbers = read(name)
+            if scale_name not in after:
+                return numbers
+            return (numbers * read(scale_name)[..., None]).astype(key.dtype)
+
+        return dequantized(key_name, "k_scale"), dequantized("v", "v_scale")
+
+    return {**cache, layer_type: after}, read_rows
+
+
+CPU_BLOCK_BYTES = 5 << 19
+"""Bytes of keys and values that a CPU reads from a layer's cache at once.
+
+They stay in the CPU's own caches until scores and means are computed from them. Measured on a
+machine with 2 x 1 MiB of L2 and 32 MiB of shared cache.
+"""
+
+
+def rows_per_block(keys: Array) -> int:
+    """Return how many rows of keys [B, K, S, E] to read at once on CPUs.
+
+    That is the largest divisor of B whose keys and values fit in `CPU_BLOCK_BYTES`, or 1.
+    """
+    row_bytes = 2 * keys.size * keys.dtype.itemsize // len(keys)
+    most = min(max(CPU_BLOCK_BYTES // row_bytes, 1), len(keys))
+    return max(size for size in range(1, most + 1) if len(keys) % size == 0)
+
+
+def attend_in_blocks(
+    attend: Callable[..., Array],
+    read_rows: ReadRows,
+    block_rows: int,
+    query: Array,
+    queries: TokenIndex,
+    keys: TokenIndex,
+) -> Array:
+    """Return `attend` for query [B, T, H, E], computed for `block_rows` rows after one another.
+
+    `block_rows` must divide B. Keys and values come from `read_rows`; the result is [B, T, H, E].
+    """
+    if block_rows == len(query):
+        return attend(query, *read_rows(0, block_rows), queries, keys)
+
+    def attend_block(number: Array) -> Array:
+        start = number * block_rows
+
+        def cut(rows: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(rows, start, block_rows)
+
+        return attend(
+            cut(query),
+            *read_rows(start, block_rows),
+            TokenIndex(*map(cut, queries)),
+            TokenIndex(*map(cut, keys)),
+        )
+
+    blocks = jax.lax.map(attend_block, jnp.arange(len(query) // block_rows))
+    return blocks.reshape(query.shape)
+
+
+def quantize(x: Array) -> tuple[Array, Array]:
+    """Return x [..., E] as (int8 of the same shape, float32 scales [...]), whose product is x.
+
+    The error is at most half a step, where a step is 1/127 of the largest of the E absolute values.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / 127
+    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale

@@ -1,0 +1,421 @@
+"""Mixtures of experts: routing, and the experts' outputs. No token is dropped.
+
+Tokens are sorted by expert, and each of the three matrices of the experts is applied by one ragged
+matrix product. If experts are spread over devices, each device computes its own experts for the
+tokens of all devices that share them.
+
+Letters in array shapes: B rows, T tokens per row, N tokens on a device, D hidden size, E experts, F
+intermediate size of an expert, k experts per token, I inputs and O outputs of a matrix. An
+*assignment* is a token with one of its k experts; its number is token * k + choice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHT_AXES, MoeConfig
+from tpu_rl.models.layers import PACKED, ActivationAxes
+from tpu_rl.train import sharding
+
+Array = jax.Array
+Activation = Callable[[Array], Array]
+
+ROOM = 1.25
+"""Assignments that a device processes in one pass, relative to an even share of all assignments.
+Used only if experts are spread over devices; further assignments take further passes."""
+
+ORDER = "expert_order"
+"""Name, for `jax.checkpoint` policies, of the sorted order of a layer's assignments.
+
+It is a few integers and worth saving for the backward pass, because sorting is slow, and so is
+compiling a sort for TPUs (16 s of CPU time for 131,072 numbers).
+"""
+
+TILES = (512, 512, 1024)
+"""Rows, inputs and outputs per tile of the TPU kernel for gradients of matrices. In float32, twice
+as many inputs do not fit in the vector memory of v5e and v5p."""
+
+
+class Matrix(NamedTuple):
+    """One matrix of all experts, or of those on a device: W, or W + A B with adapters."""
+
+    weight: Array
+    """[E, I, O]."""
+    a: Array | None = None
+    """[E, I, rank]."""
+    b: Array | None = None
+    """[E, rank, O], scaled."""
+
+
+class Matrices(NamedTuple):
+    """The matrices of experts. Each expert is a gated MLP."""
+
+    gate: Matrix
+    """I = D, O = F."""
+    up: Matrix
+    """I = D, O = F."""
+    down: Matrix
+    """I = F, O = D."""
+
+
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    experts: Array
+    """[B, T, k] int32."""
+    weights: Array
+    """[B, T, k] float32: factors of the experts' outputs."""
+    probabilities: Array
+    """[B, T, E] float32: probabilities of all experts."""
+
+
+def route(config: MoeConfig, logits: Array) -> Routing:
+    """Return the most probable experts under the router's logits [B, T, E] float32.
+
+    Of experts with equal logits, the first ones are used.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, experts = jax.lax.top_k(probabilities, config.experts_per_token)
+    if config.normalize_weights:
+        weights /= weights.sum(-1, keepdims=True)
+    return Routing(experts, weights, probabilities)
+
+
+def mixture(
+    x: Array,
+    routing: Routing,
+    matrices: Matrices,
+    activation: Activation,
+    axes: ActivationAxes = PACKED,
+) -> Array:
+    """Return the weighted sum [B, T, D] of the outputs of each token's experts, for x [B, T, D].
+
+    Inside `jax.set_mesh`, each device computes the experts that it holds, for the tokens of all
+    devices that share them. `axes` are the logical axes of x.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    operands = (x, routing.experts, routing.weights, matrices)
+    if mesh.empty or mesh.size == 1:
+        return _local_mixture(activation, _ExpertShard(), *operands)
+    operand_axes = (*((*axes, None),) * 3, _matrix_axes(matrices))
+    specs = jax.tree.map(
+        lambda operand, names: sharding.spec(names, operand.shape, mesh), operands, operand_axes
+    )
+    per_device = functools.partial(_device_mixture, activation, specs)
+    return jax.shard_map(per_device, in_specs=specs, out_specs=specs[0], check_vma=False)(*operands)
+
+
+def _matrix_axes(matrices: Matrices) -> Any:
+    """Return the logical axes of the leaves of `matrices`, as a tree of the same structure."""
+
+    def leaf_axes(name: str, matrix: Matrix) -> Any:
+        names = {"weight": name, "a": name + LORA_A, "b": name + LORA_B}
+        axes = {
+            field: WEIGHT_AXES[names[field]]
+            for field, leaf in matrix._asdict().items()
+            if leaf is not None
+        }
+        return matrix._replace(**axes)
+
+    return Matrices(
+        *(leaf_axes(name, matrix) for name, matrix in zip(EXPERT_MATRICES, matrices, strict=True))
+    )
+
+
+def _device_mixture(
+    activation: Activation, specs: Any, x: Array, experts: Array, weights: Array, matrices: Matrices
+) -> Array:
+    """Return `mixture` for one device's shards of the operands, which are sharded by `specs`."""
+    row_axes = sharding.mesh_axes(specs[0][0])
+    gate_spec = specs[3].gate.weight
+    expert_axes = sharding.mesh_axes(gate_spec[0])
+    mlp_axes = sharding.mesh_axes(gate_spec[2])
+
+    def with_full_width(leaf: Array, names: tuple[str, ...], spec: Any) -> Array:
+        if "embed" not in names:
+            return leaf
+        dimension = names.index("embed")
+        return _all_gather(leaf, sharding.mesh_axes(spec[dimension]), dimension)
+
+    matrices = jax.tree.map(with_full_width, matrices, _matrix_axes(matrices), specs[3])
+    # Devices along these axes hold different tokens and different experts.
+    shared_axes = tuple(name for name in row_axes if name in expert_axes)
+    x, experts, weights = (_all_gather(part, shared_axes, 0) for part in (x, experts, weights))
+    num_shards = math.prod(jax.lax.axis_size(name) for name in expert_axes)
+    first = jax.lax.axis_index(expert_axes) * len(matrices.gate.weight) if expert_axes else 0
+    shard = _ExpertShard(first, num_shards)
+    y = _local_mixture(activation, shard, x, experts, weights, matrices)
+    y = jax.lax.psum(
+        y, tuple(name for name in (*expert_axes, *mlp_axes) if name not in shared_axes)
+    )
+    return jax.lax.psum_scatter(y, shared_axes, tiled=True) if shared_axes else y
+
+
+def _all_gather(x: Array, axes: tuple[str, ...], dimension: int) -> Array:
+    return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
+
+
+# One device.
+
+
+class _ExpertShard(NamedTuple):
+    """The experts that a device holds: a contiguous and equal share of all experts."""
+
+    first: Array | int = 0
+    """Number of the first one."""
+    num_shards: int = 1
+
+
+class _Order(NamedTuple):
+    """A device's assignments, sorted by expert. Those to experts of other devices come last."""
+
+    assignments: Array
+    """[N k] int32: numbers of the assignments, sorted."""
+    place: Array
+    """[N, k] int32: place of each assignment in the sorted order."""
+    ends: Array
+    """[E] int32: end, in the sorted order, of the assignments of each of the device's experts."""
+
+
+def _local_mixture(
+    activation: Activation,
+    shard: _ExpertShard,
+    x: Array,
+    experts: Array,
+    weights: Array,
+    matrices: Matrices,
+) -> Array:
+    """Return the part of a device's experts in `mixture`, [B, T, D]."""
+    num_tokens = x.shape[0] * x.shape[1]
+    experts_per_token = experts.shape[-1]
+    order = _sort_by_expert(
+        experts.reshape(num_tokens, experts_per_token), shard, len(matrices.gate.weight)
+    )
+    order = checkpoint_name(order, ORDER)
+    num_assignments = num_tokens * experts_per_token
+    share = 8 * math.ceil(ROOM * num_assignments / shard.num_shards / 8)
+    block_size = min(num_assignments, max(128, share))
+    flat_x = x.reshape(num_tokens, -1)
+    flat_weights = weights.reshape(num_tokens, experts_per_token).astype(x.dtype)
+    operands = (flat_x, flat_weights, matrices)
+    if block_size == num_assignments:
+        y: Any = _pass(activation, num_assignments, order, 0, *operands)
+    else:
+        y = _passes(activation, block_size, order, *operands)
+    return y.reshape(x.shape)
+
+
+def _sort_by_expert(experts: Array, shard: _ExpertShard, num_local: int) -> _Order:
+    """Sort the assignments of experts [N, k] for a device that holds `num_local` experts."""
+    # Numbers relative to the first local expert, so that local experts come first.
+    relative = (experts.reshape(-1) - shard.first) % (num_local * shard.num_shards)
+    assignments = jnp.argsort(relative).astype(jnp.int32)
+    place = jnp.argsort(assignments).astype(jnp.int32).reshape(experts.shape)
+    ends = jnp.searchsorted(relative[assignments], jnp.arange(num_local), side="right")
+    return _Order(assignments, place, ends.astype(jnp.int32))
+
+
+class _Block(NamedTuple):
+    """Consecutive sorted assignments that are processed in one pass."""
+
+    token: Array
+    """[n] int32: token of each assignment in the block."""
+    place: Array
+    """[N, k] int32: place of each assignment in the block; n if it is not in the block or its
+    expert is on another device."""
+
+
+def _pass(
+    activation: Activation,
+    size: int,
+    order: _Order,
+    index: Array | int,
+    x: Array,
+    weights: Array,
+    matrices: Matrices,
+) -> Array:
+    """Return the part [N, D] of block `index` of the sorted assignments, `size` of them."""
+    start = index * size
+    padded = jnp.pad(order.assignments, (0, -len(order.assignments) % size))
+    assignments = jax.lax.dynamic_slice_in_dim(padded, start, size)
+    ends = jnp.clip(order.ends - start, 0, size)
+    group_sizes = jnp.diff(ends, prepend=0)
+    is_in_block = (order.place >= start) & (order.place < start + ends[-1])
+    place = jnp.where(is_in_block, order.place - start, size)
+    block = _Block(assignments // weights.shape[1], place)
+    inputs, scales = _dispatch(x, weights, assignments, block)
+    gate = activation(_expert_product(inputs, matrices.gate, group_sizes))
+    inner = gate * _expert_product(inputs, matrices.up, group_sizes)
+    # The weights are applied here, where rows are narrower than after the last product.
+    outputs = _expert_product(inner * scales[:, None], matrices.down, group_sizes)
+    return _combine(outputs, block)
+
+
+def _expert_product(x: Array, matrix: Matrix, group_sizes: Array) -> Array:
+    """Return `ragged_product` with W + A B; the product A B is never formed."""
+    y = ragged_product(x, matrix.weight, group_sizes)
+    if matrix.a is None or matrix.b is None:
+        return y
+    return y + ragged_product(ragged_product(x, matrix.a, group_sizes), matrix.b, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _passes(
+    activation: Activation, size: int, order: _Order, x: Array, weights: Array, matrices: Matrices
+) -> Array:
+    """Return the sum [N, D] of all passes that the device's assignments take.
+
+    It needs the memory of one pass.
+    """
+    count = -(-order.ends[-1] // size)
+
+    def add_pass(index: Array, total: Array) -> Array:
+        return total + _pass(activation, size, order, index, x, weights, matrices)
+
+    return jax.lax.fori_loop(0, count, add_pass, jnp.zeros_like(x))
+
+
+def _passes_forward(
+    activation: Activation, size: int, order: _Order, *operands: Any
+) -> tuple[Array, Any]:
+    return _passes(activation, size, order, *operands), (order, operands)
+
+
+def _passes_backward(
+    activation: Activation, size: int, residuals: Any, gradient: Array
+) -> tuple[Any, ...]:
+    order, operands = residuals
+
+    def add_pass(index: Array, totals: Any) -> Any:
+        one_pass = functools.partial(_pass, activation, size, order, index)
+        _, pull_back = jax.vjp(one_pass, *operands)
+        return jax.tree.map(
+            lambda total, part: total + part.astype(total.dtype), totals, pull_back(gradient)
+        )
+
+    # Sums over passes are float32 or wider.
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), operands
+    )
+    totals = jax.lax.fori_loop(0, -(-order.ends[-1] // size), add_pass, zeros)
+    return None, *jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), totals, operands)
+
+
+_passes.defvjp(_passes_forward, _passes_backward)
+
+
+# Taking rows by a permutation is undone by taking rows by its inverse. The compiler does not know
+# that these are permutations. For the gradient it would add rows one at a time, which TPUs do one
+# after the other. So `_dispatch` and `_combine` have gradients written by hand.
+
+
+@jax.custom_vjp
+def _dispatch(x: Array, weights: Array, assignments: Array, block: _Block) -> tuple[Array, Array]:
+    """Return the rows [n, D] of x [N, D] and the weights [n] of weights [N, k] in a block.
+
+    Rows after the last assignment of the device hold arbitrary values.
+    """
+    return _take(x, block.token), _take(weights.reshape(-1), assignments)
+
+
+def _dispatch_backward(
+    block: _Block, gradients: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    input_gradients, scale_gradients = gradients
+    x_gradient = _combine(input_gradients, block)
+    return x_gradient, _take_or_zero(scale_gradients, block.place), None, None
+
+
+_dispatch.defvjp(
+    lambda x, weights, assignments, block: (_dispatch(x, weights, assignments, block), block),
+    _dispatch_backward,
+)
+
+
+@jax.custom_vjp
+def _combine(rows: Array, block: _Block) -> Array:
+    """Return for each token the sum [N, D] of the rows [n, D] of its assignments in the block."""
+    places = block.place.T
+    return sum((_take_or_zero(rows, place) for place in places[1:]), _take_or_zero(rows, places[0]))
+
+
+def _combine_backward(block: _Block, gradient: Array) -> tuple[Array, None]:
+    return _take(gradient, block.token), None
+
+
+_combine.defvjp(lambda rows, block: (_combine(rows, block), block), _combine_backward)
+
+
+def _take(rows: Array, indices: Array) -> Array:
+    """Return the rows at `indices`, all of which must be valid: the compiler adds no checks."""
+    return rows.at[indices].get(mode="promise_in_bounds")
+
+
+def _take_or_zero(rows: Array, indices: Array) -> Array:
+    """Return the rows at `indices`, and zero for indices after the last row."""
+    return rows.at[indices].get(mode="fill", fill_value=0)
+
+
+# The ragged product.
+
+
+@jax.custom_vjp
+def ragged_product(x: Array, matrices: Array, group_sizes: Array) -> Array:
+    """Multiply the rows of x [n, I], in groups, by matrices [E, I, O]; the result is [n, O].
+
+    The first group_sizes[0] rows are multiplied by matrices[0], the next group_sizes[1] rows by
+    matrices[1], and so on. Values of rows after the last group depend on the platform, and so do
+    their gradients.
+    """
+    return jax.lax.ragged_dot(x, matrices, group_sizes)
+
+
+def _ragged_product_backward(
+    residuals: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, Array, None]:
+    x, matrices, group_sizes = residuals
+    _, pull_back_x = jax.vjp(lambda x: jax.lax.ragged_dot(x, matrices, group_sizes), x)
+    (x_gradient,) = pull_back_x(gradient)
+
+    def xla_gradient(x: Array, gradient: Array, group_sizes: Array) -> Array:
+        _, pull_back = jax.vjp(
+            lambda matrices: jax.lax.ragged_dot(x, matrices, group_sizes), matrices
+        )
+        return pull_back(gradient)[0]
+
+    matrices_gradient = jax.lax.platform_dependent(
+        x, gradient, group_sizes, tpu=_matrices_gradient_kernel, default=xla_gradient
+    )
+    return x_gradient, matrices_gradient.astype(matrices.dtype), None
+
+
+ragged_product.defvjp(
+    lambda x, matrices, group_sizes: (
+        ragged_product(x, matrices, group_sizes),
+        (x, matrices, group_sizes),
+    ),
+    _ragged_product_backward,
+)
+
+
+def _matrices_gradient_kernel(x: Array, gradient: Array, group_sizes: Array) -> Array:
+    """Return the gradient [E, I, O] of the matrices, by a Pallas kernel.
+
+    XLA for TPUs has no such kernel: it multiplies all rows for each group, which is E times the
+    work.
+    """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tile_rows = math.gcd(len(x), TILES[0])
+    if tile_rows < 128:
+        x, gradient = (jnp.pad(part, ((0, -len(part) % 128), (0, 0))) for part in (x, gradient))
+        tile_rows = math.gcd(len(x), TILES[0])
+    tiles = (tile_rows, min(TILES[1], x.shape[1]), min(TILES[2], gradient.shape[1]))
+    return tgmm(x.T, gradient, group_sizes, x.dtype, tiles)

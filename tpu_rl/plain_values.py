@@ -1,0 +1,62 @@
+"""Nested dataclasses as plain values, as config.yaml has them, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_rl.errors import InputError
+
+
+def to_dict(config: Any) -> Any:
+    """Return nested dataclasses as dicts, lists and scalars.
+
+    Each dict has the name of its class as `kind`, because a field may admit several classes.
+    """
+    if isinstance(config, tuple):
+        return [to_dict(value) for value in config]
+    if not dataclasses.is_dataclass(config):
+        return config
+    fields = dataclasses.fields(config)
+    values = {field.name: to_dict(getattr(config, field.name)) for field in fields}
+    return {"kind": type(config).__name__} | values
+
+
+def from_dict(annotation: Any, values: Any) -> Any:
+    """Return the inverse of `to_dict`, for a field with this annotation.
+
+    Raises:
+        InputError: if the values describe none of the classes that the field admits.
+    """
+    kinds = typing.get_args(annotation) or (annotation,)
+    classes = [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    if isinstance(values, list):
+        return tuple(from_dict(kinds[0], value) for value in values)
+    if not classes or not isinstance(values, dict):
+        return values
+    chosen = next((kind for kind in classes if kind.__name__ == values.get("kind")), None)
+    hints = typing.get_type_hints(chosen) if chosen else {}
+    unknown = sorted(set(values) - set(hints) - {"kind"})
+    if chosen is None or unknown:
+        names = " or ".join(kind.__name__ for kind in classes)
+        raise InputError(
+            f"config.yaml does not describe {names}",
+            why=f"kind {values.get('kind')!r}, unknown keys {unknown}",
+        )
+    fields = {name: value for name, value in values.items() if name != "kind"}
+    return chosen(**{name: from_dict(hints[name], value) for name, value in fields.items()})
+
+
+def replace_strings(value: Any, replacements: Mapping[str, str]) -> Any:
+    """Return a configuration with strings replaced, at any depth."""
+    if isinstance(value, tuple):
+        return tuple(replace_strings(item, replacements) for item in value)
+    if isinstance(value, str):
+        return replacements.get(value, value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    new = {name: replace_strings(item, replacements) for name, item in old.items()}
+    return value if new == old else dataclasses.replace(value, **new)

@@ -1,0 +1,194 @@
+"""Lower bounds on the time of a step, and what it sends between chips: the lines of a plan.
+
+`estimate_step` turns a compiled step into a line. Times are bounds: nothing on a chip runs at its
+peak. `model_flops` counts what the model itself needs, the numerator of MFU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl import cost_model
+from tpu_rl.cost_model import Chip, Estimate, Torus
+from tpu_rl.models import DecoderConfig
+from tpu_rl.planner.memory import Memory, step_memory
+from tpu_rl.planner.steps import Step
+
+
+class Target(NamedTuple):
+    """The devices that a plan is for."""
+
+    name: str
+    """A topology such as v5e:4x4, or the kind of the local devices."""
+    devices: Sequence[Any]
+    chip: Chip | None
+    """None if nothing is known of the devices' speed."""
+    memory: int | None
+    """Bytes that a program may use on one device; None if unknown."""
+
+
+class Line(NamedTuple):
+    """One step of a plan."""
+
+    step: Step
+    memory: Memory
+    estimate: Estimate | None
+    """None if the compiler refused the step, or if the devices' speed is unknown."""
+    flops: float
+    """Matrix products of one device, in one call."""
+    links: dict[str, float]
+    """Bytes that one device sends in one call, by kind of collective and mesh axes."""
+    seconds: float
+    """Lower bound for one call; for a decode segment, for one decode step."""
+    mfu: float | None
+    """For the update, an upper bound on model FLOPs utilization, rematerialization not counted."""
+
+    def fits(self, target: Target) -> bool:
+        """Return whether the step compiled and fits the memory of a device."""
+        within = target.memory is None or self.memory.total <= target.memory
+        return self.step.compiled.program is not None and within
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Upper bound over all chips; 0 if the time is unknown."""
+        return self.step.tokens / self.step.loops / self.seconds if self.seconds else 0.0
+
+
+class Plan(NamedTuple):
+    """The steps of all stages of one configuration."""
+
+    mesh: Mapping[str, int]
+    """Mesh axis -> size."""
+    micro_batch_rows: int
+    """Packed rows of a micro-batch, rounded up to a multiple of the devices that share them."""
+    lines: list[tuple[str, Line]]
+    """(name of the stage, step), in the order in which the run calls them."""
+
+    def fits(self, target: Target) -> bool:
+        """Return whether every step fits."""
+        return all(line.fits(target) for _, line in self.lines)
+
+    @property
+    def seconds(self) -> float:
+        """Lower bound for one step of the run, in its last stage; 0 if the speed is unknown."""
+        last_stage = self.lines[-1][0] if self.lines else None
+        return sum(
+            line.step.times * line.step.loops * line.seconds
+            for stage, line in self.lines
+            if stage == last_stage
+        )
+
+
+class Change(NamedTuple):
+    """Other settings, and the memory that the fullest step would then need."""
+
+    flags: str
+    total: float
+    """Estimated bytes of one chip."""
+
+
+def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
+    """Return the line of a compiled step, for a train state of `state` bytes by purpose."""
+    memory = step_memory(step, state)
+    if step.compiled.program is None:
+        return Line(step, memory, None, 0.0, {}, 0.0, None)
+    operations = cost_model.operations(cost_model.read(step.compiled.text))
+    flops = cost_model.total_flops(operations)
+    links = link_bytes(operations, step.mesh)
+    if target.chip is None:
+        return Line(step, memory, None, flops, links, 0.0, None)
+    estimate = cost_model.estimate(operations, torus(step.mesh, target.chip))
+    seconds = estimate.seconds / step.loops
+    mfu = None
+    if step.model_flops is not None:
+        ideal_seconds = step.model_flops / step.mesh.size / target.chip.peak
+        mfu = ideal_seconds / seconds
+    return Line(step, memory, estimate, flops, links, seconds, mfu)
+
+
+def torus(mesh: Mesh, chip: Chip) -> Torus:
+    """Return the places of a mesh's devices. Devices without coordinates stand in a row."""
+    coordinates = [
+        tuple(device.coords) if device.platform == "tpu" else (i,)
+        for i, device in enumerate(mesh.devices.flat)
+    ]
+    return Torus(coordinates, chip)
+
+
+def link_bytes(operations: Sequence[cost_model.Operation], mesh: Mesh) -> dict[str, float]:
+    """Return the bytes that a device sends, as {"all-gather fsdp": bytes, ...}."""
+    sizes: dict[str, float] = {}
+    for operation in operations:
+        link = operation.link
+        if link is not None:
+            name = f"{link.kind} {'+'.join(mesh_axes(link.group, mesh))}".strip()
+            sizes[name] = sizes.get(name, 0.0) + operation.times * cost_model.sent_bytes(link)
+    return sizes
+
+
+def mesh_axes(group: Sequence[int], mesh: Mesh) -> list[str]:
+    """Return the mesh axes along which the partitions of a group differ."""
+    coordinates = np.stack(np.unravel_index(np.array(group), mesh.devices.shape))
+    return [
+        axis
+        for axis, values in zip(mesh.axis_names, coordinates, strict=True)
+        if len(set(values.tolist())) > 1
+    ]
+
+
+def device_memory(device: Any) -> int | None:
+    """Return the bytes that a program may use on a local device, or None if it does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats.get("bytes_limit") if stats else None
+
+
+# --- model FLOPs ---
+
+
+def model_flops(config: DecoderConfig, positions: np.ndarray) -> float:
+    """Return the FLOPs of training on tokens at these positions, with nothing computed twice.
+
+    A weight costs 2 FLOPs per token forward and 4 backward, or 2 backward if it is frozen under
+    adapters. A query that sees n keys costs 4 n times the width of the heads forward, and twice
+    that backward.
+    """
+    backward = 2.0 if config.adapters is not None else 4.0
+    weights = (2.0 + backward) * matmul_weights(config) * len(positions)
+    return weights + 3.0 * attention_flops(config, positions)
+
+
+def matmul_weights(config: DecoderConfig) -> int:
+    """Return the number of weights that each token meets in a matrix product.
+
+    These are the weights of the layers and of the unembedding or head. Of a mixture of experts,
+    only the experts that see the token count.
+    """
+    attention = config.attention
+    width = config.hidden_size
+    layer = width * attention.head_dim * (2 * attention.num_heads + 2 * attention.num_kv_heads)
+    mixture = config.moe
+    if mixture is None:
+        layer += 3 * width * config.mlp.intermediate_size
+    else:
+        layer += (
+            width * mixture.num_experts
+            + 3 * width * mixture.intermediate_size * mixture.experts_per_token
+        )
+    return len(config.layer_types) * layer + width * (config.num_outputs or config.vocab.size)
+
+
+def attention_flops(config: DecoderConfig, positions: np.ndarray) -> float:
+    """Return the forward FLOPs of attention for queries at these positions.
+
+    A query sees itself and the tokens before it in its sequence, or in its window.
+    """
+    attention = config.attention
+    keys = {"full": positions + 1.0}
+    keys["sliding"] = np.minimum(keys["full"], attention.sliding_window or math.inf)
+    flops_per_key = 4.0 * attention.num_heads * attention.head_dim
+    return flops_per_key * sum(float(keys[kind].sum()) for kind in config.layer_types)

@@ -1,0 +1,447 @@
+"""Reward functions: their convention, scoring, and the built-in verifiers.
+
+The convention is TRL's: `fn(prompts, completions, **columns) -> list[float | None]` returns one
+number per completion. `columns` are the other columns of the data, with one value per completion.
+Completions are texts, or lists of messages of which the last one counts. None means "this function
+does not score this completion". It never counts as zero, and neither does an error.
+
+Functions that run in other processes (FILE.py:function, math, python_tests) are called during
+sampling, as soon as groups are complete: one call then gets some whole groups of the batch, prompt
+by prompt. A function that must see the whole batch at once, to rank it or to normalize by its mean,
+says so, and is called once, at the end:
+
+    score.whole_batch = True
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import queue
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import sandbox
+from tpu_rl.environments import TASKS
+from tpu_rl.environments import text_of as text_of
+from tpu_rl.errors import InputError, MachineError
+from tpu_rl.rewards import worker_process
+from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
+from tpu_rl.rewards.worker_process import (
+    RewardFailure,
+    as_number,
+    did_you_mean,
+    load_function,
+    shorten,
+)
+from tpu_rl.sandbox import unit_tests
+
+DEFAULT_LIMITS = RewardLimits()
+
+Reward = Callable[..., Sequence[Any]]
+"""fn(prompts, completions, **columns) -> a float or None for each completion. An exception in place
+of a value is an error on that completion alone."""
+
+
+@dataclass(frozen=True)
+class RewardFault:
+    """A completion that a reward function failed to score."""
+
+    function: str
+    row: int
+    message: str
+    frames: str = ""
+    """The traceback through the user's code, if there is one."""
+
+
+FunctionScores = tuple[np.ndarray, list[RewardFault]]
+"""The scores of N completions by one function: values [N] float32, NaN where it has none, and its
+faults."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of N completions by all functions. NaN means "not scored" everywhere."""
+
+    totals: np.ndarray
+    """[N] float32: the sum of each row's parts; NaN if no function scored it or one failed on it.
+    """
+    parts: dict[str, np.ndarray]
+    """Function name -> [N] float32."""
+    faults: list[RewardFault]
+
+
+def score(
+    reward_functions: Mapping[str, Reward],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    max_fault_share: float = DEFAULT_LIMITS.fault_share,
+    precomputed: Mapping[str, FunctionScores] | None = None,
+) -> Scores:
+    """Return the rewards of N completions, by each function and in total.
+
+    A function that raises, returns the wrong number of values, or returns something that is not a
+    finite number, is called again row by row, so that one bad row does not spoil the others. A row
+    on which it still fails is a fault. That row has no total, because the sum of its remaining
+    parts would not compare with the totals of other rows.
+
+    Args:
+        reward_functions: name -> function.
+        prompts: [N] texts or lists of messages.
+        completions: [N] texts or lists of messages.
+        columns: the data's other columns; each has N values.
+        max_fault_share: the largest share of rows that may have a fault.
+        precomputed: scores by function name. These functions are not called.
+
+    Raises:
+        InputError: if too many rows have a fault, or a function needs a column that the data lack.
+    """
+    for name, function in reward_functions.items():
+        require_columns(name, function, columns)
+    if not completions:
+        empty = {name: np.zeros(0, np.float32) for name in reward_functions}
+        return Scores(np.zeros(0, np.float32), empty, [])
+    parts: dict[str, np.ndarray] = {}
+    faults: list[RewardFault] = []
+    for name, function in reward_functions.items():
+        function_scores = (precomputed or {}).get(name)
+        if function_scores is None:
+            function_scores = apply(name, function, prompts, completions, columns)
+        parts[name] = function_scores[0]
+        faults += function_scores[1]
+    stacked = np.stack(list(parts.values()))
+    unscored = np.isnan(stacked)
+    sums = np.where(unscored, 0, stacked).sum(axis=0)
+    totals = np.where(unscored.all(axis=0), np.nan, sums).astype(np.float32)
+    faulty_rows = sorted({fault.row for fault in faults})
+    totals[faulty_rows] = np.nan
+    scores = Scores(totals, parts, faults)
+    require_few_faults(scores, completions, max_fault_share)
+    return scores
+
+
+def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_share: float) -> None:
+    """Raise InputError if more than that share of the completions have a fault."""
+    faulty_rows = {fault.row for fault in scores.faults}
+    if len(faulty_rows) > max_fault_share * len(completions):
+        first = scores.faults[0]
+        frames = textwrap.indent(first.frames.rstrip(), "    ")
+        raise InputError(
+            f"reward functions fail on {len(faulty_rows)} of {len(completions)} completions",
+            where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
+            why=f"{first.message}\n{frames}".rstrip(),
+            fix="repair the function; return None for what should not be scored; "
+            "limits: --reward-limits",
+        )
+
+
+def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
+    """Return the function that "file.py:function" names.
+
+    It runs in a process of its own unless `limits.isolate` is False.
+
+    Raises:
+        InputError: if there is no such function, or its file does not load.
+    """
+    file_name, _, name = path.rpartition(":")
+    file = Path(file_name).expanduser().absolute()
+    if not file_name or not name.isidentifier():
+        raise InputError(
+            f"{path!r} does not name a reward function",
+            fix=f"write file.py:function, or one of {', '.join(BUILTIN)}",
+        )
+    if not file.is_file():
+        nearby = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise InputError(
+            "no such reward file", where=file_name, fix=did_you_mean(str(file), nearby)
+        )
+    return IsolatedReward(path, limits) if limits.isolate else load_function(path)
+
+
+# --- built-in verifiers ---
+
+
+def gsm8k(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
+) -> list[float]:
+    """Return 1 for each completion whose final number equals the ground truth, else 0.
+
+    The final number follows the last "####", or else is in the last \\boxed{}. `answer` is a
+    number, or a GSM8K solution that ends with one.
+    """
+    del prompts
+    truths = [
+        final_number(str(text)) if "####" in str(text) else read_number(str(text))
+        for text in answer
+    ]
+    if None in truths:
+        raise ValueError(
+            f"the ground truth {shorten(answer[truths.index(None)])} contains no number"
+        )
+    numbers = [final_number(text_of(completion)) for completion in completions]
+    return [float(number == truth) for number, truth in zip(numbers, truths, strict=True)]
+
+
+def math_equivalent(
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
+) -> list[Any | RewardFailure]:
+    """Return 1 for each completion whose answer math-verify accepts, else 0.
+
+    It accepts what equals the ground truth as mathematics. Both may be LaTeX or plain. math-verify
+    runs in processes of its own. One that is busy past its deadline is killed, which is a fault of
+    that row.
+
+    Raises:
+        MachineError: if math-verify is not installed.
+    """
+    del prompts
+    threads, verifiers = _verifiers()
+
+    def verdict(truth: Any, completion: Any) -> Any:
+        verifier = verifiers.get()
+        try:
+            arguments = {"completions": [text_of(completion)], "answer": [str(truth)]}
+            values = verifier.call(arguments, 1, VERDICT_SECONDS)
+        finally:
+            verifiers.put(verifier)
+        return values if isinstance(values, RewardFailure) else values[0]
+
+    return list(threads.map(verdict, answer, completions))
+
+
+def python_tests(
+    prompts: Sequence[Any], completions: Sequence[Any], *, tests: Sequence[Any], **_: Any
+) -> list[float | RewardFailure]:
+    """Return 1 for each completion whose Python program passes all tests of its row, else 0.
+
+    The program is the last fenced block, or all of the text. `tests` is a list of {"input": ...,
+    "output": ...} and of texts with asserts, or {"inputs": [...], "outputs": [...]}, or either as
+    JSON. See `tpu_rl.sandbox.unit_tests`.
+
+    Raises:
+        MachineError: if the kernel cannot confine programs.
+    """
+    del prompts
+    sandbox.require()
+    return _judge_programs(completions, tests, confine=True)
+
+
+def python_tests_unsandboxed(
+    prompts: Sequence[Any], completions: Sequence[Any], *, tests: Sequence[Any], **_: Any
+) -> list[float | RewardFailure]:
+    """Return the same as `python_tests`, with programs that may do whatever this user may.
+
+    The flag --allow-unsandboxed-code selects it.
+    """
+    del prompts
+    return _judge_programs(completions, tests, confine=False)
+
+
+def _judge_programs(
+    completions: Sequence[Any], tests: Sequence[Any], confine: bool
+) -> list[float | RewardFailure]:
+    programs = [program_of(text_of(completion)) for completion in completions]
+    verdicts = unit_tests.all_pass(programs, tests, confine)
+    return [
+        RewardFailure(str(verdict)) if isinstance(verdict, ValueError) else float(verdict)
+        for verdict in verdicts
+    ]
+
+
+BUILTIN: dict[str, Reward] = {
+    "gsm8k": gsm8k,
+    "math": math_equivalent,
+    "python_tests": python_tests,
+} | {name: reward for task in TASKS.values() for name, reward in task.rewards.items()}
+"""Reward functions by the names that presets and `--reward` use."""
+
+
+# --- texts and numbers ---
+
+
+def program_of(text: str) -> str:
+    """Return the last fenced block of a text, in any language, or the whole text if it has none."""
+    blocks = _FENCED.findall(text)
+    return blocks[-1] if blocks else text
+
+
+_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def final_number(text: str) -> Fraction | None:
+    """Return the number after the last "####", or else in the last \\boxed{}; None without one."""
+    _, marker, tail = text.rpartition("####")
+    if marker:
+        return read_number(tail)
+    _, marker, tail = text.rpartition("\\boxed{")
+    return read_number(tail[: _closing_brace(tail)]) if marker else None
+
+
+def read_number(text: str) -> Fraction | None:
+    """Return the first number of a text, or None.
+
+    It may have a sign, thousands commas, decimals, or be a fraction, also in LaTeX. Currency and
+    percent signs are dropped. So "$1,234.00", "1234" and "1234.0 dollars" are the same number, and
+    "50%" is 50.
+    """
+    plain = _FRACTION.sub(
+        r" \1/\2", _SPACES.sub("", text.replace("\u2212", "-").replace("{,}", ","))
+    )
+    match = _NUMBER.search(plain.replace("\\$", "").replace("$", ""))
+    if not match:
+        return None
+    whole, denominator = (
+        part and part.replace(",", "").replace(" ", "") for part in match.groups()
+    )
+    if denominator is not None and not Fraction(denominator):
+        return None
+    return Fraction(whole) / Fraction(denominator or 1)
+
+
+_DIGITS = r"(?:[0-9][0-9,]{0,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40})"
+_NUMBER = re.compile(rf"(-? ?{_DIGITS})(?:/({_DIGITS}))?")
+_FRACTION = re.compile(rf"\\[dt]?frac *{{ *(-?{_DIGITS}) *}} *{{ *({_DIGITS}) *}}")
+_SPACES = re.compile(r"\\[,!;:]")
+"""Spaces of LaTeX between digits."""
+
+
+def _closing_brace(text: str) -> int:
+    """Return the index of the brace that closes the one before `text`, or the text's length."""
+    depth = 1
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return position
+    return len(text)
+
+
+# --- calls of one function ---
+
+
+def apply(
+    name: str,
+    function: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> FunctionScores:
+    """Return the scores of N completions by one function; see `score`."""
+    values = _call(function, prompts, completions, columns)
+    if isinstance(values, RewardFailure) and worker_process.sees_whole_batch(function):
+        values = [values] * len(completions)
+    elif isinstance(values, RewardFailure):
+        values = []
+        for i in range(len(completions)):
+            row_columns = {key: [column[i]] for key, column in columns.items()}
+            row_values = _call(function, [prompts[i]], [completions[i]], row_columns)
+            values.append(row_values if isinstance(row_values, RewardFailure) else row_values[0])
+    numbers = np.full(len(completions), np.nan, np.float32)
+    faults = []
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        number = as_number(value)
+        if isinstance(number, str):
+            frames = value.frames if isinstance(value, RewardFailure) else ""
+            faults.append(RewardFault(name, i, number, frames))
+        else:
+            numbers[i] = number
+    return numbers, faults
+
+
+def _call(
+    function: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[Any] | RewardFailure:
+    """Return the function's values, or the reason why there are none."""
+    arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
+    accepted = _parameters(function)
+    if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
+        arguments = {p.name: arguments[p.name] for p in accepted if p.name in arguments}
+    return worker_process.call(function, arguments, len(completions))
+
+
+def runs_during_sampling(function: Reward) -> bool:
+    """Return True if the function can score some groups while others are decoded.
+
+    Such a function runs in other processes and does not need the whole batch.
+    """
+    if isinstance(function, IsolatedReward):
+        return not function.whole_batch
+    return function in (math_equivalent, python_tests, python_tests_unsandboxed)
+
+
+def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Reward:
+    """Return the function with the time limit of a share of a batch.
+
+    Args:
+        function: only `IsolatedReward` has limits; others are returned unchanged.
+        share: from 0 to 1.
+        seconds_spent: what the function has already spent on this batch.
+    """
+    if isinstance(function, IsolatedReward):
+        return function.limited_to_share(share, seconds_spent)
+    return function
+
+
+def require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Raise InputError if a function needs a column that the data lack."""
+    for parameter in _parameters(function) or ():
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if required and parameter.name not in {"prompts", "completions", *columns}:
+            raise InputError(
+                f"the reward function {name} needs a column {parameter.name!r} that the data lack",
+                where=f"columns present: {', '.join(columns) or 'none'}",
+                fix=did_you_mean(parameter.name, list(columns)),
+            )
+
+
+def _parameters(function: Reward) -> list[inspect.Parameter] | None:
+    """Return the parameters, or None for a callable written in C that has no signature."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None
+
+
+# --- math-verify in processes that can be killed ---
+
+VERIFIERS = 4
+VERDICT_SECONDS = 10.0
+
+
+@functools.cache
+def _verifiers() -> tuple[ThreadPoolExecutor, queue.SimpleQueue[Worker]]:
+    """Return the threads that call math-verify, and the queue of idle worker processes.
+
+    The whole program shares them. They are processes because math-verify can hang inside big
+    integers, where neither its own time-out nor a Python signal handler can stop it.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise MachineError("math-verify is not installed", fix='pip install "tpu_rl[math]"')
+    # A worker ends with the thread that starts it. These threads live as long as the program.
+    threads = ThreadPoolExecutor(VERIFIERS)
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    path = f"{Path(__file__).with_name('math_equivalence.py')}:equivalent"
+    try:
+        for worker in threads.map(lambda _: Worker(path), range(VERIFIERS)):
+            idle.put(worker)
+    except InputError as error:
+        fix = 'reinstall it: pip install "tpu_rl[math]"'
+        raise MachineError("math-verify does not start", why=error.why, fix=fix) from None
+    return threads, idle

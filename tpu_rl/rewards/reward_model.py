@@ -1,0 +1,239 @@
+"""A trained reward model as a reward function: texts in, one score per completion out.
+
+A directory with a model that has a head (Hugging Face's ...ForSequenceClassification) and its
+tokenizer is enough: the score is then the head's output at the last token of the completion. For a
+model that this library trained, `reward.json` says how else its scores are read (`Reading`).
+
+Texts are encoded once, by the reward model's own tokenizer, as complete answers with their end. If
+the policy has the same tokenizer and the completion ended, these are the sampled tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl import data, models, tokenizers
+from tpu_rl.algorithm_spec import Reading
+from tpu_rl.errors import InputError
+from tpu_rl.losses import masked, reward_score
+from tpu_rl.train import sharding
+from tpu_rl.types import Array, Model, Params
+
+FILE = "reward.json"
+"""Name of the file with the `Reading`, in the model's directory."""
+
+MIN_COLUMNS = 32
+"""Columns of the narrowest batch. Wider ones are powers of two, so that few programs are compiled.
+"""
+
+MAX_TOKENS = 4096
+"""Tokens of a prompt with its completion. Longer ones are not scored."""
+
+Score = Callable[[Sequence[Params], Array, Array], Array]
+"""(params of each member, tokens [B, T], action_mask [B, T]) -> scores [B] float32. The mask is
+True on completions and their ends."""
+
+
+class RewardModel(NamedTuple):
+    """A reward model in memory."""
+
+    score: Score
+    params: tuple[Params, ...]
+    tokenizer: tokenizers.Tokenizer
+    mesh: Mesh
+    """The devices that it runs on, whatever the mesh of the caller is."""
+
+
+def write_reading(directory: str | Path, reading: Reading) -> None:
+    """Write how scores are read, beside the model."""
+    text = json.dumps(dataclasses.asdict(reading), indent=2) + "\n"
+    (Path(directory) / FILE).write_text(text, encoding="utf-8")
+
+
+def read_reading(directory: str | Path) -> Reading:
+    """Return how scores are read; the defaults for a model without such a file.
+
+    Raises:
+        InputError: if the file is not one of `write_reading`.
+    """
+    path = Path(directory) / FILE
+    if not path.is_file():
+        return Reading()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        lists = {name: tuple(values[name]) for name in ("separators", "others") if name in values}
+        return Reading(**(values | lists))
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{FILE} does not say how scores are read",
+            where=str(path),
+            why=str(error),
+            fix="copy the file again from the run that trained the model",
+        ) from error
+
+
+def directories(path: str | Path) -> list[Path]:
+    """Return the directories of a reward model: its own, then the ensemble's other trunks.
+
+    `path` is a model's directory, or a run folder.
+    """
+    directory = Path(path).expanduser()
+    is_model = (directory / "config.json").is_file()
+    if not is_model and (directory / "model" / "config.json").is_file():
+        directory = directory / "model"
+    directory = models.find_directory(directory)
+    return [directory, *(directory.parent / other for other in read_reading(directory).others)]
+
+
+def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
+    """Return the reward model of a directory or run folder, with all trunks of its ensemble.
+
+    Args:
+        path: the model's directory, or a run folder.
+        mesh: the devices. By default one device of this process, because each of several processes
+            scores completions of its own.
+
+    Raises:
+        InputError: if there is no model, or it is a language model.
+    """
+    mesh = mesh or sharding.make_mesh(devices=jax.local_devices()[:1])
+    member_dirs = directories(path)
+    directory = member_dirs[0]
+    reading = read_reading(directory)
+    with jax.set_mesh(mesh):
+        members = [models.load(member_dir, mesh=mesh) for member_dir in member_dirs]
+    for model, _ in members:
+        if model.config.num_outputs is None:
+            raise InputError(
+                "not a reward model: it predicts tokens",
+                where=str(path),
+                why="it has a vocabulary in place of a head",
+                fix="give a model with a head, as in runs/NAME/model",
+            )
+    score = score_function(tuple(model for model, _ in members), reading)
+    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    return RewardModel(score, tuple(params for _, params in members), tokenizer, mesh)
+
+
+def score_function(members: tuple[Model, ...], reading: Reading) -> Score:
+    """Return the score of an ensemble, jitted."""
+
+    def outputs(params: Sequence[Params], *rows: Array) -> Array:
+        heads = [
+            model.logits(member_params, model.hidden(member_params, *rows))
+            for model, member_params in zip(members, params, strict=True)
+        ]
+        return jnp.concatenate(heads, axis=-1)
+
+    def score(params: Sequence[Params], tokens: Array, action_mask: Array) -> Array:
+        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        last = reward_score.last_actions(action_mask)
+        is_token = columns <= jnp.argmax(last, axis=1)[:, None]
+        is_completion = is_token & (columns >= jnp.argmax(action_mask, axis=1)[:, None])
+        segments = is_token.astype(jnp.int32)
+        sequences = is_completion.astype(jnp.int32)
+        head = outputs(params, tokens, columns, segments, jnp.zeros_like(segments))
+        ends = reward_score.sentence_ends(tokens, action_mask, reading.separators)
+        match reading.kind:
+            case "last":
+                values = reward_score.pessimistic(head, reading.penalty)
+            case "sentences":
+                starts = reward_score.sentence_starts(ends, action_mask)
+                values = reward_score.sentence_scores(
+                    head, ends, starts, sequences, _aggregate(reading, ("attention", "sum"))
+                )
+            case "steps":
+                values = reward_score.step_scores(
+                    head[..., 0], ends, sequences, _aggregate(reading, ("min", "product"))
+                )
+        return masked.total(values, last, axis=-1)
+
+    return jax.jit(score)
+
+
+def _aggregate(reading: Reading, known: tuple[str, ...]) -> Any:
+    if reading.aggregate not in known:
+        raise InputError(
+            f"no aggregate {reading.aggregate!r} of {reading.kind}",
+            where=FILE,
+            why="the scores of the parts of a completion cannot be put together",
+            fix=f"use one of {known}",
+        )
+    return reading.aggregate
+
+
+def score_rows(
+    score: Score,
+    params: Sequence[Params],
+    tokens: np.ndarray,
+    action_mask: np.ndarray,
+    batch_rows: int = 64,
+) -> np.ndarray:
+    """Return scores [N] float32; NaN for a row without actions.
+
+    Rows of similar lengths are scored together.
+
+    Args:
+        score: the model's score.
+        params: those of each member of the ensemble.
+        tokens: [N, T].
+        action_mask: [N, T], True on completions and their ends.
+        batch_rows: rows per call.
+    """
+    tokens = np.asarray(tokens)
+    action_mask = np.asarray(action_mask)
+    last_columns = action_mask.shape[1] - action_mask[:, ::-1].argmax(1)
+    lengths = np.where(action_mask.any(1), last_columns, 0)
+    scores = np.full(len(tokens), np.nan, np.float32)
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    for first in range(0, len(order), batch_rows):
+        rows = order[first : first + batch_rows]
+        width = max(MIN_COLUMNS, 1 << int(lengths[rows].max() - 1).bit_length())
+        columns = min(width, tokens.shape[1])
+        batch = np.zeros((batch_rows, width), np.int32)
+        batch[: len(rows), :columns] = tokens[rows, :columns]
+        mask = np.zeros((batch_rows, width), bool)
+        mask[: len(rows), :columns] = action_mask[rows, :columns]
+        batch_scores = sharding.to_host(score(params, jnp.asarray(batch), jnp.asarray(mask)))
+        scores[rows] = batch_scores[: len(rows)]
+    return scores
+
+
+def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
+    """Return the reward function of a model; see `tpu_rl.rewards` for the convention.
+
+    It does not score completions that are too long for the model.
+    """
+
+    def reward(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
+        rows = [
+            {"prompt": prompt, "completion": completion}
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        encoded = data.demonstrations(rows, model.tokenizer, MAX_TOKENS)
+        tokens = np.asarray(encoded.tokens)
+        mask = np.asarray(encoded.action_mask)
+        with jax.set_mesh(model.mesh):
+            scores = score_rows(model.score, model.params, tokens, mask)
+        is_too_long = mask[:, -1]
+        return [
+            None if too_long or np.isnan(value) else float(value)
+            for too_long, value in zip(is_too_long, scores, strict=True)
+        ]
+
+    return reward
+
+
+def load(path: str | Path, mesh: Mesh | None = None) -> Callable[..., list[float | None]]:
+    """Return the reward function of the model in a directory; see `open_model`."""
+    return as_reward(open_model(path, mesh))

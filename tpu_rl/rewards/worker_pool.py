@@ -1,0 +1,458 @@
+"""Worker processes for reward functions of the user, which may crash, hang or print anything.
+
+Every call has a deadline. If a worker misses it, or dies, it is killed with all its children, and
+started again for the next call. It answers in JSON, which is checked. What it prints goes to
+stderr, up to a limit. Nothing that it does can end the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpu_rl.errors import InputError
+from tpu_rl.rewards import worker_process
+from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.runtime import child_processes
+
+START_SECONDS = 120.0
+"""Time for a reward file to load, because it may import large packages."""
+MAX_OUTPUT_BYTES = 64 * 1024
+"""Bytes that a worker may print. The rest is read and dropped."""
+MAX_VALUE_BYTES = 4 * worker_process.MAX_TEXT
+"""Bytes of a reply, per completion."""
+PROGRAM = """
+import importlib.util, json, sys
+*numbers, path, program, sys.path[:] = map(json.loads, sys.argv[1:])
+spec = importlib.util.spec_from_file_location("worker_process", program)
+worker_process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker_process)
+worker_process.main(*numbers, path)
+"""
+"""The program of a worker. It loads `worker_process` by its file: to import the package would load
+numpy, and each start of a worker would take several times as long."""
+
+
+@dataclass(frozen=True)
+class RewardLimits:
+    """Limits of FILE.py:function rewards."""
+
+    isolate: bool = True
+    """Run the function in a process of its own. Without it, the function shares the run's process,
+    and only fault_share applies."""
+    batch_seconds: float = 300.0
+    """Time for the rewards of one batch; up to twice as long if groups are scored as they end. A
+    call that has not returned after half of its time is stopped and repeated row by row."""
+    row_seconds: float = 10.0
+    """Time for one completion, if the function is called row by row."""
+    memory_gb: float = 8.0
+    """Address space of the process; 0 for no limit."""
+    fault_share: float = 0.5
+    """Stop the run if rewards fail on more than this share of a batch's completions."""
+
+    def __post_init__(self):
+        for name, value in (
+            ("batch-seconds", self.batch_seconds),
+            ("row-seconds", self.row_seconds),
+        ):
+            if not value > 0:
+                raise InputError(
+                    f"the time limit is {value} s",
+                    where=f"--reward-limits.{name}",
+                    why="a reward function needs some time",
+                    fix="use more than 0",
+                )
+        if not 0 <= self.fault_share <= 1:
+            raise InputError(
+                f"the largest share of faults is {self.fault_share}",
+                where="--reward-limits.fault-share",
+                why="it is a share of a batch's completions",
+                fix="use 0 to 1",
+            )
+        if self.memory_gb < 0:
+            raise InputError(
+                f"the memory limit is {self.memory_gb} GB",
+                where="--reward-limits.memory-gb",
+                why="memory cannot be negative",
+                fix="use more than 0, or 0 for no limit",
+            )
+
+
+class _Process(NamedTuple):
+    """A worker's process, and this side's ends of the pipes to it."""
+
+    popen: subprocess.Popen[bytes]
+    requests: int
+    replies: int
+    crash: int
+    """The text that faulthandler writes about a fatal signal."""
+
+
+class Worker:
+    """A process that runs one function of a file.
+
+    It starts with the object, and again after it was killed. On Linux it also ends with the thread
+    that started it, so that none outlives a trainer that was killed.
+    """
+
+    def __init__(self, path: str, memory_bytes: int = 0):
+        """Start the process.
+
+        Args:
+            path: "file.py:function".
+            memory_bytes: limit of its address space; 0 for no limit.
+
+        Raises:
+            InputError: if the file does not load.
+        """
+        self.path = path
+        self._memory_bytes = memory_bytes
+        self._output = _Output()
+        self._process, parameters = self._start(START_SECONDS)
+        self.signature = _signature(parameters)
+
+    def call(
+        self, arguments: dict[str, list[Any]], size: int, seconds: float, deadline: float = math.inf
+    ) -> list[Any] | RewardFailure:
+        """Call the function and return its values, or the reason why there are none.
+
+        Args:
+            arguments: keyword arguments; each list has one entry per completion.
+            size: number of completions.
+            seconds: time for the call. The start of a process does not count.
+            deadline: absolute limit for everything, of time.monotonic().
+
+        Returns:
+            `size` values, each a float, None, or a RewardFailure of that completion alone; or a
+            RewardFailure of the whole call.
+        """
+        if self._process.popen.poll() is not None:
+            self.stop()
+            try:
+                self._process, _ = self._start(min(START_SECONDS, deadline - time.monotonic()))
+            except InputError as error:
+                return RewardFailure(f"its process does not start again: {error.what}: {error.why}")
+        began = time.monotonic()
+        seconds = max(min(seconds, deadline - began), 0)
+        deadline = began + seconds
+        request = pickle.dumps((arguments, size))
+        process = self._process
+        values = None
+        try:
+            if _write(process, struct.pack("<Q", len(request)) + request, deadline):
+                reply = _read_frame(process, deadline, MAX_VALUE_BYTES * (size + 2))
+                values = _checked(reply, size) if reply is not None else None
+        except BaseException:
+            # After Ctrl-C in a notebook, the reply would be read by the next call.
+            self.stop()
+            raise
+        return self._end(seconds, deadline) if values is None else values
+
+    def stop(self) -> None:
+        """End the process, and all that it started in its group."""
+        self._reaper()
+
+    def _start(self, seconds: float) -> tuple[_Process, list[list[Any]] | None]:
+        deadline = time.monotonic() + seconds
+        process = _spawn(self.path, self._memory_bytes)
+        self._output.follow(process.popen)
+        self._reaper = weakref.finalize(self, _reap, process)
+        self._process = process
+        reply = _read_frame(process, deadline, 1 << 20)
+        loaded = None if reply is None else _parsed(reply)
+        match loaded:
+            case {"parameters": list() | None as parameters, "whole_batch": bool() as whole_batch}:
+                self.whole_batch = whole_batch
+                return process, parameters
+            case {"input_error": [what, where, why, fix]}:
+                self.stop()
+                raise InputError(what, where=where, why=why, fix=fix)
+        failure = self._end(seconds, deadline)
+        raise InputError(
+            "the reward file does not load",
+            where=self.path,
+            why=f"{failure}\n{failure.frames}".strip(),
+            fix=worker_process.FIX_FILE,
+        )
+
+    def _end(self, seconds: float, deadline: float) -> RewardFailure:
+        """Kill a process that did not reply, and return what is known about the reason."""
+        popen = self._process.popen
+        in_time = time.monotonic() < deadline
+        if in_time:
+            # The pipe of a dying process closes a moment before it can be waited for.
+            _wait(popen, 1.0)
+        code = popen.poll()
+        if code is None:
+            # faulthandler then writes the line that is running, even in C.
+            popen.send_signal(signal.SIGABRT)
+            _wait(popen, 0.5)
+        frames = _crash_frames(self._process.crash)
+        self.stop()
+        user_frames = [frame for frame in frames if self.path.rpartition(":")[0] in frame]
+        where = f" ({_short_frame((user_frames or frames)[0])})" if frames else ""
+        if code is None and in_time:
+            reason = "its process broke the protocol"
+        elif code is None:
+            reason = f"no answer within {seconds:.3g} s"
+        elif code < 0:
+            reason = f"its process was killed by {signal.Signals(-code).name}"
+        else:
+            reason = f"its process ended with exit code {code}"
+        return RewardFailure(reason + where, "\n".join(frames[:6]))
+
+
+class IsolatedReward:
+    """A reward function in a worker process.
+
+    It is called for a whole batch, or a share of it, and row by row if that fails.
+    """
+
+    def __init__(self, path: str, limits: RewardLimits):
+        """Start the worker. Raises InputError if the file does not load."""
+        self._limits = limits
+        self._seconds = limits.batch_seconds
+        self._worker = Worker(path, int(limits.memory_gb * 2**30))
+        self.whole_batch = self._worker.whole_batch
+        """True if it must see all completions of a batch in one call."""
+        if self._worker.signature is not None:
+            self.__signature__ = self._worker.signature
+
+    def limited_to_share(self, share: float, seconds_spent: float = 0.0) -> IsolatedReward:
+        """Return the same function in the same worker, with the time limit of a share of a batch.
+
+        The limit is this share of the batch's time, which no other share can use up. As long as the
+        batch has spent less than its time, the limit is at least three times that of one
+        completion. Half of it is for the call with all completions, so that a slow but allowed
+        completion is not stopped. All shares together take at most twice a batch's time.
+
+        Args:
+            share: from 0 to 1.
+            seconds_spent: what the other shares of the batch have spent so far.
+        """
+        limits = self._limits
+        limited = copy.copy(self)
+        unspent = limits.batch_seconds - seconds_spent
+        limited._seconds = max(share * limits.batch_seconds, min(3 * limits.row_seconds, unspent))
+        return limited
+
+    def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:
+        """Return one value per completion, a RewardFailure where there is none."""
+        arguments = dict(zip(("prompts", "completions"), positional, strict=False)) | columns
+        size = len(next(iter(arguments.values()), []))
+        deadline = time.monotonic() + self._seconds
+        seconds = self._seconds if self.whole_batch else self._seconds / 2
+        values = self._worker.call(arguments, size, seconds)
+        if not isinstance(values, RewardFailure):
+            return values
+        whole_failure = values
+        if self.whole_batch:
+            # Called for some rows only, it would return other values.
+            return [whole_failure] * size
+        values = []
+        for row in range(size):
+            if time.monotonic() >= deadline:
+                message = (
+                    f"no time left of {self._seconds:.3g} s for {size} completions; "
+                    f"first: {whole_failure}"
+                )
+                values += [RewardFailure(message, whole_failure.frames)] * (size - row)
+                break
+            row_arguments = {name: [column[row]] for name, column in arguments.items()}
+            row_values = self._worker.call(row_arguments, 1, self._limits.row_seconds, deadline)
+            values += [row_values] if isinstance(row_values, RewardFailure) else row_values
+        return values
+
+    def stop(self) -> None:
+        """End the worker."""
+        self._worker.stop()
+
+
+# --- processes and pipes ---
+
+
+def _spawn(path: str, memory_bytes: int) -> _Process:
+    worker_requests, our_requests = os.pipe()
+    our_replies, worker_replies = os.pipe()
+    our_crash, worker_crash = os.pipe()
+    worker_ends = (worker_requests, worker_replies, worker_crash)
+    numbers = [*worker_ends, os.getpid(), memory_bytes]
+    command = [
+        sys.executable,
+        "-u",
+        "-c",
+        PROGRAM,
+        *(json.dumps(value) for value in (*numbers, path, worker_process.__file__, sys.path)),
+    ]
+    popen = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=worker_ends,
+        start_new_session=True,
+        # If the function uses JAX, it must not claim the accelerators.
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    for descriptor in worker_ends:
+        os.close(descriptor)
+    os.set_blocking(our_requests, False)
+    os.set_blocking(our_crash, False)
+    child_processes.groups.add(popen.pid)
+    return _Process(popen, our_requests, our_replies, our_crash)
+
+
+def _reap(process: _Process) -> None:
+    child_processes.groups.discard(process.popen.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.popen.pid, signal.SIGKILL)
+    process.popen.wait()
+    for descriptor in (process.requests, process.replies, process.crash):
+        os.close(descriptor)
+
+
+def _wait(popen: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        popen.wait(seconds)
+
+
+class _Output:
+    """Copies to stderr what a worker's processes print, up to one limit for all of them."""
+
+    def __init__(self):
+        self._bytes_left = MAX_OUTPUT_BYTES
+
+    def follow(self, popen: subprocess.Popen[bytes]) -> None:
+        threading.Thread(target=self._drain, args=(popen.stdout,), daemon=True).start()
+
+    def _drain(self, pipe: Any) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                if self._bytes_left > 0:
+                    sys.stderr.write(data[: self._bytes_left].decode(errors="replace"))
+                    self._bytes_left -= len(data)
+                    if self._bytes_left <= 0:
+                        sys.stderr.write(
+                            "\nnote: a reward function prints too much; the rest is dropped\n"
+                        )
+
+
+def _crash_frames(crash: int) -> list[str]:
+    """Return the traceback that a fatal signal left: lines 'File "...", line N in f', innermost
+    first."""
+    try:
+        text = os.read(crash, 1 << 16).decode(errors="replace")
+    except BlockingIOError:
+        return []
+    lines = (line.strip() for line in text.splitlines())
+    hidden = (*worker_process.MACHINERY, "<string>")
+    return [
+        line
+        for line in lines
+        if line.startswith("File ") and not any(f'"{name}"' in line for name in hidden)
+    ]
+
+
+def _short_frame(frame: str) -> str:
+    """Return the place of a frame: 'File "/a/mine.py", line 3 in f' -> 'mine.py:3'."""
+    name, _, rest = frame.removeprefix('File "').partition('", line ')
+    return f"{Path(name).name}:{rest.partition(' ')[0]}"
+
+
+def _write(process: _Process, data: bytes, deadline: float) -> bool:
+    """Write data to the worker. Return True if it took everything in time."""
+    rest = memoryview(data)
+    while rest:
+        _, ready, _ = select.select([], [process.requests], [], max(deadline - time.monotonic(), 0))
+        if not ready:
+            return False
+        try:
+            rest = rest[os.write(process.requests, rest) :]
+        except BrokenPipeError:
+            return False
+    return True
+
+
+def _read_frame(process: _Process, deadline: float, max_bytes: int) -> bytes | None:
+    """Return one reply, or None if it came too late or is too long, or if the process ended."""
+    header = _read(process, 8, deadline)
+    size = struct.unpack("<Q", header)[0] if header else max_bytes + 1
+    return _read(process, size, deadline) if size <= max_bytes else None
+
+
+def _read(process: _Process, size: int, deadline: float) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        # A child that the function left behind may keep the pipe open after the worker ended, so
+        # check the process as well.
+        seconds_left = deadline - time.monotonic()
+        is_over = seconds_left <= 0 or process.popen.poll() is not None
+        timeout = 0 if is_over else min(seconds_left, 0.2)
+        ready, _, _ = select.select([process.replies], [], [], timeout)
+        part = os.read(process.replies, size - len(data)) if ready else b""
+        if not part and (ready or is_over):
+            return None
+        data += part
+    return data
+
+
+def _parsed(reply: bytes) -> Any:
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked(reply: bytes, size: int) -> list[Any] | RewardFailure | None:
+    """Return the content of a reply, or None if it is not a valid reply."""
+    match _parsed(reply):
+        case {"failure": [str() as message, str() as frames]}:
+            return RewardFailure(message, frames)
+        case {"values": list() as values} if len(values) == size:
+            return [
+                RewardFailure(str(value["fault"])) if isinstance(value, dict) else value
+                for value in values
+            ]
+    return None
+
+
+def _signature(parameters: list[list[Any]] | None) -> inspect.Signature | None:
+    """Return the function's signature, by which callers check the columns that it needs.
+
+    The values of its defaults are not known.
+    """
+    if parameters is None:
+        return None
+    parameter = inspect.Parameter
+    kinds = {
+        kind.name: kind
+        for kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_KEYWORD,
+        )
+    }
+    return inspect.Signature(
+        [
+            parameter(name, kinds[kind], default=None if has_default else parameter.empty)
+            for name, kind, has_default in parameters
+        ]
+    )

@@ -1,0 +1,275 @@
+"""The program of a reward worker: load one function of a user's file, and call it on request.
+
+It imports the standard library only. `main` reads requests and writes replies until the trainer
+closes the pipe or dies. Requests are frames of pickle and replies are frames of JSON, so the
+trainer never builds an object from what this process sends. See `worker_pool`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import faulthandler
+import importlib.util
+import inspect
+import json
+import math
+import os
+import pickle
+import queue
+import resource
+import signal
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sized
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tpu_rl.errors import InputError, TpuRlError
+
+LARGEST_FLOAT32 = 3.4028234663852886e38
+MAX_TEXT = 2000
+"""Characters of an error's message or traceback that are reported."""
+MACHINERY = {__file__, threading.__file__}
+"""Files whose frames do not help a user."""
+FIX_FILE = "repair it until `python FILE` runs without an error"
+
+
+class RewardFailure(Exception):
+    """The reason why there is no reward, with the frames of the user's code if they are known."""
+
+    def __init__(self, message: str, frames: str = ""):
+        super().__init__(message)
+        self.frames = frames
+
+
+# --- the user's function ---
+
+
+def sees_whole_batch(function: Any) -> bool:
+    """Return True if a reward function must be called with all completions of a batch at once.
+
+    Such a function has the attribute `whole_batch = True`.
+    """
+    return bool(getattr(function, "whole_batch", False))
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Return the function that "file.py:function" names.
+
+    Raises:
+        InputError: if the file does not load, or has no such function.
+    """
+    file_name, _, name = path.rpartition(":")
+    file = Path(file_name).expanduser().absolute()
+    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise InputError(
+            "a reward file is Python source and ends in .py",
+            where=file_name,
+            fix="as in --reward my_reward.py:score",
+        )
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    # The user's program may raise anything.
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            "the reward file does not load",
+            where=_user_line(error, file),
+            why=describe(error),
+            fix=FIX_FILE,
+        ) from None
+    members = vars(module)
+    if not callable(members.get(name)):
+        functions = [key for key, value in members.items() if inspect.isfunction(value)]
+        raise InputError(
+            f"no function {name!r} in the reward file",
+            where=f"{file_name} defines {', '.join(functions) or 'no function'}",
+            fix=did_you_mean(name, functions),
+        )
+    return members[name]
+
+
+def call(
+    function: Callable[..., Any], arguments: Mapping[str, Any], size: int
+) -> list[Any] | RewardFailure:
+    """Call the function, and return its `size` values or the reason why there are none.
+
+    Raises:
+        TpuRlError: if the function raises one.
+    """
+    try:
+        values = function(**arguments)
+        if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+            return RewardFailure(f"it returned {shorten(values)} and not a list of numbers")
+        # An iterator may be endless.
+        values = list(values) if isinstance(values, Sized) else list(islice(values, size + 1))
+    except TpuRlError:
+        raise
+    # The user's program may raise anything, and the run must go on.
+    except (Exception, SystemExit) as error:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename not in MACHINERY
+        ]
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        text = "".join(traceback.format_list(frames[-6:])) + describe(error)
+        return RewardFailure(f"{describe(error)}{where}"[:MAX_TEXT], text[-MAX_TEXT:])
+    if len(values) != size:
+        return RewardFailure(f"it returned {len(values)} values for {size} completions")
+    return values
+
+
+def as_number(value: Any) -> float | str:
+    """Return the value as a finite float, or a message that says what is wrong with it."""
+    if isinstance(value, Exception):
+        return str(value)
+    if isinstance(value, (str, bytes)):
+        return f"it returned {shorten(value)} and not a number"
+    try:
+        number = float(value)
+    # numpy arrays raise TypeError or ValueError, and a user's __float__ may raise anything.
+    except Exception:
+        return f"it returned {shorten(value)} and not a number"
+    if math.isnan(number):
+        return "it returned NaN; for what cannot be scored return None"
+    return number if abs(number) <= LARGEST_FLOAT32 else f"it returned {number}, beyond a float32"
+
+
+def describe(error: BaseException) -> str:
+    """Return the error's type and message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def shorten(value: Any) -> str:
+    """Return the value's repr, in at most 120 characters."""
+    text = repr(value[:200] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def did_you_mean(name: str, candidates: list[str]) -> str:
+    """Return a hint with the candidate that is most like `name`, or "" if none is."""
+    nearest = difflib.get_close_matches(name, candidates, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
+
+
+def _user_line(error: BaseException, file: Path) -> str:
+    """Return the last line of the user's file in the error's traceback, as "file:line"."""
+    # A syntax error has no frame in the file.
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f"{file}:{error.lineno}"
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(file)
+    ]
+    return f"{file}:{lines[-1]}" if lines else str(file)
+
+
+# --- the process ---
+
+
+def main(
+    requests: int, replies: int, crash: int, trainer: int, memory_bytes: int, path: str
+) -> None:
+    """Load the function, then answer each request (arguments, size).
+
+    The first reply is {"parameters": [[name, kind, has a default], ...], "whole_batch": bool} or
+    {"input_error": [...]}. The others are {"values": [...]} or {"failure": [message, frames]}.
+
+    Args:
+        requests: descriptor of the pipe with requests.
+        replies: descriptor of the pipe for replies.
+        crash: descriptor of the pipe to which a fatal signal writes the line that was running.
+        trainer: process id of the trainer.
+        memory_bytes: limit of the address space; 0 for no limit.
+        path: "file.py:function".
+    """
+    faulthandler.enable(crash)
+    _confine(trainer, memory_bytes)
+    for descriptor in (requests, replies, crash):
+        os.set_inheritable(descriptor, False)
+    incoming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests, incoming), daemon=True).start()
+    try:
+        function = load_function(path)
+        _reply(
+            replies,
+            {"parameters": _parameters(function), "whole_batch": sees_whole_batch(function)},
+        )
+    except InputError as error:
+        texts = [error.what, error.where, error.why, error.fix]
+        _reply(replies, {"input_error": [text[:MAX_TEXT] for text in texts]})
+        return
+    process = os.getpid()
+    while True:
+        arguments, size = pickle.loads(incoming.get())
+        try:
+            values = call(function, arguments, size)
+        except TpuRlError as error:
+            values = RewardFailure(str(error)[:MAX_TEXT])
+        if os.getpid() != process:
+            # The function forked, and its child returned from it too. Only one of them may reply.
+            os._exit(0)
+        if isinstance(values, RewardFailure):
+            _reply(replies, {"failure": [str(values), values.frames]})
+        else:
+            _reply(replies, {"values": [_encode(value) for value in values]})
+
+
+def _confine(trainer: int, memory_bytes: int) -> None:
+    """Limit memory, forbid core dumps, and end with the trainer.
+
+    The process also ends if the trainer is killed while it is busy in C.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != trainer:
+        os._exit(0)
+
+
+def _read_requests(requests: int, incoming: queue.SimpleQueue[bytes]) -> None:
+    """Read frames from the pipe. At its end the process ends, whatever the function is doing."""
+    with open(requests, "rb", closefd=False) as pipe:
+        while len(header := pipe.read(8)) == 8:
+            incoming.put(pipe.read(struct.unpack("<Q", header)[0]))
+    os._exit(0)
+
+
+def _reply(replies: int, value: Any) -> None:
+    text = json.dumps(value).encode()
+    data = memoryview(struct.pack("<Q", len(text)) + text)
+    while data:
+        data = data[os.write(replies, data) :]
+
+
+def _encode(value: Any) -> Any:
+    if value is None:
+        return None
+    number = as_number(value)
+    if isinstance(number, str):
+        return {"fault": number[:MAX_TEXT]}
+    return number
+
+
+def _parameters(function: Callable[..., Any]) -> list[list[Any]] | None:
+    """Return the parameters, or None for a callable written in C that has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return None
+    return [
+        [parameter.name, parameter.kind.name, parameter.default is not parameter.empty]
+        for parameter in parameters
+    ]

@@ -1,0 +1,245 @@
+"""Accuracy on held-out problems, with intervals: pass@1, pass@k, majority votes, best of n.
+
+Intervals count problems, not completions, because completions of one problem are not independent
+of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_rl import rewards
+from tpu_rl.data import Row
+from tpu_rl.environments import TASKS
+from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.types import Params, Rollout
+
+ReadAnswer = Callable[[str], Hashable | None]
+"""Returns a completion's final answer, or None if it gives none."""
+
+ANSWER_READERS: dict[str, ReadAnswer] = {
+    "gsm8k": rewards.final_number,
+    **{name: read for task in TASKS.values() for name, read in task.read_answers.items()},
+}
+"""Name of a built-in reward -> what reads the answers that it judges."""
+
+ANY_LENGTH = 2**31 - 1
+"""A limit for the tokens of prompts that limits nothing."""
+
+
+class Estimate(NamedTuple):
+    """A share of n problems, with its 95 % Wilson interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem and its scored completions. Lists have one entry per completion."""
+
+    prompt: str
+    completions: list[str]
+    correct: list[bool]
+    answers: list[Hashable | None]
+    rows: list[int] = field(default_factory=list)
+    """Their rows in the rollout."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`. A completion is correct if its reward is above 0.5."""
+
+    accuracy: float
+    """Share of correct completions: pass@1."""
+    low: float
+    high: float
+    n: int
+    """Problems with a scored completion."""
+    well_formed: float
+    """Share of completions that end before their limit and whose answer can be read."""
+    mean_length: float
+    """Mean number of tokens per completion, its stop token included."""
+    reads_answers: bool
+    """True if answers can be read. If not, there is no majority vote, and "well formed" means
+    "ended"."""
+    errors: list[str]
+    """Messages of the reward function's failures. The completions it failed on are left out."""
+    problems: list[Problem]
+    rollout: Rollout = field(compare=False, repr=False)
+    """All completions as sampled. Arrays, which do not compare."""
+
+
+def evaluate(
+    engine: Engine, params: Params, rows: Sequence[Row], read_answer: ReadAnswer | None = None
+) -> Evaluation:
+    """Answer each row's prompt with a group of completions, and score them.
+
+    An engine with `Purpose.EVALUATION` answers with the same random keys each time, so that what
+    differs between two evaluations is the model.
+
+    Args:
+        engine: its group size is the number of completions per problem, and its reward judges them.
+        params: the whole params tree.
+        rows: the problems, each with a `prompt`.
+        read_answer: reads final answers, for majority votes; see `ANSWER_READERS`.
+
+    Raises:
+        InputError: if the reward function fails on too large a share of the completions.
+    """
+    scored = engine.roll_out(params, RolloutRequest(list(rows), step=0))
+    group_size = len(scored.completions) // len(rows)
+    answers = [read_answer(text) if read_answer else None for text in scored.completions]
+    ended = ~np.asarray(scored.rollout.truncated)
+    readable = np.array([read_answer is None or answer is not None for answer in answers])
+    problems = []
+    for first in range(0, len(answers), group_size):
+        scored_rows = [
+            row for row in range(first, first + group_size) if np.isfinite(scored.rewards[row])
+        ]
+        if scored_rows:
+            problems.append(
+                Problem(
+                    prompt=scored.prompts[first],
+                    completions=[scored.completions[row] for row in scored_rows],
+                    correct=[bool(scored.rewards[row] > 0.5) for row in scored_rows],
+                    answers=[answers[row] for row in scored_rows],
+                    rows=scored_rows,
+                )
+            )
+    accuracy = estimate([float(np.mean(problem.correct)) for problem in problems])
+    return Evaluation(
+        accuracy=accuracy.value,
+        low=accuracy.low,
+        high=accuracy.high,
+        n=accuracy.n,
+        well_formed=float(np.mean(ended & readable)),
+        mean_length=float(scored.lengths.mean()),
+        reads_answers=read_answer is not None,
+        errors=scored.errors,
+        problems=problems,
+        rollout=scored.rollout,
+    )
+
+
+def pass_at(problems: Sequence[Problem], k: int) -> Estimate:
+    """Return pass@k: the chance that one of k completions is correct.
+
+    Only problems with at least k completions count.
+    """
+    return estimate(
+        [
+            pass_at_k(len(problem.correct), sum(problem.correct), k)
+            for problem in problems
+            if len(problem.correct) >= k
+        ]
+    )
+
+
+def majority_vote(problems: Sequence[Problem]) -> Estimate:
+    """Return the share of problems whose most frequent answer is correct: maj@k."""
+    return estimate([float(majority(problem.answers, problem.correct)) for problem in problems])
+
+
+def best_of(problems: Sequence[Problem], scores: Sequence[Sequence[float]]) -> Estimate:
+    """Return the share of problems whose completion with the highest score is correct.
+
+    `scores` has a score for each completion of each problem. The first of equal scores counts.
+    """
+    return estimate(
+        [
+            float(problem.correct[int(np.argmax(problem_scores))])
+            for problem, problem_scores in zip(problems, scores, strict=True)
+        ]
+    )
+
+
+def weighted_vote(problems: Sequence[Problem], scores: Sequence[Sequence[float]]) -> Estimate:
+    """Return the share of problems whose answer with the largest total score is correct."""
+    return estimate(
+        [
+            float(weighted(problem.answers, problem.correct, problem_scores))
+            for problem, problem_scores in zip(problems, scores, strict=True)
+        ]
+    )
+
+
+def estimate(shares: Sequence[float]) -> Estimate:
+    """Return the mean of one number in [0, 1] per problem, with its interval.
+
+    Without any problem the value is NaN, and the interval is 0 to 1.
+    """
+    n = len(shares)
+    value = math.fsum(shares) / n if n else math.nan
+    return Estimate(value, *wilson(math.fsum(shares), n), n)
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of n trials (E. B. Wilson, JASA 22, 1927).
+
+    `successes` may be fractional. A sum of numbers in [0, 1] varies at most as much as a count with
+    the same mean, so the interval is then conservative.
+
+    Raises:
+        ValueError: if `successes` is not between 0 and n.
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes in {n} trials")
+    if n == 0:
+        return 0.0, 1.0
+    z = 1.959963984540054  # The 97.5 % quantile of the normal distribution.
+    share = successes / n
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Return the chance that k of n completions, drawn without replacement, include a correct one.
+
+    This estimator of pass@k is unbiased: 1 - C(n - correct, k) / C(n, k) (Chen et al. 2021, arXiv
+    2107.03374, equation 1).
+
+    Raises:
+        ValueError: if `correct` or `k` is not within n.
+    """
+    if not (0 <= correct <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} completions, {correct} correct")
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> bool:
+    """Return True if the most frequent answer is correct.
+
+    The first of equally frequent answers counts. None does not vote.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    winner = votes.most_common(1)[0][0]
+    return correct[list(answers).index(winner)]
+
+
+def weighted(
+    answers: Sequence[Hashable | None], correct: Sequence[bool], scores: Sequence[float]
+) -> bool:
+    """Return True if the answer with the largest total score is correct.
+
+    The first of equal totals counts. None does not vote.
+    """
+    votes: dict[Hashable, float] = {}
+    for answer, answer_score in zip(answers, scores, strict=True):
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0.0) + answer_score
+    if not votes:
+        return False
+    winner = max(votes, key=lambda answer: votes[answer])
+    return correct[list(answers).index(winner)]

@@ -1,0 +1,97 @@
+"""Data rows as prompts for the sampler, and stop strings.
+
+Text is encoded here, once. Nothing encodes it again, so training sees the tokens that were
+sampled.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+from tpu_rl.data import Row
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers import Tokenizer
+
+RAISE_OR_SHORTEN = "raise --sampling.max-prompt-tokens, or shorten or drop the prompt"
+
+
+def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[list[int]]:
+    """Return the token ids of each row's prompt.
+
+    Raises:
+        InputError: if a prompt has no tokens, or more than `max_prompt_tokens`.
+    """
+    return [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
+
+
+def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[int]:
+    token_ids = tokenizer.encode_prompt(row["prompt"])
+    if not 0 < len(token_ids) <= max_prompt_tokens:
+        raise InputError(
+            f"a prompt has {len(token_ids)} tokens",
+            where=f"prompt {as_text(row['prompt'])[:60]!r}",
+            why=f"prompts must have 1 to {max_prompt_tokens} tokens",
+            fix=RAISE_OR_SHORTEN,
+        )
+    return token_ids
+
+
+def drop_misfits(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int
+) -> tuple[list[Row], str]:
+    """Return the rows whose prompts have 1 to `max_prompt_tokens` tokens, and a warning.
+
+    The warning says how many rows were dropped; it is "" if none were. Call this before a run on
+    finite data, so that no prompt ends the run later.
+
+    Raises:
+        InputError: if no row is left.
+    """
+    lengths = [len(tokenizer.encode_prompt(row["prompt"])) for row in rows]
+    fitting = [
+        row for row, length in zip(rows, lengths, strict=True) if 0 < length <= max_prompt_tokens
+    ]
+    message = (
+        f"{len(rows) - len(fitting)} of {len(rows)} prompts dropped: they must have 1 to "
+        f"{max_prompt_tokens} tokens, and the longest has {max(lengths, default=0)}"
+    )
+    if not fitting:
+        raise InputError(f"0 of {len(rows)} prompts left", why=message, fix=RAISE_OR_SHORTEN)
+    return fitting, message if len(fitting) < len(rows) else ""
+
+
+def as_text(prompt: str | Sequence[dict[str, str]]) -> str:
+    """Return a prompt as people read it: text unchanged, a list of messages one per line."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def stop_at(
+    tokenizer: Tokenizer, stop_strings: Sequence[str]
+) -> Callable[[list[int]], int | None] | None:
+    """Return a function that finds where a completion ends, or None without stop strings.
+
+    The function takes the completion's token ids. It returns how many of them there are up to and
+    including the token that completes the first stop string in the decoded text, or None if the
+    text contains no stop string. It relies on decoding being stable: a string that is in the text
+    of some tokens is in the text of any longer sequence that starts with them.
+    """
+    if not stop_strings:
+        return None
+
+    def contains_stop(token_ids: list[int]) -> bool:
+        text = tokenizer.decode(token_ids)
+        return any(string in text for string in stop_strings)
+
+    def find_end(token_ids: list[int]) -> int | None:
+        if not contains_stop(token_ids):
+            return None
+        lengths = range(1, len(token_ids) + 1)
+        index = bisect.bisect_left(
+            lengths, True, key=lambda length: contains_stop(token_ids[:length])
+        )
+        return lengths[index]
+
+    return find_end

@@ -1,0 +1,99 @@
+"""Metrics, sample records and warnings of scored completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from tpu_rl.redaction import redact
+from tpu_rl.rollout.dynamic_sampling import all_sampled
+from tpu_rl.rollout.scoring import Sampled, Scored, group_size, zero_variance
+
+
+def metrics(scored: Scored) -> dict[str, float]:
+    """Return the rollout's and the rewards' part of a metrics row. Lengths are in tokens.
+
+    The values describe everything that was sampled, also groups that dynamic sampling passed over.
+    "rollout/kept" is the share of the sampled groups that training uses: those in the batch with a
+    scored completion. "reward/zero_std_groups" is the share of groups whose rewards are all equal;
+    it is present if groups have several completions. "rollout/tokens_per_draft", at least 1, is
+    present if decoding was speculative.
+    """
+    sampled = all_sampled(scored)
+    size = group_size(sampled)
+    finite = sampled.rewards[np.isfinite(sampled.rewards)]
+    learned = np.asarray(scored.rollout.scored).reshape(-1, size).any(1)
+    row = {
+        "reward/mean": _finite_mean(sampled.rewards),
+        "reward/std": float(finite.std()) if finite.size else float("nan"),
+    }
+    row |= {f"reward/{name}/mean": _finite_mean(part) for name, part in sampled.parts.items()}
+    if size > 1:
+        row["reward/zero_std_groups"] = float(zero_variance(sampled).mean())
+    row["reward/errors"] = float(len(sampled.errors))
+    row["rollout/kept"] = float(learned.sum() * size / len(sampled.lengths))
+    row["rollout/length_mean"] = float(sampled.lengths.mean())
+    row["rollout/length_max"] = float(sampled.lengths.max())
+    row["rollout/truncated"] = float(np.mean(sampled.rollout.truncated))
+    row["rollout/tokens"] = float(sampled.lengths.sum())
+    if sampled.drafts:
+        row["rollout/tokens_per_draft"] = sampled.tokens_of_drafts / sampled.drafts
+    row["time/reward"] = sampled.seconds_reward
+    return row | speed(sampled.lengths, sampled.seconds_rollout)
+
+
+def speed(lengths: np.ndarray, seconds: float) -> dict[str, float]:
+    """Return the metrics of the time that sampling took."""
+    return {
+        "time/rollout": seconds,
+        "perf/rollout_tokens_per_second": float(lengths.sum()) / seconds,
+    }
+
+
+def sampling_speed(sampled: Sampled) -> dict[str, float]:
+    """Return `speed` of completions that have no rewards yet."""
+    return speed(sampled.lengths, sampled.seconds)
+
+
+def _finite_mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+def warnings(scored: Scored, max_lines: int = 3) -> list[str]:
+    """Return lines for the console: which errors left how many completions without a reward.
+
+    The most frequent error comes first.
+    """
+    faults = all_sampled(scored).faults
+    counts = Counter(fault for fault in faults if fault)
+    lines = [
+        redact(f"{count} of {len(faults)} completions not scored: {fault}")
+        for fault, count in counts.most_common()
+    ]
+    if len(lines) > max_lines:
+        rest = len(lines) - max_lines + 1
+        lines[max_lines - 1 :] = [f"{rest} more kinds of fault in reward functions"]
+    return lines
+
+
+def records(scored: Scored, step: int) -> list[dict[str, Any]]:
+    """Return one samples.jsonl object per completion of the batch.
+
+    A completion that is not scored has the reason in `error`.
+    """
+    objects = []
+    for row, fault in enumerate(scored.faults):
+        record: dict[str, Any] = {
+            "step": step,
+            "prompt": scored.prompts[row],
+            "completion": scored.completions[row],
+            "reward": float(scored.rewards[row]),
+            "parts": {name: float(part[row]) for name, part in scored.parts.items()},
+        }
+        if fault:
+            record["error"] = fault
+        objects.append(record)
+    return objects

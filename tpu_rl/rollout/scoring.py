@@ -1,0 +1,235 @@
+"""Sampled completions, and their rewards.
+
+`Sampled` is what an engine's `generate` returns, `Scored` what its `score` makes of it. With
+several processes, each one computes the rewards of its own groups, and all processes then share
+the values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import rewards
+from tpu_rl.data import Row
+from tpu_rl.rollout.prompts import as_text
+from tpu_rl.runtime import processes
+from tpu_rl.sampler import PartialCompletion
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Rollout
+
+
+@dataclass(frozen=True)
+class PartialGroup:
+    """A prompt whose completions are not all complete. A new one has no completions yet."""
+
+    row: Row
+    completions: list[PartialCompletion] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Completions without rewards. Unless noted, arrays and lists have one entry per completion."""
+
+    rollout: Rollout
+    """Its rewards are zero."""
+    rows: list[Row]
+    """The data row of each group. Completions of one prompt are neighbors."""
+    prompts: list[str]
+    completions: list[str]
+    lengths: np.ndarray
+    """[N] int: number of sampled tokens."""
+    seconds: float = 0.0
+    """Wall time of sampling."""
+    drafts: int = 0
+    """Speculative decoding: how many drafts were verified."""
+    tokens_of_drafts: int = 0
+    """Speculative decoding: how many tokens these verifications produced."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further arrays that a particular `generate` returns, by name; one entry per completion."""
+    unfinished: list[PartialGroup] = field(default_factory=list)
+    """Groups that a request for the first complete groups left behind."""
+    num_resumed_tokens: int = 0
+    """The number of the completions' tokens that an earlier request sampled."""
+    streamed_rewards: Callable[[], dict[str, rewards.FunctionScores]] = dict
+    """Return the rewards that were computed while other rows were decoded, by reward function."""
+    cancel_rewards: Callable[[], None] = lambda: None
+    """Drop reward computations that have not begun, because nobody will ask for them."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Completions with rewards. Arrays and lists have one entry per completion."""
+
+    rollout: Rollout
+    prompts: list[str]
+    completions: list[str]
+    lengths: np.ndarray
+    """[N] int: number of sampled tokens."""
+    rewards: np.ndarray
+    """[N] float32: the sum of all reward functions; NaN where a completion is not scored. All zero
+    if there are no reward functions."""
+    parts: dict[str, np.ndarray]
+    """The same for each reward function."""
+    faults: list[str]
+    """The error with which a reward function failed on the completion; "" if none did."""
+    seconds_rollout: float
+    seconds_reward: float
+    """Time spent waiting for rewards after the last row had ended."""
+    drafts: int = 0
+    tokens_of_drafts: int = 0
+    chosen_from: tuple[Scored, ...] = ()
+    """With dynamic sampling: everything that was sampled, from which these groups were chosen.
+    Metrics describe all of it."""
+
+    @property
+    def errors(self) -> list[str]:
+        """One message per completion that a reward function failed on, with its row."""
+        return [f"row {row}, {fault}" for row, fault in enumerate(self.faults) if fault]
+
+
+def describe(rows: list[Row], rollout: Rollout, tokenizer: Tokenizer) -> Sampled:
+    """Return completions of the rows' prompts with their texts. Groups are equally large."""
+    group_size = len(rollout.tokens) // len(rows)
+    return Sampled(
+        rollout=rollout,
+        rows=rows,
+        prompts=[as_text(row["prompt"]) for row in rows for _ in range(group_size)],
+        completions=[
+            tokenizer.decode(tokens[mask].tolist())
+            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+        ],
+        lengths=np.asarray(rollout.action_mask).sum(-1),
+    )
+
+
+def score(
+    sampled: Sampled, reward_functions: Mapping[str, rewards.Reward], max_fault_share: float
+) -> Scored:
+    """Return the completions with their rewards; without reward functions, with zeros.
+
+    Raises:
+        InputError: if a reward function needs a column that the rows lack, or if reward functions
+            fail on more than `max_fault_share` of the completions.
+    """
+    began = time.perf_counter()
+    group_size = len(sampled.completions) // len(sampled.rows)
+    prompts, columns = repeat_rows(sampled.rows, group_size)
+    scores = rewards.Scores(np.zeros(len(prompts), np.float32), {}, [])
+    if reward_functions:
+        scores = score_across_processes(
+            reward_functions,
+            prompts,
+            sampled.completions,
+            columns,
+            max_fault_share,
+            group_size,
+            sampled.streamed_rewards(),
+        )
+    return Scored(
+        rollout=place_rewards(sampled.rollout, scores.totals),
+        prompts=sampled.prompts,
+        completions=sampled.completions,
+        lengths=sampled.lengths,
+        rewards=scores.totals,
+        parts=scores.parts,
+        faults=_fault_messages(scores.faults, len(prompts)),
+        seconds_rollout=sampled.seconds,
+        seconds_reward=time.perf_counter() - began,
+        drafts=sampled.drafts,
+        tokens_of_drafts=sampled.tokens_of_drafts,
+    )
+
+
+def score_across_processes(
+    reward_functions: Mapping[str, rewards.Reward],
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]],
+    max_fault_share: float,
+    group_size: int,
+    known: dict[str, rewards.FunctionScores],
+) -> rewards.Scores:
+    """Return `rewards.score` of all completions; each process computes whole groups of its own.
+
+    `known` holds the values that were already computed, of this process's completions.
+    """
+    if processes.count() == 1:
+        return rewards.score(
+            reward_functions, prompts, completions, columns, max_fault_share, known
+        )
+    local = local_rows(len(completions), group_size)
+    local_columns = {name: values[local] for name, values in columns.items()}
+    # A process checks no share of faults on its own: the check below is about all completions.
+    local_scores = rewards.score(
+        reward_functions, prompts[local], completions[local], local_columns, 1.0, known
+    )
+    faults = [asdict(fault) | {"row": fault.row + local.start} for fault in local_scores.faults]
+    parts = {name: values.tolist() for name, values in local_scores.parts.items()}
+    gathered = processes.gather(
+        {"totals": local_scores.totals.tolist(), "parts": parts, "faults": faults}
+    )
+    scores = rewards.Scores(
+        np.array([total for values in gathered for total in values["totals"]], np.float32),
+        {
+            name: np.array([x for values in gathered for x in values["parts"][name]], np.float32)
+            for name in parts
+        },
+        [rewards.RewardFault(**fault) for values in gathered for fault in values["faults"]],
+    )
+    rewards.require_few_faults(scores, completions, max_fault_share)
+    return scores
+
+
+def repeat_rows(rows: list[Row], group_size: int) -> tuple[list[Any], dict[str, list[Any]]]:
+    """Return the prompt of each completion, and each further column.
+
+    A column that any row has is there for all of them; it is None where a row lacks it.
+    """
+    repeated = [row for row in rows for _ in range(group_size)]
+    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    columns = {name: [row.get(name) for row in repeated] for name in names}
+    return [row["prompt"] for row in repeated], columns
+
+
+def local_rows(num_completions: int, group_size: int) -> slice:
+    """Return the completions whose rewards this process computes: whole groups."""
+    groups = processes.share(num_completions // group_size)
+    return slice(groups.start * group_size, groups.stop * group_size)
+
+
+def _fault_messages(faults: Sequence[rewards.RewardFault], num_rows: int) -> list[str]:
+    messages = [""] * num_rows
+    for fault in faults:
+        separator = "; " if messages[fault.row] else ""
+        messages[fault.row] += f"{separator}{fault.function}: {fault.message}"
+    return messages
+
+
+def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
+    """Return the rollout with each score [N] on its row's last action.
+
+    A row whose score is NaN is marked as not scored.
+    """
+    scored = np.isfinite(scores)
+    last = rollout.action_mask.shape[1] - 1 - np.asarray(rollout.action_mask)[:, ::-1].argmax(1)
+    placed = np.zeros(rollout.action_mask.shape, np.float32)
+    placed[np.arange(len(scores)), last] = np.where(scored, scores, 0.0)
+    return replace(rollout, rewards=placed, scored=scored)
+
+
+def group_size(scored: Scored) -> int:
+    """Return how many completions each prompt has."""
+    return len(scored.rewards) // len(np.unique(scored.rollout.group_id))
+
+
+def zero_variance(scored: Scored) -> np.ndarray:
+    """Return [N] bool: True in groups whose rewards are all equal, or missing."""
+    grouped = scored.rewards.reshape(-1, group_size(scored))
+    highest = np.max(grouped, axis=1, where=np.isfinite(grouped), initial=-np.inf)
+    lowest = np.min(grouped, axis=1, where=np.isfinite(grouped), initial=np.inf)
+    return np.repeat(highest <= lowest, grouped.shape[1])

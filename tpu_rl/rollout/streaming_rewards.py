@@ -1,0 +1,162 @@
+"""Rewards of complete groups, computed in other processes while other rows are still decoded."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import rewards
+from tpu_rl.rewards import FunctionScores, Reward
+
+
+class StreamingRewards:
+    """Asks the reward functions that work in other processes about each group once it is complete.
+
+    Functions that work in this process are left to `scoring.score`, after the last row has ended.
+    """
+
+    def __init__(
+        self,
+        reward_functions: Mapping[str, Reward],
+        prompts: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        group_size: int,
+        local: slice,
+        decode: Callable[[list[int]], str],
+        max_completions: int | None = None,
+    ):
+        """Prepare for N completions.
+
+        Args:
+            reward_functions: name -> reward function.
+            prompts: [N] the prompt of each completion.
+            columns: the other columns of the data rows, [N] each.
+            group_size: completions per prompt.
+            local: the completions, in whole groups, that this process asks about.
+            decode: returns the text of token ids.
+            max_completions: the most completions that will be asked about; by default all of
+                `local`. A question about some of them may take that share of the time that a batch
+                may take (`IsolatedReward.limited_to_share`).
+
+        Raises:
+            InputError: if a function needs a column that the data lack.
+        """
+        for name, function in reward_functions.items():
+            rewards.require_columns(name, function, columns)
+        self._functions = {
+            name: function
+            for name, function in reward_functions.items()
+            if rewards.runs_during_sampling(function)
+        }
+        self._prompts = prompts
+        self._columns = columns
+        self._group_size = group_size
+        self._local = local
+        self._decode = decode
+        self._max_completions = max_completions or local.stop - local.start
+        self._texts: dict[int, str] = {}
+        self._questions: list[tuple[list[int], Future[dict[str, FunctionScores]]]] = []
+        self._seconds_spent = dict.fromkeys(self._functions, 0.0)
+        self._cancelled = threading.Event()
+
+    @property
+    def on_finished(self) -> Callable[[dict[int, list[int]]], None] | None:
+        """Callback for the sampler: row -> token ids of its completion, of rows that have ended.
+
+        None if no function works in another process. It is the same on every process, also on one
+        without rows of its own, because the sampler gathers what has ended for all of them.
+        """
+        return self._on_finished if self._functions else None
+
+    def _on_finished(self, ended: dict[int, list[int]]) -> None:
+        local = [row for row in ended if self._local.start <= row < self._local.stop]
+        self._texts |= {row: self._decode(ended[row]) for row in local}
+        complete: list[int] = []
+        for group in sorted({row // self._group_size for row in local}):
+            members = self._members(group)
+            if all(row in self._texts for row in members):
+                complete += members
+        if complete:
+            future: Future[dict[str, FunctionScores]] = Future()
+            _tasks().put((future, functools.partial(self._ask, complete)))
+            self._questions.append((complete, future))
+
+    def _members(self, group: int) -> range:
+        return range(group * self._group_size, (group + 1) * self._group_size)
+
+    def _ask(self, rows: list[int]) -> dict[str, FunctionScores]:
+        if self._cancelled.is_set():
+            return {}
+        prompts = [self._prompts[row] for row in rows]
+        texts = [self._texts[row] for row in rows]
+        columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
+        share = len(rows) / self._max_completions
+        answers = {}
+        for name, function in self._functions.items():
+            began = time.monotonic()
+            limited = rewards.limited_to_share(function, share, self._seconds_spent[name])
+            answers[name] = rewards.apply(name, limited, prompts, texts, columns)
+            self._seconds_spent[name] += time.monotonic() - began
+        return answers
+
+    def answers(self, groups: Sequence[int] | None = None) -> dict[str, FunctionScores]:
+        """Return the values and faults that each function gave, once all questions are answered.
+
+        The values are those of the local completions, or of the given groups, which must be all
+        that were asked about. Faults count rows from the first of these. The result is empty if no
+        row was reported.
+
+        Raises:
+            TpuRlError: whatever a reward function raises on purpose.
+        """
+        if not self._questions:
+            return {}
+        rows = list(range(self._local.start, self._local.stop))
+        if groups is not None:
+            rows = [row for group in groups for row in self._members(group)]
+        index_of = {row: index for index, row in enumerate(rows)}
+        values = {name: np.full(len(rows), np.nan, np.float32) for name in self._functions}
+        faults: dict[str, list[rewards.RewardFault]] = {name: [] for name in self._functions}
+        for asked_rows, future in self._questions:
+            indices = [index_of[row] for row in asked_rows]
+            for name, (some_values, some_faults) in future.result().items():
+                values[name][indices] = some_values
+                faults[name] += [replace(fault, row=indices[fault.row]) for fault in some_faults]
+        return {
+            name: (values[name], sorted(faults[name], key=lambda fault: fault.row))
+            for name in self._functions
+        }
+
+    def cancel(self) -> None:
+        """Do not ask the questions that are still waiting."""
+        self._cancelled.set()
+
+
+@functools.cache
+def _tasks() -> queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
+    """Return the queue of one thread, which asks one question after the other.
+
+    The thread lives as long as the program, because reward workers end with the thread that
+    started them. It does not belong to an executor, because the interpreter waits for those when
+    it exits.
+    """
+    tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            future, task = tasks.get()
+            try:
+                future.set_result(task())
+            except BaseException as error:  # Raised again by whoever reads the result.
+                future.set_exception(error)
+
+    threading.Thread(target=work, name="streaming rewards", daemon=True).start()
+    return tasks

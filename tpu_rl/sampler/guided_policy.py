@@ -1,0 +1,232 @@
+"""A reference guided by a model of returns, as a `Policy` like any other.
+
+The logits are the reference's plus an offset for each token, computed from the return distribution
+that q predicts for it: see `losses.return_distributions` for the offsets of Q# and its baselines.
+The coefficient `kl_coef` is an array in the params (`with_kl_coef`), so one compiled program serves
+every coefficient.
+
+The temperature is the sampler's. It divides the guided logits, so the distribution sampled at
+temperature T is the guided policy to the power 1 / T, as in the paper's code. At temperature 1 it
+is the optimum itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.errors import InputError
+from tpu_rl.losses.return_distributions import Offset, Support, mean_return
+from tpu_rl.types import Array, Params, Policy
+
+Reads = Literal["own", "previous"]
+"""Hidden state at which q scores a token: the token's own (V-type), or that of the token before it
+(Q-type)."""
+
+
+def with_kl_coef(params: Params, kl_coef: float | Array) -> Params:
+    """Return the whole params tree with the coefficient where a guided policy reads it."""
+    return params | {"guidance": {"kl_coef": jnp.asarray(kl_coef, jnp.float32)}}
+
+
+# Cached, so that equal calls return the same object: policies are static arguments of jit.
+@functools.cache
+def guide(
+    reference: Policy, q: Policy, offset: Offset, candidates: int | None, reads: Reads
+) -> Policy:
+    """Return the reference guided by q.
+
+    Its params are `with_kl_coef` of a tree that both policies read; its cache is {"reference": ...,
+    "q": ...}.
+
+    Args:
+      reference: policy whose logits are guided.
+      q: model of the return of a token.
+      offset: term added to the logits, a function of q's outputs.
+      candidates: number of the reference's likeliest tokens to score; None scores all of them.
+      reads: "own": q gives K numbers at a token's own hidden state. The candidates are branches of
+        one token, in the same call that reads the last token. "previous": q gives V x K numbers for
+        the tokens that may follow.
+
+    If `extend` gets more than one token, all of them must be trunk (branch 0). A q that reads "own"
+    then goes through the tokens one by one, to score the tokens that may follow each. Only a
+    caller that uses those logits pays for it.
+
+    Raises InputError if `reads` is "own" and `candidates` is None.
+    """
+    if reads == "own" and candidates is None:
+        raise InputError(
+            "a V-type q needs a number of candidates",
+            why="it reads one more token for each",
+            fix="use e.g. 20",
+        )
+    # The candidates need room in q's cache while they are looked at.
+    room = candidates if reads == "own" and candidates is not None else 0
+
+    def init_cache(params: Params, rows: int, length: int) -> Any:
+        return {
+            "reference": reference.init_cache(params, rows, length),
+            "q": q.init_cache(params, rows, length + room),
+        }
+
+    def extend(
+        params: Params,
+        cache: Any,
+        tokens: Array,
+        positions: Array,
+        branch_ids: Array,
+        commit: Array,
+    ) -> tuple[Array, Any]:
+        new = (tokens, positions, branch_ids, commit)
+        logits, reference_cache = reference.extend(params, cache["reference"], *new)
+        if reads == "previous":
+            outputs, q_cache = q.extend(params, cache["q"], *new)
+            outputs = outputs.reshape(*logits.shape, offset.outputs)
+            guided = _add_offsets(offset, params, logits, outputs, candidates)
+        elif tokens.shape[1] == 1:
+            guided, q_cache = extend_by_one(params, cache["q"], tokens, positions, commit, logits)
+        else:
+            _, q_cache = q.extend(params, cache["q"], *new)
+            guided = guide_each(params, cache["q"], tokens, positions, logits)
+        return guided, {"reference": reference_cache, "q": q_cache}
+
+    def extend_by_one(
+        params: Params, cache: Any, token: Array, position: Array, commit: Array, logits: Array
+    ) -> tuple[Array, Any]:
+        """Read one token and its candidates: [B, 1], logits [B, 1, V] -> (guided logits, cache)."""
+        ids = _likeliest(logits[:, 0], candidates)
+        # Branch 0 is the token itself, branch i its i-th candidate, one position later.
+        branches = jnp.broadcast_to(jnp.arange(1 + ids.shape[1]), (len(ids), 1 + ids.shape[1]))
+        positions = jnp.concatenate([position, jnp.broadcast_to(position + 1, ids.shape)], axis=1)
+        tokens = jnp.concatenate([token, ids], axis=1)
+        outputs, cache = q.extend(params, cache, tokens, positions, branches, commit)
+        scores = outputs[:, 1:].astype(jnp.float32)
+        offsets = offset.function(scores, params["guidance"]["kl_coef"])
+        rows = jnp.arange(len(ids))[:, None]
+        added = jnp.full_like(logits[:, 0], offset.unscored).at[rows, ids].set(offsets)
+        return logits + added[:, None], cache
+
+    def guide_each(
+        params: Params, cache: Any, tokens: Array, positions: Array, logits: Array
+    ) -> Array:
+        """Guide the logits after each of several trunk tokens, one token at a time."""
+
+        def step(cache: Any, column: tuple[Array, Array, Array]) -> tuple[Any, Array]:
+            token, position, token_logits = (x[:, None] for x in column)
+            commit = jnp.ones_like(column[0])
+            guided, cache = extend_by_one(params, cache, token, position, commit, token_logits)
+            return cache, guided[:, 0]
+
+        columns = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, positions, logits))
+        return jnp.moveaxis(jax.lax.scan(step, cache, columns)[1], 0, 1)
+
+    max_rollback = None
+    if reference.max_rollback is not None and q.max_rollback is not None:
+        max_rollback = min(reference.max_rollback, q.max_rollback)
+    return Policy(init_cache, extend, max_rollback)
+
+
+def _likeliest(logits: Array, candidates: int | None) -> Array:
+    """Return the ids [B, k] of the largest of logits [B, V], or all ids if there are at most k."""
+    vocabulary = logits.shape[-1]
+    if candidates is None or candidates >= vocabulary:
+        return jnp.broadcast_to(jnp.arange(vocabulary), logits.shape)
+    return jax.lax.top_k(logits, candidates)[1]
+
+
+def _add_offsets(
+    offset: Offset, params: Params, logits: Array, outputs: Array, candidates: int | None
+) -> Array:
+    """Add the offsets of outputs [B, T, V, K] to logits [B, T, V], at the candidates."""
+    offsets = offset.function(outputs.astype(jnp.float32), params["guidance"]["kl_coef"])
+    if candidates is None or candidates >= logits.shape[-1]:
+        return logits + offsets
+    lowest = jax.lax.top_k(logits, candidates)[0][..., -1:]
+    return logits + jnp.where(logits >= lowest, offsets, offset.unscored)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "reference", "prompt_length"))
+def token_kl(
+    policy: Policy,
+    reference: Policy,
+    params: Params,
+    tokens: Array,
+    begins: Array,
+    ends: Array,
+    prompt_length: int,
+    temperature: float = 1.0,
+) -> Array:
+    """Return the KL(policy || reference), in nats, of the distribution of each completion token.
+
+    The KL is over the whole vocabulary, at the temperature, before any truncation.
+
+    Args:
+      policy: the guided policy.
+      reference: the reference.
+      params: the params tree of both.
+      tokens: [B, T], laid out as the sampler does.
+      begins: [B], first token of each completion, at most `prompt_length`.
+      ends: [B], end of each completion, with ends - begins <= T - prompt_length.
+      prompt_length: columns that are read in one call.
+      temperature: sampling temperature.
+
+    Returns:
+      [B, T], zero outside completions.
+    """
+    total = tokens.shape[1]
+    prompts = tokens[:, :prompt_length]
+    positions = jnp.broadcast_to(jnp.arange(prompt_length, dtype=jnp.int32), prompts.shape)
+
+    def prefill(model: Policy) -> Any:
+        """Read each prompt except its last token, which the first step reads."""
+        cache = model.init_cache(params, len(tokens), total)
+        branches = jnp.zeros_like(prompts)
+        return model.extend(params, cache, prompts, positions, branches, begins - 1)[1]
+
+    def step(caches: tuple[Any, Any], index: Array) -> tuple[tuple[Any, Any], Array]:
+        """Compute the KL of the completion token number `index` of each row."""
+        column = begins[:, None] - 1 + index
+        live = column[:, 0] + 1 < ends
+        token = jnp.take_along_axis(tokens, jnp.minimum(column, total - 1), axis=1)
+        log_probs = []
+        new_caches = []
+        for model, cache in zip((policy, reference), caches, strict=True):
+            logits, cache = model.extend(
+                params, cache, token, column, jnp.zeros_like(token), live.astype(jnp.int32)
+            )
+            log_probs.append(jax.nn.log_softmax(logits[:, 0].astype(jnp.float32) / temperature))
+            new_caches.append(cache)
+        kl = jnp.sum(jnp.exp(log_probs[0]) * (log_probs[0] - log_probs[1]), axis=-1)
+        return (new_caches[0], new_caches[1]), jnp.where(live, kl, 0.0)
+
+    steps = jnp.arange(total - prompt_length)
+    _, kl = jax.lax.scan(step, (prefill(policy), prefill(reference)), steps)
+    # kl [steps, B] counts from each completion's begin; move it to the columns of the tokens.
+    index = jnp.arange(total)[None] - begins[:, None]
+    by_column = jnp.take_along_axis(kl.T, jnp.clip(index, 0, total - prompt_length - 1), axis=1)
+    inside = (index >= 0) & (index < (ends - begins)[:, None])
+    return jnp.where(inside, by_column, 0.0)
+
+
+@functools.partial(jax.jit, static_argnames=("q", "support", "reads"))
+def last_return(
+    q: Policy, support: Support | None, reads: Reads, params: Params, tokens: Array, ends: Array
+) -> Array:
+    """Return q's mean return [B] at the last token of each row: q as a reward model.
+
+    `tokens` are [B, T] and the last token of a row is at ends - 1. Nothing can follow an
+    end-of-sequence token, so the mean return there says how likely the text is right.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cache = q.init_cache(params, *tokens.shape)
+    outputs, _ = q.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), ends)
+    rows = jnp.arange(len(tokens))
+    if reads == "own":
+        return mean_return(outputs[rows, ends - 1], support)
+    # The state before the last token scores every token that may follow; take the one that did.
+    size = 1 if support is None else support.atoms
+    by_token = outputs[rows, ends - 2].reshape(len(tokens), -1, size)
+    return mean_return(by_token[rows, tokens[rows, ends - 1]], support)

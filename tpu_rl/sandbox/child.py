@@ -1,0 +1,449 @@
+"""The program of the sandbox's process: confine itself, then run one model-written program.
+
+It uses the standard library only, and is run by its path. The confinement, in this order:
+
+1. its own mount, PID, network, IPC and UTS namespaces, and a user namespace if it is not root;
+2. a root directory in memory with read-only binds of the Python library and nothing else: no /proc,
+   no /dev;
+3. resource limits;
+4. the user nobody, without capabilities;
+5. no_new_privs;
+6. a list of allowed system calls (Linux on x86-64).
+
+If the kernel refuses any of it, the process ends before the program begins.
+"""
+
+import ctypes
+import marshal
+import os
+import resource
+import signal
+import struct
+import sys
+
+PROTOCOL = int(sys.argv[1])
+"""The descriptor of the report: CONFINED, or the reason why not, and then the values of
+expressions."""
+CONFINED = b"confined\n"
+NOBODY = 65534
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+# <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>, <linux/seccomp.h>
+CLONE_THREAD = 0x10000
+# Mount, PID, network, IPC, UTS.
+NAMESPACES = 0x20000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
+NEW_USER = 0x10000000
+READ_ONLY = 1
+NO_SUID = 2
+NO_DEV = 4
+REMOUNT = 32
+BIND = 4096
+RECURSIVE = 16384
+PRIVATE = 1 << 18
+DETACH = 2
+SET_PARENT_DEATH_SIGNAL = 1
+SET_DUMPABLE = 4
+SET_SECCOMP = 22
+SET_NO_NEW_PRIVILEGES = 38
+PIVOT_ROOT = 155
+
+# x86-64 system calls that a Python program with threads needs. None of them reaches another process
+# or a socket.
+ALLOWED = {
+    "read": 0,
+    "write": 1,
+    "open": 2,
+    "close": 3,
+    "stat": 4,
+    "fstat": 5,
+    "lstat": 6,
+    "poll": 7,
+    "lseek": 8,
+    "mmap": 9,
+    "mprotect": 10,
+    "munmap": 11,
+    "brk": 12,
+    "rt_sigaction": 13,
+    "rt_sigprocmask": 14,
+    "rt_sigreturn": 15,
+    "pread64": 17,
+    "pwrite64": 18,
+    "readv": 19,
+    "writev": 20,
+    "access": 21,
+    "pipe": 22,
+    "select": 23,
+    "sched_yield": 24,
+    "mremap": 25,
+    "madvise": 28,
+    "dup": 32,
+    "dup2": 33,
+    "nanosleep": 35,
+    "getitimer": 36,
+    "alarm": 37,
+    "setitimer": 38,
+    "getpid": 39,
+    "exit": 60,
+    "uname": 63,
+    "fcntl": 72,
+    "fsync": 74,
+    "fdatasync": 75,
+    "truncate": 76,
+    "ftruncate": 77,
+    "getdents": 78,
+    "getcwd": 79,
+    "chdir": 80,
+    "rename": 82,
+    "mkdir": 83,
+    "rmdir": 84,
+    "unlink": 87,
+    "readlink": 89,
+    "umask": 95,
+    "gettimeofday": 96,
+    "getrlimit": 97,
+    "getrusage": 98,
+    "times": 100,
+    "getuid": 102,
+    "getgid": 104,
+    "geteuid": 107,
+    "getegid": 108,
+    "getppid": 110,
+    "getpgrp": 111,
+    "sigaltstack": 131,
+    "gettid": 186,
+    "time": 201,
+    "futex": 202,
+    "sched_getaffinity": 204,
+    "epoll_create": 213,
+    "getdents64": 217,
+    "set_tid_address": 218,
+    "clock_gettime": 228,
+    "clock_getres": 229,
+    "clock_nanosleep": 230,
+    "exit_group": 231,
+    "epoll_wait": 232,
+    "epoll_ctl": 233,
+    "tgkill": 234,
+    "openat": 257,
+    "mkdirat": 258,
+    "newfstatat": 262,
+    "unlinkat": 263,
+    "renameat": 264,
+    "readlinkat": 267,
+    "faccessat": 269,
+    "pselect6": 270,
+    "ppoll": 271,
+    "set_robust_list": 273,
+    "get_robust_list": 274,
+    "eventfd2": 290,
+    "epoll_create1": 291,
+    "dup3": 292,
+    "pipe2": 293,
+    "getrandom": 318,
+    "statx": 332,
+    "rseq": 334,
+    "faccessat2": 439,
+}
+CLONE = 56
+CLONE3 = 435
+FIRST_OF_X32 = 0x40000000
+X86_64 = 0xC000003E
+
+
+def main() -> None:
+    """Read the request from stdin, confine this process, and run the program."""
+    with os.fdopen(os.dup(0), "rb") as request_pipe:
+        request = marshal.loads(request_pipe.read())
+    os.close(0)
+    try:
+        if request["confine"]:
+            confine(request["memory_bytes"], request["disk_bytes"], request["cpu_seconds"])
+        else:
+            limit(request["memory_bytes"], request["disk_bytes"], request["cpu_seconds"])
+        give_stdin(request["stdin"].encode())
+    except OSError as error:
+        os.write(PROTOCOL, f"{error.filename or 'the sandbox'}: {error.strerror}\n".encode())
+        os._exit(1)
+    os.write(PROTOCOL, CONFINED)
+    run(request["program"], request["steps"])
+
+
+# --- the program ---
+
+
+def run(program: str, steps: list[list[str]]) -> None:
+    """Run the program as __main__, then each step.
+
+    A step is ["do", statements] or ["value", expression]. The values of expressions are reported.
+    """
+    scope = {"__name__": "__main__", "__builtins__": __builtins__}
+    # The program may replace what these names stand for.
+    report = os.write
+    show = source
+    try:  # noqa: SIM105  # contextlib takes milliseconds to import
+        exec(compile(program, "program.py", "exec"), scope)
+    except SystemExit:
+        pass
+    for kind, code in steps:
+        if kind == "do":
+            exec(compile(code, "test", "exec"), scope)
+        else:
+            value = show(eval(compile(code, "test", "eval"), scope))
+            report(PROTOCOL, value.encode("unicode_escape") + b"\n")
+    sys.stdout.flush()
+
+
+# Parameters of any type have no annotation, because typing takes milliseconds to import.
+def source(value) -> str:
+    """Return an expression of literals and `unit_tests.MAKERS` whose value equals `value`.
+
+    Subclasses of containers (Counter, named tuples) become the plain container that they are equal
+    to. The items of an iterator are taken out of it. For any other object it is `repr`, which is
+    not such an expression.
+    """
+
+    def joined(values) -> str:
+        return ", ".join([source(item) for item in values])
+
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        items = [f"{source(key)}: {source(item)}" for key, item in value.items()]
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, tuple):
+        return f"({joined(value)},)" if value else "()"
+    if isinstance(value, list):
+        return f"[{joined(value)}]"
+    if isinstance(value, (set, frozenset)):
+        maker = "set" if isinstance(value, set) else "frozenset"
+        return f"{maker}([{joined(value)}])"
+    if kind == "dict_keys":
+        return "{" + ", ".join([f"{source(key)}: None" for key in value]) + "}.keys()"
+    if kind == "dict_values":
+        items = [f"{n}: {source(item)}" for n, item in enumerate(value)]
+        return "{" + ", ".join(items) + "}.values()"
+    if kind == "dict_items":
+        return source(dict(value)) + ".items()"
+    if kind == "deque":
+        return f"collections.deque([{joined(value)}])"
+    if kind in ("Fraction", "Decimal"):
+        module = "fractions" if kind == "Fraction" else "decimal"
+        return f"{module}.{repr(value)}"
+    if hasattr(value, "__next__"):
+        return f"iter([{joined(value)}])"
+    # Infinities and NaN.
+    if isinstance(value, float) and value - value != 0:
+        return f"float('{float.__repr__(value)}')"
+    if isinstance(value, int) and not isinstance(value, bool):
+        # repr refuses thousands of digits, and hex does not.
+        return repr(int(value)) if abs(value) < 10**4000 else hex(value)
+    return repr(value)
+
+
+def give_stdin(content: bytes) -> None:
+    """Make descriptor 0 an unnamed file with this content."""
+    path = "stdin"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    while content:
+        content = content[os.write(descriptor, content) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    if descriptor:
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
+    # The program uses it as long as it runs.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+# --- confinement ---
+
+
+def confine(memory_bytes: int, disk_bytes: int, cpu_seconds: int) -> None:
+    """Confine this process.
+
+    Raises:
+        OSError: if the kernel refuses a step. Its file name is the step.
+    """
+    if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
+        raise OSError(1, "only Linux on x86-64 is known", "system calls")
+    user = os.geteuid()
+    group = os.getegid()
+    # Root in a container may lack the right to make namespaces, and any user may have it inside a
+    # user namespace.
+    is_root = user == 0 and LIBC.unshare(NAMESPACES) == 0
+    if not is_root:
+        check("unshare", LIBC.unshare(NAMESPACES | NEW_USER))
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {user} 1"),
+            ("gid_map", f"{NOBODY} {group} 1"),
+        ):
+            write_file(f"/proc/self/{file}", text)
+    enter_process_namespace()
+    make_root(disk_bytes)
+    limit(memory_bytes, disk_bytes, cpu_seconds)
+    if is_root:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    drop_capabilities()
+    # A change of user clears these, so they come after it.
+    check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
+    check("prctl", LIBC.prctl(SET_DUMPABLE, 0, 0, 0, 0))
+    check("no_new_privs", LIBC.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    allow_system_calls()
+
+
+def enter_process_namespace() -> None:
+    """Continue in a child that is process 1 of the new namespace.
+
+    When process 1 ends, everything that it started ends with it.
+    """
+    check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
+    child = os.fork()
+    if child:
+        for descriptor in (1, 2, PROTOCOL):
+            os.close(descriptor)
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    check("prctl", LIBC.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
+
+
+def make_root(disk_bytes: int) -> None:
+    """Enter a root directory in memory.
+
+    It has the Python library, and the libraries that it links to, read-only and at their paths.
+    """
+    # The user nobody must be able to enter what root makes here, whatever this user's mask is.
+    os.umask(0o022)
+    system = {path for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(path)}
+    links = {path for path in system if os.path.islink(path)}
+    # If the interpreter has a directory of its own, its lib also has what extension modules link
+    # to.
+    python = {path for path in (*sys.path, sys.base_prefix + "/lib") if os.path.isdir(path)}
+    visible = system | python
+    candidates = (path for path in ("/mnt", "/media", "/srv", "/tmp") if os.path.isdir(path))
+    new = next(
+        path for path in candidates if not any(other.startswith(path + "/") for other in visible)
+    )
+    mount("none", "/", None, RECURSIVE | PRIVATE)
+    mount("tmpfs", new, "tmpfs", NO_SUID | NO_DEV, "size=64k,nr_inodes=256,mode=0755")
+    for path in sorted(visible):
+        source = os.path.realpath(path)
+        target = new + path
+        if path in links:
+            os.symlink(os.readlink(path), target)
+            continue
+        os.makedirs(target, exist_ok=True)
+        mount(source, target, None, BIND | RECURSIVE)
+        # A remount must repeat the flags that are locked at the source.
+        locked = os.statvfs(source).f_flag
+        flags = {
+            os.ST_NOEXEC: 8,
+            os.ST_NOATIME: 1024,
+            os.ST_NODIRATIME: 2048,
+            os.ST_RELATIME: 1 << 21,
+        }
+        repeated = sum(flag for bit, flag in flags.items() if locked & bit)
+        mount("none", target, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV | repeated)
+    os.mkdir(new + "/tmp")
+    mount(
+        "tmpfs",
+        new + "/tmp",
+        "tmpfs",
+        NO_SUID | NO_DEV,
+        f"size={disk_bytes},nr_inodes=1024,mode=1777",
+    )
+    mount("none", new, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
+    os.chdir(new)
+    check("pivot_root", LIBC.syscall(PIVOT_ROOT, b".", b"."))
+    check("umount", LIBC.umount2(b".", DETACH))
+    os.chdir("/tmp")
+
+
+def limit(memory_bytes: int, disk_bytes: int, cpu_seconds: int) -> None:
+    """Set the resource limits."""
+    for kind, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_FSIZE, disk_bytes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities."""
+    # _LINUX_CAPABILITY_VERSION_3 of <linux/capability.h>
+    header = struct.pack("Ii", 0x20080522, 0)
+    check("capset", LIBC.capset(header, bytes(24)))
+
+
+def allow_system_calls() -> None:
+    """Install the seccomp filter.
+
+    Calls by the numbers of another architecture kill the process. Calls that are not in ALLOWED
+    fail with EPERM, and so do new processes. Threads are allowed.
+    """
+    # Instructions: (code, jump if true, jump if false, operand), of <linux/bpf_common.h>.
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    give = 0x06
+    # Verdicts, of <linux/seccomp.h>: EPERM is 1 and ENOSYS is 38.
+    kill = 0x80000000
+    allow = 0x7FFF0000
+    refuse = 0x00050000 | 1
+    unknown = 0x00050000 | 38
+    numbers = sorted(ALLOWED.values())
+    code = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, X86_64),
+        (give, 0, 0, kill),
+        (load, 0, 0, 0),  # the call
+        (at_least, 0, 1, FIRST_OF_X32),
+        (give, 0, 0, kill),
+        # The filter cannot read the flags of clone3, which are in memory. libc then uses clone.
+        (equal, 0, 1, CLONE3),
+        (give, 0, 0, unknown),
+        (equal, 0, 4, CLONE),
+        (load, 0, 0, 16),  # its flags
+        (any_bit, 0, 1, CLONE_THREAD),
+        (give, 0, 0, allow),
+        (give, 0, 0, refuse),
+        *((equal, len(numbers) - position, 0, number) for position, number in enumerate(numbers)),
+        (give, 0, 0, refuse),
+        (give, 0, 0, allow),
+    ]
+    instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    check("seccomp", LIBC.prctl(SET_SECCOMP, 2, program, 0, 0))
+
+
+def mount(
+    source: str, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
+    """Mount a file system."""
+    kind_bytes = kind.encode() if kind else None
+    option_bytes = options.encode() if options else None
+    result = LIBC.mount(source.encode(), target.encode(), kind_bytes, flags, option_bytes)
+    check(f"mount {target}", result)
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file of /proc."""
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def check(step: str, result: int) -> None:
+    """Raise OSError, with the step as its file name, if a call failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), step)
+
+
+if __name__ == "__main__":
+    main()

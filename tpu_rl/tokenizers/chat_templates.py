@@ -1,0 +1,186 @@
+"""Render chat templates safely: they are programs of unknown authors.
+
+Each runs in jinja2's sandbox, in a process with limits. The sandbox keeps a template away from
+files and from Python. It does not keep it from looping endlessly or filling memory, and a template
+may do so for some conversations only. So every conversation is rendered under limits, in one
+process that stays. The kernel counts its processor time, and can end it also inside C code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tpu_rl.errors import InputError, MachineError
+
+CPU_SECONDS = 3
+"""Processor time for one conversation, which usually takes a millisecond."""
+MEMORY_BYTES = 2**30
+WALL_TIME_FACTOR = 60
+"""Multiple of CPU_SECONDS after which the process is ended by the clock, in case the kernel does
+not. This includes the start of the process."""
+MAX_CHARACTERS = 10_000_000
+"""The longest text of a conversation."""
+
+_OUT_OF_MEMORY = 3
+
+_WORKER = f"""
+import json, resource, signal, sys
+from transformers.utils.chat_template_utils import render_jinja_template
+seconds, memory, characters = map(int, sys.argv[1:])
+signal.signal(signal.SIGPROF, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGPROF}})
+if sys.platform == "linux":
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+for line in sys.stdin:
+    request = json.loads(line)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        [text], _ = render_jinja_template(**request)
+        if len(text) > characters:
+            raise ValueError(f"it wrote {{len(text):,}} characters")
+        answer = [text, None]
+    except MemoryError:
+        sys.exit({_OUT_OF_MEMORY})
+    except Exception as error:  # a template may raise anything
+        answer = [None, f"{{type(error).__name__}}: {{error}}"[:500]]
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    special: Mapping[str, Any],
+) -> str:
+    """Return the text of a conversation.
+
+    Args:
+        template: the chat template.
+        messages: the conversation.
+        add_generation_prompt: whether to add the beginning of the assistant's turn.
+        special: special tokens by the names that templates use.
+
+    Raises:
+        InputError: if the template fails, exceeds its limits, or writes too much.
+        MachineError: if jinja2 is not installed, or the process ends for another reason.
+    """
+    try:
+        import jinja2  # noqa: F401  (the process needs it)
+    except ImportError as error:
+        raise MachineError(
+            "chat templates need the package jinja2, which is not installed",
+            fix="pip install jinja2",
+        ) from error
+    # As in transformers: many templates accept a missing key, but fail on None.
+    conversation = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
+    request = {
+        "conversations": [conversation],
+        "chat_template": template,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    worker = _worker(CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS)
+    try:
+        reply = worker.call({**special, **request})
+    except BaseException:
+        # After an interrupt, the next conversation would read this one's reply.
+        _worker.cache_clear()
+        raise
+    if reply is None:
+        _worker.cache_clear()
+        raise _limit_error(template, worker.exit_code())
+    text, error = reply
+    if text is None:
+        raise InputError(
+            "the chat template refuses a conversation",
+            where=f"roles {', '.join(str(message['role']) for message in messages)}",
+            why=error,
+            fix="order the messages as the template requires, or give another model",
+        )
+    return text
+
+
+class _Worker:
+    """The process that renders conversations."""
+
+    def __init__(self, *limits: int):
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, *map(str, limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        weakref.finalize(self, _stop, self._process)
+
+    def call(self, request: dict[str, Any]) -> list[Any] | None:
+        """Return [text, error], one of which is None; or None if the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(
+            WALL_TIME_FACTOR * CPU_SECONDS, self._process.send_signal, (signal.SIGPROF,)
+        )
+        with self._lock:
+            timer.start()
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except BrokenPipeError:
+                return None
+            finally:
+                timer.cancel()
+        return json.loads(line) if line else None
+
+    def exit_code(self) -> int:
+        """Return the exit code of a process that has closed its output."""
+        return self._process.wait()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        # Closing flushes what was not sent yet.
+        with contextlib.suppress(BrokenPipeError):
+            assert pipe is not None
+            pipe.close()
+    process.wait()
+
+
+@functools.lru_cache(maxsize=1)
+def _worker(cpu_seconds: int, memory_bytes: int, characters: int) -> _Worker:
+    return _Worker(cpu_seconds, memory_bytes, characters)
+
+
+def _limit_error(template: str, exit_code: int) -> InputError | MachineError:
+    """Return the error for a process that ended."""
+    reasons = {
+        -signal.SIGPROF: f"it took more than {CPU_SECONDS} s",
+        -signal.SIGKILL: "it took too much memory: the system ended its process",
+        _OUT_OF_MEMORY: f"it took more than {MEMORY_BYTES >> 20} MiB of memory",
+    }
+    if exit_code not in reasons:
+        return MachineError(
+            "the process that renders chat templates ended",
+            why=f"exit code {exit_code}",
+            fix="python launch/doctor.py",
+        )
+    return InputError(
+        "the chat template does not come to an end",
+        where=repr(template[:80]),
+        why=reasons[exit_code],
+        fix="do not use the template of this checkpoint: it may be malicious",
+    )

@@ -1,0 +1,75 @@
+"""Tokenizers of sentencepiece's .model files."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers import end_of_sequence
+from tpu_rl.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _SentencePiece:
+    """Backend of `Tokenizer`."""
+
+    processor: Any
+    file: Path
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.processor.encode(text)
+
+    def encode_control(self, text: str) -> list[int] | None:
+        return None
+
+    def decode(self, ids: list[int]) -> str:
+        text = ""
+        ordinary: list[int] = []
+        for i in ids:
+            if self.processor.is_control(i):
+                text += self.processor.decode(ordinary) + self.processor.id_to_piece(i)
+                ordinary = []
+            else:
+                ordinary.append(i)
+        return text + self.processor.decode(ordinary)
+
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, directory: Path) -> None:
+        target = directory / "tokenizer.model"
+        if target.resolve() != self.file.resolve():
+            shutil.copyfile(self.file, target)
+
+
+def load(file: Path) -> Tokenizer:
+    """Return the tokenizer of a .model file. Raises InputError if it is not one."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.Load(str(file))
+    except (OSError, RuntimeError) as error:
+        raise InputError(
+            "not a sentencepiece model",
+            where=str(file),
+            why=str(error),
+            fix="give a model's directory, or a sentencepiece .model file",
+        ) from error
+    size = processor.get_piece_size()
+    bos = processor.bos_id() if processor.bos_id() >= 0 else None
+    eos = processor.eos_id() if processor.eos_id() >= 0 else None
+    eos_ids = end_of_sequence.require((eos, *end_of_sequence.listed(file.parent, size)), str(file))
+    return Tokenizer(
+        backend=_SentencePiece(processor, file),
+        eos_ids=eos_ids,
+        bos_id=bos,
+        pad_id=processor.pad_id() if processor.pad_id() >= 0 else eos_ids[0],
+        vocab_size=size,
+        prefix_ids=() if bos is None else (bos,),
+        control={processor.id_to_piece(i): i for i in range(size) if processor.is_control(i)},
+    )
