@@ -149,7 +149,7 @@ RAISE_ROW_LENGTH = (
 
 
 def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConfig) -> None:
-    """Check that the sampling temperature suits the losses."""
+    """Check that teachers are given, and that the sampling temperature suits the losses."""
     if not sampling.temperature >= 0:
         raise InputError(
             f"a sampling temperature of {sampling.temperature}",
@@ -157,6 +157,12 @@ def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConf
             fix="use 1.0; 0 takes the most likely token",
         )
     for algorithm in algorithms:
+        if getattr(algorithm, "teacher", None) == "":
+            raise InputError(
+                "no teacher given",
+                where="--algorithm.teacher",
+                fix="give a Hugging Face directory, a hub id or the model folder of a run",
+            )
         spec = algorithm.experience
         trains_policy = spec.source == "rollouts" and algorithm.roles["policy"].trainable
         if (trains_policy or spec.positive_temperature) and sampling.temperature == 0:

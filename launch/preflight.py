@@ -51,6 +51,7 @@ def check(config: ExperimentConfig) -> list[str]:
         metrics.require_wandb()
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
+    require_reward(config)
     check_rewards(config, rows)
     directory = roles.model_directory(config)
     model = check_models(config, directory)
@@ -200,6 +201,18 @@ def require_full_batch(rows: list[data.Row], batch_size: int) -> None:
 
 
 # --- rewards ---
+
+
+def require_reward(config: ExperimentConfig) -> None:
+    """Raise InputError if a stage learns from rewards and none is given."""
+    sources = {stage.algorithm.experience.source for stage in config.stages}
+    if not config.reward and sources & {"rollouts", "q_examples"}:
+        raise InputError(
+            "no reward given",
+            where="--reward",
+            why="the algorithm learns from the rewards of completions",
+            fix="give a built-in reward, FILE.py:function or the model folder of a reward model",
+        )
 
 
 def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:

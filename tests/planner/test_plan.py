@@ -499,14 +499,15 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
         return seen[text]
 
     config = configuration.preset(name)
-    kind = next((kind for kind in MODELS if name.startswith(kind)), None)
+    default = "gsm8k" if config.model.path is None else None
+    kind = next((kind for kind in MODELS if name.startswith(kind)), default)
     if kind and not str(config.model.path).startswith("builtin:"):
         config = replace(config, model=replace(config.model, path=MODELS[kind]))
     # Teachers come from other runs; the built-in model has the same shape.
     teachers = [
         name
         for name, value in asdict(config.algorithm).items()
-        if name.startswith("teacher") and value
+        if name.startswith("teacher") and value is not None
     ]
     config = replace(
         config, algorithm=replace(config.algorithm, **dict.fromkeys(teachers, "builtin:arithmetic"))

@@ -1,0 +1,20 @@
+"""DPO on your own pairs:
+
+    python launch/run.py dpo --model.path DIR --data.path pairs.jsonl
+
+A row has a `prompt`, a `chosen` and a `rejected` completion, as texts or messages. Further pairwise
+losses are --algorithm.loss; --algorithm.pairs policy is online DPO, with --reward.
+"""
+
+from dataclasses import replace
+
+from launch.presets import grpo
+from tpu_rl.algos import DpoConfig
+
+BASE = grpo.CONFIG
+
+CONFIG = replace(
+    BASE,
+    algorithm=DpoConfig(),
+    batch=replace(BASE.batch, group_size=1),
+)

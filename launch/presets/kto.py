@@ -1,0 +1,20 @@
+"""KTO on your own judged completions:
+
+    python launch/run.py kto --model.path DIR --data.path judged.jsonl
+
+A row has a `prompt`, a `completion` and a `label`, true or false. Relatives are --algorithm.loss
+bco and apo_zero.
+"""
+
+from dataclasses import replace
+
+from launch.presets import grpo
+from tpu_rl.algos import KtoConfig
+
+BASE = grpo.CONFIG
+
+CONFIG = replace(
+    BASE,
+    algorithm=KtoConfig(),
+    batch=replace(BASE.batch, group_size=1),
+)

@@ -1,0 +1,21 @@
+"""Supervised fine-tuning on your own demonstrations:
+
+    python launch/run.py sft --model.path DIR --data.path rows.jsonl
+
+A row has `messages`, or a `prompt` and a `completion`. With a reward, --reward NAME and
+--evaluation.rows, evaluations sample answers and judge them.
+"""
+
+from dataclasses import replace
+
+from launch.presets import grpo
+from tpu_rl.algos import SftConfig
+
+BASE = grpo.CONFIG
+
+CONFIG = replace(
+    BASE,
+    algorithm=SftConfig(),
+    optimizer=replace(BASE.optimizer, learning_rate=2e-5, schedule="cosine"),
+    batch=replace(BASE.batch, group_size=1),
+)
