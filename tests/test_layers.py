@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "untrusted_files": {"errors"},
     "algorithm_spec": {"types"},
     "plain_values": {"errors"},
+    "cli": {"redaction", "errors", "runtime.stdio"},
     # Mathematics.
     "train": BASICS,
     "losses": STATE | {"train.packing", "algorithm_spec"},

@@ -1,7 +1,6 @@
 """JAX/TPU-native reinforcement-learning post-training of language models.
 
-Read `types.py` first, then `launch/run.py`, `algos/grpo.py` and `training.py`: that is the whole
-idea.
+Read `types.py` first, then `algos/grpo.py`, `train/update_step.py` and `rollout/engine.py`.
 """
 
 __version__ = "0.1.0"

@@ -1,0 +1,71 @@
+"""The console command `tpu-rl`: the commands of the folder launch, from any folder.
+
+tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
+tpu-rl evaluate|export|plan|doctor|verify   the same as python launch/NAME.py
+tpu-rl presets                              list the presets, one line each
+tpu-rl --version
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import tpu_rl
+from tpu_rl import redaction
+from tpu_rl.errors import InputError
+from tpu_rl.runtime import stdio
+
+COMMANDS = ("run", "evaluate", "export", "plan", "doctor", "verify")
+WHEEL_FOLDER = Path(tpu_rl.__file__).with_name("_wheel")
+"""The folder that contains launch in an installed wheel. A wheel installs no top-level package
+besides tpu_rl."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    redaction.redact_tracebacks()
+    stdio.outlive_readers()
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").rstrip())
+        return 0
+    name, *arguments = argv
+    if name == "--version":
+        print(f"tpu_rl {tpu_rl.__version__}")
+        return 0
+    if WHEEL_FOLDER.is_dir() and str(WHEEL_FOLDER) not in sys.path:
+        sys.path.insert(0, str(WHEEL_FOLDER))
+    if name == "presets":
+        print_presets()
+        return 0
+    if name not in COMMANDS:
+        names = (*COMMANDS, "presets")
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        error = InputError(
+            f"unknown command {name!r}", fix=f"did you mean {nearest}? All: {', '.join(names)}"
+        )
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return importlib.import_module(f"launch.{name}").main(arguments)
+
+
+def print_presets() -> None:
+    """Print each preset with the first sentence of its description."""
+    presets = importlib.import_module("launch.presets")
+    folder = Path(presets.__path__[0])
+    names = sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
+    width = max(map(len, names))
+    for name in names:
+        module = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
+        description = " ".join((ast.get_docstring(module) or "").split())
+        sentence = description.partition(". ")[0].partition(": ")[0].partition(":")[0]
+        print(f"{name:{width}}  {sentence.rstrip('.')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
