@@ -5,6 +5,7 @@ import io
 import json
 import math
 import sys
+import types
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -102,22 +103,150 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
 
 
 def test_tensorboard_gets_every_step_once(tmp_path):
-    from tensorboardX import record_writer
-    from tensorboardX.proto.event_pb2 import Event
-
     with open_quietly(tmp_path, tensorboard=True) as sink:
         for step in (1, 2, 3):
             sink.write(step, {"reward/mean": step / 2, "policy/entropy": math.nan})
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    data, values, purged = path.read_bytes(), [], []
+    events = tensorboard_events(tmp_path)
+    assert [
+        (event.step, value.tag, value.simple_value)
+        for event in events
+        for value in event.summary.value
+    ] == [(step, "reward/mean", step / 2) for step in (1, 2, 3)]
+    assert [event.step for event in events if event.HasField("session_log")] == [0]
+
+
+def tensorboard_events(run_dir) -> list:
+    """Return the events of a run's only TensorBoard file."""
+    from tensorboardX import record_writer
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = (run_dir / "tensorboard").iterdir()
+    data, events = path.read_bytes(), []
     while data:  # each record: length (8 bytes), checksum (4), event, checksum (4)
         length = int.from_bytes(data[:8], "little")
         assert data[8:12] == record_writer.masked_crc32c(data[:8]).to_bytes(4, "little")
-        event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
-        values += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        purged += [event.step] * event.HasField("session_log")
-    assert values == [(step, "reward/mean", step / 2) for step in (1, 2, 3)]
-    assert purged == [0]
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+SETTINGS = {
+    "kind": "ExperimentConfig",
+    "steps": 10,
+    "data": {"path": ["https://me:pa55word@host/rows.jsonl"], "limit": None},
+    "reward": ("0.5*exact_match",),
+}
+
+
+def test_tensorboard_gets_the_configuration_without_secrets(tmp_path):
+    open_quietly(tmp_path, tensorboard=True, config=SETTINGS).close()
+    (text,) = [
+        value.tensor.string_val[0].decode()
+        for event in tensorboard_events(tmp_path)
+        for value in event.summary.value
+    ]
+    assert "    steps: 10\n" in text
+    assert "https://<secret>@host/rows.jsonl" in text
+    assert "pa55word" not in text
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb that `metrics.Wandb` uses."""
+
+    class Table:
+        def __init__(self, columns, data):
+            self.columns = columns
+            self.data = data
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.settings = []
+        self.logged = []
+        self.is_finished = False
+
+    def init(self, **settings):
+        self.settings.append(settings)
+        return self
+
+    def log(self, content, step):
+        self.logged.append((step, content))
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+def test_wandb_gets_scalars_and_the_configuration_without_secrets(tmp_path, fake_wandb):
+    with open_quietly(tmp_path / "first", wandb=True, config=SETTINGS) as sink:
+        sink.write(3, {"reward/mean": 0.5, "policy/entropy": math.nan})
+    assert fake_wandb.logged == [(3, {"reward/mean": 0.5})]
+    assert fake_wandb.is_finished
+    (settings,) = fake_wandb.settings
+    assert settings["project"] == "tpu_rl"
+    assert settings["name"] == "first"
+    assert settings["config"] == {
+        "kind": "ExperimentConfig",
+        "steps": 10,
+        "data": {"path": ["https://<secret>@host/rows.jsonl"], "limit": None},
+        "reward": ["0.5*exact_match"],
+    }
+
+
+def test_the_environment_names_project_and_run_of_wandb(tmp_path, fake_wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    monkeypatch.setenv("WANDB_NAME", "seventh")
+    open_quietly(tmp_path, wandb=True).close()
+    assert fake_wandb.settings[0]["project"] == "ours"
+    assert fake_wandb.settings[0]["name"] == "seventh"
+    monkeypatch.setenv("WANDB_PROJECT", "")
+    open_quietly(tmp_path, 0, wandb=True).close()
+    assert fake_wandb.settings[1]["project"] == "tpu_rl"
+
+
+def test_a_resumed_run_goes_on_in_wandb_with_other_settings(tmp_path, fake_wandb):
+    open_quietly(tmp_path, wandb=True, config={"steps": 1}).close()
+    open_quietly(tmp_path, 0, wandb=True, config={"steps": 2}).close()
+    first, second = fake_wandb.settings
+    assert first["id"] == second["id"]
+    assert second["resume"] == "allow"
+    assert second["allow_val_change"] is True
+
+
+def test_wandb_gets_tables_of_some_completions(tmp_path, fake_wandb, monkeypatch):
+    monkeypatch.setenv("SERVICE_TOKEN", "abcdefgh12345678")
+    samples = [
+        {
+            "prompt": [{"role": "user", "content": f"{number}?"}] if number else "0?",
+            "completion": "abcdefgh12345678 é",
+            "reward": math.nan if number == 2 else number,
+            "parts": {"format": 0.5} if number == 4 else {"correct": None},
+        }
+        for number in range(40)
+    ]
+    with open_quietly(tmp_path, wandb=True) as sink:
+        for step in range(42):
+            sink.write(step, {"x": 1.0}, samples if step else [])
+    tables = {step: content["samples"] for step, content in fake_wandb.logged if len(content) > 1}
+    assert list(tables) == [1, 20, 40]
+    table = tables[20]
+    columns = ["step", "prompt", "completion", "reward", "reward/correct"]
+    assert table.columns == columns
+    assert len(table.data) == metrics.TABLE_ROWS
+    hidden = "<secret: SERVICE_TOKEN> é"
+    assert table.data[:3] == [
+        [20, "0?", hidden, 0.0, None],
+        [20, '[{"role": "user", "content": "2?"}]', hidden, None, None],
+        [20, '[{"role": "user", "content": "5?"}]', hidden, 5.0, None],
+    ]
+    assert metrics.sample_table(1, samples[3:5])[0] == [*columns, "reward/format"]
 
 
 def test_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch):

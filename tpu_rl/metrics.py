@@ -16,6 +16,7 @@ import json
 import math
 import os
 import secrets
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +25,18 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import rich.console
+import yaml
 
 from tpu_rl.errors import DamagedDataError, MachineError
-from tpu_rl.redaction import redact_environment
+from tpu_rl.redaction import redact, redact_environment
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
+TABLE_STEPS = 20
+"""Every so many steps, Weights & Biases gets a table of completions."""
+TABLE_ROWS = 16
+"""Completions of such a table, at most."""
 
 
 def open_metrics(
@@ -39,6 +45,7 @@ def open_metrics(
     total_steps: int,
     tensorboard: bool = True,
     wandb: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Sink:
     """Open the records of a run.
 
@@ -49,6 +56,8 @@ def open_metrics(
       total_steps: the number of steps of the run, for the console.
       tensorboard: whether to write TensorBoard's files.
       wandb: whether to send metrics to Weights & Biases.
+      config: the configuration of the run, for TensorBoard and Weights & Biases. They get it
+        without secrets.
 
     Raises:
       MachineError: wandb is wanted and not installed.
@@ -60,9 +69,9 @@ def open_metrics(
     folder.mkdir(parents=True, exist_ok=True)
     copies: list[Writer] = []
     if wandb:
-        copies.append(Wandb(folder))
+        copies.append(Wandb(folder, config))
     if tensorboard:
-        copies.append(TensorBoard(folder / "tensorboard", resume_step + 1))
+        copies.append(TensorBoard(folder / "tensorboard", resume_step + 1, config))
     for name in (METRICS_FILE, SAMPLES_FILE):
         _delete_rows_after(folder / name, resume_step)
     console = Console(max(resume_step, 0), total_steps)
@@ -86,11 +95,12 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
 class Writer(Protocol):
     """A destination of metrics."""
 
-    def write(self, row: dict[str, Any], /) -> None:
+    def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = (), /) -> None:
         """Record one step.
 
         Args:
           row: `step` (int), `time` (float), then metrics (float, or None if not finite).
+          samples: the completions of the step, as in `Sink.write`.
         """
         ...
 
@@ -127,9 +137,9 @@ class Sink:
         row = {"step": step, "time": round(time.time(), 3)}
         row |= _json_safe({name: float(value) for name, value in metrics.items()})
         if self._samples is not None:
-            self._samples.write(*({"step": step, **sample} for sample in samples))
+            self._samples.append(*({"step": step, **sample} for sample in samples))
         for writer in self._writers:
-            writer.write(row)
+            writer.write(row, samples)
 
     def close(self) -> None:
         """Close all records."""
@@ -149,12 +159,17 @@ class Sink:
 
 
 class JsonLines:
-    """A file with one JSON object per line. Objects are on the disk when `write` returns."""
+    """A file with one JSON object per line. Objects are on the disk when a call returns."""
 
     def __init__(self, path: Path):
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, *rows: Mapping[str, Any]) -> None:
+    def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Append the row of one step; its samples have a file of their own."""
+        del samples
+        self.append(row)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
         """Append objects."""
         lines = [
             json.dumps(_json_safe(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows
@@ -210,16 +225,35 @@ def _json_safe(value: Any) -> Any:
 # --- dashboards ---
 
 
-class TensorBoard:
-    """Scalars for TensorBoard, whose reader hides earlier values of steps from `purge_step` on."""
+def without_secrets(config: Any) -> Any:
+    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts."""
+    if isinstance(config, Mapping):
+        return {str(key): without_secrets(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [without_secrets(value) for value in config]
+    if config is None or isinstance(config, (bool, int, float)):
+        return config
+    return redact(str(config))
 
-    def __init__(self, folder: Path, purge_step: int):
+
+class TensorBoard:
+    """Scalars for TensorBoard, whose reader hides earlier values of steps from `purge_step` on.
+
+    The configuration, if there is one, is the text "config".
+    """
+
+    def __init__(self, folder: Path, purge_step: int, config: Mapping[str, Any] | None = None):
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        if config is not None:
+            text = yaml.safe_dump(without_secrets(config), sort_keys=False, allow_unicode=True)
+            # TensorBoard reads Markdown, where indented text stands as it is.
+            self._writer.add_text("config", textwrap.indent(text, "    "), purge_step)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Record one step."""
+        del samples
         for name, value in _scalars(row).items():
             self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
         self._writer.flush()
@@ -242,30 +276,64 @@ def require_wandb() -> None:
 
 
 class Wandb:
-    """Scalars for Weights & Biases; a resumed run continues under the id in the run folder."""
+    """Scalars and some completions for Weights & Biases.
 
-    def __init__(self, run_dir: Path):
+    A resumed run continues under the id in the run folder. WANDB_PROJECT and WANDB_NAME, like
+    other variables of wandb, have their usual meaning; the defaults are tpu_rl and the folder's
+    name.
+    """
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any] | None = None):
         require_wandb()
         import wandb  # pyright: ignore[reportMissingImports]
 
+        self._wandb = wandb
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
-            project="tpu_rl",
-            name=run_dir.resolve().name,
+            project=os.environ.get("WANDB_PROJECT") or "tpu_rl",
+            name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
+            config=without_secrets(config or {}),
+            # A resumed run may have another mesh, or more steps.
+            allow_val_change=True,
             id=id_file.read_text(),
             resume="allow",
             dir=run_dir,
         )
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Record one step."""
-        self._run.log(_scalars(row), step=row["step"])
+    def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Record one step, with a table of some completions at steps 1, 20, 40, ..."""
+        content: dict[str, Any] = _scalars(row)
+        if samples and (row["step"] == 1 or row["step"] % TABLE_STEPS == 0):
+            columns, cells = sample_table(row["step"], samples)
+            content["samples"] = self._wandb.Table(columns=columns, data=cells)
+        self._run.log(content, step=row["step"])
 
     def close(self) -> None:
         """End the run on the server."""
         self._run.finish()
+
+
+def sample_table(
+    step: int, samples: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[list[Any]]]:
+    """Return (columns, rows) of a table of at most TABLE_ROWS completions, evenly chosen."""
+    count = min(TABLE_ROWS, len(samples))
+    chosen = [samples[number * len(samples) // count] for number in range(count)]
+    parts = list(dict.fromkeys(name for sample in chosen for name in sample.get("parts") or {}))
+    rows = []
+    for sample in chosen:
+        texts = (redact_environment(_as_text(sample.get(key))) for key in ("prompt", "completion"))
+        values = (sample.get("reward"), *((sample.get("parts") or {}).get(name) for name in parts))
+        numbers = (None if value is None else _json_safe(float(value)) for value in values)
+        rows.append([step, *texts, *numbers])
+    return ["step", "prompt", "completion", "reward", *(f"reward/{name}" for name in parts)], rows
+
+
+def _as_text(value: Any) -> str:
+    """Return a prompt or a completion as text; a conversation as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
@@ -320,8 +388,9 @@ class Console:
             )
             self._bar.start()
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Print the line of one step."""
+        del samples
         step = row["step"]
         self._step_ends.append(time.monotonic())
         seconds_left = (self._total_steps - step) * self._seconds_per_step()

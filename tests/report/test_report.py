@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tpu_rl import report
-from tpu_rl.errors import InputError
+from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.report import run_data
 
 CONFIG = """kind: ExperimentConfig
 algorithm:
@@ -152,6 +153,9 @@ def make_supervised_run(folder, steps: int = 12):
     return folder
 
 
+REFRESH = '<meta http-equiv="refresh"'
+
+
 def page(run_dir) -> str:
     report.write_report(run_dir)
     return (run_dir / "report.html").read_text()
@@ -201,13 +205,11 @@ def test_page_of_a_finished_run(tmp_path):
     assert "completions whose reward failed</td><td>1<" in text
 
 
-def test_page_needs_no_network(tmp_path):
+def test_page_needs_no_network_and_no_script(tmp_path):
     text = page(make_run(tmp_path / "run"))
-    sources = re.findall(r"""(?:src|href)=["']([^"']*)""", text) + re.findall(r"url\(([^)]*)", text)
-    assert sources
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
-    assert "@import" not in text
-    assert "<script" not in text
+    assert text.count("<svg") == len(titles(text)) + 1
+    assert not re.findall(r"\b(?:src|href)=|url\(|@import|<script|\bon\w+=", text)
+    assert "default-src 'none'; style-src 'unsafe-inline'" in text
 
 
 def test_page_of_an_unfinished_run_says_so(tmp_path):
@@ -217,6 +219,28 @@ def test_page_of_an_unfinished_run_says_so(tmp_path):
     text = page(folder)
     assert "This run is not finished" in text
     assert "34.2<small>%" in text
+
+
+def test_page_of_a_run_that_is_on_reloads_itself_until_the_end(tmp_path):
+    folder = make_run(tmp_path / "run", finished=False)
+    assert REFRESH not in page(folder)
+    report.write_report(folder, live=True)
+    text = (folder / "report.html").read_text()
+    assert text.count(REFRESH) == 1
+    assert "This run is not finished: step 12 ended on 2023-11-14 at 22:13 UTC." in text
+    finished = make_run(tmp_path / "finished")
+    report.write_report(finished, live=True)
+    assert REFRESH not in (finished / "report.html").read_text()
+    assert [path.name for path in folder.glob("report*")] == ["report.html"]
+
+
+def test_summary_of_fewer_steps_does_not_finish_a_run(tmp_path):
+    """A finished run that goes on with more --steps has the summary of its first steps."""
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(CONFIG.format(steps=24))
+    text = page(folder)
+    assert "This run is not finished" in text
+    assert "12 of 24" in text
 
 
 def test_page_of_a_run_of_one_step(tmp_path):
@@ -276,6 +300,25 @@ def test_all_text_of_the_run_is_escaped(tmp_path):
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;") > 10
 
 
+def test_names_in_charts_are_escaped(tmp_path):
+    """Names of rewards and of guided models are labels, attributes, and texts below the pointer."""
+    folder = make_run(tmp_path / "run")
+    attack = "'\"><img src=x onerror=alert(1)>"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {f"reward/{attack}/mean": 1.0, f"q/{attack}": 1.0} for row in rows]
+    write_lines(folder / "metrics.jsonl", rows)
+    lines = [
+        {"name": attack, "kl_coef": coefficient, "kl": kl, "accuracy": [0.5, 0.4, 0.6, 9]}
+        for coefficient, kl in ((0.1, 2.0), (1.0, 0.5))
+    ]
+    (folder / "guided.json").write_text(json.dumps({"lines": lines}))
+    text = page(folder)
+    assert "<h2>Guidance</h2>" in text
+    assert "<img" not in text
+    assert text.count("&lt;img src=x onerror=alert(1)&gt;") > 10
+    assert attack[:4] not in text
+
+
 def test_completions_of_different_prompts_when_none_recurs(tmp_path):
     folder = make_run(tmp_path / "run")
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -310,3 +353,177 @@ def test_learning_curve_is_written_as_png(tmp_path):
 def test_a_folder_without_metrics_raises_input_error(tmp_path):
     with pytest.raises(InputError, match="nothing to report"):
         report.write_report(tmp_path)
+
+
+def accuracy_rows(folder, *measured: dict) -> None:
+    """Add the metrics to the run's rows that have an evaluation, in order."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    for row, names in zip(evaluated, measured, strict=False):
+        row |= names
+    write_lines(folder / "metrics.jsonl", rows)
+
+
+@pytest.mark.parametrize(
+    ("beside", "title", "change"),
+    [
+        (
+            "length_only",
+            "Share of held-out pairs ranked as labeled; band: 95 % interval.",
+            "share of held-out pairs ranked as labeled, before and after, +47.0 points",
+        ),
+        (
+            "majority",
+            "Share of held-out steps judged as labeled; band: 95 % interval.",
+            "share of held-out steps judged as labeled, before and after, +47.0 points",
+        ),
+    ],
+)
+def test_accuracy_of_ranking_is_not_that_of_answers(tmp_path, beside, title, change):
+    folder = make_run(tmp_path / "run")
+    accuracy_rows(folder, *[{f"eval/{beside}_accuracy": 0.6}] * 20)
+    text = page(folder)
+    assert title in text
+    assert change in text
+    assert "Accuracy on held-out problems" not in text
+    assert "held-out accuracy" not in text
+
+
+def test_stages_that_measure_different_things_are_not_one_curve(tmp_path):
+    """A reward model's pairs come first: their share is neither the start nor the gain."""
+    folder = make_run(tmp_path / "run")
+    accuracy_rows(folder, *[{"eval/length_only_accuracy": 0.6}] * 3)
+    text = page(folder)
+    assert "Share of held-out pairs ranked as labeled" in titles(text)
+    assert "Accuracy on held-out problems; band" in text
+    assert "+47.0 points" not in text
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = [row for row in rows if "eval/accuracy" in row][3]["eval/accuracy"]
+    assert f'<span class="before">{100 * first:.1f}<small>' in text
+
+
+def test_reward_on_held_out_problems_is_drawn(tmp_path):
+    folder = make_run(tmp_path / "run")
+    reward = {"eval/reward": 0.7, "eval/reward_low": 0.6, "eval/reward_high": 0.8}
+    accuracy_rows(folder, *[reward] * 20)
+    text = page(folder)
+    assert "Reward on held-out problems" in titles(text)
+    assert "step 12 · 0.7 (0.6 to 0.8)" in text
+
+
+def figure(text: str, title: str) -> str:
+    start = text.index(f"<b>{title}</b>")
+    return text[start : text.index("</figure>", start)]
+
+
+def y_labels(chart: str) -> list[str]:
+    return re.findall(r'<span class="y"[^>]*>([^<]*)<', chart)
+
+
+def heights(chart: str) -> list[float]:
+    """Return the vertical places of the chart's lines, in percent."""
+    paths = re.findall(r'<path class="line [^"]*" d="M([^"]*)"', chart)
+    return [float(point.split()[1]) for path in paths for point in path.split("L")]
+
+
+def test_rounding_is_drawn_flat_with_ticks_that_differ(tmp_path):
+    folder = make_run(tmp_path / "run")
+    noise = np.random.default_rng(0)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [
+        json.loads(line)
+        | {
+            "policy/kl_old": 4e-13 * noise.random(),
+            "policy/ratio_max": 1 + 1e-5 * noise.random(),
+            "policy/ratio_min": 1 - 1e-5 * noise.random(),
+            "rollout/truncated": 0.0,
+            "reward/zero_std_groups": 0.0,
+        }
+        for line in lines
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    text = page(folder)
+    for title in ("KL to the old policy", "Probability ratio"):
+        chart = figure(text, title)
+        assert np.ptp(heights(chart)) < 1
+        assert len(set(y_labels(chart))) == len(y_labels(chart)) >= 2
+    shares = y_labels(figure(text, "Completions with little to learn from"))
+    assert shares[0] == "0.00%"
+    assert not any(label.startswith("-") for label in shares)
+
+
+def test_charts_show_numbers_where_the_pointer_is(tmp_path):
+    text = page(make_run(tmp_path / "run"))
+    hovers = re.findall(r"<b>([^<]*)</b></i>", figure(text, "Length"))
+    assert len(hovers) == 12
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[3])
+    mean, longest = row["rollout/length_mean"], row["rollout/length_max"]
+    assert hovers[2] == f"step 3 · mean {mean:.4g} · longest {longest:.4g}"
+
+
+def test_long_runs_have_small_pages(tmp_path):
+    text = page(make_run(tmp_path / "run", steps=3000))
+    assert len(text) < 600_000
+    assert "steps 1 to 25, mean" in figure(text, "Length")
+
+
+def test_page_of_a_run_whose_numbers_are_missing(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        row | {"eval/accuracy_low": None, "policy/entropy": math.nan, "optim/grad_norm": None}
+        for row in rows
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    text = page(folder)
+    assert "Entropy" not in titles(text)
+    assert "Gradient norm" not in titles(text)
+    assert "nan" not in text.partition("</style>")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", '{"step": 1}\nno json\n'),
+        ("metrics.jsonl", "[1]\n"),
+        ("samples.jsonl", '{"prompt": ""}\n'),
+        ("metrics.jsonl", '{"step": 1}\n'),
+        ("summary.json", "{"),
+        ("summary.json", "[]"),
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "text"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    folder = make_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    with pytest.raises(DamagedDataError, match=name):
+        report.write_report(folder)
+
+
+def test_only_the_ends_of_the_samples_are_read(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run", steps=40)
+    path = folder / "samples.jsonl"
+    whole = run_data.read_run(folder)
+    assert {sample["step"] for sample in whole.early} == {1, 2, 3, 4}
+    assert {sample["step"] for sample in whole.late} == {37, 38, 39, 40}
+    assert [sample["prompt"] for sample in whole.late[:24]] == [
+        sample(37, i, 40)["prompt"] for i in range(24)
+    ]
+    lines = path.read_text().splitlines(keepends=True)
+    lines[len(lines) // 2] = "not a row\n"
+    path.write_text("".join(lines))
+    for block_bytes in (50, 1000):  # Less than a line, and some lines.
+        monkeypatch.setattr(run_data, "BLOCK_BYTES", block_bytes)
+        assert run_data.read_run(folder) == whole
+
+
+def test_few_sampled_steps_are_early_or_late_and_not_both(tmp_path):
+    """Q# samples in rounds: 3 of 200 steps have completions."""
+    folder = make_run(tmp_path / "run", steps=200)
+    rows = [sample(step, i, 200) for step in (1, 80, 160) for i in range(8)]
+    write_lines(folder / "samples.jsonl", rows)
+    run = run_data.read_run(folder)
+    assert {sample["step"] for sample in run.early} == {1}
+    assert {sample["step"] for sample in run.late} == {160}

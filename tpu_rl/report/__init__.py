@@ -1,7 +1,8 @@
 """report.html: what a run did, on one page that opens offline.
 
 `write_report` reads only the run folder (metrics.jsonl, samples.jsonl, config.yaml, summary.json)
-and shows what it finds there. `plot_learning_curve` writes the headline chart as a PNG.
+and shows what it finds there, also while the run is on. `plot_learning_curve` writes the headline
+chart as a PNG.
 """
 
 from __future__ import annotations
@@ -9,17 +10,27 @@ from __future__ import annotations
 import html
 import os
 import re
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.report import html_page, plots
+from tpu_rl.redaction import redact
+from tpu_rl.report import charts, html_page, plots
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
-from tpu_rl.report.run_data import GUIDED_FILE, Run, read_run
+from tpu_rl.report.run_data import GUIDED_FILE, PAIRS, PROBLEMS, STEPS, Run, read_run
+from tpu_rl.report.series import Series
 
-__all__ = ["FILE", "GUIDED_FILE", "plot_learning_curve", "write_report"]
+__all__ = [
+    "FILE",
+    "GUIDED_FILE",
+    "build_page",
+    "plot_learning_curve",
+    "write_failure",
+    "write_report",
+]
 
 FILE = "report.html"
 SHOWN_PROMPTS = 6
@@ -27,18 +38,71 @@ OTHER_CHARTS = 12
 """Charts of metrics that have no chart of their own, at most."""
 OTHER_PREFIXES = ("value/", "preference/", "q/", "distill/", "sft/", "router/")
 """Prefixes of the metrics that get such a chart."""
+REFRESH_SECONDS = 30
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> None:
+class Measure(NamedTuple):
+    """The words for what eval/accuracy is."""
+
+    title: str
+    change: str
+    """Goes before the gain in points."""
+
+
+MEASURES = {
+    PROBLEMS: Measure("Accuracy on held-out problems", "held-out accuracy before and after"),
+    PAIRS: Measure(
+        "Share of held-out pairs ranked as labeled",
+        "share of held-out pairs ranked as labeled, before and after",
+    ),
+    STEPS: Measure(
+        "Share of held-out steps judged as labeled",
+        "share of held-out steps judged as labeled, before and after",
+    ),
+}
+
+
+def write_report(run_dir: str | os.PathLike[str], *, live: bool = False) -> None:
     """Write report.html into a run folder.
+
+    Args:
+        run_dir: the run folder.
+        live: whether the run is on. Then the page says so, and reloads itself.
 
     Raises:
         InputError: if the run has no metrics.
+        DamagedDataError: if a file of the run cannot be read.
+    """
+    _write(Path(run_dir), build_page(run_dir, REFRESH_SECONDS if live else None))
+
+
+def write_failure(run_dir: str | os.PathLike[str], error: Exception) -> None:
+    """Write a page that says only why there is no report, with the command that builds one."""
+    body = (
+        "<h1>There is no report</h1><p class='note'>The run is complete. Its report failed:"
+        f" {html.escape(redact(f'{type(error).__name__}: {error}'))}</p>"
+        "<p><code>python launch/report.py RUN_DIR</code> builds it again.</p>"
+    )
+    _write(Path(run_dir), _page("no report", body))
+
+
+def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = None) -> str:
+    """Return the page of a run as HTML.
+
+    Args:
+        run_dir: the run folder.
+        refresh_seconds: after how long the page reloads itself if the run is not finished.
+
+    Raises:
+        InputError: if the run has no metrics.
+        DamagedDataError: if a file of the run cannot be read.
     """
     run = read_run(Path(run_dir))
+    if run.summary:
+        refresh_seconds = None
     optimization = [_chart_html(run, chart) for chart in OPTIMIZATION + _other_charts(run)]
     sections = (
-        _headline(run),
+        _headline(run, refresh_seconds),
         _learning(run),
         _guided(run),
         _completions(run),
@@ -47,10 +111,20 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
         _faults(run),
         _configuration(run),
     )
-    body = "\n".join(filter(None, sections))
-    page = html_page.PAGE.format(title=html.escape(run.name), style=html_page.STYLE, body=body)
-    path = Path(run_dir) / FILE
-    temporary = path.with_suffix(".html.tmp")
+    return _page(run.name, "\n".join(filter(None, sections)), refresh_seconds)
+
+
+def _page(title: str, body: str, refresh_seconds: int | None = None) -> str:
+    refresh = html_page.REFRESH.format(seconds=refresh_seconds) if refresh_seconds else ""
+    return html_page.PAGE.format(
+        title=html.escape(title), style=html_page.STYLE, body=body, refresh=refresh
+    )
+
+
+def _write(folder: Path, page: str) -> None:
+    path = folder / FILE
+    # The command launch/report.py may write at the same time as the run.
+    temporary = path.with_name(f"{FILE}.{os.getpid()}.tmp")
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
 
@@ -62,46 +136,64 @@ def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.Path
         InputError: if the run has neither evaluations nor a loss.
     """
     run = read_run(Path(run_dir))
-    title = f"{run.name}: accuracy on held-out problems, 95 % interval"
-    figure = _headline_figure(run, title=title)
-    if figure is None:
+    series, kind = _headline_series(run)
+    if series is None:
         raise InputError(
             f"Run {run.name} has nothing to plot.",
             where=str(run_dir),
             why="it has no eval/accuracy and no loss",
         )
+    if kind is None:
+        figure = plots.line_chart([series], size=plots.WIDE)
+    else:
+        title = MEASURES[kind].title
+        title = f"{run.name}: {title[0].lower()}{title[1:]}, 95 % interval"
+        figure = plots.learning_curve(series, title=title)
     plots.save_png(figure, path_png)
 
 
 # --- headline ---
 
 
-def _headline(run: Run) -> str:
+def _headline(run: Run, refresh_seconds: int | None) -> str:
     note = ""
-    if not run.summary:
+    if refresh_seconds is not None:
+        last = run.rows[-1]
+        moment = datetime.fromtimestamp(last["time"], UTC)
+        text = (
+            f"This run is not finished: step {last['step']} ended on {moment:%Y-%m-%d at %H:%M}"
+            f" UTC. This page reloads itself every {refresh_seconds} seconds."
+        )
+        note = f'<p class="note">{text}</p>'
+    elif not run.summary:
         text = "This run is not finished: the page shows what it has written so far."
         note = f'<p class="note">{text}</p>'
-    figure = _headline_figure(run)
-    evaluated = _headline_metric(run) == "eval/accuracy"
-    caption = "Accuracy on held-out problems; band: 95 % interval." if evaluated else "Loss."
-    curve = html_page.figure_html("", caption, figure, wide=True) if figure else ""
-    result = _accuracy_result(run) or _loss_result(run)
+    series, kind = _headline_series(run)
+    curve = ""
+    if series is not None and kind is not None:
+        caption = f"{MEASURES[kind].title}; band: 95 % interval."
+        curve = html_page.figure_html("", caption, charts.learning_curve(series), wide=True)
+    elif series is not None:
+        chart = charts.line_chart([series], tall=True)
+        curve = html_page.figure_html("", "Loss.", chart, wide=True)
+    result = _accuracy_result(run, kind) or _loss_result(run)
     heading = f"<h1>{html.escape(run.name)}</h1>"
     return f"<header>{heading}{note}{result}{_facts(run)}</header>{curve}"
 
 
-def _accuracy_result(run: Run) -> str:
+def _accuracy_result(run: Run, kind: str | None) -> str:
     """Return the accuracy before and after training as HTML; empty if it was not evaluated."""
     evaluations = run.evaluations()
     if evaluations is None:
         return ""
+    change = MEASURES[kind or PROBLEMS].change
     before, after = evaluations
     gain = 100 * (after["accuracy"] - before["accuracy"])
     problems = f", {after['n']} problems" if after.get("n") else ""
     return html_page.result(
         _percent(before),
         _percent(after),
-        f"held-out accuracy before and after, {gain:+.1f} points<br>95 % intervals"
+        f"{change}, {gain:+.1f} points<br>95 % intervals"
         f" {_interval(before)} and {_interval(after)}{problems}{_greedy(run)}",
     )
 
@@ -140,23 +232,14 @@ def _facts(run: Run) -> str:
     return f"<dl class='facts'>{tiles}</dl>"
 
 
-def _headline_metric(run: Run) -> str | None:
-    names = ("eval/accuracy", *LOSSES)
-    return next((name for name in names if run.series(name) is not None), None)
-
-
-def _headline_figure(run: Run, title: str = "") -> Any:
-    metric = _headline_metric(run)
-    series = run.series(metric) if metric else None
-    if series is None:
-        return None
-    if metric != "eval/accuracy":
-        return plots.line_chart([series], size=plots.WIDE)
-    low = run.series("eval/accuracy_low")
-    high = run.series("eval/accuracy_high")
-    if low is not None and high is not None and len(low.x) == len(high.x) == len(series.x):
-        series = series._replace(low=low.y, high=high.y)
-    return plots.learning_curve(series, title=title)
+def _headline_series(run: Run) -> tuple[Series | None, str | None]:
+    """Return (the latest kind of evaluation with its limits, the kind); without evaluations (a
+    loss, None); without that (None, None)."""
+    kinds = run.evaluation_kinds()
+    if kinds:
+        return run.evaluated(kinds[-1]).with_limits("eval/accuracy"), kinds[-1]
+    losses = (run.series(name) for name in LOSSES)
+    return next((series for series in losses if series is not None), None), None
 
 
 def _percent(evaluation: dict[str, Any]) -> str:
@@ -190,20 +273,23 @@ def _chart_html(run: Run, chart: Chart) -> str:
         lines = [_positive(series) for series in lines if (series.y > 0).any()]
     if not lines:
         return ""
-    figure = plots.line_chart(lines, percent=chart.percent, log=chart.log)
-    return html_page.figure_html(chart.title, chart.note, figure)
+    drawing = charts.line_chart(
+        lines, percent=chart.percent, log=chart.log, resolution=chart.resolution
+    )
+    return html_page.figure_html(chart.title, chart.note, drawing)
 
 
-def _positive(series: plots.Series) -> plots.Series:
+def _positive(series: Series) -> Series:
     """Return the points above zero, the only ones that a logarithmic axis can show."""
     mask = series.y > 0
-    return plots.Series(series.label, series.x[mask], series.y[mask])
+    return Series(series.label, series.x[mask], series.y[mask])
 
 
 def _other_charts(run: Run) -> tuple[Chart, ...]:
     """Return charts of metrics that have no chart of their own."""
     charted = {metric for chart in BEHAVIOR + OPTIMIZATION for metric in chart.metrics}
-    charted.add(_headline_metric(run) or "")
+    if not run.evaluation_kinds():
+        charted.add(next((name for name in LOSSES if run.series(name) is not None), ""))
     charts = [
         Chart(name, "", {name: ""})
         for name in run.metric_names()
@@ -213,9 +299,30 @@ def _other_charts(run: Run) -> tuple[Chart, ...]:
 
 
 def _learning(run: Run) -> str:
-    figures = [_reward_chart(run), _reward_parts_chart(run), _reward_histogram(run)]
+    figures = [_earlier_measure(run, kind) for kind in run.evaluation_kinds()[:-1]]
+    figures += [_held_out_reward(run), _reward_chart(run)]
+    figures += [_reward_parts_chart(run), _reward_histogram(run)]
     figures += [_chart_html(run, chart) for chart in BEHAVIOR]
     return html_page.section("Learning", figures)
+
+
+def _earlier_measure(run: Run, kind: str) -> str:
+    """Return the evaluations of earlier stages, which measure something else than the last."""
+    series = run.evaluated(kind).with_limits("eval/accuracy")
+    if series is None:
+        return ""
+    drawing = charts.line_chart([series], percent=True)
+    return html_page.figure_html(MEASURES[kind].title, "Band: 95 % interval.", drawing)
+
+
+def _held_out_reward(run: Run) -> str:
+    """Return the mean reward of held-out problems; empty if it is the accuracy itself."""
+    reward = run.with_limits("eval/reward")
+    accuracy = run.series("eval/accuracy")
+    if reward is None or (accuracy is not None and np.array_equal(reward.y, accuracy.y)):
+        return ""
+    note = "Mean over problems. Band: 95 % interval."
+    return html_page.figure_html("Reward on held-out problems", note, charts.line_chart([reward]))
 
 
 def _reward_chart(run: Run) -> str:
@@ -236,7 +343,7 @@ def _reward_chart(run: Run) -> str:
         half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
         reward = reward._replace(low=reward.y - half, high=reward.y + half)
         note += " Band: 95 % interval of the mean, as if completions were independent."
-    return html_page.figure_html("Reward", note, plots.line_chart([reward]))
+    return html_page.figure_html("Reward", note, charts.line_chart([reward]))
 
 
 def _reward_parts_chart(run: Run) -> str:
@@ -255,7 +362,7 @@ def _reward_histogram(run: Run) -> str:
         (f"steps {_step_range(part)}", np.array([sample["reward"] for sample in part], float))
         for part in (run.early, run.late)
     ]
-    figure = plots.histogram(groups)
+    figure = charts.histogram(groups, "reward")
     return html_page.figure_html("Rewards, early and late", "Share of completions.", figure)
 
 
@@ -275,14 +382,14 @@ def _guided(run: Run) -> str:
         points.sort(key=lambda line: line["kl"])
         kl = np.array([line["kl"] for line in points], float)
         accuracy, low, high = np.array([line["accuracy"][:3] for line in points], float).T
-        curves.append(plots.Series(name, kl, accuracy, low, high))
+        curves.append(Series(name, kl, accuracy, low, high))
     if not curves:
         return ""
     note = (
         "Accuracy against the KL divergence from the model without guidance, nats per completion."
         " Band: 95 % interval."
     )
-    figure = html_page.figure_html("", note, plots.trade_off(curves), wide=True)
+    figure = html_page.figure_html("", note, charts.trade_off(curves), wide=True)
     return html_page.section("Guidance", [figure])
 
 
@@ -304,7 +411,7 @@ def _time_chart(run: Run) -> str:
     if not parts:
         return ""
     other = np.maximum(total.y - sum(seconds for _, seconds in parts), 0.0)
-    figure = plots.stacked_areas(total.x, [*parts, ("other", other)])
+    figure = charts.stacked_areas(total.x, [*parts, ("other", other)])
     note = "Seconds. The axis is cut where compilation took far longer."
     return html_page.figure_html("Time per step", note, figure)
 

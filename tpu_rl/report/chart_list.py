@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tpu_rl.report.axes import RESOLUTION
+
 
 class Chart(NamedTuple):
     """A chart of the page. It is drawn if the run has one of its metrics."""
@@ -14,6 +16,8 @@ class Chart(NamedTuple):
     """Metric -> label of its line."""
     percent: bool = False
     log: bool = False
+    resolution: float = RESOLUTION
+    """The least height of its vertical axis: smaller differences are drawn as flat."""
 
 
 LOSSES = ("sft/loss", "distill/loss", "q/loss", "optim/loss")
@@ -35,6 +39,7 @@ BEHAVIOR = (
         "Distance from the reference",
         "KL divergence, nats per token.",
         {"policy/kl_reference": ""},
+        resolution=1e-6,
     ),
 )
 OPTIMIZATION = (
@@ -50,7 +55,10 @@ OPTIMIZATION = (
         {"policy/ratio_max": "largest", "policy/ratio_min": "smallest"},
     ),
     Chart(
-        "KL to the old policy", "Nats per token, over the updates of a step.", {"policy/kl_old": ""}
+        "KL to the old policy",
+        "Nats per token, over the updates of a step.",
+        {"policy/kl_old": ""},
+        resolution=1e-6,
     ),
     Chart(
         "Sampler against trainer",
@@ -59,7 +67,7 @@ OPTIMIZATION = (
         log=True,
     ),
     Chart("Gradient norm", "Over all trained weights, before clipping.", {"optim/grad_norm": ""}),
-    Chart("Learning rate", "", {"optim/learning_rate": ""}),
+    Chart("Learning rate", "", {"optim/learning_rate": ""}, resolution=0.0),
 )
 THROUGHPUT = Chart(
     "Throughput",

@@ -1,16 +1,14 @@
 """The frame of report.html, its style sheet and its elements.
 
-The page has one column of figures on a phone and two elsewhere.
+The page has one column of figures on a phone and two elsewhere, and is dark where the reader's
+system is. It has no script, and its policy forbids any: models and users wrote the texts on it.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Sequence
 from typing import Any
-
-from tpu_rl.report import plots
 
 SHOWN_CHARACTERS = 900
 """Longer prompts and completions are cut."""
@@ -18,18 +16,33 @@ SHOWN_CHARACTERS = 900
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style></head>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+{refresh}<title>{title}</title><style>{style}</style></head>
 <body><main>
 {body}
 <footer>tpu_rl</footer>
 </main></body></html>
 """
 
+REFRESH = '<meta http-equiv="refresh" content="{seconds}">\n'
+
 STYLE = """
-:root { --ink: #1f2430; --muted: #6b7280; --line: #e6e8ec; --blue: #2a6496; }
+:root {
+  color-scheme: light dark;
+  --paper: #fff; --code: #f7f8fa; --ink: #1f2430; --muted: #6b7280; --pale: #9aa1ab;
+  --line: #e6e8ec; --rest: #c3c7cd; --blue: #2a6496; --good: #2c7a6b; --poor: #b5495b;
+  --c0: #2a6496; --c1: #d4762c; --c2: #3a9188; --c3: #b5495b; --c4: #7a6aa8; --c5: #8a8f98;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #15181e; --code: #1d2129; --ink: #e4e7ec; --muted: #9aa3b0; --pale: #717985;
+    --line: #2b3039; --rest: #4d5561; --blue: #74b0e2; --good: #5fc0ab; --poor: #e58a99;
+    --c0: #74b0e2; --c1: #f0a262; --c2: #5fc0ab; --c3: #e58a99; --c4: #b1a2df; --c5: #a6acb6;
+  }
+}
 * { box-sizing: border-box; }
 body {
-  margin: 0; background: #fff; color: var(--ink); line-height: 1.5; font-size: 15px;
+  margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5; font-size: 15px;
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   font-variant-numeric: tabular-nums;
 }
@@ -49,8 +62,8 @@ p { margin: 0; }
   font-size: 52px; font-weight: 650; letter-spacing: -0.03em; line-height: 1.1; white-space: nowrap;
 }
 .numbers small { font-size: 0.5em; font-weight: 500; margin-left: 0.08em; }
-.before { color: #9aa1ab; } .after { color: var(--blue); }
-.arrow { color: #c3c7cd; font-weight: 400; margin: 0 14px; }
+.before { color: var(--pale); } .after { color: var(--blue); }
+.arrow { color: var(--rest); font-weight: 400; margin: 0 14px; }
 .facts { display: flex; flex-wrap: wrap; gap: 12px 40px; margin: 0 0 24px; }
 dt { color: var(--muted); font-size: 12.5px; }
 dd { margin: 0; font-weight: 550; overflow-wrap: anywhere; }
@@ -58,7 +71,44 @@ dd { margin: 0; font-weight: 550; overflow-wrap: anywhere; }
 figure { margin: 0; display: flex; flex-direction: column; justify-content: space-between; }
 figcaption { color: var(--muted); font-size: 13px; margin-bottom: 4px; }
 figcaption b { color: var(--ink); font-size: 14.5px; font-weight: 600; margin-right: 6px; }
-img { display: block; width: 100%; height: auto; }
+.chart {
+  position: relative; height: 170px; margin: 22px 10px 26px 48px;
+  color: var(--muted); font-size: 11.5px; line-height: 15px;
+}
+.chart.tall { height: 250px; } .chart.ends { margin-right: 102px; }
+.chart svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
+.chart path { fill: none; vector-effect: non-scaling-stroke; }
+.chart span { position: absolute; white-space: nowrap; }
+.chart .y { right: calc(100% + 8px); transform: translateY(-50%); }
+.chart .x { top: calc(100% + 5px); transform: translateX(-50%); }
+.chart .name { top: calc(100% + 5px); right: calc(100% + 8px); }
+.chart .end {
+  left: calc(100% + 8px); transform: translateY(-50%); max-width: 94px; overflow: hidden;
+  text-overflow: ellipsis; font-weight: 550;
+}
+.tall .end { font-size: 13px; }
+.c0 { --c: var(--c0); } .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); }
+.c4 { --c: var(--c4); } .c5 { --c: var(--c5); } .rest { --c: var(--rest); }
+.end, .key { color: var(--c, var(--muted)); }
+.end.rest, .key.rest { color: var(--muted); }
+.chart .grid { stroke: var(--line); stroke-width: 1px; }
+.chart .line { stroke: var(--c); stroke-width: 2px; stroke-linejoin: round; }
+.chart .main { stroke-width: 2.5px; } .chart .raw { stroke-width: 1px; opacity: 0.4; }
+.chart .first { stroke: var(--pale); stroke-width: 1px; stroke-dasharray: 4 4; }
+.chart .dots { stroke: var(--c); stroke-width: 7px; stroke-linecap: round; }
+.chart .area { fill: var(--c); } .chart .band { opacity: 0.16; } .chart .stack { opacity: 0.85; }
+.chart i { position: absolute; top: 0; bottom: 0; cursor: crosshair; }
+.chart i u { position: absolute; top: 0; bottom: 0; border-left: 1px solid var(--pale); }
+.chart i b {
+  position: absolute; bottom: calc(100% + 4px); left: 0; z-index: 2; width: max-content;
+  max-width: 260px; padding: 2px 7px; border: 1px solid var(--line); border-radius: 4px;
+  background: var(--paper); color: var(--ink); font-weight: 400; font-style: normal;
+  overflow-wrap: anywhere; pointer-events: none;
+}
+.chart i.r b { left: auto; right: 0; }
+.chart i u, .chart i b { display: none; }
+.chart i:hover u, .chart i:hover b { display: block; }
+.keys { font-size: 12.5px; } .key { margin-right: 16px; font-weight: 550; }
 table { border-collapse: collapse; width: 100%; }
 .samples { table-layout: fixed; }
 th {
@@ -75,19 +125,21 @@ th {
 }
 .prompt { color: var(--muted); } .completion { margin: 4px 0 8px; }
 .reward { font-size: 12.5px; color: var(--muted); } .step { float: right; }
-.good, .poor { font-weight: 600; } .good { color: #2c7a6b; } .poor { color: #b5495b; }
+.good, .poor { font-weight: 600; } .good { color: var(--good); } .poor { color: var(--poor); }
 .plain td {
   padding: 7px 0; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere;
 }
 .plain td:first-child { color: var(--muted); width: 46%; padding-right: 20px; }
 .plain tr:first-child td { border-top: 0; }
 summary { cursor: pointer; color: var(--blue); }
-pre { background: #f7f8fa; border-radius: 6px; padding: 16px 18px; overflow-x: auto; }
+pre { background: var(--code); border-radius: 6px; padding: 16px 18px; overflow-x: auto; }
 pre b { color: var(--blue); font-weight: 500; }
-footer { margin-top: 48px; color: #9aa1ab; font-size: 12.5px; }
+footer { margin-top: 48px; color: var(--pale); font-size: 12.5px; }
 @media (max-width: 720px) {
   .grid { grid-template-columns: minmax(0, 1fr); } .numbers { font-size: 38px; }
-  main { padding-top: 28px; } .wide { overflow-x: auto; } .wide img { min-width: 620px; }
+  main { padding: 28px 16px; } .chart.ends { margin-right: 78px; } .chart .end { max-width: 70px; }
+  .samples, .samples tbody, .samples tr, .samples td { display: block; }
+  .samples tr:first-child { display: none; } .samples td + td { border: 0; padding-top: 0; }
 }
 @media print { section { break-inside: avoid-page; } }
 """
@@ -108,17 +160,15 @@ def result(before: str, after: str, caption: str) -> str:
     return f'<div class="result"><div class="numbers">{numbers}</div><p>{caption}</p></div>'
 
 
-def figure_html(title: str, note: str, figure: Any, wide: bool = False) -> str:
-    """Return a matplotlib figure with its title and note.
-
-    The SVG is inside an image, so that element ids of several figures cannot clash.
-    """
-    data = base64.b64encode(plots.as_svg(figure).encode()).decode()
+def figure_html(title: str, note: str, chart: str, wide: bool = False) -> str:
+    """Return a chart, which is HTML, with its title and note."""
     heading = f"<b>{html.escape(title)}</b> " if title else ""
-    description = f"{html.escape(title or note)} over the steps"
-    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{description}">'
+    description = html.escape(f"{title or note} over the steps")
     kind = ' class="wide"' if wide else ""
-    return f"<figure{kind}><figcaption>{heading}{html.escape(note)}</figcaption>{image}</figure>"
+    return (
+        f"<figure{kind}><figcaption>{heading}{html.escape(note)}</figcaption>"
+        f'<div role="img" aria-label="{description}">{chart}</div></figure>'
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,8 @@
-"""Small charts for a run's report, with labels at the lines instead of legends.
+"""Charts as files, for documents: matplotlib figures with labels at the lines instead of legends.
 
-Every chart function returns a matplotlib figure; `as_svg` and `save_png` turn it into text or a
-file. Figures do not touch the global state of pyplot.
+The page draws its own charts (`charts`), because a figure costs matplotlib a tenth of a second.
+Every chart function returns a figure; `as_svg` and `save_png` turn it into text or a file. Figures
+do not touch the global state of pyplot.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from tpu_rl.report.axes import Axis, log_axis, step_axis, value_axis
+from tpu_rl.report.series import Series, running_mean, thin_out
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,16 +26,10 @@ INK = "#1f2430"
 MUTED = "#6b7280"
 GRID = "#e6e8ec"
 PALE = "#9aa1ab"
-REST = "#c3c7cd"
-"""Color of the last part of a stacked chart, which is what remains."""
 COLORS = ("#2a6496", "#d4762c", "#3a9188", "#b5495b", "#7a6aa8", "#8a8f98")
 WIDE = (10.4, 3.1)
 SMALL = (5.0, 2.3)
-"""Figure sizes in inches. The page shows both at the same scale."""
-MAX_POINTS = 500
-FEW_VALUES = 8
-"""A histogram with at most so many distinct values has one bar per value."""
-BINS = 20
+"""Figure sizes in inches."""
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
@@ -55,16 +53,6 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tpu_rl",
 }
-
-
-class Series(NamedTuple):
-    """A line: finite `y` [n] over `x` [n], with an optional band from `low` to `high`."""
-
-    label: str
-    x: np.ndarray
-    y: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
 
 
 def as_svg(figure: Figure) -> str:
@@ -91,22 +79,23 @@ def line_chart(
     log: bool = False,
 ) -> Figure:
     """Plot lines over steps. Long noisy lines are pale, with their running mean on top."""
+    x_axis = step_axis(np.concatenate([line.x for line in lines]))
+    values = np.concatenate([line.values() for line in lines])
+    y_axis = log_axis(values) if log else value_axis(values, percent=percent)
     with _style():
         figure, axes = _new_figure(size, labels=len(lines) > 1)
         labels = []
         for line, color in zip(lines, itertools.cycle(COLORS), strict=False):
-            x, y = _thin_out(line.x), _thin_out(line.y)
+            x, y = thin_out(line.x), thin_out(line.y)
             if line.low is not None and line.high is not None:
-                low, high = _thin_out(line.low), _thin_out(line.high)
+                low, high = thin_out(line.low), thin_out(line.high)
                 axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
-            smooth = _running_mean(y)
+            smooth = running_mean(y)
             if smooth is not y:
                 axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
             axes.plot(x, smooth, color=color, marker="o" if len(x) == 1 else "", markersize=4)
             labels.append(_Label(line.label, float(smooth[-1]), color))
-        if log:
-            axes.set_yscale("log")
-        _finish(axes, percent=percent, log=log)
+        _finish(axes, x_axis, y_axis)
         if len(lines) > 1:
             _label_ends(axes, labels)
         return figure
@@ -124,8 +113,7 @@ def learning_curve(series: Series, *, title: str = "") -> Figure:
                 axes.plot(np.repeat(x, 2), [low[0], high[0]], color=color, alpha=0.4)
         axes.axhline(y[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 4)))
         axes.plot(x, y, color=color, linewidth=2.2, **_POINTS)
-        axes.set_ylim(0, min(1.0, 1.15 * np.max(y if high is None else high)))
-        _finish(axes, percent=True)
+        _finish(axes, step_axis(x), value_axis(series.values(), percent=True, from_zero=True))
         label_colors = {float(y[0]): MUTED}
         if len(y) > 1:
             label_colors[float(y[-1])] = color  # Equal values share a label.
@@ -134,89 +122,6 @@ def learning_curve(series: Series, *, title: str = "") -> Figure:
         axes.text(
             0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10, parse_math=False
         )
-        return figure
-
-
-def trade_off(curves: Sequence[Series]) -> Figure:
-    """Plot shares over KL divergence in nats, with points and bands."""
-    with _style():
-        figure, axes = _new_figure(WIDE, labels=True)
-        labels = []
-        for curve, color in zip(curves, itertools.cycle(COLORS), strict=False):
-            if curve.low is not None and curve.high is not None:
-                axes.fill_between(
-                    curve.x, curve.low, curve.high, color=color, alpha=0.12, linewidth=0
-                )
-            axes.plot(curve.x, curve.y, color=color, **_POINTS)
-            labels.append(_Label(curve.label, float(curve.y[-1]), color))
-        _finish(axes, percent=True, x_label="KL, nats")
-        _label_ends(axes, labels)
-        return figure
-
-
-def stacked_areas(x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]]) -> Figure:
-    """Plot the parts [n] of a whole over steps, the first at the bottom."""
-    with _style():
-        figure, axes = _new_figure(SMALL, labels=True)
-        values = [_thin_out(part) for _, part in parts]
-        colors = COLORS[: len(parts) - 1] + (REST,)
-        axes.stackplot(_thin_out(x), values, colors=colors, alpha=0.85, linewidth=0)
-        tops = np.cumsum([np.mean(part[-max(1, len(part) // 4) :]) for part in values])
-        middles = tops - np.diff(tops, prepend=0) / 2
-        # One step that compiled would flatten all others.
-        total = np.sum(values, axis=0)
-        axes.set_ylim(0, min(total.max(), 3 * np.median(total)) * 1.05)
-        _finish(axes)
-        text_colors = (*colors[:-1], MUTED)
-        labels = [
-            _Label(name, middle, color)
-            for (name, _), middle, color in zip(parts, middles, text_colors, strict=True)
-        ]
-        _label_ends(axes, labels)
-        return figure
-
-
-def histogram(groups: Sequence[tuple[str, np.ndarray]]) -> Figure:
-    """Plot the shares of values in two groups, each (label, values).
-
-    Few distinct values have one bar each; many fall into equal bins.
-    """
-    with _style():
-        figure, axes = _new_figure(SMALL, labels=False)
-        distinct = np.unique(np.concatenate([values for _, values in groups]))
-        few = len(distinct) <= FEW_VALUES
-        edges = np.linspace(distinct[0], distinct[-1], BINS + 1)
-        if few:
-            places = np.arange(len(distinct))
-            width = 0.8 / len(groups)
-        else:
-            places = (edges[1:] + edges[:-1]) / 2
-            width = (edges[1] - edges[0]) * 0.9 / len(groups)
-        bar_colors = ("#b7bec8", COLORS[0])
-        text_colors = (MUTED, COLORS[0])
-        for number, (label, values) in enumerate(groups):
-            if few:
-                counts = np.array([(values == value).sum() for value in distinct])
-            else:
-                counts, _ = np.histogram(values, edges)
-            offset = (number - (len(groups) - 1) / 2) * width
-            shares = counts / len(values)
-            axes.bar(places + offset, shares, width * 0.92, color=bar_colors[number])
-            axes.text(
-                0,
-                1.08 - 0.11 * number,
-                label,
-                transform=axes.transAxes,
-                color=text_colors[number],
-                va="top",
-                fontsize=8.5,
-            )
-        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
-        _finish(axes, percent=True)
-        axes.set_xlabel("reward", color=MUTED)
-        axes.grid(False, axis="x")
-        if few:
-            axes.set_xticks(places, [f"{value:.3g}" for value in distinct])
         return figure
 
 
@@ -254,44 +159,17 @@ def _new_figure(size: tuple[float, float], labels: bool) -> tuple[Figure, Axes]:
     return figure, figure.add_axes(box)
 
 
-def _finish(axes: Axes, *, percent: bool = False, log: bool = False, x_label: str = "step") -> None:
-    """Set few, round ticks, and the label of the x axis."""
-    from matplotlib import ticker
-
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=x_label == "step"))
-    axes.margins(x=0.02)
-    if log:
-        low, high = np.log10(axes.get_ylim())
-        axes.set_ylim(10 ** np.floor(low), 10 ** np.ceil(high))
-        axes.yaxis.set_major_locator(ticker.LogLocator(numticks=5))
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-    else:
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-        axes.yaxis.set_major_formatter(
-            ticker.FuncFormatter(_percent_text if percent else _number_text(axes))
-        )
-    axes.set_xlabel(x_label, color=MUTED, loc="right", labelpad=1)
-
-
-def _percent_text(value: float, position: int) -> str:
-    del position
-    return f"{100 * value:.3g}%"
-
-
-def _number_text(axes: Axes) -> Callable[[float, int], str]:
-    """Return a formatter of short numbers: 1.2k, 3M, and exponents where all are tiny."""
-
-    def text(value: float, position: int) -> str:
-        del position
-        largest = max(abs(limit) for limit in axes.get_ylim())
-        if value and largest < 1e-3:
-            return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
-        for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if largest >= 2 * size:
-                return f"{value / size:.3g}{unit}"
-        return f"{value:.4g}"
-
-    return text
+def _finish(axes: Axes, x_axis: Axis, y_axis: Axis) -> None:
+    """Set limits, few round ticks, and the label of the x axis."""
+    if y_axis.is_log:
+        axes.set_yscale("log")
+        axes.minorticks_off()
+    axes.set_ylim(y_axis.low, y_axis.high)
+    axes.set_yticks(y_axis.ticks, y_axis.labels)
+    margin = 0.02 * (x_axis.high - x_axis.low)
+    axes.set_xlim(x_axis.low - margin, x_axis.high + margin)
+    axes.set_xticks(x_axis.ticks, x_axis.labels)
+    axes.set_xlabel("step", color=MUTED, loc="right", labelpad=1)
 
 
 def _label_ends(axes: Axes, labels: Sequence[_Label], size: float = 8.5) -> None:
@@ -316,22 +194,3 @@ def _label_ends(axes: Axes, labels: Sequence[_Label], size: float = 8.5) -> None
             fontsize=size,
         )
         text.set_parse_math(False)  # The names are the user's.
-
-
-def _thin_out(values: np.ndarray) -> np.ndarray:
-    """Return means over runs of neighbors, at most MAX_POINTS of them."""
-    if len(values) <= MAX_POINTS:
-        return values
-    return np.array([part.mean() for part in np.array_split(values, MAX_POINTS)])
-
-
-def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over a centered window of a tenth of all points, shorter at the ends.
-
-    Short series, and smooth ones such as schedules, are returned unchanged.
-    """
-    total_change = np.abs(np.diff(values)).sum()
-    if len(values) < 40 or total_change <= 2.5 * np.ptp(values):
-        return values
-    half = len(values) // 20
-    return np.array([np.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))])

@@ -7,20 +7,28 @@ supervised training has no rewards.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
-from tpu_rl.report import plots
+from tpu_rl.report.series import Series
 
 GUIDED_FILE = "guided.json"
 MAX_SAMPLED_STEPS = 20
 """Steps at either end of a run whose samples the report reads, at most."""
+BLOCK_BYTES = 1 << 20
+PROBLEMS = "problems"
+PAIRS = "pairs"
+STEPS = "steps"
+"""What eval/accuracy is the share of: held-out problems that the model solves, held-out pairs that
+it ranks as their labels do, or held-out steps of solutions that it judges as their labels do."""
 
 
 class Run(NamedTuple):
@@ -36,16 +44,45 @@ class Run(NamedTuple):
     config: dict[str, Any]
     config_text: str
     summary: dict[str, Any]
+    """Empty unless the run is finished."""
     guided: dict[str, Any]
     """The result of `launch/evaluate.py --guide` for a run of Q#."""
 
-    def series(self, metric: str, label: str = "") -> plots.Series | None:
+    def series(self, metric: str, label: str = "") -> Series | None:
         """Return a metric over the steps that have it, or None."""
-        points = [(row["step"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        points = [
+            (row["step"], row[metric])
+            for row in self.rows
+            if row.get(metric) is not None and math.isfinite(row[metric])
+        ]
         if not points:
             return None
         steps, values = np.array(points, float).T
-        return plots.Series(label, steps, values)
+        return Series(label, steps, values)
+
+    def with_limits(self, metric: str) -> Series | None:
+        """Return a metric over the steps that have it, with metric_low and metric_high if all of
+        these steps have them."""
+        series = self.series(metric)
+        low, high = self.series(f"{metric}_low"), self.series(f"{metric}_high")
+        if series is None or low is None or high is None:
+            return series
+        if not len(series.x) == len(low.x) == len(high.x):
+            return series
+        return series._replace(low=low.y, high=high.y)
+
+    def evaluation_kinds(self) -> list[str]:
+        """Return what the evaluations measure: some of PROBLEMS, PAIRS and STEPS.
+
+        Stages of a run may measure different things. The latest comes last.
+        """
+        kinds = [_kind(row) for row in reversed(self.rows) if row.get("eval/accuracy") is not None]
+        return list(dict.fromkeys(kinds))[::-1]
+
+    def evaluated(self, kind: str) -> Run:
+        """Return the run with the rows that have an evaluation of a kind only."""
+        rows = [row for row in self.rows if row.get("eval/accuracy") is not None]
+        return self._replace(rows=[row for row in rows if _kind(row) == kind])
 
     def metric_names(self) -> list[str]:
         """Return the names of all metrics, in the order in which they first occur."""
@@ -61,17 +98,29 @@ class Run(NamedTuple):
     def evaluations(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return the first and the last evaluation, each {accuracy, low, high, n}, or None.
 
-        They come from the summary or, before the run has ended, from the metrics.
+        They come from the summary or, before the run has ended, from the metrics. Both measure
+        what the last evaluation does.
         """
+        kinds = self.evaluation_kinds()
         summary = self.summary.get("eval") or {}
         before = summary.get("before") or {}
         after = summary.get("after") or {}
-        if before.get("accuracy") is not None and after.get("accuracy") is not None:
+        is_complete = before.get("accuracy") is not None and after.get("accuracy") is not None
+        if is_complete and len(kinds) <= 1:
             return before, after
-        rows = [row for row in self.rows if row.get("eval/accuracy") is not None]
+        rows = self.evaluated(kinds[-1]).rows if kinds else []
         if len(rows) < 2:
             return None
         return _evaluation(rows[0]), _evaluation(rows[-1])
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """Return what the accuracy in a row measures, by what was measured beside it."""
+    if "eval/length_only_accuracy" in row:
+        return PAIRS
+    if "eval/majority_accuracy" in row:
+        return STEPS
+    return PROBLEMS
 
 
 def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +128,7 @@ def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
         "accuracy": row["eval/accuracy"],
         "low": row.get("eval/accuracy_low"),
         "high": row.get("eval/accuracy_high"),
+        "n": int(row.get("eval/n") or 0),
     }
 
 
@@ -87,8 +137,9 @@ def read_run(folder: Path) -> Run:
 
     Raises:
         InputError: if it has no metrics.
+        DamagedDataError: if a file in it cannot be read.
     """
-    rows = list(_json_lines(folder / METRICS_FILE))
+    rows = list(_json_lines(folder / METRICS_FILE, ("step", "time")))
     if not rows:
         raise InputError(
             "There is nothing to report.",
@@ -98,49 +149,127 @@ def read_run(folder: Path) -> Run:
         )
     config_path = folder / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
-    early, late = _early_and_late(folder / SAMPLES_FILE)
+    try:
+        config = _mapping(yaml.safe_load(config_text) or {})
+    except (yaml.YAMLError, TypeError) as error:
+        raise _damage(config_path, "it is no configuration", error) from error
+    early, late = _early_and_late(folder / SAMPLES_FILE, len(rows))
     return Run(
         name=folder.resolve().name,
         rows=rows,
         early=early,
         late=late,
-        config=yaml.safe_load(config_text) or {},
+        config=config,
         config_text=config_text,
-        summary=_json(folder / SUMMARY_FILE),
+        summary=_summary(folder, max(rows[-1]["step"], config.get("steps") or 0)),
         guided=_json(folder / GUIDED_FILE),
     )
 
 
+def _summary(folder: Path, steps: int) -> dict[str, Any]:
+    """Return the summary, or {} if it is that of an earlier job with fewer steps."""
+    summary = _json(folder / SUMMARY_FILE)
+    return summary if summary.get("steps", 0) >= steps else {}
+
+
+def _damage(path: Path, where: str, error: Exception) -> DamagedDataError:
+    return DamagedDataError(
+        f"{path.name} cannot be read.",
+        where=str(path),
+        why=f"{where}: {error}",
+        fix="python launch/verify.py RUN_DIR names all faults of a run folder",
+    )
+
+
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        return _mapping(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise _damage(path, "it is not a JSON object", error) from error
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"it is a {type(value).__name__}")
+    return value
+
+
+# --- rows ---
+
+
+def _json_lines(path: Path, keys: tuple[str, ...] = ("step",)) -> Iterator[dict[str, Any]]:
     """Return the rows of a file that may be missing; an unfinished last line is left out."""
     if path.exists():
-        with path.open(encoding="utf-8", newline="\n") as file:
-            yield from (json.loads(line) for line in file if line.endswith("\n"))
+        with path.open("rb") as file:
+            yield from _rows(path, file, keys)
 
 
-def _rewarded(path: Path) -> Iterator[dict[str, Any]]:
-    return (sample for sample in _json_lines(path) if sample.get("reward") is not None)
+def _rows(
+    path: Path, lines: Iterable[bytes], keys: tuple[str, ...] = ("step",)
+) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = json.loads(line)
+            for key in keys:
+                float(row[key])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damage(path, "it has a line that is not a row", error) from error
+        yield row
 
 
-def _early_and_late(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rewarded samples of the first and of the last tenth of all sampled steps.
+def _lines_backward(path: Path) -> Iterator[bytes]:
+    """Return the lines of a file from the last one to the first."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        rest = b""  # The beginning of what was read: its line may begin before it.
+        while end:
+            start = max(0, end - BLOCK_BYTES)
+            file.seek(start)
+            first, *others = (file.read(end - start) + rest).splitlines(keepends=True)
+            yield from reversed(others)
+            rest = first
+            end = start
+        if rest:
+            yield rest
 
-    The file is read twice and not kept: it may be larger than memory.
+
+def _early_and_late(
+    path: Path, num_steps: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return rewarded samples of the first and of the last tenth of all steps that have some.
+
+    Only the two ends of the file are read: a run that is on writes its page again and again, and
+    the file may be larger than memory.
     """
-    steps = sorted({sample["step"] for sample in _rewarded(path)})
-    if len(steps) < 2:
+    if not path.exists():
         return [], []
-    count = max(1, min(MAX_SAMPLED_STEPS, len(steps) // 10))
-    last_early, first_late = steps[count - 1], steps[-count]
-    early: list[dict[str, Any]] = []
-    late: list[dict[str, Any]] = []
-    for sample in _rewarded(path):
-        if sample["step"] <= last_early:
-            early.append(sample)
-        if sample["step"] >= first_late:
-            late.append(sample)
+    count = max(1, min(MAX_SAMPLED_STEPS, num_steps // 10))
+    early = _of_first_steps(_json_lines(path), count)
+    late = _of_first_steps(_rows(path, _lines_backward(path)), count)[::-1]
+    if not early or early[0]["step"] == late[-1]["step"]:
+        return [], []
+    if early[-1]["step"] >= late[0]["step"]:
+        # Few steps have samples. Both lists together have all of them.
+        steps = sorted({sample["step"] for sample in early + late})
+        count = max(1, len(steps) // 10)
+        early = [sample for sample in early if sample["step"] in steps[:count]]
+        late = [sample for sample in late if sample["step"] in steps[-count:]]
     return early, late
+
+
+def _of_first_steps(samples: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return the rewarded samples of the first `count` different steps that have any."""
+    first = []
+    steps = set()
+    for sample in samples:
+        if sample.get("reward") is None:
+            continue
+        steps.add(sample["step"])
+        if len(steps) > count:
+            break
+        first.append(sample)
+    return first
