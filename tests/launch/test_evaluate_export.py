@@ -1,18 +1,24 @@
 """launch/evaluate.py and launch/export.py on a run of one step, and their errors."""
 
+import dataclasses
 import json
 import shutil
+import typing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tyro
 
 from launch import config as configuration
 from launch import evaluate, export, run
-from tpu_rl import environments, models, tokenizers
+from tpu_rl import environments, models, rewards, tokenizers
 from tpu_rl.experience import tasks
+from tpu_rl.experience.config import DataFormat
+from tpu_rl.rollout import evaluation
 
 ROWS = 24
 
@@ -118,9 +124,104 @@ def test_several_samples_of_problems_from_a_file(model_dir, tmp_path, capsys):
     assert names == [f"pass@{k}, temperature 1" for k in (1, 2, 3)] + ["maj@3", "greedy"]
 
 
+FORMATS = {
+    "plain": {"prompt": "1+1=", "answer": "2"},
+    "code": {"prompt": "1+1=", "tests": ["assert add(1, 1) == 2"]},
+    "gsm8k": {"question": "1+1=", "answer": "one more than 1\n#### 2"},
+    "gsm8k_solutions": {
+        "question": "1+1=",
+        "ground_truth": "one more than 1\n#### 2",
+        "small": {"solution": "3", "is_correct": False},
+        "large": {"solution": "2", "is_correct": True},
+    },
+}
+"""Format of a file -> a row."""
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("preset", ["arithmetic_grpo", "gsm8k_grpo"])
+def test_the_format_of_a_file_is_a_flag(file_format, preset, tmp_path):
+    """It has the values that it has in training, and the preset's instruction stays."""
+    fields = {field.name: field for field in dataclasses.fields(configuration.FileData)}
+    assert fields["format"].type == "DataFormat"
+    assert set(typing.get_args(DataFormat)) == FORMATS.keys()
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(FORMATS[file_format]) + "\n")
+    config = configuration.preset(preset)
+    argv = ["model", "--data.path", str(file), "--data.format", file_format]
+    flags = tyro.cli(evaluate.Flags, args=argv)
+    [row] = evaluate.held_out(config, flags)
+    instruction = getattr(config.data, "instruction", "")
+    assert row["prompt"] == "1+1=" + instruction
+    assert bool(instruction) == (preset == "gsm8k_grpo")
+    if file_format != "code":
+        assert row["answer"] == "2"
+
+
+def test_an_error_about_columns_names_a_flag_that_works(model_dir, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    assert evaluate.main([model_dir, "--data.path", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "lacks the column `question`" in error
+    assert "--data.format" in error
+    flags = tyro.cli(
+        evaluate.Flags, args=[model_dir, "--data.path", str(file), "--data.format", "plain"]
+    )
+    assert len(evaluate.held_out(evaluate.load_settings(flags), flags)) == 1
+
+
+MATH_VERIFY = """
+def parse(text):
+    digits = "".join(c for c in text if c.isdigit())
+    return [int(digits) % 3] if digits else []
+def verify(gold, answer):
+    return gold == answer
+"""
+"""In place of math-verify: numbers are equal modulo 3."""
+
+
+@pytest.mark.slow
+def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "math_verify.py").write_text(MATH_VERIFY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rewards, "_verifiers", cache(rewards._verifiers.__wrapped__))
+    file = tmp_path / "problems.jsonl"
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(1, 8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--data.path={file}", "--data.format=plain", "--preset=arithmetic_grpo"]
+    flags += ["--reward=math", "--samples=8", "--max-new-tokens=6"]
+    results = []
+    evaluate_problems = evaluation.evaluate
+
+    def evaluate_and_note(*arguments):
+        results.append(evaluate_problems(*arguments))
+        return results[-1]
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate_and_note)
+    assert evaluate.main([model_dir, *flags]) == 0
+    votes = []
+    for problem in results[1].problems:
+        classes = [
+            int("".join(filter(str.isdigit, text))) % 3 if any(map(str.isdigit, text)) else None
+            for text in problem.completions
+        ]
+        read = [number for number in classes if number is not None]
+        first_of_most = max(dict.fromkeys(read), key=read.count, default=None)
+        votes.append(first_of_most == (int(problem.prompt[0]) + 1) % 3)
+    assert 0 < sum(votes) < len(votes)
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if "maj@8" in line]
+    assert f"{100 * sum(votes) / len(votes):.1f} %" in line
+    for _, idle in (rewards._verifiers(), rewards._verifiers("answer_classes")):
+        for _ in range(idle.qsize()):
+            idle.get().stop()
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
+        (evaluate, ["MODEL", "--data.format", "plain"], "--data.format without a file"),
         (evaluate, ["MODEL", "--samples", "0"], "--samples is 0"),
         (evaluate, ["MODEL", "--temperature", "0"], "use --greedy"),
         (evaluate, ["MODEL", "--preset", "arithmetic_grop"], "did you mean arithmetic_grpo"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 
 from tests.fixtures.decoders import CONFIGS, every_family, tiny
 from tpu_rl import models
@@ -70,6 +71,59 @@ def test_large_models_are_written_to_several_files(saved, tmp_path, monkeypatch)
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert_same(models.load(tmp_path / "parts")[1], params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dtype_is_written_in_shards_that_safetensors_reads(dtype, saved, tmp_path):
+    """Every number is the rounded one, in small files whose index is complete."""
+    model, params = models.load(saved)
+    target = tmp_path / "parts"
+    models.save(target, model, params, dtype=dtype, max_shard_bytes=20_000, card="# Card\n")
+    index = json.loads((target / safetensors_files.INDEX).read_text())
+    whole = safetensors_files.read_header(saved / "model.safetensors")
+    expected_dtype = safetensors_files.DTYPE_NAMES[dtype]
+    assert index["weight_map"].keys() == whole.keys()
+    assert len(set(index["weight_map"].values())) > 2
+    num_bytes = 0
+    for file in sorted(set(index["weight_map"].values())):
+        with safetensors.safe_open(target / file, "numpy") as tensors:
+            names = tensors.keys()
+            assert names == [name for name in names if index["weight_map"][name] == file]
+            assert len(names) == 1 or (target / file).stat().st_size < 20_000 + 4_000
+            for name in names:
+                stored = tensors.get_tensor(name)
+                assert stored.dtype == expected_dtype
+                np.testing.assert_array_equal(stored, whole[name].read().astype(expected_dtype))
+                num_bytes += stored.nbytes
+    assert index["metadata"]["total_size"] == num_bytes
+    assert json.loads((target / "config.json").read_text())["torch_dtype"] == dtype
+    assert (target / "README.md").read_text() == "# Card\n"
+    assert models.file_dtype(target) == dtype
+
+
+def test_numbers_beyond_float16_are_refused_and_leave_nothing(saved, tmp_path):
+    model, params = models.load(saved)
+    large = params | {"final_norm": params["final_norm"].at[0].set(1e5)}
+    with pytest.raises(InputError, match="model.norm.weight does not fit float16") as error:
+        models.save(tmp_path / "half", model, large, dtype="float16")
+    assert "1e+05" in error.value.why
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    models.save(tmp_path / "half", model, large, dtype="bfloat16")
+
+
+def test_the_dtype_of_files_is_that_of_most_numbers(saved):
+    """Some checkpoints in 16 bits have norms in 32."""
+    path = saved / "model.safetensors"
+    tensors = {
+        name: np.array(stored.read(), np.float32 if "norm" in name else np.float16)
+        for name, stored in safetensors_files.read_header(path).items()
+    }
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    safetensors_files.write_file(path, layout, tensors.values())
+    assert models.file_dtype(saved) == "float16"
+    path.unlink()
+    with pytest.raises(InputError, match="no safetensors file"):
+        models.file_dtype(saved)
 
 
 def test_saving_replaces_a_model_and_nothing_else(saved, tmp_path):

@@ -86,6 +86,20 @@ def test_saved_models_load_in_transformers(checkpoint, tmp_path):
     np.testing.assert_array_equal(their_logits(back, tokens), their_logits(theirs, tokens))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_models_saved_in_16_bits_and_shards_load_in_transformers(dtype, checkpoint, tmp_path):
+    """The same numbers, rounded once, as transformers itself rounds them."""
+    family, theirs, directory = checkpoint
+    model, params = models.load(directory)
+    models.save(tmp_path / "saved", model, params, dtype=dtype, max_shard_bytes=20_000)
+    assert len([*(tmp_path / "saved").glob("*.safetensors")]) > 1
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert back.dtype == getattr(torch, dtype)
+    rounded = dict(theirs.named_parameters())
+    for name, weight in back.named_parameters():
+        torch.testing.assert_close(weight, rounded[name].to(weight.dtype), rtol=0, atol=0)
+
+
 def test_gemma3_with_images_is_read_as_text(tmp_path):
     """The checkpoint has a vision tower and the names that transformers writes today."""
     text = CONFIGS["gemma3"]

@@ -5,7 +5,7 @@ model. `with_head`, `first_layers`, `with_lora` and the other `with_...` functio
 models.
 """
 
-from tpu_rl.models.config import DecoderConfig, LoraConfig
+from tpu_rl.models.config import DecoderConfig, LoraConfig, matrix_axes
 from tpu_rl.models.decoder import axes, cast_to_compute_dtype, decoder
 from tpu_rl.models.heads import (
     first_layers,
@@ -15,7 +15,7 @@ from tpu_rl.models.heads import (
     random_head,
     with_head,
 )
-from tpu_rl.models.hf.checkpoint import check, from_config, load, save
+from tpu_rl.models.hf.checkpoint import check, file_dtype, from_config, load, save
 from tpu_rl.models.hf.paths import find_configuration, find_directory
 from tpu_rl.models.hf.peft import (
     base_directory,
@@ -47,6 +47,7 @@ __all__ = [
     "cast_to_compute_dtype",
     "check",
     "decoder",
+    "file_dtype",
     "find_configuration",
     "find_directory",
     "first_layers",
@@ -58,6 +59,7 @@ __all__ = [
     "join",
     "load",
     "load_adapters",
+    "matrix_axes",
     "merge",
     "policy",
     "probe",

@@ -82,6 +82,29 @@ WEIGHT_AXES["unembedding" + LORA_A] = ("embed", "rank")
 WEIGHT_AXES["unembedding" + LORA_B] = ("rank", "vocab")
 
 
+def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the input axes and the output axes of the weight `name`, counted from the last.
+
+    Other axes, those of layers and experts, count matrices. None: the weight is a vector, or it is
+    the embedding, the unembedding or a head, which optimizers for matrices leave out. Adapters are
+    matrices.
+    """
+    num_dims = len(WEIGHT_AXES[name])
+    if name.startswith(EXPERT_MATRICES):
+        return (-2,), (-1,)
+    if name == "router":
+        return (-1,), (-2,)
+    if name.endswith(LORA_A):
+        num_outputs = 1
+    elif name.endswith(LORA_B):
+        num_outputs = num_dims - 1
+    elif name in OUTPUT_DIMS:
+        num_outputs = OUTPUT_DIMS[name]
+    else:
+        return None
+    return tuple(range(-num_dims, -num_outputs)), tuple(range(-num_outputs, 0))
+
+
 ALL_LINEAR = "all-linear"
 
 

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from tpu_rl.errors import InputError
 
 UNDECAYED_SUFFIXES = ("_norm", "_bias")
 """Weight decay skips leaves whose names end like this: norms and biases."""
 
+MUON_RMS = 0.2
+"""The root mean square of Muon's updates, as a multiple of the learning rate. It is that of AdamW's
+updates in practice (arXiv 2502.16982), so that the learning rates of AdamW suit Muon, too."""
+
+INAPPLICABLE: Mapping[str, tuple[str, ...]] = {
+    "adafactor": ("beta1", "beta2", "epsilon"),
+    "lion": ("epsilon",),
+    "sgd": ("beta2", "epsilon"),
+}
+"""Optimizer -> fields of its configuration that it does not have."""
+
+MatrixAxes = Callable[[str], tuple[tuple[int, ...], tuple[int, ...]] | None]
+"""Name of a leaf -> its input axes and its output axes, counted from the last; None if the leaf is
+no matrix that Muon should orthogonalize."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up, a schedule and clipping by the global norm."""
+    """An optimizer with warm-up, a schedule and clipping by the global norm."""
 
+    name: Literal["adamw", "adafactor", "muon", "lion", "sgd"] = "adamw"
+    """adafactor: a factored second moment, without a first one; learning rates as for adamw. muon:
+    orthogonalized momentum for the matrices of the layers and AdamW for the rest, at one learning
+    rate as for adamw. lion: the sign of the momentum; use a tenth to a third of adamw's learning
+    rate. sgd: with momentum beta1; it needs far higher learning rates."""
     learning_rate: float = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up: constant, or decay to `final_share` of the learning rate at the
@@ -27,15 +49,19 @@ class OptimizerConfig:
     """Optimizer steps of linear increase from zero."""
     final_share: float = 0.1
     weight_decay: float = 0.0
+    """The share of each matrix that a step takes off, as a multiple of the learning rate."""
     beta1: float = 0.9
+    """Decay rate of the momentum; in muon, also of AdamW's first moment. In lion, the share of the
+    momentum in an update. 0.95 is usual for muon."""
     beta2: float = 0.999
+    """Decay rate of AdamW's second moment; in lion, of the momentum, where 0.99 is usual."""
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to this norm."""
     offload: bool = False
-    """Keep the Adam moments in host memory between optimizer steps. They take twice the bytes of
-    the parameters in float32. Each step copies them to the device and back; plan.py estimates the
-    time that this takes."""
+    """Keep the optimizer's state in host memory between optimizer steps. AdamW's takes twice the
+    bytes of the parameters in float32. Each step copies it to the device and back; plan.py
+    estimates the time that this takes."""
 
     def __post_init__(self):
         if not 0 < self.learning_rate < float("inf"):
@@ -50,6 +76,26 @@ class OptimizerConfig:
                 where="--optimizer.max-grad-norm",
                 fix="use e.g. 1.0",
             )
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in INAPPLICABLE.get(self.name, ()):
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise InputError(
+                    f"{name} {value} does not apply to {self.name}",
+                    where=f"--optimizer.{name}",
+                    why=f"{self.name} has no such setting",
+                    fix=f"drop it; if the preset sets it, --optimizer.{name} {defaults[name]}",
+                )
+        if self.name != "adamw":
+            # AdamW is not checked, so that a run that began with such a value can continue.
+            for name in ("beta1", "beta2"):
+                value = getattr(self, name)
+                if not 0 <= value < 1:
+                    raise InputError(
+                        f"{name} {value} is not a decay rate",
+                        where=f"--optimizer.{name}",
+                        fix="use a number from 0 to below 1",
+                    )
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -89,11 +135,17 @@ def decay_mask(params: optax.Params) -> optax.Params:
     )
 
 
-def by_role(config: OptimizerConfig, schedule: optax.Schedule, scales: Mapping[str, float]) -> Any:
+def by_role(
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    scales: Mapping[str, float],
+    matrix_axes: MatrixAxes | None = None,
+) -> Any:
     """Return an optimizer with separate clipping and state for each trainable role.
 
     With one optimizer per role, large gradients of one role do not scale down those of another.
-    `scales` maps each role to its learning rate as a multiple of the schedule.
+    `scales` maps each role to its learning rate as a multiple of the schedule. Muon needs
+    `matrix_axes`.
     """
 
     def label_by_role(params: Any) -> Any:
@@ -105,21 +157,103 @@ def by_role(config: OptimizerConfig, schedule: optax.Schedule, scales: Mapping[s
         return lambda step: scale * schedule(step)
 
     if list(scales.values()) == [1.0]:
-        return build(config, schedule)
+        return build(config, schedule, matrix_axes)
     optimizers: dict[Hashable, optax.GradientTransformation] = {
-        role: build(config, scaled(scale)) for role, scale in scales.items()
+        role: build(config, scaled(scale), matrix_axes) for role, scale in scales.items()
     }
     return optax.partition(optimizers, label_by_role)
 
 
-def build(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Return AdamW with clipping by the global norm, as `make_update_step` applies it."""
-    adamw = optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+def build(
+    config: OptimizerConfig, schedule: optax.Schedule, matrix_axes: MatrixAxes | None = None
+) -> optax.GradientTransformation:
+    """Return an optimizer with clipping by the global norm, as `make_update_step` applies it.
+
+    Muon needs `matrix_axes`.
+    """
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    if config.name == "adamw":
+        optimizer = optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        )
+    elif config.name == "lion":
+        optimizer = optax.lion(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        )
+    elif config.name == "sgd":
+        sgd = optax.sgd(schedule, momentum=config.beta1 or None)
+        optimizer = optax.chain(sgd, _weight_decay(config, schedule))
+    elif config.name == "adafactor":
+        # Not scaled by the parameters: their scale is 0 where adapters begin, and learning rates
+        # would mean something else than for the other optimizers.
+        adafactor = optax.adafactor(schedule, multiply_by_parameter_scale=False)
+        optimizer = optax.chain(adafactor, _weight_decay(config, schedule))
+    else:
+        assert matrix_axes is not None, "Muon needs the axes of its matrices"
+        optimizer = optax.chain(
+            _muon(config, schedule, matrix_axes), _weight_decay(config, schedule)
+        )
+    return optax.chain(clip, optimizer)
+
+
+def state_bytes(config: OptimizerConfig, params: Any, matrix_axes: MatrixAxes | None = None) -> int:
+    """Return the bytes of the state of an optimizer of `params`, which may be shapes."""
+
+    def init(params: Any) -> Any:
+        # As `init_train_state` does: states are float32 whatever the dtype of the params.
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        return build(config, optax.constant_schedule(0.0), matrix_axes).init(wide)
+
+    leaves = jax.tree.leaves(jax.eval_shape(init, params))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _weight_decay(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Return decoupled weight decay as AdamW has it, to follow an optimizer's learning rate.
+
+    optax.sgd has none. That of optax.adafactor does not follow the learning rate, and that of
+    contrib.muon would also decay norms and biases.
+    """
+    if not config.weight_decay:
+        return optax.identity()
+    return optax.add_decayed_weights(
+        lambda step: -config.weight_decay * schedule(step), mask=decay_mask
     )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+
+
+def _muon(
+    config: OptimizerConfig, schedule: optax.Schedule, matrix_axes: MatrixAxes
+) -> optax.GradientTransformation:
+    """Return Muon, without weight decay.
+
+    Axes that are neither inputs nor outputs are those of layers and of experts. Each matrix along
+    them is orthogonalized by itself.
+    """
+
+    def dimension_numbers(params: Any) -> Any:
+        def leaf_numbers(path: Any, leaf: Any) -> contrib.MuonDimensionNumbers | None:
+            axes = matrix_axes(path[-1].key)
+            return None if axes is None else contrib.MuonDimensionNumbers(*axes)
+
+        return jax.tree_util.tree_map_with_path(leaf_numbers, params)
+
+    return contrib.muon(
+        schedule,
+        beta=config.beta1,
+        eps=config.epsilon,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        muon_weight_dimension_numbers=dimension_numbers,
+        consistent_rms=MUON_RMS,
+    )

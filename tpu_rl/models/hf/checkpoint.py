@@ -7,6 +7,7 @@ hold.
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import math
@@ -246,6 +247,30 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor]:
     return stored
 
 
+def file_dtype(directory: Path) -> str:
+    """Return the dtype of most numbers in the files of a model: float32, bfloat16 or float16.
+
+    Only headers are read. For the directory of an adapter, these are the files of its base.
+
+    Raises:
+        InputError: the files are missing or damaged, or have another dtype.
+    """
+    if peft.is_adapter(directory):
+        return file_dtype(peft.base_directory(directory))
+    numbers: collections.Counter[str] = collections.Counter()
+    for tensor in safetensors_files.find_tensors(directory).values():
+        numbers[tensor.code] += math.prod(tensor.shape)
+    code = max(numbers, key=lambda code: numbers[code], default="")
+    for name, dtype in safetensors_files.DTYPE_NAMES.items():
+        if safetensors_files.DTYPE_CODES[dtype] == code:
+            return name
+    raise InputError(
+        f"tensors of type {code or 'unknown'} are not supported",
+        where=str(directory),
+        fix=f"use a checkpoint with tensors of type {', '.join(safetensors_files.DTYPES)}",
+    )
+
+
 def _text_model_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the language model, by the names that a text model has for them."""
     tensors = {}
@@ -353,62 +378,110 @@ def _layer_sharding(stack_sharding: Sharding) -> Sharding:
 # Writing.
 
 
-def save(path: str | Path, model: Model, params: Params, tokenizer: Any = None) -> None:
+def save(
+    path: str | Path,
+    model: Model,
+    params: Params,
+    tokenizer: Any = None,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    card: str | None = None,
+) -> None:
     """Write a model directory that transformers loads.
 
-    It has config.json, and safetensors in the dtype of the params. With `tokenizer` it has the
-    tokenizer's files and generation_config.json, so that completions end at the same tokens.
-    Adapters are merged into the weights (`save_adapters` writes them alone). An OLMoE with a head
-    can only be loaded by this library, because transformers has no such class.
+    It has config.json, and safetensors in `dtype` (None: the dtype of the params), in files of at
+    most `max_shard_bytes` (None: SHARD_BYTES), and README.md with the text `card`. With `tokenizer`
+    it has the tokenizer's files and generation_config.json, so that completions end at the same
+    tokens. Adapters are merged into the weights (`save_adapters` writes them alone). An OLMoE with
+    a head can only be loaded by this library, because transformers has no such class.
 
     The directory is written beside `path` and then renamed, so `path` is never incomplete. A model
     directory that was there before is replaced. All processes must call this together; the first
     one writes.
 
     Raises:
-        InputError: `path` exists and is not a model directory.
+        InputError: `path` exists and is not a model directory, or a weight is too large for
+            `dtype`.
     """
     require_replaceable(path, "config.json")
     locations = weight_locations(model)
-    files = _assign_files(locations, params)
+    layout = {
+        name: (_file_dtype(params, location, dtype), location.shape)
+        for name, location in locations.items()
+    }
+    files = _assign_files(layout, max_shard_bytes or SHARD_BYTES)
+
+    def tensors_of(names: list[str]) -> Iterator[np.ndarray]:
+        for name, tensor in zip(
+            names, _gather_tensors(model.config, locations, names, params), strict=True
+        ):
+            yield _cast(name, tensor, layout[name][0])
+
     if jax.process_index() != 0:
         # Take part in the first process's collective operations.
         for names in files.values():
-            for _ in _gather_tensors(model.config, locations, names, params):
+            for _ in tensors_of(names):
                 pass
         return
     with atomic_directory(path) as directory:
         for file, names in files.items():
-            layout = {
-                name: (_dtype(params, locations[name]), locations[name].shape) for name in names
-            }
-            tensors = _gather_tensors(model.config, locations, names, params)
-            safetensors_files.write_file(directory / file, layout, tensors)
+            file_layout = {name: layout[name] for name in names}
+            safetensors_files.write_file(directory / file, file_layout, tensors_of(names))
         if len(files) > 1:
-            _write_index(directory / safetensors_files.INDEX, files, locations, params)
-        _write_config(directory / "config.json", model.config)
+            _write_index(directory / safetensors_files.INDEX, files, layout)
+        _write_config(directory / "config.json", model.config, dtype or model.config.param_dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
+        if card is not None:
+            (directory / "README.md").write_text(card, encoding="utf-8")
 
 
-def _dtype(params: Params, location: WeightLocation) -> np.dtype:
-    return np.dtype(leaf_at(params, location.path).dtype)
+Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Name of a tensor -> its dtype and its shape in the file."""
 
 
-def _num_bytes(params: Params, location: WeightLocation) -> int:
-    return math.prod(location.shape) * _dtype(params, location).itemsize
+def _file_dtype(params: Params, location: WeightLocation, dtype: str | None) -> np.dtype:
+    """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None."""
+    if dtype is None:
+        return np.dtype(leaf_at(params, location.path).dtype)
+    return safetensors_files.DTYPE_NAMES[dtype]
 
 
-def _assign_files(locations: Mapping[str, WeightLocation], params: Params) -> dict[str, list[str]]:
+def _cast(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return a tensor in the dtype of the file.
+
+    Raises:
+        InputError: a finite number is too large for it.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    with np.errstate(over="ignore"):
+        narrow = tensor.astype(dtype)
+    if not np.array_equal(np.isfinite(narrow), np.isfinite(tensor)):
+        raise InputError(
+            f"{name} does not fit {dtype.name}",
+            where="--dtype",
+            why=f"its largest number is {np.abs(tensor.astype(np.float32)).max():.4g}",
+            fix="use bfloat16 or float32",
+        )
+    return narrow
+
+
+def _num_bytes(layout: Layout, name: str) -> int:
+    dtype, shape = layout[name]
+    return math.prod(shape) * dtype.itemsize
+
+
+def _assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
     """Return file name -> names of its tensors.
 
-    No file is larger than SHARD_BYTES, unless a single tensor is.
+    No file has more than `max_shard_bytes` of tensors, unless a single tensor is larger.
     """
     shards: list[list[str]] = [[]]
     shard_bytes = 0
-    for name, location in locations.items():
-        tensor_bytes = _num_bytes(params, location)
-        if shard_bytes + tensor_bytes > SHARD_BYTES and shards[-1]:
+    for name in layout:
+        tensor_bytes = _num_bytes(layout, name)
+        if shard_bytes + tensor_bytes > max_shard_bytes and shards[-1]:
             shards.append([])
             shard_bytes = 0
         shards[-1].append(name)
@@ -460,27 +533,20 @@ def _merged_tensor(config: DecoderConfig, params: Params, location: WeightLocati
     return lora.merged_weight(config, name, weight, a, b)
 
 
-def _write_index(
-    path: Path,
-    files: Mapping[str, list[str]],
-    locations: Mapping[str, WeightLocation],
-    params: Params,
-) -> None:
+def _write_index(path: Path, files: Mapping[str, list[str]], layout: Layout) -> None:
     index = {
-        "metadata": {
-            "total_size": sum(_num_bytes(params, location) for location in locations.values())
-        },
+        "metadata": {"total_size": sum(_num_bytes(layout, name) for name in layout)},
         "weight_map": {name: file for file, names in files.items() for name in names},
     }
     path.write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_config(path: Path, config: DecoderConfig) -> None:
+def _write_config(path: Path, config: DecoderConfig, dtype: str) -> None:
     source = json.loads(config.source)
     # The newer name of torch_dtype, which all versions of transformers read.
     source.pop("dtype", None)
     family = families.FAMILIES[source["model_type"]]
-    source |= {"architectures": [family.architecture], "torch_dtype": config.param_dtype}
+    source |= {"architectures": [family.architecture], "torch_dtype": dtype}
     if config.num_outputs:
         source |= {"architectures": [family.head_architecture], "num_labels": config.num_outputs}
         # Labels of another number of outputs belong to a head that the model had before.

@@ -287,11 +287,17 @@ def load_adapters(path: str | Path, base: Model, mesh: Mesh | None = None) -> tu
 
 
 def save_adapters(
-    path: str | Path, model: Model, params: Params, base: str, tokenizer: Any = None
+    path: str | Path,
+    model: Model,
+    params: Params,
+    base: str,
+    tokenizer: Any = None,
+    card: str | None = None,
 ) -> None:
     """Write the adapters of a model, and its head if it has one, as a directory that PEFT loads.
 
-    `base` is the directory or hub id of the model without adapters. As with `save`, `path` is never
+    `base` is the directory or hub id of the model without adapters. README.md gets the text
+    `card`. As with `save`, `path` is never
     incomplete, and all processes must call this together.
 
     Raises:
@@ -311,6 +317,8 @@ def save_adapters(
         (directory / CONFIG).write_text(settings + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
+        if card is not None:
+            (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def _gather_tensor(params: Params, tensor: _AdapterTensor) -> np.ndarray:

@@ -26,6 +26,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_NAMES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPES["BF16"]}
 
 INDEX = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")

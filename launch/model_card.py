@@ -1,0 +1,221 @@
+"""The model card of an exported model, README.md, from the run's configuration and results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch import roles
+from launch.config import ExperimentConfig, FileData
+from launch.finish import evaluation_of, versions
+from launch.roles import BUILTIN
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
+"""What ends the name of a file of rows. Names of the hub do not end like this."""
+
+NAMES = {
+    "AStarPo": "A*-PO",
+    "Cispo": "CISPO",
+    "Distill": "distillation",
+    "Dpo": "DPO",
+    "Grpo": "GRPO",
+    "Gspo": "GSPO",
+    "Kto": "KTO",
+    "MiniLlm": "MiniLLM",
+    "Ppo": "PPO",
+    "ProcessReward": "process reward model",
+    "QSharp": "Q#",
+    "Reinforce": "REINFORCE",
+    "RewardModel": "reward model",
+    "SentenceReward": "sentence reward model",
+    "Sft": "supervised fine-tuning",
+}
+"""Class of an algorithm's configuration, without "Config" -> what papers call the algorithm."""
+
+
+def write_card(
+    config: ExperimentConfig, run_dir: Path, step: int, role: str, dtype: str, adapter: bool
+) -> str:
+    """Return the text of the card of the model of a role at a step.
+
+    Paths of this machine do not appear in it: of a local file or directory, it has the name only.
+    """
+    results = read_results(run_dir, step)
+    base = base_name(config)
+    method = method_name(config)
+    lines = [
+        "---",
+        yaml.safe_dump(metadata(config, adapter), sort_keys=False).rstrip(),
+        "---",
+        "",
+        f"# {base}, trained with {method}",
+        "",
+        "tpu_rl trained this model and wrote this card.",
+        "",
+        "## Training",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    for name, value in settings(config, step, role, dtype, adapter).items():
+        lines.append(f"| {name} | {escape(value)} |")
+    lines += ["", "## Held-out results", "", *results_table(results["eval"]), ""]
+    if roles.specs(config)[role].outputs is None:
+        lines += ["## Use", "", *usage(adapter), ""]
+    lines += ["## Versions", "", "| package | version |", "|---|---|"]
+    lines += [f"| {name} | {version} |" for name, version in results["versions"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def read_results(run_dir: Path, step: int) -> dict[str, Any]:
+    """Return `eval` and `versions`, as in summary.json, of a run at a step.
+
+    A run that is not finished has no summary of that step. Its rows have the evaluations so far.
+    """
+    summary_file = run_dir / "summary.json"
+    if summary_file.is_file():
+        summary = json.loads(summary_file.read_text(encoding="utf-8"))
+        if summary["steps"] == step:
+            # Runs of before they were recorded have no versions.
+            return {"eval": summary["eval"], "versions": summary.get("versions") or versions()}
+    metrics_file = run_dir / "metrics.jsonl"
+    text = metrics_file.read_text(encoding="utf-8") if metrics_file.is_file() else ""
+    rows = [json.loads(line) for line in text.splitlines()]
+    evaluations = [evaluation_of(row) for row in rows if row["step"] <= step]
+    measured = [evaluation for evaluation in evaluations if "accuracy" in evaluation]
+    if not measured:
+        return {"eval": {}, "versions": versions()}
+    # The evaluation before the first step is not one of what was trained.
+    after = measured[-1] if len(measured) > 1 else {}
+    return {"eval": {"before": measured[0], "after": after}, "versions": versions()}
+
+
+def results_table(results: dict[str, Any]) -> list[str]:
+    """Return the lines of a table of accuracies before and after training."""
+    before = results.get("before") or {}
+    after = results.get("after") or {}
+    lines = []
+    for name, old, new in (
+        ("accuracy, sampled", before, after),
+        ("accuracy, greedy", before.get("greedy") or {}, after.get("greedy") or {}),
+    ):
+        if old or new:
+            problems = (new or old)["n"]
+            lines.append(f"| {name} | {estimate(old)} | {estimate(new)} | {problems} |")
+    if not lines:
+        return ["The run was not evaluated on held-out problems."]
+    return [
+        "| | before | after | problems |",
+        "|---|---|---|---|",
+        *lines,
+        "",
+        "Intervals are 95 %, over problems.",
+    ]
+
+
+def estimate(result: dict[str, Any]) -> str:
+    """Return an accuracy with its interval, in percent."""
+    if not result:
+        return "-"
+    value, low, high = (100 * result[key] for key in ("accuracy", "low", "high"))
+    return f"{value:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def metadata(config: ExperimentConfig, adapter: bool) -> dict[str, Any]:
+    """Return the metadata of the card that the hub reads."""
+    tag = type(config.algorithm).__name__.removesuffix("Config").lower()
+    values: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "tags": ["tpu_rl", tag],
+    }
+    # The hub refuses what is no name on the hub.
+    path = config.model.path or ""
+    if is_hub_name(path) and not config.model.random_init:
+        values["base_model"] = path
+    paths = config.data.path or "" if isinstance(config.data, FileData) else ""
+    if is_hub_name(paths):
+        values["datasets"] = [paths]
+    return values
+
+
+def settings(
+    config: ExperimentConfig, step: int, role: str, dtype: str, adapter: bool
+) -> dict[str, str]:
+    """Return name -> value of the settings that describe the training."""
+    batch = config.batch
+    values = {
+        "base model": base_name(config) + (", random weights" if config.model.random_init else ""),
+        "method": method_name(config),
+        "role": role,
+        "data": data_name(config),
+        "rewards": ", ".join(local_name(name) for name in config.reward),
+        "steps": str(step),
+        "prompts per step": str(batch.prompts),
+        "completions per prompt": str(batch.group_size),
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
+        "adapters": f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "",
+        "seed": str(config.seed),
+        "weights": f"{dtype}, adapter only" if adapter else dtype,
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def method_name(config: ExperimentConfig) -> str:
+    """Return what papers call the algorithm of the run."""
+    name = type(config.algorithm).__name__.removesuffix("Config")
+    return NAMES.get(name, name)
+
+
+def base_name(config: ExperimentConfig) -> str:
+    """Return the name of the base model: a hub name, or the last part of a directory."""
+    path = config.model.path or ""
+    return path.removeprefix(BUILTIN) if path.startswith(BUILTIN) else local_name(path)
+
+
+def data_name(config: ExperimentConfig) -> str:
+    """Return the names of the files of the run, or of its task."""
+    files = config.data
+    if not isinstance(files, FileData):
+        return type(files).__name__.removesuffix("Config").removesuffix("Data").lower()
+    return ", ".join(local_name(path.strip()) for path in (files.path or "").split(","))
+
+
+def local_name(path: str) -> str:
+    """Return a name on the hub as it is, and the last part of a local path."""
+    return path if is_hub_name(path) else Path(path).name
+
+
+def is_hub_name(path: str) -> bool:
+    """Return True if a path can be the name OWNER/NAME of the hub, and is nothing here."""
+    pattern = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+    is_name = re.fullmatch(pattern, path) is not None and not path.endswith(DATA_SUFFIXES)
+    return is_name and not Path(path).exists()
+
+
+def usage(adapter: bool) -> list[str]:
+    """Return the lines that show how to load the model."""
+    loader = "AutoModelForCausalLM"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if adapter:
+        loader = "AutoPeftModelForCausalLM"
+        imports = [
+            "from peft import AutoPeftModelForCausalLM",
+            "from transformers import AutoTokenizer",
+        ]
+    return [
+        "```python",
+        *imports,
+        "",
+        f'model = {loader}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")',
+        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")',
+        "```",
+    ]
+
+
+def escape(text: str) -> str:
+    """Return a text that does not end a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

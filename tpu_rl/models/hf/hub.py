@@ -1,0 +1,79 @@
+"""Upload a model directory to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tpu_rl.errors import InputError, MachineError
+
+REPLACED = ["*.safetensors", "*.safetensors.index.json"]
+"""Files of the repository that an upload removes unless it has them itself: weights of an earlier
+upload with other shards would be loaded in place of the new ones."""
+
+
+def _http_error() -> type[Exception]:
+    """Return the base of all errors of requests, whose package differs between versions."""
+    from huggingface_hub import errors
+
+    return errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+
+def require_access(name: str) -> None:
+    """Check the name of a repository, and that this machine is logged in to the hub.
+
+    Raises:
+        InputError: the name is none, or there is no valid login.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InputError(
+            f"{name!r} is no name of a repository",
+            where="--push-to-hub",
+            why=str(error).splitlines()[0],
+            fix="use OWNER/NAME",
+        ) from error
+    try:
+        HfApi().whoami()
+    # A missing token and offline mode are OSErrors; a connection that fails is none.
+    except (OSError, _http_error()) as error:
+        raise InputError(
+            "the hub does not accept a login from this machine",
+            where="--push-to-hub",
+            why=str(error).splitlines()[0],
+            fix="run hf auth login or set HF_TOKEN, check the network, and unset HF_HUB_OFFLINE",
+        ) from error
+
+
+def push(directory: Path, name: str, private: bool = False) -> str:
+    """Upload a model directory to a repository, which is created if it does not exist.
+
+    Returns:
+        the address of the repository.
+
+    Raises:
+        MachineError: the upload failed. The directory stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=directory,
+            commit_message="Upload a model trained with tpu_rl",
+            delete_patterns=REPLACED,
+        )
+    except (OSError, _http_error()) as error:
+        raise MachineError(
+            f"the upload to {name} failed",
+            where="--push-to-hub",
+            why=str(error).splitlines()[0],
+            fix=f"the model is complete in {directory}: run hf upload {name} {directory}",
+        ) from error
+    return str(repository)
