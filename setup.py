@@ -18,6 +18,8 @@ EXTRAS = {
     "parquet": ["pyarrow"],
     "datasets": ["datasets", "pyarrow"],
     "wandb": ["wandb"],
+    # For recipes/smollm2.py.
+    "recipes": ["gguf"],
     "test": [
         "pytest>=8",
         "pytest-timeout",
@@ -26,6 +28,8 @@ EXTRAS = {
         "pyright[nodejs]>=1.1.400",
         "pyarrow",
     ],
+    # The documentation site, mkdocs.yml.
+    "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2"],
     # Parity with transformers' torch models; the quick tests skip those cases where torch is
     # absent.
     "parity": ["torch==2.13.0"],

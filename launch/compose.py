@@ -94,10 +94,12 @@ def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
 def scorer(context: RunContext) -> Scorer:
     """Return what scores completions with the rewards of the run."""
     config = context.config
+    total = named.displayed(config.reward_terms)
     functions = named.reward_functions(
-        config.reward, config.reward_limits, config.allow_unsandboxed_code
+        config.reward_names, config.reward_limits, config.allow_unsandboxed_code
     )
-    return Scorer(context.language.tokenizer, functions, config.reward_limits.fault_share)
+    fault_share = config.reward_limits.fault_share
+    return Scorer(context.language.tokenizer, functions, fault_share, total)
 
 
 def decoding(
@@ -371,8 +373,7 @@ def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
     The size of a micro-batch is not among them, because it depends on the devices.
     """
     settings = {k: v for k, v in that_stay(config).items() if k != "batch.micro_batch_rows"}
-    files = [name.rpartition(":")[0] for name in config.reward if ".py:" in name]
-    return q_examples.round_identity(rows, settings, files)
+    return q_examples.round_identity(rows, settings, named.files(config.reward_names))
 
 
 def q_round(config: ExperimentConfig, stage: Stage) -> int:
@@ -442,7 +443,8 @@ def learning(config: ExperimentConfig, stage: Stage) -> Learning:
     optimizer_steps = steps * config.batch.num_minibatches * config.batch.ppo_epochs
     schedule = optimizers.learning_rate(config.optimizer, optimizer_steps)
     scales = {name: spec.learning_rate_scale for name, spec in trained.items()}
-    return Learning(optimizers.by_role(config.optimizer, schedule, scales), schedule, trainable)
+    optimizer = optimizers.by_role(config.optimizer, schedule, scales, models.matrix_axes)
+    return Learning(optimizer, schedule, trainable)
 
 
 def learner(

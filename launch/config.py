@@ -31,9 +31,11 @@ from tpu_rl.experience.config import (
 )
 from tpu_rl.models import LoraConfig
 from tpu_rl.plain_values import from_dict, to_dict
+from tpu_rl.rewards import RewardTerm, terms
 from tpu_rl.rewards.worker_pool import RewardLimits
 from tpu_rl.runtime import cluster, profiler
 from tpu_rl.runtime.watchdog import WatchdogConfig
+from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.train.optimizers import OptimizerConfig
 
 DEFAULT_PRESET = "arithmetic_grpo"
@@ -139,11 +141,14 @@ class ExperimentConfig:
     data: DataConfig
     model: ModelConfig = ModelConfig()
     reward: tuple[str, ...] = ()
-    """Built-in rewards, FILE.py:function, or directories of reward models. They are added up."""
+    """Terms [WEIGHT*]NAME[?OTHER>NUMBER], which are added up. NAME is a built-in reward,
+    FILE.py:function, or the directory of a reward model. With ?OTHER>NUMBER (or <) the term is 0
+    where the reward OTHER is not above (below) the number. Quote *, ?, < and > for the shell."""
     reward_limits: RewardLimits = RewardLimits()
     allow_unsandboxed_code: bool = False
     """Run model-written programs (reward python_tests) unconfined if the kernel cannot confine
     them."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -173,7 +178,17 @@ class ExperimentConfig:
     @property
     def evaluation_reward(self) -> str | None:
         """The reward that says what is correct in evaluations; None if there is none."""
-        return self.evaluation.reward or next(iter(self.reward), None)
+        return self.evaluation.reward or next(iter(self.reward_names), None)
+
+    @property
+    def reward_terms(self) -> tuple[RewardTerm, ...]:
+        """The terms of the total reward, as `reward` describes them."""
+        return terms.parse_all(self.reward)
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The names of all rewards of terms and gates, each once."""
+        return terms.names_of(self.reward_terms)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -209,6 +224,7 @@ class ExperimentConfig:
                 "--sampling.host-sync-steps": self.sampling.host_sync_steps,
             }
         )
+        terms.parse_all(self.reward)
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)

@@ -12,10 +12,9 @@ from rich.table import Table
 from launch import roles
 from launch.config import ExperimentConfig, to_dict
 from tpu_rl import models
+from tpu_rl.train import optimizers
 
 MIB = 2**20
-MOMENT_BYTES = 8
-"""Bytes per parameter of AdamW's two moments, in float32."""
 
 
 def print_plan(config: ExperimentConfig) -> None:
@@ -27,7 +26,7 @@ def print_plan(config: ExperimentConfig) -> None:
 
 
 def model_table(config: ExperimentConfig) -> Table:
-    """Return a table of the run's models: parameters, and bytes of weights and moments."""
+    """Return a table of the run's models: parameters, bytes of weights and of optimizer state."""
     base = models.from_config(
         models.find_configuration(roles.model_path(config.model.path)),
         dtype=config.model.dtype,
@@ -39,13 +38,16 @@ def model_table(config: ExperimentConfig) -> Table:
         for name, spec in stage.algorithm.roles.items()
         if spec.trainable
     }
-    table = Table("model", "parameters", "weights, MiB", "optimizer moments, MiB", box=None)
+    table = Table("model", "parameters", "weights, MiB", "optimizer state, MiB", box=None)
     for name, shapes in roles.param_shapes(config, base).items():
         leaves = jax.tree.leaves(shapes)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        moments = f"{MOMENT_BYTES * count / MIB:,.1f}" if name in trained else "frozen"
-        table.add_row(name, f"{count:,}", f"{size / MIB:,.1f}", moments)
+        state = "frozen"
+        if name in trained:
+            state_size = optimizers.state_bytes(config.optimizer, shapes, models.matrix_axes)
+            state = f"{state_size / MIB:,.1f}"
+        table.add_row(name, f"{count:,}", f"{size / MIB:,.1f}", state)
     return table
 
 

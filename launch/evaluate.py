@@ -1,6 +1,6 @@
 """Measure accuracy on held-out problems: pass@1, greedy, pass@k and majority votes, with intervals.
 
-    python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET | --data.path FILE] [--samples K]
+    python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE] [--samples K]
     python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1] [--baseline cd]
 
 Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out problems.
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import compose, evaluate_q_sharp, evaluators, roles, stages
+from launch import compose, evaluate_q_sharp, evaluators, preflight, roles, stages
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.saved_run import load_run
@@ -30,13 +30,14 @@ from tpu_rl.checkpoint import gcs, remote_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.experience import tasks
-from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.rewards import named
 from tpu_rl.rollout import evaluation, guided_evaluation
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
 from tpu_rl.rollout.evaluation import Estimate, Evaluation
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
+from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params, Purpose
 
 FILE_PRESET = "gsm8k_grpo"
@@ -45,9 +46,18 @@ FILE_PRESET = "gsm8k_grpo"
 
 @dataclass(frozen=True)
 class DataFlags:
+    chat: Literal["auto", "always", "never"] | None = None
+    """The use of the chat template for prompts that are plain text, as in training. The default is
+    the preset's or run's."""
+    system: str | None = None
+    """System message that begins every conversation that has none. The default is the run's."""
     path: str | None = None
-    """Problems to answer, JSONL or Parquet, in the format of the preset or run. The default is its
-    own held-out problems."""
+    """Problems to answer, JSONL or Parquet. The default is the preset's or run's own held-out
+    problems."""
+    format: DataFormat | None = None
+    """The columns of --data.path, as in training: plain has `prompt` and what the reward reads,
+    code also `tests`, gsm8k `question` and `answer`, gsm8k_solutions `question` and `ground_truth`.
+    The default is that of the preset or run."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ class Flags:
     """Use this preset's problems, reward and lengths. The default is the run's own; for a model,
     arithmetic_grpo, or gsm8k_grpo with --data.path."""
     data: DataFlags = DataFlags()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The default is the run's."""
     reward: str | None = None
     """A built-in reward or FILE.py:function; above 0.5 is correct. The default is the first reward
     of the preset or run."""
@@ -93,6 +105,7 @@ def main(argv: list[str]) -> int:
         problems = held_out(config, flags)
         reward_name = require_reward(config, flags)
         language, params = load_language(config, flags)
+        preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
         scorer = make_scorer(config, language, reward_name)
         if flags.guide is not None:
             report_guided(config, language, params, problems, scorer, reward_name, flags)
@@ -116,6 +129,13 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+    if flags.data.format is not None and flags.data.path is None:
+        raise InputError(
+            "--data.format without a file",
+            where="--data.format",
+            why="it describes the file of --data.path",
+            fix="add --data.path, or drop it",
+        )
     if any(not kl_coef > 0 for kl_coef in flags.kl_coef):
         raise InputError(
             f"--kl-coef {flags.kl_coef}",
@@ -126,6 +146,25 @@ def check(flags: Flags) -> None:
 
 def load_settings(flags: Flags) -> ExperimentConfig:
     """Return the configuration that has the data, the reward and the lengths to use."""
+    config = load_base_settings(flags)
+    if flags.tokenizer != TokenizerConfig():
+        config = replace(config, tokenizer=flags.tokenizer)
+    changes = {"chat": flags.data.chat, "system": flags.data.system}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if not changes:
+        return config
+    if not isinstance(config.data, FileData):
+        raise InputError(
+            "these problems are plain texts",
+            where=", ".join(f"--data.{name}" for name in changes),
+            why="they are made by a task, not read from a file",
+            fix="leave it out, or use a preset that reads a file",
+        )
+    return replace(config, data=replace(config.data, **changes))
+
+
+def load_base_settings(flags: Flags) -> ExperimentConfig:
+    """Return the configuration of the run or preset."""
     if flags.preset is None:
         for run_dir in filter(None, (flags.model, flags.guide)):
             if remote_run.is_run(run_dir):
@@ -139,7 +178,8 @@ def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Languag
     if gcs.is_address(flags.model) or remote_run.is_run(flags.model):
         context, params, step = load_run(flags.model)
         print(f"{flags.model}, step {step}")
-        language = context.language._replace(model=context.models["policy"])
+        tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)
+        language = roles.Language(context.models["policy"], tokenizer)
         return language, context.params_of("policy")(params)
     config = replace(config, model=ModelConfig(path=flags.model, attention=config.model.attention))
     mesh = compose.make_mesh(MeshConfig())
@@ -156,6 +196,7 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
     spec = config.algorithm.experience
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
+        files = replace(files, format=flags.data.format or files.format)
         return tasks.read_rows(files, flags.data.path, spec)[: flags.rows]
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
@@ -219,6 +260,7 @@ def answer(
     mesh = compose.make_mesh(MeshConfig())
     policy = RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh)
     read_answer = evaluation.ANSWER_READERS.get(reward_name)
+    read_groups = evaluation.GROUP_READERS.get(reward_name)
     results = {}
     for name, sampler_settings in settings.items():
         decoding = Decoding(
@@ -230,7 +272,8 @@ def answer(
             config.sampling.stop_strings,
         )
         engine = make_engine(decoding, scorer)
-        results[name] = evaluation.evaluate(engine, params, problems, read_answer)
+        votes = read_groups if sampler_settings.samples_per_prompt > 1 else None
+        results[name] = evaluation.evaluate(engine, params, problems, read_answer, votes)
     return results
 
 
@@ -255,7 +298,10 @@ def report_guided(
     )
     mesh = compose.make_mesh(MeshConfig())
     read_answer = evaluation.ANSWER_READERS.get(reward_name)
-    task = guided_evaluation.Task(problems, scorer, read_answer, settings, flags.seed, mesh)
+    read_groups = evaluation.GROUP_READERS.get(reward_name) if flags.samples > 1 else None
+    task = guided_evaluation.Task(
+        problems, scorer, read_answer, settings, flags.seed, mesh, read_groups
+    )
     kl_coefs = flags.kl_coef or (kl_coef,)
     with jax.set_mesh(mesh):
         lines, judged = guided_evaluation.sweep(guided, task, kl_coefs, flags.baseline)
@@ -277,6 +323,12 @@ def report(flags: Flags, results: dict[str, Evaluation]) -> None:
             f"{name}: {percent(result.well_formed)} % {formed}, "
             f"{result.mean_length:.1f} tokens on average"
         )
+        reward = result.reward
+        if abs(reward.value - result.accuracy) > 1e-6:  # It is graded, not only 0 or 1.
+            console.print(
+                f"{name}: mean reward {reward.value:.3g}, 95 % interval {reward.low:.3g} to "
+                f"{reward.high:.3g}, of {reward.n} problems"
+            )
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
+import tpu_rl
 from launch import compose, roles, stages
 from launch.roles import RunContext
 from tpu_rl import metrics, models, report
 from tpu_rl.checkpoint import digests
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.experience import pair_audit
+from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
 from tpu_rl.runtime import processes
 from tpu_rl.types import Params
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
+"""The packages whose versions summary.json records."""
 
 
 def finish(context: RunContext, params: Params, began: float, folder: RunFolder) -> None:
@@ -38,14 +47,39 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         "seconds": round(time.perf_counter() - began, 1),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "params_digest": digest,
+        "versions": versions(),
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
     }
-    # The page of a run with fewer steps goes first: without a page, no run counts as finished.
+    # The page written while the run was on goes first: without one, no run counts as finished.
     (run_dir / report.FILE).unlink(missing_ok=True)
     metrics.write_summary(run_dir, summary)
-    report.write_report(run_dir)
+    write_final_report(run_dir)
     folder.finish()
     print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
+
+
+def update_report(run_dir: Path) -> None:
+    """Write report.html while the run is on. A failure is a warning."""
+    if processes.index():
+        return
+    try:
+        report.write_report(run_dir, live=True)
+    except Exception as error:
+        _warn(error)
+
+
+def write_final_report(run_dir: Path) -> None:
+    """Write report.html of the finished run; after a failure, a page that says so."""
+    try:
+        report.write_report(run_dir)
+    except Exception as error:
+        _warn(error)
+        report.write_failure(run_dir, error)
+
+
+def _warn(error: Exception) -> None:
+    cause = redact(f"{type(error).__name__}: {error}")
+    print(f"warning: {report.FILE} was not written: {cause}", file=sys.stderr)
 
 
 def save_models(context: RunContext, params: Params) -> None:
@@ -68,7 +102,7 @@ def save_models(context: RunContext, params: Params) -> None:
                 models.save_adapters(f"{path}_adapter", model, role_params, base, tokenizer)
     reading = roles.reading(algorithm)
     if reading is not None and processes.index() == 0:
-        reward_model.write_reading(context.run_dir / "model", reading)
+        reward_model.write_reading(context.run_dir / "model", reading, tokenizer.chat)
 
 
 def audit_pairs(context: RunContext, params: Params) -> None:
@@ -91,6 +125,12 @@ def audit_pairs(context: RunContext, params: Params) -> None:
         row_length=config.batch.row_length,
     )
     print(pair_audit.write(given, trained, context.run_dir))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of tpu_rl, of Python and of the packages that compute."""
+    recorded = {"tpu_rl": tpu_rl.__version__, "python": platform.python_version()}
+    return recorded | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -101,10 +101,11 @@ def changes(config: ExperimentConfig, plan: Plan, target: Target, count: int = 3
     config = replace(config, batch=replace(config.batch, micro_batch_rows=plan.micro_batch_rows))
     parts = dict(line.memory.parts)
     if line.step.name == "update":
-        # Some temporaries do not shrink with the rows: the summed gradients, as large as one of the
-        # two moments, those of a micro-batch, and the weights in the compute dtype.
-        moments = parts.get("optimizer", 0) + line.memory.on_host
-        parts["gradients"] = min(parts["temporaries"], moments // 2 + parts["parameters"])
+        # Some temporaries do not shrink with the rows: the summed gradients, which are float32,
+        # those of a micro-batch, and the weights in the compute dtype.
+        narrow = config.model.param_dtype != "float32" and not config.model.lora.rank
+        gradients = parts["parameters"] * (2 if narrow else 1)
+        parts["gradients"] = min(parts["temporaries"], gradients + parts["parameters"])
         parts["temporaries"] -= parts["gradients"]
 
     proposed = []
@@ -191,8 +192,8 @@ def _proposals(
             {"temporaries": 0.5},
         )
     if not config.optimizer.offload and "optimizer" in line.memory.parts:
-        # The update fetches the moments. In measurements its temporaries then grew by three
-        # quarters of what the moments took.
+        # The update fetches the optimizer's state. In measurements with AdamW its temporaries then
+        # grew by three quarters of what the moments took.
         yield _Proposal(
             "--optimizer.offload",
             {"optimizer": replace(config.optimizer, offload=True)},

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import yaml
 
 from launch import compose, mesh_checks, roles
-from launch.config import ExperimentConfig, FileData, SamplingConfig, to_dict
+from launch.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl import data, metrics, models, rewards, tokenizers
 from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
@@ -59,7 +59,7 @@ def check(config: ExperimentConfig) -> list[str]:
     role_directories = [models.find_directory(roles.model_path(path)) for path in role_paths]
     host_agreement.require_same_models([directory, *role_directories, *reward_directories(config)])
     warnings += check_param_dtype(config, model)
-    warnings += check_tokenizer(directory, model, rows)
+    warnings += check_tokenizer(config, directory, model, rows)
     return warnings
 
 
@@ -142,21 +142,53 @@ def check_param_dtype(config: ExperimentConfig, model: Model) -> list[str]:
     ]
 
 
-def check_tokenizer(directory: Path, model: Model, rows: list[data.Row]) -> list[str]:
+def check_tokenizer(
+    config: ExperimentConfig, directory: Path, model: Model, rows: list[data.Row]
+) -> list[str]:
     """Return warnings about the tokenizer.
 
-    Raises InputError if a row needs a chat template, and the template is missing, broken, or takes
-    too long.
+    Raises InputError if a row needs a chat template, and the template is missing, broken, takes too
+    long, or does not show what the assistant wrote.
     """
-    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    tokenizer = roles.load_tokenizer(config, directory)
+    learns_messages = any(_learns_messages(stage) for stage in config.stages)
+    prompt_rows = []
     for row in rows:
-        if isinstance(row.get("prompt"), list):
-            tokenizer.encode_prompt(row["prompt"])
-        if isinstance(row.get("messages"), list):
-            tokenizer.render(row["messages"], add_generation_prompt=False)
+        if learns_messages and "messages" in row:
+            tokenizer.encode_demonstration(row["messages"], tools=row.get("tools"))
+        elif "prompt" in row:
+            tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+            prompt_rows.append(row)
     vocab_size = model.config.vocab.size
     beyond = [text for text, token_id in tokenizer.control.items() if token_id >= vocab_size]
-    return [f"control tokens beyond the embedding: {', '.join(beyond[:5])}"] if beyond else []
+    warnings = []
+    if beyond:
+        warnings.append(f"control tokens beyond the embedding: {', '.join(beyond[:5])}")
+    if note_wrapped_prompts(tokenizer, prompt_rows):
+        return warnings
+    is_plain = any(isinstance(row["prompt"], str) and row["prompt"] for row in prompt_rows)
+    if is_plain and tokenizer.has_chat_template:
+        warnings.append(
+            "prompts are plain text to continue, but the model has a chat template, so it expects "
+            "conversations; --data.chat auto wraps prompts"
+        )
+    return warnings
+
+
+def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) -> bool:
+    """Print a note if the chat template wraps plain prompts; return whether it does."""
+    is_wrapped = any(tokenizer.wraps(row.get("prompt")) for row in rows)
+    if is_wrapped:
+        print(
+            "note: prompts are wrapped by the model's chat template; --data.chat never turns it "
+            "off",
+            file=sys.stderr,
+        )
+    return is_wrapped
+
+
+def _learns_messages(stage: Stage) -> bool:
+    return stage.algorithm.experience.columns == ("messages",)
 
 
 # --- data ---
@@ -184,7 +216,18 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
             require_full_batch(train, config.batch.prompts)
         warnings += files.warnings(train, held_out)
         first_rows += train[:1]
+        if _learns_messages(stage):
+            # Only conversations of several turns show whether a template rewrites earlier ones.
+            first_rows += [row for row in train[1:] if _has_several_answers(row)][:1]
     return first_rows, warnings
+
+
+def _has_several_answers(row: data.Row) -> bool:
+    messages = row.get("messages")
+    return (
+        isinstance(messages, list)
+        and sum(message.get("role") == "assistant" for message in messages) > 1
+    )
 
 
 def require_full_batch(rows: list[data.Row], batch_size: int) -> None:
@@ -223,7 +266,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
     not checked, because loading one takes a device.
     """
     # Groups that are scored as they end may take twice as long in sum.
-    num_files = sum(".py:" in name for name in config.reward)
+    num_files = len(named.files(config.reward_names))
     seconds = 2 * config.reward_limits.batch_seconds * num_files
     watchdog_seconds = 60 * config.watchdog.minutes
     if 0 < watchdog_seconds <= seconds:
@@ -235,13 +278,16 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
             fix=f"--watchdog.minutes {math.ceil(2 * seconds / 60)}, or lower "
             "--reward-limits.batch-seconds",
         )
+    named.displayed(config.reward_terms)
     untrained = tuple(name for name in reward_names(config) if not is_directory(name))
     functions = named.reward_functions(
         untrained, config.reward_limits, config.allow_unsandboxed_code
     )
     if rows and any(stage.algorithm.experience.kind is Rollout for stage in config.stages):
         # Scoring no completions checks the columns only.
-        rewards.score(functions, [], [], {column: [] for column in rows[0] if column != "prompt"})
+        columns = {column: [] for column in rows[0] if column != "prompt"}
+        of_rollout = {column: [] for column in rewards.ROLLOUT_COLUMNS}
+        rewards.score(functions, [], [], columns, rollout_columns=of_rollout)
     for function in functions.values():
         if isinstance(function, IsolatedReward):
             function.stop()
@@ -250,7 +296,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
 
 def reward_names(config: ExperimentConfig) -> list[str]:
     """Return the names of all rewards of a run, each once."""
-    return list(dict.fromkeys(filter(None, (*config.reward, config.evaluation.reward))))
+    return list(dict.fromkeys(filter(None, (*config.reward_names, config.evaluation.reward))))
 
 
 def reward_directories(config: ExperimentConfig) -> list[Path]:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import tpu_rl
-from launch.config import AlgorithmConfig, ExperimentConfig
-from tpu_rl import models, sampler
+from launch.config import AlgorithmConfig, ExperimentConfig, FileData
+from tpu_rl import models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Reading, RoleSpec
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.checkpoint.train_state_io import BASE
@@ -28,7 +28,6 @@ from tpu_rl.models.policy import Select
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
 from tpu_rl.sampler import guided_policy
 from tpu_rl.tokenizers import Tokenizer, require_same_tokens
-from tpu_rl.tokenizers import load as load_tokenizer
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params, Policy, Purpose, Role, Roles
 
@@ -45,13 +44,32 @@ class Language(NamedTuple):
 def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
     """Return the model of --model.path with its tokenizer, and its weights on the mesh."""
     directory = model_directory(config)
-    tokenizer = load_tokenizer(models.tokenizer_directory(directory))
+    tokenizer = load_tokenizer(config, directory)
     if not config.model.random_init:
         model, params = load(config, str(directory), mesh)
         return Language(model, tokenizer), params
     model = from_config(config, directory)
     key = sampler.run_key(config.seed, Purpose.INIT, 0)
     return Language(model, tokenizer), random_params(model, key, mesh)
+
+
+def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
+    """Return the tokenizer of a model's directory, with the settings of the run.
+
+    Raises:
+        InputError: if there is none, or the settings do not fit it.
+    """
+    tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    return configure_tokenizer(config, tokenizer)
+
+
+def configure_tokenizer(config: ExperimentConfig, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with the settings of the run. The tasks' own prompts stay plain text."""
+    chat = tokenizers.ChatConfig()
+    if isinstance(config.data, FileData):
+        files = config.data
+        chat = tokenizers.ChatConfig(files.chat, files.system, files.assistant_turns)
+    return tokenizers.configure(tokenizer, config.tokenizer, chat)
 
 
 def model_directory(config: ExperimentConfig) -> Path:

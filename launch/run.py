@@ -164,7 +164,8 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
 def is_finished(config: ExperimentConfig, run_dir: Path) -> bool:
     """Return True if an earlier run took all the steps that are configured."""
     summary = run_dir / "summary.json"
-    page = run_dir / report.FILE  # It is written last.
+    # `finish` deletes it before it writes the summary, and writes it again last.
+    page = run_dir / report.FILE
     if not (page.exists() and summary.exists()):
         return False
     return json.loads(summary.read_text())["steps"] >= config.steps
@@ -260,7 +261,9 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
         began -= seconds
         folder.resume_from(step)
         with (
-            metrics.open_metrics(run_dir, step, config.steps, wandb=config.wandb) as sink,
+            metrics.open_metrics(
+                run_dir, step, config.steps, wandb=config.wandb, config=to_dict(config)
+            ) as sink,
             ExitStack() as open_sources,
         ):
             job = Job(
@@ -326,6 +329,8 @@ def train_stage(
             state, measured = evaluate(parts, state, in_full=is_run_end)
             row |= measured
         job.sink.write(step, row, experience.records)
+        if step % job.config.evaluation.interval == 0 and not is_run_end:
+            finish.update_report(job.run_dir)
         is_due = step % job.config.checkpoint_every == 0 and not job.recovery.in_a_row
         if is_stage_end or is_due:
             job.writer.save(step, state, parts.source.get_state(), wait=is_stage_end)
@@ -386,6 +391,7 @@ def evaluate_before_training(
     first = evaluators.before_training(context, stage, parts.evaluate)
     state, measured = evaluate(parts._replace(evaluate=first), state, in_full=True)
     job.sink.write(0, measured)
+    finish.update_report(job.run_dir)
     return state
 
 

@@ -2,17 +2,26 @@
 
 import ast
 import dataclasses
+import importlib
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
+import tpu_rl
 from launch import config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = "tests|tpu_rl|launch|bench|docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    ROOT / "recipes" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
 
 # Flags in the documentation that are not settings of launch/run.py: those of other commands of this
 # repository, of pytest, of SLURM and of gcloud.
@@ -22,10 +31,12 @@ OTHER_FLAGS = {
     "axes",
     "baseline",
     "cases",
+    "check",
     "coefficients",
     "command",
     "coordinator-address",
     "dist",
+    "dtype",
     "engines",
     "flips",
     "gpus-per-node",
@@ -35,26 +46,33 @@ OTHER_FLAGS = {
     "help",
     "json",
     "kl-coef",
+    "max-shard-size",
     "nodes",
     "ntasks-per-node",
     "num-processes",
     "only",
     "policy",
+    "port",
     "presets",
+    "private",
     "problems",
     "process-id",
     "processes",
+    "push-to-hub",
     "requeue",
     "role",
     "rounds",
     "rows",
     "samples",
     "search",
+    "serve",
     "signal",
     "speed",
+    "strict",
     "to",
     "topology",
     "warmup",
+    "wheel",
     "worker",
     "xla_gpu_exclude_nondeterministic_ops",
     "zone",
@@ -147,3 +165,167 @@ def test_selected_tests_exist(page):
         names += [name for file in files for name in names_of_tests(ROOT / file)]
         words = set(re.findall(r"\w+", selection[1] or selection[2])) - {"and", "or", "not"}
         assert {word for word in words if not any(word in name for name in names)} == set(), command
+
+
+# --- troubleshooting ---
+
+
+def message_parts() -> list[list[str]]:
+    """Return the constant parts of every string in the source, in order, without placeholders.
+
+    What precedes a message ("warning: ") is left out.
+    """
+    parts = []
+    for folder in ("launch", "tpu_rl"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    values = [part for part in node.values if isinstance(part, ast.Constant)]
+                    parts.append([str(part.value) for part in values])
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    parts.append([node.value])
+    return [
+        [re.sub(r"^(warning|note): (step )?", "", strings[0]), *strings[1:]]
+        for strings in parts
+        if strings
+    ]
+
+
+def quotes(text: str, parts: list[str]) -> bool:
+    """Return True if a text is the beginning of a message, with something between its parts."""
+    place = 0
+    matched = 0
+    for part in parts:
+        start = text.find(part, place)
+        if start < 0:
+            # The text may end inside of this part.
+            ends = [n for n in range(1, len(part)) if text.endswith(part[:n])]
+            matched += max(ends, default=0)
+            break
+        matched += len(part)
+        place = start + len(part)
+    return matched >= 0.6 * len(text)
+
+
+def quoted_messages() -> list[str]:
+    """Return the messages that docs/troubleshooting.md quotes, without "warning" and the step."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = re.sub(r"^```$.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    spans = [
+        double.strip() or single
+        for double, single in re.findall(r"``([^\n]+?)``|`([^`\n]+)`", page)
+    ]
+    commands = ("-", "python ", "jq ", "iconv ", "export.py ", "pip ")
+    messages = [span for span in spans if " " in span and not span.startswith(commands)]
+    return [re.sub(r"^(warning|note): (step \d+: )?", "", message) for message in messages]
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    messages = quoted_messages()
+    assert len(messages) > 25
+    sources = message_parts()
+    unknown = [text for text in messages if not any(quotes(text, parts) for parts in sources)]
+    assert unknown == []
+
+
+def test_a_message_that_does_not_exist_is_noticed():
+    sources = message_parts()
+    assert any(quotes("3 training rows are fewer than a batch of 8", parts) for parts in sources)
+    assert not any(quotes("3 training rows are less than a batch of 8", part) for part in sources)
+
+
+# --- the site ---
+
+
+def test_the_reference_lists_modules_that_exist_and_every_algorithm():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    modules = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    assert len(modules) == len(set(modules)) > 30
+    for name in modules:
+        assert importlib.import_module(name).__doc__, name
+    files = (ROOT / "tpu_rl" / "algos").glob("*.py")
+    algorithms = {f"tpu_rl.algos.{path.stem}" for path in files if path.stem != "__init__"}
+    assert algorithms <= set(modules)
+
+
+@pytest.fixture(scope="module")
+def site_hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("link", "source", "page", "expected"),
+    [
+        (
+            "../README.md#algorithms",
+            "docs/quickstart.md",
+            "quickstart.md",
+            "overview.md#algorithms",
+        ),
+        ("../../README.md", "docs/how-to/lora.md", "how-to/lora.md", "../overview.md"),
+        ("docs/how-to/lora.md", "README.md", "overview.md", "how-to/lora.md"),
+        ("docs/curve.png", "README.md", "overview.md", "curve.png"),
+        ("CHANGELOG.md", "README.md", "overview.md", "changelog.md"),
+        ("LICENSE", "CONTRIBUTING.md", "contributing.md", "license.md"),
+        ("../concepts.md#keys", "docs/how-to/lora.md", "how-to/lora.md", "../concepts.md#keys"),
+        ("#install", "README.md", "overview.md", "#install"),
+        ("https://a.b/c.md", "README.md", "overview.md", "https://a.b/c.md"),
+    ],
+)
+def test_links_for_github_become_links_of_the_site(site_hooks, link, source, page, expected):
+    assert site_hooks.translate(f"see [x]({link}).", source, page) == f"see [x]({expected})."
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose settings may name Python objects."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *arguments: None)
+
+
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site_hooks):
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+
+    def pages_in(nav: Any) -> list[str]:
+        if isinstance(nav, str):
+            return [nav]
+        return [
+            page
+            for part in (nav.values() if isinstance(nav, dict) else nav)
+            for page in pages_in(part)
+        ]
+
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages_in(settings["nav"])) == sorted(pages | set(site_hooks.PAGES.values()))
+    assert settings["theme"]["font"] is False
+    assert "extra_javascript" not in settings
+    assert "extra_css" not in settings
+
+
+# --- versions ---
+
+
+def test_one_version_everywhere():
+    version = tpu_rl.__version__
+    assert f'version="{version}"' in (ROOT / "setup.py").read_text()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    assert citation["license"] == "Apache-2.0"
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == version
+
+
+def test_the_site_needs_the_same_packages_everywhere():
+    """The extra [docs], CI and CONTRIBUTING.md install them."""
+    setup = (ROOT / "setup.py").read_text()
+    [line] = re.findall(r'"docs": \[(.*)\]', setup)
+    packages = re.findall(r'"([^"]+)"', line)
+    assert len(packages) == 2
+    for name in ("CONTRIBUTING.md", ".ci/run"):
+        text = (ROOT / name).read_text()
+        assert all(f'"{package}"' in text for package in packages), name

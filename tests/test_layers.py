@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": STATE,
     "runtime": STATE | {"train.update_step", "redaction"},
     "checkpoint": STATE | {"runtime", "metrics"},
-    "report": {"errors", "metrics"},
+    "report": {"errors", "metrics", "redaction"},
     # Experience.
     "sandbox": {"errors"},
     "environments": BASICS,

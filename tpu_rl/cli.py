@@ -1,7 +1,7 @@
 """The console command `tpu-rl`: the commands of the folder launch, from any folder.
 
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
-tpu-rl evaluate|export|plan|doctor|verify   the same as python launch/NAME.py
+tpu-rl evaluate|export|plan|report|doctor|verify   the same as python launch/NAME.py
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
 """
@@ -20,7 +20,7 @@ from tpu_rl import redaction
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import stdio
 
-COMMANDS = ("run", "evaluate", "export", "plan", "doctor", "verify")
+COMMANDS = ("run", "evaluate", "export", "plan", "report", "doctor", "verify")
 WHEEL_FOLDER = Path(tpu_rl.__file__).with_name("_wheel")
 """The folder that contains launch in an installed wheel. A wheel installs no top-level package
 besides tpu_rl."""

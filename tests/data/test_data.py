@@ -307,7 +307,7 @@ def test_long_texts_are_cut_at_their_end(letters):
         assert learned(batch, letters, 2) == expected
 
 
-def test_the_last_answer_of_a_conversation_is_trained_on(letters):
+def test_the_answers_of_a_conversation_are_trained_on(letters):
     user, first, again, second = (
         {"role": role, "content": content}
         for role, content in [
@@ -327,7 +327,7 @@ def test_the_last_answer_of_a_conversation_is_trained_on(letters):
     batch = data.demonstrations(rows, letters, max_length=80)
     assert [learned(batch, letters, i) for i in range(5)] == [
         "hello<eos>",
-        "no <eos><eos>",
+        "hello<eos>no <eos><eos>",
         "hello<eos>",
         "no <eos><eos>",
         "hello<eos>",
@@ -337,7 +337,10 @@ def test_the_last_answer_of_a_conversation_is_trained_on(letters):
         == "<bos>user:hi<eos>\n<bos>assistant:hello<eos>"
     )
     # The spelt "<eos>" is five characters, the real one is a token.
-    assert batch.action_mask[1].sum() == len("no ") + 5 + 1
+    assert batch.action_mask[3].sum() == len("no ") + 5 + 1
+    # Only the answers of the completion, and their ends.
+    cut = data.demonstrations(rows[1:2], letters, max_length=40)
+    assert cut.action_mask[0].tolist() == batch.action_mask[1][:40].tolist()
 
 
 def test_a_template_that_rewrites_the_end_does_not_matter():

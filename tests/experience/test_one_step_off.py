@@ -20,11 +20,12 @@ from tpu_rl.types import TrainState
 NUM_PROMPTS = 4
 GROUP_SIZE = 2
 LOGGING_REWARD = """
-def score(prompts, completions, **columns):
+def score(prompts, completions, step, **columns):
     with open({log!r}, "a") as file:
         print(*prompts, sep="\\n", file=file)
-    return [len(text) / 100 for text in completions]
+    return [len(text) / 100 + number for text, number in zip(completions, step)]
 """
+"""The reward depends on the step that samples a batch, which a resumed run must remember."""
 
 
 class Run(NamedTuple):
@@ -92,7 +93,7 @@ def test_each_batch_but_the_first_is_one_update_old(run):
         np.testing.assert_array_equal(experience.data.log_probs, expected[batch].log_probs)
         assert set(experience.data.policy_step.tolist()) == {max(0, batch - 1)}
         assert [record["reward"] for record in experience.records] == pytest.approx(
-            [len(record["completion"]) / 100 for record in experience.records]
+            [len(record["completion"]) / 100 + max(1, batch) for record in experience.records]
         )
     assert [experience.metrics["rollout/stale"] for experience in steps] == [0, 1, 1]
 

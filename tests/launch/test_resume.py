@@ -124,6 +124,19 @@ def test_signal_saves_the_last_complete_step(
     assert rows_of(run_dir) == rows_of(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon", "lion", "sgd"])
+def test_every_optimizer_resumes_to_the_same_bits(name, tmp_path, monkeypatch):
+    flags = [*TINY, *STEPS, "--optimizer.name", name]
+    whole_run = [*flags, "--run-dir", str(tmp_path / "whole")]
+    assert run.main(whole_run) == 0
+    cut_run = [*flags, "--run-dir", str(tmp_path / "cut")]
+    assert run_until(signal.SIGTERM, cut_run, 2, monkeypatch) == 75
+    assert run.main(cut_run) == 0
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+
+
 def test_sigterm_during_a_rollout_drops_the_step(whole, tmp_path, capsys, monkeypatch):
     """The resumed run takes the step's rows from the data again."""
     run_dir = tmp_path / "run"

@@ -157,13 +157,23 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
     assert "same command" in capsys.readouterr().err
 
 
-def test_a_dry_run_claims_no_device():
+@pytest.mark.parametrize("flags", [[], ["--optimizer.name", "muon"]], ids=["adamw", "muon"])
+def test_a_dry_run_claims_no_device(flags):
     """Of which there are none here that could be claimed."""
     env = os.environ | {"JAX_PLATFORMS": "tpu"}
-    ended = subprocess.run(
-        [sys.executable, "launch/run.py", "--dry-run"], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "launch/run.py", "--dry-run", *flags]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [("adamw", "3.4"), ("adafactor", "0.6"), ("lion", "1.7")],
+)
+def test_a_dry_run_counts_the_state_of_the_optimizer(name, mib, capsys):
+    assert run.main(["--dry-run", "--optimizer.name", name]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "445,824" in line]
+    assert line.split() == ["policy", "445,824", "1.7", mib]
 
 
 def test_dry_run(capsys):

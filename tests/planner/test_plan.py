@@ -22,6 +22,7 @@ from tpu_rl import models
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.planner import estimates, known_models, memory, sampling, steps
+from tpu_rl.train import optimizers
 
 SMALL = (
     "--batch.prompts",
@@ -238,6 +239,21 @@ def test_seconds_of_a_plan_are_those_of_the_last_stage(monkeypatch):
     assert len({type(stage.algorithm) for stage in config.stages}) < len(config.stages)
     monkeypatch.setattr(plan_search, "_stage_lines", lambda *_: iter([a_line()]))
     assert plan_search.make_plan(config, local_target(), plan_steps.read_model(config)).seconds == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "lion", "sgd"])
+def test_a_plan_counts_the_state_of_any_optimizer(name):
+    config = configuration.parse(["arithmetic_grpo", *SMALL, "--optimizer.name", name])
+    base = plan_steps.read_model(config)
+    mesh = compose.make_mesh(MeshConfig())
+    planned = plan_steps.plan_stage(config, config.stages[0], mesh, base)
+    params = roles.param_shapes(config, base)["policy"]
+    size = optimizers.state_bytes(config.optimizer, params, models.matrix_axes)
+    assert plan_steps.state_bytes(planned)["optimizer"] == size
+    offloaded = replace(config, optimizer=replace(config.optimizer, offload=True))
+    planned = plan_steps.plan_stage(offloaded, config.stages[0], mesh, base)
+    on_host = steps.chip_bytes(planned.state.opt_state, on_host=True)
+    assert size - 16 <= on_host < size  # The counters stay.
 
 
 @pytest.mark.slow

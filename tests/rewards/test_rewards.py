@@ -1,5 +1,6 @@
 """Rewards: errors never become zeros, user code is named, and verifiers know equal answers."""
 
+import functools
 import math
 import sys
 from fractions import Fraction
@@ -312,14 +313,21 @@ def verify(gold, answer):
 
 
 @pytest.fixture
-def fresh_verifiers():
-    rewards._verifiers.cache_clear()
+def fresh_verifiers(monkeypatch):
+    """Stop the processes that a test starts."""
+    pools = []
+    start = rewards._verifiers.__wrapped__
+
+    @functools.cache
+    def start_and_note(*function):
+        pools.append(start(*function))
+        return pools[-1]
+
+    monkeypatch.setattr(rewards, "_verifiers", start_and_note)
     yield
-    if rewards._verifiers.cache_info().currsize:
-        _, idle = rewards._verifiers()
+    for _, idle in pools:
         for _ in range(idle.qsize()):
             idle.get().stop()
-    rewards._verifiers.cache_clear()
 
 
 def test_a_hanging_or_dying_verifier_costs_its_own_row_only(tmp_path, monkeypatch, fresh_verifiers):
@@ -348,6 +356,27 @@ def test_math_verify_compares_answers(fresh_verifiers):
     assert rewards.math_equivalent(right, right, answer=bare) == [1] * len(bare)
     wrong = [rf"\boxed{{{number}}}" for number in (2, 5, 2, 5, 1, 5, 4, 8)]
     assert rewards.math_equivalent(wrong, wrong, answer=bare) == [0] * len(bare)
+
+
+def test_answers_of_a_problem_are_compared_with_each_other(fresh_verifiers):
+    pytest.importorskip("math_verify")
+    groups = [
+        [r"so \boxed{\frac{1}{2}}", r"\boxed{0.5}", "no idea", "$2/4$", r"\boxed{2}"],
+        [r"\boxed{x+1}", r"\boxed{1+x}", r"\boxed{\$18}"],
+        ["I do not know"],
+    ]
+    assert rewards.math_answers(groups) == [[0, 0, None, 0, 1], [0, 0, 1], [None]]
+
+
+def test_a_hanging_comparison_costs_its_own_problem_only(tmp_path, monkeypatch, fresh_verifiers):
+    (tmp_path / "math_verify.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rewards, "VERDICT_SECONDS", -1.0)
+    monkeypatch.setattr(rewards, "VERIFIERS", 2)
+    groups = [["1", "2", "", "1"], ["1", "hang"], ["3", "4", "3"]]
+    first, second, third = rewards.math_answers(groups)
+    assert (first, third) == ([0, 1, None, 0], [0, 1, 0])
+    assert "no answer within 1 s (math_equivalence.py:" in str(second)
 
 
 def test_whole_batch_functions_are_not_called_with_a_part():

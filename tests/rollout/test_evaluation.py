@@ -21,6 +21,7 @@ from tpu_rl.rollout.evaluation import (
     evaluate,
     majority,
     majority_vote,
+    mean_estimate,
     pass_at,
     pass_at_k,
     weighted,
@@ -116,6 +117,18 @@ def test_metrics_count_problems():
     assert of_nothing[1:] == (0.0, 1.0, 0)
 
 
+def test_mean_of_graded_rewards_has_a_t_interval():
+    result = mean_estimate([0.1, 0.4, 0.7])
+    # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.302653.
+    assert result == pytest.approx((0.4, 0.4 - 4.302653 * 0.173205, 0.4 + 4.302653 * 0.173205, 3))
+    assert mean_estimate([-2.5] * 4) == (-2.5, -2.5, -2.5, 4)
+    alone = mean_estimate([3.0])
+    assert (alone.value, alone.n) == (3.0, 1)
+    assert math.isnan(alone.low)
+    assert math.isnan(alone.high)
+    assert math.isnan(mean_estimate([]).value)
+
+
 # --- a policy that writes one of several texts ---
 
 TOKENIZER = tokenizers.characters(environments.ALPHABET)
@@ -193,6 +206,34 @@ def test_evaluation_of_a_policy_that_guesses():
     assert truncated.accuracy == pytest.approx(1 / 3)
 
 
+def test_answers_of_a_problem_may_be_read_together():
+    """Of three problems, the answers of one cannot be compared, and another has none."""
+    rows = [{"prompt": f"{a}+1=", "answer": "5"} for a in (4, 5, 7)]
+    config = SamplerConfig(
+        max_new_tokens=6, stop_ids=TOKENIZER.eos_ids, samples_per_prompt=63, prompt_length=8
+    )
+    seen = []
+
+    def read_groups(groups):
+        seen.extend(groups)
+        numbers = [[int(text[1:]) for text in group] for group in groups]
+        return [numbers[0], ValueError("too hard"), [None] * 63]
+
+    reward = {"arithmetic": rewards.BUILTIN["arithmetic"]}
+    engine = scripted_engine(["#5", "#6"], reward, config)
+    result = evaluate(engine, {}, rows, read_groups=read_groups)
+    assert [len(group) for group in seen] == [63] * 3
+    assert [problem.completions for problem in result.problems] == seen
+    first, second, third = result.problems
+    assert first.answers == [int(text[1:]) for text in first.completions]
+    assert second.answers == third.answers == [None] * 63
+    assert result.errors == ["the answers of a problem do not vote: too hard"]
+    assert result.reads_answers
+    assert result.well_formed == pytest.approx(1 / 3)
+    five_wins = 2 * first.answers.count(5) > 63
+    assert evaluation.majority_vote(result.problems).value == pytest.approx(five_wins / 3)
+
+
 def test_reward_may_fail_on_the_share_that_the_run_allows():
     rows = [{"prompt": f"{a}+1="} for a in (4, 5, 6, 7)]
 
@@ -232,3 +273,16 @@ def test_completions_that_are_not_scored_are_left_out():
     result = evaluate(scripted_engine(["#5"], {"grade": grade}, config), {}, rows)
     assert (result.accuracy, result.n, result.reads_answers) == (1.0, 2, False)
     assert [problem.prompt for problem in result.problems] == ["4+1=", "6+1="]
+
+
+def test_graded_rewards_have_a_mean_of_the_scored_problems():
+    rows = [{"prompt": "4+1="}, {"prompt": "5+1="}, {"prompt": "6+1="}]
+
+    def grade(prompts, completions):
+        values = {"4+1=": 0.4, "5+1=": None, "6+1=": 2.0}
+        return [values[prompt] for prompt, _ in zip(prompts, completions, strict=True)]
+
+    config = SamplerConfig(max_new_tokens=4, stop_ids=TOKENIZER.eos_ids)
+    result = evaluate(scripted_engine(["#5"], {"grade": grade}, config), {}, rows)
+    assert result.accuracy == 0.5
+    assert result.reward == pytest.approx(mean_estimate([0.4, 2.0]))

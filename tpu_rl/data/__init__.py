@@ -1,7 +1,8 @@
 """Data rows, in an order that resumes exactly, and rows as arrays of tokens.
 
 Rows are dicts in TRL's shapes: `prompt` (a text or messages) with any other columns; `prompt,
-completion`; `messages`; `prompt, chosen, rejected`. `tpu_rl.data.files` reads and checks files.
+completion`; `messages`; `prompt, chosen, rejected`. `tpu_rl.data.files` reads and checks files;
+`tpu_rl.data.formats` has their formats and shapes.
 `stream` shuffles rows and repeats them. `demonstrations`, `pairs` and `steps` encode rows.
 """
 
@@ -261,9 +262,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_prompt(self, prompt: str | list[dict[str, Any]]) -> list[int]: ...
+    def encode_prompt(self, prompt: str | list[dict[str, Any]], tools: Any = None) -> list[int]: ...
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]: ...
+    def wraps(self, prompt: Any) -> bool: ...
+
+    def encode_demonstration(
+        self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
+    ) -> tuple[list[int], list[bool]]: ...
 
 
 def demonstrations(
@@ -271,8 +276,10 @@ def demonstrations(
 ) -> types.Demonstrations:
     """Return rows `prompt, completion` or `messages` as arrays [N, max_length].
 
-    Only completions are trained on, with their end-of-sequence token. Longer texts are cut at their
-    end. A row whose prompt fills all columns has nothing to train on.
+    Only completions, and of conversations the assistant's messages, are trained on, each with its
+    end-of-sequence token (`Tokenizer.encode_demonstration`). A column `tools` goes to the chat
+    template. Longer texts are cut at their end. A row whose prompt fills all columns has nothing to
+    train on.
 
     Args:
         rows: the rows.
@@ -280,15 +287,17 @@ def demonstrations(
         max_length: columns of the arrays.
 
     Raises:
-        InputError: if a conversation has no answer of the assistant.
+        InputError: if a conversation has no answer of the assistant, or they cannot be found.
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     action_mask = np.zeros((len(rows), max_length), bool)
     for i, row in enumerate(rows):
-        prompt, completion = _tokenize(row, tokenizer)
-        ids = (prompt + completion)[:max_length]
-        tokens[i, : len(ids)] = ids
-        action_mask[i, len(prompt) : len(ids)] = True
+        ids, learned = _tokenize(row, tokenizer)
+        length = min(len(ids), max_length)
+        tokens[i, :length] = ids[:length]
+        action_mask[i, :length] = learned[:length]
+    # Nothing predicts the first token of a row that has no prompt and no beginning token.
+    action_mask[:, :1] = False
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "action_mask": action_mask,
@@ -322,7 +331,8 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
         else:
             sides = [("completion", bool(row["label"]))]
         for side, is_good in sides:
-            texts.append({"prompt": row["prompt"], "completion": row[side]})
+            text = {"prompt": row["prompt"], "completion": row[side]}
+            texts.append(text | {"tools": row.get("tools")})
             group_id.append(i)
             preferred.append(is_good)
             margin.append(float(row.get("margin") or 0.0))
@@ -354,7 +364,7 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
     is_labeled = np.zeros((len(rows), max_length), bool)
     labels = np.zeros((len(rows), max_length), np.float32)
     for i, row in enumerate(rows):
-        ids = tokenizer.encode_prompt(row["prompt"])
+        ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
         steps_and_labels = zip(row["completions"], row["labels"], strict=True)
         for number, (step, label) in enumerate(steps_and_labels, start=1):
             ids = ids + tokenizer.encode(step)
@@ -375,40 +385,23 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
     return types.QExamples(**arrays)
 
 
-def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the token ids of the prompt, and of the completion with its end."""
-    is_text = isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
-    if "messages" not in row and is_text:
-        completion = [*tokenizer.encode(row["completion"]), tokenizer.eos_ids[0]]
-        return tokenizer.encode_prompt(row["prompt"]), completion
-    messages = row["messages"] if "messages" in row else _joined(row["prompt"], row["completion"])
-    last = max(
-        (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0
-    )
-    if last == 0:
-        raise InputError(
-            "a conversation has no answer by the assistant to learn from",
-            where=json.dumps(messages, ensure_ascii=False)[:200],
-            why="only messages with the role `assistant`, after a prompt, are trained on",
-            fix="drop the row",
-        )
-    prompt = tokenizer.encode_prompt(messages[:last])
-    whole = tokenizer.render(messages[: last + 1], add_generation_prompt=False)
-    if whole[: len(prompt)] == prompt:
-        completion = whole[len(prompt) :]
-        ends = [i for i, token in enumerate(completion) if token in tokenizer.eos_ids]
-        if ends:
-            # A template may add a line break after the end, where the sampler has stopped already.
-            return prompt, completion[: ends[-1] + 1]
-    # Some templates rewrite the end of the conversation (Qwen3's empty thinking block), and some
-    # write no end.
-    return prompt, [*tokenizer.encode(messages[last]["content"]), tokenizer.eos_ids[0]]
+def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a row, and which of them are learned."""
+    tools = row.get("tools")
+    if "messages" in row:
+        return tokenizer.encode_demonstration(row["messages"], tools=tools)
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.wraps(prompt):
+        prompt_ids = tokenizer.encode_prompt(prompt)
+        completion_ids = [*tokenizer.encode(completion), tokenizer.eos_ids[0]]
+        learned = [False] * len(prompt_ids) + [True] * len(completion_ids)
+        return prompt_ids + completion_ids, learned
+    given = _as_messages(prompt, "user")
+    messages = given + _as_messages(completion, "assistant")
+    return tokenizer.encode_demonstration(messages, len(given), tools)
 
 
-def _joined(prompt: str | list[Any], completion: str | list[Any]) -> list[Any]:
-    """Return prompt and completion as the messages of one conversation."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    return prompt + completion
+def _as_messages(value: str | list[Any], role: str) -> list[Any]:
+    """Return messages as they are, and a text as one message of the role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Read rows of JSONL and Parquet files, and check every line before a run begins.
+"""Read rows of files and datasets, and check every line before a run begins.
 
 Anything wrong with a file is one InputError that names its line. `warnings` lists what is valid but
 rarely intended.
@@ -10,11 +10,13 @@ import difflib
 import glob
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpu_rl.data import formats
 from tpu_rl.errors import InputError, MachineError
 
 Row = dict[str, Any]
@@ -32,35 +34,34 @@ def read(
     path: str | Path,
     columns: Sequence[str] = ("prompt",),
     check: Callable[[Row], None] | None = None,
+    split: str | None = None,
+    config: str | None = None,
 ) -> list[Row]:
-    """Return the rows of a JSONL or Parquet file.
+    """Return the rows of files, of a saved dataset, or of a dataset of the hub.
 
     Args:
-        path: the file.
+        path: files or patterns, separated by commas; a folder of `datasets.save_to_disk`; or a
+            name OWNER/NAME of the hub. What exists under this path is preferred.
         columns: columns that each row must have, with values of the right type.
         check: raises ValueError for a row that cannot be used.
+        split: the split of a dataset. The default is `train`, or the only one.
+        config: the configuration of a dataset of the hub.
 
     Raises:
-        InputError: if the file cannot be read, has no rows, or has a row that is not valid.
-        MachineError: if the file is Parquet and pyarrow is not installed.
+        InputError: if a file cannot be read, has no rows, or has a row that is not valid.
+        MachineError: if the format needs a package that is not installed.
     """
-    file = _existing_file(Path(path).expanduser())
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise InputError(
-            "cannot read the data file",
-            where=str(file),
-            why=error.strerror or str(error),
-            fix="correct --data.path, or let this user read the file",
-        ) from error
-    numbered = _parquet_rows(file) if content[:4] == b"PAR1" else _json_lines(file, content)
     rows = []
     # Column -> (type of its first value, where that is).
     kinds: dict[str, tuple[str, str]] = {}
-    for where, row in numbered:
+    for where, original in _numbered_rows(path, split, config):
+        row = _normalized(where, original, columns)
         _check_columns(where, row, columns)
+        # The prompt of a row that is learned as a whole is empty.
+        is_text = formats.is_plain_text(original)
         for column in columns:
+            if column == "prompt" and is_text:
+                continue
             kind = _check_value(where, column, row[column])
             first_kind, first_where = kinds.setdefault(column, (kind, where))
             if kind != first_kind:
@@ -82,11 +83,123 @@ def read(
         rows.append(row)
     if not rows:
         raise InputError(
-            "the data file has 0 rows",
-            where=str(file),
-            fix="give a file with one JSON object per line",
+            "the data have 0 rows",
+            where=str(path),
+            fix="give another file, dataset or --data.split",
         )
     return rows
+
+
+def _normalized(where: str, row: Row, columns: Sequence[str]) -> Row:
+    """Return `formats.normalize` of a row. Raises InputError if it does not fit its shape."""
+    try:
+        return formats.normalize(row, columns)
+    except ValueError as error:
+        raise InputError(
+            "a row does not fit its shape",
+            where=where,
+            why=str(error),
+            fix="correct it, or drop the row",
+        ) from error
+
+
+_DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".arrow", ".tsv", ".txt")
+
+
+def _numbered_rows(
+    path: str | Path, split: str | None, config: str | None
+) -> Iterator[tuple[str, Row]]:
+    """Yield ("where", row) of each row of all parts of the path."""
+    whole = Path(path).expanduser()
+    parts = [str(whole)] if whole.exists() else [part.strip() for part in str(path).split(",")]
+    for part in filter(None, parts) if any(parts) else [str(path)]:
+        place = Path(part).expanduser()
+        if place.is_dir() and formats.is_saved_dataset(place):
+            yield from formats.saved_rows(place, split)
+        elif place.exists() or not glob.has_magic(part):
+            if _is_hub_name(part, place):
+                yield from formats.hub_rows(part, config, split)
+                continue
+            _refuse_dataset_flags(part, split, config)
+            yield from _file_rows(_existing_file(place))
+        else:
+            _refuse_dataset_flags(part, split, config)
+            names = sorted(glob.glob(str(place), recursive=True))
+            for name in names or [str(place)]:
+                yield from _file_rows(_existing_file(Path(name)))
+
+
+def _is_hub_name(part: str, place: Path) -> bool:
+    """Return whether a path that does not exist can be the name of a dataset of the hub."""
+    return (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", part) is not None
+        and not os.path.lexists(place)
+        and not place.parent.exists()
+        and not part.endswith(_DATA_SUFFIXES)
+    )
+
+
+def _refuse_dataset_flags(part: str, split: str | None, config: str | None) -> None:
+    """Raise InputError if a file is given with the split or configuration of a dataset."""
+    if split is not None or config is not None:
+        raise InputError(
+            "a file has no splits or configurations",
+            where=f"{part}, --data.split, --data.config",
+            fix="leave them out, or give a saved dataset or a name of the hub",
+        )
+
+
+def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """Yield ("where", row) of each row of a file. Raises InputError if it has none."""
+    is_empty = True
+    for where, row in _rows_of_any_format(file):
+        is_empty = False
+        yield where, row
+    if is_empty:
+        raise InputError(
+            "the data file has 0 rows",
+            where=str(file),
+            fix="give a file with rows, or leave it out",
+        )
+
+
+def _rows_of_any_format(file: Path) -> Iterator[tuple[str, Row]]:
+    """Yield ("where", row) of each row of a file, whose format its name and content tell."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError(
+            "cannot read the data file",
+            where=str(file),
+            why=error.strerror or str(error),
+            fix="correct --data.path, or let this user read the file",
+        ) from error
+    name = file.name.lower()
+    if content[:2] == b"\x1f\x8b" or name.endswith(".gz"):
+        content = formats.gunzip(file, content)
+        name = name.removesuffix(".gz")
+    if content[:4] == b"PAR1":
+        yield from _parquet_rows(file, content)
+    elif name.endswith(".csv"):
+        yield from formats.csv_rows(file, content)
+    elif name.endswith(".json") and content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        yield from formats.array_rows(file, _array_text(file, content), _array_decoder.raw_decode)
+    else:
+        yield from _json_lines(file, content)
+
+
+def _array_text(file: Path, content: bytes) -> str:
+    """Return the text of a JSON array. Raises InputError if it cannot be text."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"byte {error.start + 1} is not UTF-8",
+            where=str(file),
+            why=error.reason,
+            fix="convert the file to UTF-8 (iconv)",
+        ) from error
+    return text
 
 
 def _existing_file(file: Path) -> Path:
@@ -102,14 +215,11 @@ def _existing_file(file: Path) -> Path:
             if names
             else "give a JSONL or Parquet file",
         )
-    if glob.has_magic(file.name) and not file.exists():
-        names = sorted(str(entry) for entry in file.parent.glob(file.name))
+    if glob.has_magic(str(file)) and not file.exists():
         raise InputError(
-            "the data path is a pattern, not a file",
+            "the data path is a pattern, not a file, and nothing matches it",
             where=str(file),
-            fix=f"give one file: {', '.join(names[:5])}"
-            if names
-            else "nothing matches it; give a file's name",
+            fix="correct the pattern, or give a file's name",
         )
     if not file.exists():
         names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
@@ -196,13 +306,12 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
 
 
 _OTHER_FORMATS = {
-    b"\x1f\x8b": ("gzip", "gunzip it"),
     b"PK\x03\x04": ("a zip archive", "unzip it"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8 (iconv)"),
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "git lfs pull"),
-    b"[": ("one JSON array", "write one object per line: jq -c '.[]'"),
+    b"[": ("one JSON array", "name it .json, or write one object per line: jq -c '.[]'"),
     b"<": ("HTML or XML, perhaps the error page of a download", "download it again"),
 }
 """First bytes -> (name of the format, how to get the data)."""
@@ -253,7 +362,12 @@ def _finite(text: str) -> float:
     return number
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
+_array_decoder = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite
+)
+
+
+def _parquet_rows(file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
     """Yield ("file, row number", row) of each row."""
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [parquet])
@@ -266,7 +380,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
             fix='pip install "tpu_rl[parquet]"',
         ) from error
     try:
-        rows = parquet.read_table(file).to_pylist()
+        rows = parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
             "a damaged Parquet file",
@@ -349,7 +463,7 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
-            or "content" not in message
+            or not ("content" in message or message.get("tool_calls"))
         ):
             raise InputError(
                 f"message {number} of `{column}` is not an object with `role` and `content`",
@@ -387,7 +501,7 @@ def warnings(
         held_out: the held-out rows.
         max_duplicate_share: repeated prompts are reported above this share of the rows.
     """
-    prompts = [_text(row["prompt"]) for row in rows if "prompt" in row]
+    prompts = [_text(row["prompt"]) for row in rows if row.get("prompt")]
     num_duplicates = len(prompts) - len(set(prompts))
     # Pairs and graded completions have several rows per prompt.
     is_compared = any("chosen" in row or "label" in row for row in rows)
@@ -409,7 +523,7 @@ def warnings(
 
 def _model_input(row: Row) -> str:
     """Return the prompt, or all messages of a conversation without a prompt."""
-    return _text(row["prompt"]) if "prompt" in row else _all_text(row)
+    return _text(row["prompt"]) if row.get("prompt") else _all_text(row)
 
 
 def _all_text(row: Row) -> str:
@@ -423,5 +537,7 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return "\n".join(str(message["content"]) for message in value)
+        return "\n".join(
+            str(message.get("content") or message.get("tool_calls") or "") for message in value
+        )
     return ""

@@ -11,25 +11,45 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from tpu_rl import sampler
 from tpu_rl.environments import TASKS
 from tpu_rl.sampler import Speculation
-from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers import AssistantTurns, Tokenizer
+
+DataFormat = Literal["plain", "code", "gsm8k", "gsm8k_solutions"]
+"""The columns of files of rows; see `FileData.format`."""
 
 
 @dataclass(frozen=True)
 class FileData:
-    """JSONL or Parquet rows."""
+    """Rows of files or of a dataset."""
 
     path: str | None = None
-    """Training rows. Columns: `prompt` (text or messages), `messages`, or `prompt` and
-    `completion`, and any others; for preferences `prompt, chosen, rejected`, or `prompt,
-    completion, label` if each completion is graded by itself."""
+    """Training rows: files or patterns, separated by commas (.jsonl, .json, .csv, .parquet, also
+    .gz), a folder of datasets.save_to_disk, or a name OWNER/NAME of the hub. Columns: `prompt`
+    (text or messages), `messages`, or `prompt` and `completion`, and any others; for preferences
+    `prompt, chosen, rejected`, or `prompt, completion, label` if each completion is graded by
+    itself."""
     evaluation_path: str | None = None
     """Held-out rows. Without it, the last rows of `path` are held out and never trained on."""
-    format: Literal["plain", "code", "gsm8k", "gsm8k_solutions"] = "plain"
+    split: str | None = None
+    """The split of a saved dataset or a dataset of the hub. The default is `train`."""
+    evaluation_split: str | None = None
+    """The split of `evaluation_path`, in the same way."""
+    config: str | None = None
+    """The configuration of a dataset of the hub, such as `main` of openai/gsm8k."""
+    format: DataFormat = "plain"
     """code: also a column `tests`, for the reward python_tests. gsm8k: columns `question` and
     `answer`, as published. gsm8k_solutions: example_model_solutions.jsonl, whose right and wrong
     solutions of a problem make pairs; the last problems, at most a quarter, are held out."""
     instruction: str = ""
     """Text to append to every prompt, or to the last user message of a conversation."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """The use of the chat template for prompts that are plain text. auto: a prompt becomes the
+    user's message if the tokenizer has a chat template. always: the same, but an error without
+    one. never: a prompt is text to continue. Messages are always rendered by the template."""
+    system: str | None = None
+    """System message that begins every conversation that has none."""
+    assistant_turns: AssistantTurns = "all"
+    """The assistant's messages to learn from in the column `messages` and in completions of
+    several messages: all of them, or the last one."""
 
 
 if TYPE_CHECKING:

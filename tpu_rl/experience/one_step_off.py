@@ -49,7 +49,7 @@ def one_step_off_source(
         """Return the batch of a checkpoint. It is complete, so nothing is decoded."""
         request = RolloutRequest(
             [group.row for group in restored],
-            step,
+            step - 1,  # The step that sampled it: rewards may depend on it.
             policy_step=int(state.step),
             resumed=[completion for group in restored for completion in group.completions],
         )

@@ -289,7 +289,8 @@ def q_engine(roll_in: Decoding, roll_out: Decoding, scorer: Scorer) -> Engine:
             rollout, cuts = cut_and_continue(roll_out, params, answers, step, row_ids)
             watchdog.mark(f"the rewards of Q# examples, before step {step}")
         sampled = scoring.describe(request.rows, rollout, scorer.tokenizer)
-        return replace(sampled, seconds=time.perf_counter() - began, columns={CUTS: cuts})
+        seconds = time.perf_counter() - began
+        return replace(sampled, step=step, seconds=seconds, columns={CUTS: cuts})
 
     return Engine(generate, scorer)
 

@@ -7,6 +7,7 @@ rows; the other functions are its parts.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -145,13 +146,13 @@ def file_rows(
             "no data given",
             where="--data.path",
             why="this preset reads its rows from a file",
-            fix="give a JSONL or Parquet file",
+            fix="give a file, a saved dataset or a name of the hub",
         )
     if files.format == "gsm8k_solutions":
         return solution_rows(files, spec, num_held_out)
-    rows = read_rows(files, files.path, spec)
+    rows = read_rows(files, files.path, spec, files.split)
     if files.evaluation_path is not None:
-        return rows, read_rows(files, files.evaluation_path, spec)
+        return rows, read_rows(files, files.evaluation_path, spec, files.evaluation_split)
     num_train = len(rows) - min(num_held_out, len(rows) // 10)
     return rows[:num_train], rows[num_train:]
 
@@ -167,8 +168,8 @@ def solution_rows(
     `num_held_out`, but a quarter of all at most.
     """
 
-    def read_problems(path: str) -> list[list[Row]]:
-        rows = data.read(path, ("question",))
+    def read_problems(path: str, split: str | None) -> list[list[Row]]:
+        rows = data.read(path, ("question",), split=split, config=files.config)
         return [data.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
 
     def rows_of(problems: list[list[Row]]) -> list[Row]:
@@ -181,29 +182,38 @@ def solution_rows(
             if spec.kind is Pairs or row["label"]
         ]
 
-    problems = read_problems(str(files.path))
+    problems = read_problems(str(files.path), files.split)
     if files.evaluation_path is not None:
-        return rows_of(problems), rows_of(read_problems(files.evaluation_path))
+        held_out = read_problems(files.evaluation_path, files.evaluation_split)
+        return rows_of(problems), rows_of(held_out)
     num_train = len(problems) - min(num_held_out, len(problems) // 4)
     return rows_of(problems[:num_train]), rows_of(problems[num_train:])
 
 
-def read_rows(files: FileData, path: str, spec: ExperienceSpec) -> list[Row]:
-    """Return the rows of a file, with the instruction appended to their prompts.
+def read_rows(
+    files: FileData, path: str, spec: ExperienceSpec, split: str | None = None
+) -> list[Row]:
+    """Return the rows of a file or dataset, with the instruction appended to their prompts.
+
+    Of graded solutions these are the problems, one row each; see `solution_rows` for the solutions.
 
     Raises:
         InputError: if a row lacks a column of `spec.columns` or is not valid.
     """
+    read = functools.partial(data.read, path, split=split, config=files.config)
     if files.format == "gsm8k":
-        rows = [data.gsm8k(row) for row in data.read(path, ("question", "answer"))]
+        rows = [data.gsm8k(row) for row in read(("question", "answer"))]
+    elif files.format == "gsm8k_solutions":
+        rows = [
+            data.gsm8k({"question": row["question"], "answer": row["ground_truth"]})
+            for row in read(("question", "ground_truth"))
+        ]
     elif files.format == "code":
-        rows = data.read(
-            path, (*spec.columns, "tests"), lambda row: unit_tests.check_tests(row["tests"])
-        )
-    elif spec.columns == ("messages",) and "messages" not in data.read(path, ())[0]:
-        rows = data.read(path, ("prompt", "completion"))
+        rows = read((*spec.columns, "tests"), lambda row: unit_tests.check_tests(row["tests"]))
+    elif spec.columns == ("messages",) and "messages" not in read(())[0]:
+        rows = read(("prompt", "completion"))
     else:
-        rows = data.read(path, spec.columns)
+        rows = read(spec.columns)
     if spec.kind is Rollout:
         # Rewards read columns, so each row must have all of them.
         all_columns = dict.fromkeys(name for row in rows for name in row)
@@ -213,7 +223,7 @@ def read_rows(files: FileData, path: str, spec: ExperienceSpec) -> list[Row]:
 
 def _with_instruction(row: Row, instruction: str) -> Row:
     """Return the row with the instruction at the end of its prompt, or of its last message."""
-    if not instruction or "prompt" not in row:
+    if not instruction or not row.get("prompt"):
         return row
     prompt = row["prompt"]
     if isinstance(prompt, str):

@@ -11,6 +11,17 @@ by prompt. A function that must see the whole batch at once, to rank it or to no
 says so, and is called once, at the end:
 
     score.whole_batch = True
+
+A function may be `async def`. It may also name these parameters, which only functions that name
+them get, with one value per completion (a column of the data with such a name goes first):
+
+    completion_ids   the sampled tokens, with the end
+    token_counts     their number
+    truncated        True if the completion has no end
+    group            a number that the completions of one prompt share
+    step             the step of the run; 0 in evaluations
+
+If a prompt is a conversation, its completion is one too: [{"role": "assistant", "content": TEXT}].
 """
 
 from __future__ import annotations
@@ -21,7 +32,7 @@ import inspect
 import queue
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,7 +45,9 @@ from tpu_rl import sandbox
 from tpu_rl.environments import TASKS
 from tpu_rl.environments import text_of as text_of
 from tpu_rl.errors import InputError, MachineError
+from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards import worker_process
+from tpu_rl.rewards.terms import RewardTerm as RewardTerm
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
 from tpu_rl.rewards.worker_process import (
     RewardFailure,
@@ -46,6 +59,9 @@ from tpu_rl.rewards.worker_process import (
 from tpu_rl.sandbox import unit_tests
 
 DEFAULT_LIMITS = RewardLimits()
+
+ROLLOUT_COLUMNS = ("completion_ids", "token_counts", "truncated", "group", "step")
+"""Names of what a function may ask about a rollout; see the module's docstring."""
 
 Reward = Callable[..., Sequence[Any]]
 """fn(prompts, completions, **columns) -> a float or None for each completion. An exception in place
@@ -73,10 +89,10 @@ class Scores:
     """The scores of N completions by all functions. NaN means "not scored" everywhere."""
 
     totals: np.ndarray
-    """[N] float32: the sum of each row's parts; NaN if no function scored it or one failed on it.
+    """[N] float32: the sum of each row's terms; NaN if no term counts or a function failed on it.
     """
     parts: dict[str, np.ndarray]
-    """Function name -> [N] float32."""
+    """Function name -> [N] float32, without weights and gates."""
     faults: list[RewardFault]
 
 
@@ -87,8 +103,14 @@ def score(
     columns: Mapping[str, Sequence[Any]],
     max_fault_share: float = DEFAULT_LIMITS.fault_share,
     precomputed: Mapping[str, FunctionScores] | None = None,
+    terms: Sequence[RewardTerm] = (),
+    rollout_columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> Scores:
     """Return the rewards of N completions, by each function and in total.
+
+    The total is the sum of weight * value over the terms whose gates hold. A term counts 0 where
+    its gate does not hold. It does not count where its value, or the value that its gate asks for,
+    is missing.
 
     A function that raises, returns the wrong number of values, or returns something that is not a
     finite number, is called again row by row, so that one bad row does not spoil the others. A row
@@ -102,12 +124,16 @@ def score(
         columns: the data's other columns; each has N values.
         max_fault_share: the largest share of rows that may have a fault.
         precomputed: scores by function name. These functions are not called.
+        terms: the terms of the total, whose names are those of functions. By default each function
+            is a term with the weight 1.
+        rollout_columns: values [N] by names of `ROLLOUT_COLUMNS`.
 
     Raises:
         InputError: if too many rows have a fault, or a function needs a column that the data lack.
     """
+    rollout_columns = rollout_columns or {}
     for name, function in reward_functions.items():
-        require_columns(name, function, columns)
+        require_columns(name, function, columns, rollout_columns)
     if not completions:
         empty = {name: np.zeros(0, np.float32) for name in reward_functions}
         return Scores(np.zeros(0, np.float32), empty, [])
@@ -116,13 +142,10 @@ def score(
     for name, function in reward_functions.items():
         function_scores = (precomputed or {}).get(name)
         if function_scores is None:
-            function_scores = apply(name, function, prompts, completions, columns)
+            function_scores = apply(name, function, prompts, completions, columns, rollout_columns)
         parts[name] = function_scores[0]
         faults += function_scores[1]
-    stacked = np.stack(list(parts.values()))
-    unscored = np.isnan(stacked)
-    sums = np.where(unscored, 0, stacked).sum(axis=0)
-    totals = np.where(unscored.all(axis=0), np.nan, sums).astype(np.float32)
+    totals = reward_terms.totals(terms or [RewardTerm(name) for name in parts], parts)
     faulty_rows = sorted({fault.row for fault in faults})
     totals[faulty_rows] = np.nan
     scores = Scores(totals, parts, faults)
@@ -166,6 +189,62 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
             "no such reward file", where=file_name, fix=did_you_mean(str(file), nearby)
         )
     return IsolatedReward(path, limits) if limits.isolate else load_function(path)
+
+
+# --- functions of this process ---
+
+PYTHON = "python:"
+"""How the name of a registered function begins."""
+
+_REGISTERED: dict[str, Reward] = {}
+
+
+def register(name: str, function: Callable[..., Any]) -> str:
+    """Make a Python function a reward of this process, and return the name that it has there.
+
+    The name, "python:NAME", goes wherever `--reward` names a reward. The function is called in this
+    process, without limits on time and memory. If it raises, or returns what is not a number, its
+    rows have no reward. A later call with the same name replaces the function.
+
+    Args:
+        name: an identifier, such as the function's own name.
+        function: a function by the convention of this module; it may be async.
+
+    Raises:
+        InputError: if the name is no identifier, or there is nothing to call.
+    """
+    if not name.isidentifier():
+        raise InputError(
+            f"{name!r} is not a name for a reward function",
+            why="names have letters, digits and underscores, and begin with no digit",
+            fix="as in register('score', score)",
+        )
+    if not callable(function):
+        raise InputError(
+            f"the reward {name} is no function",
+            where=f"register({name!r}, ...)",
+            why=f"it is {shorten(function)}",
+            fix="pass a function(prompts, completions, **columns)",
+        )
+    _REGISTERED[name] = function
+    return f"{PYTHON}{name}"
+
+
+def registered(path: str) -> Reward:
+    """Return the function that "python:NAME" names.
+
+    Raises:
+        InputError: if nobody registered it in this process.
+    """
+    name = path.removeprefix(PYTHON)
+    if name not in _REGISTERED:
+        raise InputError(
+            f"the reward {name} was a Python function; pass it again",
+            where=path,
+            why="functions are not kept in the run folder, and this process has none of that name",
+            fix=f"tpu_rl.rewards.register({name!r}, function), or name FILE.py:function",
+        )
+    return _REGISTERED[name]
 
 
 # --- built-in verifiers ---
@@ -217,6 +296,29 @@ def math_equivalent(
         return values if isinstance(values, RewardFailure) else values[0]
 
     return list(threads.map(verdict, answer, completions))
+
+
+def math_answers(groups: Sequence[Sequence[str]]) -> list[list[Any] | RewardFailure]:
+    """Return, for each group of completions, a number per completion that stands for its answer.
+
+    Within a group, numbers are equal where math-verify finds the answers equal. None stands for no
+    answer. A group that takes too long is a RewardFailure.
+
+    Raises:
+        MachineError: if math-verify is not installed.
+    """
+    threads, verifiers = _verifiers("answer_classes")
+
+    def classes(group: Sequence[str]) -> list[Any] | RewardFailure:
+        verifier = verifiers.get()
+        try:
+            # Each further completion is compared with those before it.
+            seconds = VERDICT_SECONDS + len(group)
+            return verifier.call({"completions": list(group)}, len(group), seconds)
+        finally:
+            verifiers.put(verifier)
+
+    return list(threads.map(classes, groups))
 
 
 def python_tests(
@@ -334,16 +436,24 @@ def apply(
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
+    rollout_columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> FunctionScores:
     """Return the scores of N completions by one function; see `score`."""
-    values = _call(function, prompts, completions, columns)
+    # The data's own columns go first.
+    asked = {
+        key: column
+        for key, column in (rollout_columns or {}).items()
+        if key in asked_of_rollout(function) and key not in columns
+    }
+    values = _call(function, prompts, completions, columns, asked)
     if isinstance(values, RewardFailure) and worker_process.sees_whole_batch(function):
         values = [values] * len(completions)
     elif isinstance(values, RewardFailure):
         values = []
         for i in range(len(completions)):
             row_columns = {key: [column[i]] for key, column in columns.items()}
-            row_values = _call(function, [prompts[i]], [completions[i]], row_columns)
+            row_asked = {key: [column[i]] for key, column in asked.items()}
+            row_values = _call(function, [prompts[i]], [completions[i]], row_columns, row_asked)
             values.append(row_values if isinstance(row_values, RewardFailure) else row_values[0])
     numbers = np.full(len(completions), np.nan, np.float32)
     faults = []
@@ -364,13 +474,33 @@ def _call(
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
+    asked: Mapping[str, Sequence[Any]],
 ) -> list[Any] | RewardFailure:
-    """Return the function's values, or the reason why there are none."""
+    """Return the function's values, or the reason why there are none.
+
+    `asked` has the columns that the function names among its parameters.
+    """
     arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
     accepted = _parameters(function)
     if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
         arguments = {p.name: arguments[p.name] for p in accepted if p.name in arguments}
-    return worker_process.call(function, arguments, len(completions))
+    return worker_process.call(function, {**arguments, **asked}, len(completions))
+
+
+def asked_of_rollout(function: Reward) -> set[str]:
+    """Return which of `ROLLOUT_COLUMNS` the function names among its parameters."""
+    return {parameter.name for parameter in _parameters(function) or ()} & set(ROLLOUT_COLUMNS)
+
+
+def as_answers(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+    """Return completions as reward functions see them, as in TRL.
+
+    The answer to a text is a text, and the answer to a conversation is a list with one message.
+    """
+    return [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def runs_during_sampling(function: Reward) -> bool:
@@ -396,14 +526,20 @@ def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Re
     return function
 
 
-def require_columns(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Raise InputError if a function needs a column that the data lack."""
+def require_columns(
+    name: str,
+    function: Reward,
+    columns: Mapping[str, Sequence[Any]],
+    rollout_columns: Iterable[str] = (),
+) -> None:
+    """Raise InputError if a function needs a column that the data, and the rollout, lack."""
+    present = {"prompts", "completions", *columns, *rollout_columns}
     for parameter in _parameters(function) or ():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         )
-        if required and parameter.name not in {"prompts", "completions", *columns}:
+        if required and parameter.name not in present:
             raise InputError(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
@@ -426,8 +562,12 @@ VERDICT_SECONDS = 10.0
 
 
 @functools.cache
-def _verifiers() -> tuple[ThreadPoolExecutor, queue.SimpleQueue[Worker]]:
+def _verifiers(
+    function: str = "equivalent",
+) -> tuple[ThreadPoolExecutor, queue.SimpleQueue[Worker]]:
     """Return the threads that call math-verify, and the queue of idle worker processes.
+
+    `function` is what the processes run of math_equivalence.py.
 
     The whole program shares them. They are processes because math-verify can hang inside big
     integers, where neither its own time-out nor a Python signal handler can stop it.
@@ -437,7 +577,7 @@ def _verifiers() -> tuple[ThreadPoolExecutor, queue.SimpleQueue[Worker]]:
     # A worker ends with the thread that starts it. These threads live as long as the program.
     threads = ThreadPoolExecutor(VERIFIERS)
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-    path = f"{Path(__file__).with_name('math_equivalence.py')}:equivalent"
+    path = f"{Path(__file__).with_name('math_equivalence.py')}:{function}"
     try:
         for worker in threads.map(lambda _: Worker(path), range(VERIFIERS)):
             idle.put(worker)

@@ -1,4 +1,4 @@
-"""Compare answers with the ground truth by math-verify.
+"""Compare answers with the ground truth, or with each other, by math-verify.
 
 Only worker processes import this file, because math-verify can hang.
 """
@@ -24,6 +24,25 @@ def equivalent(completions: Sequence[str], answer: Sequence[str]) -> list[float]
         _equivalent(completion, truth)
         for completion, truth in zip(completions, answer, strict=True)
     ]
+
+
+def answer_classes(completions: Sequence[str]) -> list[int | None]:
+    """Return a number for each completion, the same for answers that are equal; None without one.
+
+    An answer belongs to the first class whose first answer math-verify finds equal to it.
+    """
+    firsts: list[list[Any]] = []
+    classes: list[int | None] = []
+    for completion in completions:
+        answer = parse(_without_dollars(completion))
+        if not answer:
+            classes.append(None)
+            continue
+        number = next((i for i, first in enumerate(firsts) if verify(first, answer)), len(firsts))
+        if number == len(firsts):
+            firsts.append(answer)
+        classes.append(number)
+    return classes
 
 
 def _equivalent(completion: str, truth: str) -> float:

@@ -31,6 +31,9 @@ from tpu_rl.types import Array, Model, Params
 FILE = "reward.json"
 """Name of the file with the `Reading`, in the model's directory."""
 
+CHAT = "chat"
+"""Key of the `ChatSettings` in that file."""
+
 MIN_COLUMNS = 32
 """Columns of the narrowest batch. Wider ones are powers of two, so that few programs are compiled.
 """
@@ -53,9 +56,13 @@ class RewardModel(NamedTuple):
     """The devices that it runs on, whatever the mesh of the caller is."""
 
 
-def write_reading(directory: str | Path, reading: Reading) -> None:
-    """Write how scores are read, beside the model."""
-    text = json.dumps(dataclasses.asdict(reading), indent=2) + "\n"
+def write_reading(
+    directory: str | Path, reading: Reading, chat: tokenizers.ChatSettings | None = None
+) -> None:
+    """Write how scores are read, and how texts became conversations, beside the model."""
+    values = dataclasses.asdict(reading)
+    values[CHAT] = dataclasses.asdict(chat or tokenizers.ChatSettings())
+    text = json.dumps(values, indent=2) + "\n"
     (Path(directory) / FILE).write_text(text, encoding="utf-8")
 
 
@@ -70,15 +77,38 @@ def read_reading(directory: str | Path) -> Reading:
         return Reading()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        values.pop(CHAT, None)
         lists = {name: tuple(values[name]) for name in ("separators", "others") if name in values}
         return Reading(**(values | lists))
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{FILE} does not say how scores are read",
-            where=str(path),
-            why=str(error),
-            fix="copy the file again from the run that trained the model",
-        ) from error
+    except (AttributeError, ValueError, TypeError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.ChatSettings:
+    """Return how the texts that a reward model reads become conversations: as in its training.
+
+    A model of another library, without the file, reads conversations if it has a chat template.
+
+    Raises:
+        InputError: if the file is not one of `write_reading`.
+    """
+    path = Path(directory) / FILE
+    if not path.is_file():
+        return tokenizers.ChatSettings(wraps_prompts=has_chat_template)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return tokenizers.ChatSettings(**values.get(CHAT, {}))
+    except (AttributeError, ValueError, TypeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{FILE} does not say how scores are read",
+        where=str(path),
+        why=str(error),
+        fix="copy the file again from the run that trained the model",
+    )
 
 
 def directories(path: str | Path) -> list[Path]:
@@ -121,6 +151,8 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
             )
     score = score_function(tuple(model for model, _ in members), reading)
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    chat = read_chat(directory, tokenizer.has_chat_template)
+    tokenizer = dataclasses.replace(tokenizer, chat=chat)
     return RewardModel(score, tuple(params for _, params in members), tokenizer, mesh)
 
 
@@ -215,10 +247,13 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
     It does not score completions that are too long for the model.
     """
 
-    def reward(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        tools = columns.get("tools") or [None] * len(prompts)
         rows = [
-            {"prompt": prompt, "completion": completion}
-            for prompt, completion in zip(prompts, completions, strict=True)
+            {"prompt": prompt, "completion": completion, "tools": row_tools}
+            for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
         ]
         encoded = data.demonstrations(rows, model.tokenizer, MAX_TOKENS)
         tokens = np.asarray(encoded.tokens)

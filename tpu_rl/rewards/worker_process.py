@@ -7,9 +7,11 @@ trainer never builds an object from what this process sends. See `worker_pool`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import difflib
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import json
@@ -23,18 +25,25 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sized
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpu_rl.errors import InputError, TpuRlError
+
+if TYPE_CHECKING:
+    import asyncio  # Functions import it: most workers never need it, and each start counts.
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 MAX_TEXT = 2000
 """Characters of an error's message or traceback that are reported."""
 MACHINERY = {__file__, threading.__file__}
 """Files whose frames do not help a user."""
+ASYNC_LIBRARIES = tuple(
+    str(Path(inspect.__file__).with_name(name)) for name in ("asyncio", "concurrent")
+)
+"""Folders of the standard library of which the same is true."""
 FIX_FILE = "repair it until `python FILE` runs without an error"
 
 
@@ -104,6 +113,8 @@ def call(
     """
     try:
         values = function(**arguments)
+        if inspect.isawaitable(values):
+            values = _wait_for(values)
         if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
             return RewardFailure(f"it returned {shorten(values)} and not a list of numbers")
         # An iterator may be endless.
@@ -115,7 +126,7 @@ def call(
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename not in MACHINERY
+            if not _is_machinery(frame.filename)
         ]
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = "".join(traceback.format_list(frames[-6:])) + describe(error)
@@ -123,6 +134,51 @@ def call(
     if len(values) != size:
         return RewardFailure(f"it returned {len(values)} values for {size} completions")
     return values
+
+
+def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    """Return the result of what an async function returned.
+
+    All calls of a process share one event loop, because clients of web services keep connections
+    that belong to the loop of their first call. It has a thread of its own, because a notebook's
+    thread runs a loop already.
+    """
+    import asyncio
+
+    async def result() -> Any:
+        try:
+            return await awaitable
+        # These two would end the event loop.
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(describe(error)).with_traceback(error.__traceback__) from None
+
+    future = asyncio.run_coroutine_threadsafe(result(), _event_loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # After Ctrl-C; otherwise it has ended.
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that runs in a thread of its own for as long as the process lives."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            # A task that the function started may end the loop by sys.exit().
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="async rewards", daemon=True).start()
+    return loop
+
+
+def _is_machinery(filename: str) -> bool:
+    """Return True for files whose frames do not help a user."""
+    return filename in MACHINERY or filename.startswith(ASYNC_LIBRARIES)
 
 
 def as_number(value: Any) -> float | str:

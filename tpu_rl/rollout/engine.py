@@ -76,18 +76,26 @@ class Scorer(NamedTuple):
     """Name -> function. Rewards are added up; without any, they are zero."""
     max_fault_share: float = rewards.DEFAULT_LIMITS.fault_share
     """Scoring fails if reward functions fail on a larger share of the completions."""
+    terms: Sequence[rewards.RewardTerm] = ()
+    """The terms of the total, by names of functions. By default each function once, unweighted."""
 
     def __call__(self, sampled: Sampled) -> Scored:
-        return scoring.score(sampled, self.reward_functions, self.max_fault_share)
+        return scoring.score(sampled, self.reward_functions, self.max_fault_share, self.terms)
 
     @contextmanager
     def streaming(
-        self, rows: list[Row], group_size: int, max_groups: int | None = None
+        self,
+        rows: list[Row],
+        group_size: int,
+        max_groups: int | None = None,
+        step: int = 0,
+        is_truncated: Callable[[list[int]], bool] | None = None,
     ) -> Iterator[StreamingRewards]:
         """Yield what computes rewards of complete groups during sampling.
 
         If sampling fails or is interrupted, questions that wait are dropped. `max_groups` is the
-        number of groups that will be asked about, if these are not all.
+        number of groups that will be asked about, if these are not all. For the others see
+        `StreamingRewards`.
         """
         prompt_of, columns = scoring.repeat_rows(rows, group_size)
         streaming = StreamingRewards(
@@ -98,6 +106,8 @@ class Scorer(NamedTuple):
             scoring.local_rows(len(prompt_of), group_size),
             self.tokenizer.decode,
             None if max_groups is None else max_groups * group_size,
+            step,
+            is_truncated,
         )
         try:
             yield streaming
@@ -161,6 +171,11 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
     group_size = decoding.config.samples_per_prompt
     find_end = prompts.stop_at(scorer.tokenizer, decoding.stop_strings)
 
+    def is_truncated(token_ids: list[int]) -> bool:
+        if token_ids and token_ids[-1] in decoding.config.stop_ids:
+            return False
+        return find_end is None or find_end(token_ids) is None
+
     def generate(params: Params, request: RolloutRequest) -> Sampled:
         began = time.perf_counter()
         num_rows = len(request.rows) * group_size
@@ -168,7 +183,9 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         token_ids = prompts.encode(request.rows, scorer.tokenizer, decoding.max_prompt_tokens)
         verified: list[tuple[int, int]] = []
         _mark(decoding.purpose, "rollout", request.step)
-        with scorer.streaming(request.rows, group_size, request.first_groups) as streaming:
+        with scorer.streaming(
+            request.rows, group_size, request.first_groups, request.step, is_truncated
+        ) as streaming:
             selection = None
             if request.first_groups is not None:
                 # With several processes, which of them scores a group is known only at the end.
@@ -202,6 +219,7 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         )
         return replace(
             sampled,
+            step=request.step,
             seconds=time.perf_counter() - began,
             drafts=sum(drafts for drafts, _ in verified),
             tokens_of_drafts=sum(tokens for _, tokens in verified),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
 from tpu_rl import rewards
 from tpu_rl.data import Row
@@ -29,12 +30,21 @@ ANSWER_READERS: dict[str, ReadAnswer] = {
 }
 """Name of a built-in reward -> what reads the answers that it judges."""
 
+ReadGroups = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[Hashable | None] | Exception]]
+"""Returns, for each problem, values that are equal where the answers of its completions are; None
+for a completion without an answer. An exception stands for a problem whose answers could not be
+compared."""
+
+GROUP_READERS: dict[str, ReadGroups] = {"math": rewards.math_answers}
+"""Name of a built-in reward -> what compares the answers of each problem's completions with each
+other. Used where one answer has many forms."""
+
 ANY_LENGTH = 2**31 - 1
 """A limit for the tokens of prompts that limits nothing."""
 
 
 class Estimate(NamedTuple):
-    """A share of n problems, with its 95 % Wilson interval."""
+    """A share of n problems with its 95 % Wilson interval, or a mean with that of Student's t."""
 
     value: float
     low: float
@@ -64,6 +74,8 @@ class Evaluation:
     high: float
     n: int
     """Problems with a scored completion."""
+    reward: Estimate
+    """The mean reward: of the completions of a problem, and then of the problems."""
     well_formed: float
     """Share of completions that end before their limit and whose answer can be read."""
     mean_length: float
@@ -79,7 +91,11 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, params: Params, rows: Sequence[Row], read_answer: ReadAnswer | None = None
+    engine: Engine,
+    params: Params,
+    rows: Sequence[Row],
+    read_answer: ReadAnswer | None = None,
+    read_groups: ReadGroups | None = None,
 ) -> Evaluation:
     """Answer each row's prompt with a group of completions, and score them.
 
@@ -91,21 +107,30 @@ def evaluate(
         params: the whole params tree.
         rows: the problems, each with a `prompt`.
         read_answer: reads final answers, for majority votes; see `ANSWER_READERS`.
+        read_groups: does the same for all completions of a problem; see `GROUP_READERS`.
 
     Raises:
         InputError: if the reward function fails on too large a share of the completions.
     """
     scored = engine.roll_out(params, RolloutRequest(list(rows), step=0))
     group_size = len(scored.completions) // len(rows)
-    answers = [read_answer(text) if read_answer else None for text in scored.completions]
+    errors = list(scored.errors)
+    reads_answers = read_answer is not None or read_groups is not None
+    answers: list[Hashable | None] = [None] * len(scored.completions)
+    if read_groups is not None:
+        answers = _group_answers(read_groups, scored.completions, group_size, errors)
+    elif read_answer is not None:
+        answers = [read_answer(text) for text in scored.completions]
     ended = ~np.asarray(scored.rollout.truncated)
-    readable = np.array([read_answer is None or answer is not None for answer in answers])
+    readable = np.array([not reads_answers or answer is not None for answer in answers])
     problems = []
+    mean_rewards = []
     for first in range(0, len(answers), group_size):
         scored_rows = [
             row for row in range(first, first + group_size) if np.isfinite(scored.rewards[row])
         ]
         if scored_rows:
+            mean_rewards.append(float(scored.rewards[scored_rows].mean(dtype=np.float64)))
             problems.append(
                 Problem(
                     prompt=scored.prompts[first],
@@ -121,13 +146,31 @@ def evaluate(
         low=accuracy.low,
         high=accuracy.high,
         n=accuracy.n,
+        reward=mean_estimate(mean_rewards),
         well_formed=float(np.mean(ended & readable)),
         mean_length=float(scored.lengths.mean()),
-        reads_answers=read_answer is not None,
-        errors=scored.errors,
+        reads_answers=reads_answers,
+        errors=errors,
         problems=problems,
         rollout=scored.rollout,
     )
+
+
+def _group_answers(
+    read_groups: ReadGroups, completions: Sequence[str], group_size: int, errors: list[str]
+) -> list[Hashable | None]:
+    """Return the answers of all completions; add a message to `errors` for each failure."""
+    groups = [
+        completions[first : first + group_size] for first in range(0, len(completions), group_size)
+    ]
+    answers: list[Hashable | None] = []
+    for group, group_answers in zip(groups, read_groups(groups), strict=True):
+        if isinstance(group_answers, Exception):
+            errors.append(f"the answers of a problem do not vote: {group_answers}")
+            answers += [None] * len(group)
+        else:
+            answers += [None if isinstance(a, Exception) else a for a in group_answers]
+    return answers
 
 
 def pass_at(problems: Sequence[Problem], k: int) -> Estimate:
@@ -180,6 +223,20 @@ def estimate(shares: Sequence[float]) -> Estimate:
     n = len(shares)
     value = math.fsum(shares) / n if n else math.nan
     return Estimate(value, *wilson(math.fsum(shares), n), n)
+
+
+def mean_estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of one number per problem, with its 95 % interval by Student's t.
+
+    Without any problem the value is NaN. With fewer than two the interval is NaN.
+    """
+    n = len(values)
+    if n < 2:
+        return Estimate(values[0] if n else math.nan, math.nan, math.nan, n)
+    mean = math.fsum(values) / n
+    standard_error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    half = float(special.stdtrit(n - 1, 0.975)) * standard_error
+    return Estimate(mean, mean - half, mean + half, n)
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from tpu_rl.data import Row
 from tpu_rl.losses.return_distributions import Method, Support
 from tpu_rl.rollout import evaluation
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
-from tpu_rl.rollout.evaluation import Estimate, Evaluation, ReadAnswer
+from tpu_rl.rollout.evaluation import Estimate, Evaluation, ReadAnswer, ReadGroups
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import guided_policy
 from tpu_rl.sampler.guided_policy import Reads
@@ -65,6 +65,7 @@ class Task(NamedTuple):
     sampler: sampler.SamplerConfig
     seed: int
     mesh: Mesh
+    read_groups: ReadGroups | None = None
 
 
 def sweep(
@@ -99,7 +100,7 @@ def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
         Purpose.EVALUATION,
     )
     engine = make_engine(decoding, task.scorer)
-    return evaluation.evaluate(engine, params, task.problems, task.read_answer)
+    return evaluation.evaluate(engine, params, task.problems, task.read_answer, task.read_groups)
 
 
 def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: float) -> Line:

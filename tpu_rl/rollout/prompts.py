@@ -7,7 +7,9 @@ sampled.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
@@ -26,7 +28,7 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) ->
 
 
 def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[int]:
-    token_ids = tokenizer.encode_prompt(row["prompt"])
+    token_ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
     if not 0 < len(token_ids) <= max_prompt_tokens:
         raise InputError(
             f"a prompt has {len(token_ids)} tokens",
@@ -48,7 +50,7 @@ def drop_misfits(
     Raises:
         InputError: if no row is left.
     """
-    lengths = [len(tokenizer.encode_prompt(row["prompt"])) for row in rows]
+    lengths = [len(tokenizer.encode_prompt(row["prompt"], row.get("tools"))) for row in rows]
     fitting = [
         row for row, length in zip(rows, lengths, strict=True) if 0 < length <= max_prompt_tokens
     ]
@@ -61,11 +63,20 @@ def drop_misfits(
     return fitting, message if len(fitting) < len(rows) else ""
 
 
-def as_text(prompt: str | Sequence[dict[str, str]]) -> str:
+def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt as people read it: text unchanged, a list of messages one per line."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {_message_text(message)}" for message in prompt)
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    """Return the content of a message, and its calls of functions as JSON."""
+    content = message.get("content")
+    parts = [str(content)] if content is not None else []
+    if message.get("tool_calls"):
+        parts.append(json.dumps(message["tool_calls"], ensure_ascii=False, default=str))
+    return " ".join(parts)
 
 
 def stop_at(

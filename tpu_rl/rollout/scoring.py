@@ -8,7 +8,7 @@ the values.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,8 @@ class Sampled:
     completions: list[str]
     lengths: np.ndarray
     """[N] int: number of sampled tokens."""
+    step: int = 0
+    """The step of the request, which reward functions may ask for."""
     seconds: float = 0.0
     """Wall time of sampling."""
     drafts: int = 0
@@ -71,10 +73,10 @@ class Scored:
     lengths: np.ndarray
     """[N] int: number of sampled tokens."""
     rewards: np.ndarray
-    """[N] float32: the sum of all reward functions; NaN where a completion is not scored. All zero
-    if there are no reward functions."""
+    """[N] float32: the sum of all reward terms; NaN where a completion is not scored. All zero if
+    there are no reward functions."""
     parts: dict[str, np.ndarray]
-    """The same for each reward function."""
+    """The values of each reward function, without weights and gates."""
     faults: list[str]
     """The error with which a reward function failed on the completion; "" if none did."""
     seconds_rollout: float
@@ -108,9 +110,14 @@ def describe(rows: list[Row], rollout: Rollout, tokenizer: Tokenizer) -> Sampled
 
 
 def score(
-    sampled: Sampled, reward_functions: Mapping[str, rewards.Reward], max_fault_share: float
+    sampled: Sampled,
+    reward_functions: Mapping[str, rewards.Reward],
+    max_fault_share: float,
+    terms: Sequence[rewards.RewardTerm] = (),
 ) -> Scored:
     """Return the completions with their rewards; without reward functions, with zeros.
+
+    `terms` are those of `rewards.score`.
 
     Raises:
         InputError: if a reward function needs a column that the rows lack, or if reward functions
@@ -124,11 +131,13 @@ def score(
         scores = score_across_processes(
             reward_functions,
             prompts,
-            sampled.completions,
+            rewards.as_answers(prompts, sampled.completions),
             columns,
             max_fault_share,
             group_size,
             sampled.streamed_rewards(),
+            terms,
+            rollout_columns(sampled, reward_functions.values()),
         )
     return Scored(
         rollout=place_rewards(sampled.rollout, scores.totals),
@@ -148,11 +157,13 @@ def score(
 def score_across_processes(
     reward_functions: Mapping[str, rewards.Reward],
     prompts: Sequence[Any],
-    completions: Sequence[str],
+    completions: Sequence[Any],
     columns: dict[str, list[Any]],
     max_fault_share: float,
     group_size: int,
     known: dict[str, rewards.FunctionScores],
+    terms: Sequence[rewards.RewardTerm] = (),
+    rollout_columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> rewards.Scores:
     """Return `rewards.score` of all completions; each process computes whole groups of its own.
 
@@ -160,13 +171,27 @@ def score_across_processes(
     """
     if processes.count() == 1:
         return rewards.score(
-            reward_functions, prompts, completions, columns, max_fault_share, known
+            reward_functions,
+            prompts,
+            completions,
+            columns,
+            max_fault_share,
+            known,
+            terms,
+            rollout_columns,
         )
     local = local_rows(len(completions), group_size)
     local_columns = {name: values[local] for name, values in columns.items()}
     # A process checks no share of faults on its own: the check below is about all completions.
     local_scores = rewards.score(
-        reward_functions, prompts[local], completions[local], local_columns, 1.0, known
+        reward_functions,
+        prompts[local],
+        completions[local],
+        local_columns,
+        1.0,
+        known,
+        terms,
+        {name: values[local] for name, values in (rollout_columns or {}).items()},
     )
     faults = [asdict(fault) | {"row": fault.row + local.start} for fault in local_scores.faults]
     parts = {name: values.tolist() for name, values in local_scores.parts.items()}
@@ -194,6 +219,27 @@ def repeat_rows(rows: list[Row], group_size: int) -> tuple[list[Any], dict[str, 
     names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     columns = {name: [row.get(name) for row in repeated] for name in names}
     return [row["prompt"] for row in repeated], columns
+
+
+def rollout_columns(
+    sampled: Sampled, functions: Iterable[rewards.Reward]
+) -> dict[str, Sequence[Any]]:
+    """Return what the functions ask about the rollout by name: see `rewards.ROLLOUT_COLUMNS`."""
+    mask = np.asarray(sampled.rollout.action_mask)
+    tokens = np.asarray(sampled.rollout.tokens)
+    num_rows = len(sampled.completions)
+    group_size = num_rows // len(sampled.rows)
+    columns: dict[str, Callable[[], Sequence[Any]]] = {
+        "completion_ids": lambda: [
+            row[row_mask].tolist() for row, row_mask in zip(tokens, mask, strict=True)
+        ],
+        "token_counts": lambda: mask.sum(1).tolist(),
+        "truncated": lambda: np.asarray(sampled.rollout.truncated).tolist(),
+        "group": lambda: [row // group_size for row in range(num_rows)],
+        "step": lambda: [sampled.step] * num_rows,
+    }
+    asked = {name for function in functions for name in rewards.asked_of_rollout(function)}
+    return {name: column() for name, column in columns.items() if name in asked}
 
 
 def local_rows(num_completions: int, group_size: int) -> slice:

@@ -32,6 +32,8 @@ class StreamingRewards:
         local: slice,
         decode: Callable[[list[int]], str],
         max_completions: int | None = None,
+        step: int = 0,
+        is_truncated: Callable[[list[int]], bool] | None = None,
     ):
         """Prepare for N completions.
 
@@ -45,17 +47,25 @@ class StreamingRewards:
             max_completions: the most completions that will be asked about; by default all of
                 `local`. A question about some of them may take that share of the time that a batch
                 may take (`IsolatedReward.limited_to_share`).
+            step: the step of the run.
+            is_truncated: returns True if a completion of these token ids has no end. Without it,
+                functions that ask for `truncated` are called after the last row has ended.
 
         Raises:
             InputError: if a function needs a column that the data lack.
         """
         for name, function in reward_functions.items():
-            rewards.require_columns(name, function, columns)
+            rewards.require_columns(name, function, columns, rewards.ROLLOUT_COLUMNS)
         self._functions = {
             name: function
             for name, function in reward_functions.items()
             if rewards.runs_during_sampling(function)
+            and (is_truncated or "truncated" not in rewards.asked_of_rollout(function))
         }
+        self._step = step
+        asked = [rewards.asked_of_rollout(function) for function in self._functions.values()]
+        self._is_truncated = is_truncated if any("truncated" in names for names in asked) else None
+        self._token_ids: dict[int, list[int]] = {}
         self._prompts = prompts
         self._columns = columns
         self._group_size = group_size
@@ -79,6 +89,7 @@ class StreamingRewards:
     def _on_finished(self, ended: dict[int, list[int]]) -> None:
         local = [row for row in ended if self._local.start <= row < self._local.stop]
         self._texts |= {row: self._decode(ended[row]) for row in local}
+        self._token_ids |= {row: ended[row] for row in local}
         complete: list[int] = []
         for group in sorted({row // self._group_size for row in local}):
             members = self._members(group)
@@ -96,16 +107,32 @@ class StreamingRewards:
         if self._cancelled.is_set():
             return {}
         prompts = [self._prompts[row] for row in rows]
-        texts = [self._texts[row] for row in rows]
+        answers_of_rows = rewards.as_answers(prompts, [self._texts[row] for row in rows])
         columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
+        rollout_columns = self._rollout_columns(rows)
         share = len(rows) / self._max_completions
         answers = {}
         for name, function in self._functions.items():
             began = time.monotonic()
             limited = rewards.limited_to_share(function, share, self._seconds_spent[name])
-            answers[name] = rewards.apply(name, limited, prompts, texts, columns)
+            answers[name] = rewards.apply(
+                name, limited, prompts, answers_of_rows, columns, rollout_columns
+            )
             self._seconds_spent[name] += time.monotonic() - began
         return answers
+
+    def _rollout_columns(self, rows: list[int]) -> dict[str, list[Any]]:
+        """Return everything that functions may ask about these rows of the rollout."""
+        token_ids = [self._token_ids[row] for row in rows]
+        columns: dict[str, list[Any]] = {
+            "completion_ids": token_ids,
+            "token_counts": [len(row_ids) for row_ids in token_ids],
+            "group": [row // self._group_size for row in rows],
+            "step": [self._step] * len(rows),
+        }
+        if self._is_truncated is not None:
+            columns["truncated"] = [self._is_truncated(row_ids) for row_ids in token_ids]
+        return columns
 
     def answers(self, groups: Sequence[int] | None = None) -> dict[str, FunctionScores]:
         """Return the values and faults that each function gave, once all questions are answered.

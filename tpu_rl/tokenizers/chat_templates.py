@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpu_rl.errors import InputError, MachineError
 
@@ -44,32 +45,47 @@ for line in sys.stdin:
     request = json.loads(line)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        [text], _ = render_jinja_template(**request)
+        [text], spans = render_jinja_template(**request)
         if len(text) > characters:
             raise ValueError(f"it wrote {{len(text):,}} characters")
-        answer = [text, None]
+        answer = [text, None, spans[0] if spans else []]
     except MemoryError:
         sys.exit({_OUT_OF_MEMORY})
     except Exception as error:  # a template may raise anything
-        answer = [None, f"{{type(error).__name__}}: {{error}}"[:500]]
+        answer = [None, f"{{type(error).__name__}}: {{error}}"[:500], []]
     signal.setitimer(signal.ITIMER_PROF, 0)
     print(json.dumps(answer), flush=True)
 """
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Start and end, in characters, of what the template marks as written by the assistant."""
+
+
+def marks_assistant(template: str) -> bool:
+    """Return whether the template marks what the assistant writes, by {% generation %}."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
-    special: Mapping[str, Any],
-) -> str:
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Rendered:
     """Return the text of a conversation.
 
     Args:
         template: the chat template.
         messages: the conversation.
         add_generation_prompt: whether to add the beginning of the assistant's turn.
-        special: special tokens by the names that templates use.
+        variables: what else the template reads, such as special tokens by their names.
+        tools: descriptions of the functions that the assistant may call.
 
     Raises:
         InputError: if the template fails, exceeds its limits, or writes too much.
@@ -90,10 +106,12 @@ def render(
         "conversations": [conversation],
         "chat_template": template,
         "add_generation_prompt": add_generation_prompt,
+        "tools": tools,
+        "return_assistant_tokens_mask": marks_assistant(template),
     }
     worker = _worker(CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS)
     try:
-        reply = worker.call({**special, **request})
+        reply = worker.call({**variables, **request})
     except BaseException:
         # After an interrupt, the next conversation would read this one's reply.
         _worker.cache_clear()
@@ -101,7 +119,7 @@ def render(
     if reply is None:
         _worker.cache_clear()
         raise _limit_error(template, worker.exit_code())
-    text, error = reply
+    text, error, spans = reply
     if text is None:
         raise InputError(
             "the chat template refuses a conversation",
@@ -109,7 +127,7 @@ def render(
             why=error,
             fix="order the messages as the template requires, or give another model",
         )
-    return text
+    return Rendered(text, [(start, end) for start, end in spans])
 
 
 class _Worker:
@@ -127,7 +145,10 @@ class _Worker:
         weakref.finalize(self, _stop, self._process)
 
     def call(self, request: dict[str, Any]) -> list[Any] | None:
-        """Return [text, error], one of which is None; or None if the process has ended."""
+        """Return [text, error, spans], or None if the process has ended.
+
+        One of text and error is None.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(

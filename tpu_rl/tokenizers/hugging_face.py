@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ class _HuggingFace:
     @property
     def special_texts(self) -> dict[str, Any]:
         return self.tokenizer.special_tokens_map
+
+    def with_template(self, template: str) -> _HuggingFace:
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.chat_template = template
+        return _HuggingFace(tokenizer)
 
     def save(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)

@@ -29,8 +29,21 @@ def load(path: str | Path) -> Tokenizer:
     model_file = location / "tokenizer.model"
     hugging_face_files = ("tokenizer.json", "tokenizer_config.json")
     if model_file.is_file() and not any((location / name).is_file() for name in hugging_face_files):
-        return sentencepiece.load(model_file)
+        return sentencepiece.load(model_file, _template(location / sentencepiece.TEMPLATE_FILE))
     return hugging_face.load(location)
+
+
+def _template(file: Path) -> str | None:
+    """Return the chat template in a file, None if there is no file. Raises InputError."""
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            "the chat template is not UTF-8",
+            where=str(file),
+            why=str(error),
+            fix="download the file again",
+        ) from error
 
 
 def _resolve(path: str) -> Path:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import chat_templates, end_of_sequence
+from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence
+from tpu_rl.tokenizers.conversations import Conversation, Message, Tools, Turn
 
-Message = dict[str, Any]
-"""One turn of a conversation: {"role": "user", "content": "..."} and any other keys that the chat
-template reads."""
+AssistantTurns = Literal["all", "last"]
 
 
 class Backend(Protocol):
@@ -51,6 +50,32 @@ class Backend(Protocol):
         """Write the library's own files."""
         ...
 
+    def with_template(self, template: str) -> Backend:
+        """Return the backend with another chat template, which `save` writes."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How texts become conversations, and which parts of conversations are learned."""
+
+    wraps_prompts: bool = False
+    """Make a plain text prompt the user's message of a conversation."""
+    system: str | None = None
+    """A system message that begins every conversation that has none."""
+    assistant_turns: AssistantTurns = "all"
+    """The messages of the assistant to learn from in a demonstration."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the chat template reads."""
+
+
+class Demonstration(NamedTuple):
+    """A conversation to imitate."""
+
+    ids: list[int]
+    learned: list[bool]
+    """True for each id that the assistant wrote, the ends of its turns included."""
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -71,6 +96,7 @@ class Tokenizer:
     """Literal -> id of every control token. The unknown token is not one of them, because ordinary
     text may contain unknown characters."""
     chat_template: str | None = None
+    chat: ChatSettings = ChatSettings()
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,46 +132,35 @@ class Tokenizer:
             ids = [i for i in ids if i not in control]
         return self.backend.decode(ids)
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
+    def render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """Return the ids of a conversation, by the chat template.
 
         Raises:
             InputError: if there is no template, or it fails or does not end.
         """
-        if self.chat_template is None:
-            raise InputError(
-                "the tokenizer has no chat template, but the data hold messages",
-                where="--model.path, --data.path",
-                why="only a chat template turns messages into one text",
-                fix="use an instruction-tuned checkpoint, or give `prompt` as plain text",
-            )
-        _require_messages(messages)
-        texts = "".join(_strings(messages))
-        _require_encodable(texts)
-        pattern = _alternatives(self.control)
-        if not pattern.search(texts):
-            return self.encode(self._text_of(messages, add_generation_prompt), special=True)
-        # Control tokens that contents spell are put between two marks, a character that no content
-        # has, so that the tokenizer does not see them.
-        mark = next(chr(c) for c in range(0xE000, 0xF900) if chr(c) not in texts)
-        hidden = _map_strings(
-            messages, lambda text: pattern.sub(lambda match: f"{mark}{match[0]}{mark}", text)
-        )
-        return self._encode_marked(self._text_of(hidden, add_generation_prompt), mark)
+        conversation = self._conversation(messages, tools)
+        text = conversation.render(len(conversation.messages), add_generation_prompt).text
+        return self._encode_rendered(text, conversation.mark)
 
-    def _text_of(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        assert self.chat_template is not None
-        return chat_templates.render(
-            self.chat_template, messages, add_generation_prompt, self.backend.special_texts
-        )
-
-    def encode_prompt(self, prompt: str | list[Message]) -> list[int]:
+    def encode_prompt(self, prompt: str | list[Message], tools: Tools | None = None) -> list[int]:
         """Return the ids that a completion continues.
 
-        A conversation is rendered by the chat template. A text follows `prefix_ids`.
+        A conversation is rendered by the chat template. A text follows `prefix_ids`, or is the
+        user's message of a conversation (`wraps`).
+
+        Raises:
+            InputError: if a conversation cannot be rendered, or ends with the assistant's message.
         """
         if isinstance(prompt, str):
-            return [*self.prefix_ids, *self.encode(prompt)]
+            if not self.wraps(prompt):
+                self._refuse_system()
+                return [*self.prefix_ids, *self.encode(prompt)]
+            prompt = conversations.as_messages(prompt, "user")
         if prompt and prompt[-1].get("role") == "assistant":
             raise InputError(
                 "the prompt's last message is the assistant's",
@@ -153,7 +168,145 @@ class Tokenizer:
                 why="the model is to write the assistant's next turn",
                 fix="move that message to the column `completion`",
             )
-        return self.render(prompt)
+        return self.render(prompt, tools=tools)
+
+    def wraps(self, prompt: Any) -> bool:
+        """Return whether a prompt is a text that becomes the user's message of a conversation.
+
+        The empty prompt of a text that is learned as a whole does not.
+        """
+        return self.chat.wraps_prompts and isinstance(prompt, str) and bool(prompt)
+
+    def encode_demonstration(
+        self, messages: list[Message], num_given: int = 0, tools: Tools | None = None
+    ) -> Demonstration:
+        """Return the ids of a conversation up to its last learned token, and which are learned.
+
+        Learned are the messages of the assistant, or the last one (`ChatSettings.assistant_turns`),
+        each with the control token that ends it. They are what the chat template marks with
+        {% generation %}. Without such marks they are found by difference: a turn is what rendering
+        adds to the prompt that ends where the turn begins.
+
+        Args:
+            messages: the conversation.
+            num_given: the number of messages that belong to the prompt, which is not learned.
+            tools: descriptions of functions, for the template.
+
+        Raises:
+            InputError: if there is nothing to learn, or the template rewrites earlier turns.
+        """
+        answers = [
+            index
+            for index, message in enumerate(messages)
+            if index >= max(num_given, 1) and message.get("role") == "assistant"
+        ]
+        if not answers:
+            raise InputError(
+                "a conversation has no answer by the assistant to learn from",
+                where=conversations.shown(messages),
+                why="only messages with the role `assistant`, after a prompt, are trained on",
+                fix="drop the row",
+            )
+        if self.chat.assistant_turns == "last":
+            answers = answers[-1:]
+        last = answers[-1]
+        conversation = self._conversation(messages[: last + 1], tools)
+        num_added = len(conversation.messages) - (last + 1)
+        answers = [index + num_added for index in answers]
+        ends = {text for text, token_id in self.control.items() if token_id in self.eos_ids}
+        if chat_templates.marks_assistant(conversation.template):
+            text, turns = conversations.turns_by_marks(conversation, answers, ends)
+            return self._encode_turns(text, turns, conversation.mark)
+        text, turns, reason = conversations.turns_by_difference(conversation, answers, ends)
+        if not reason:
+            return self._encode_turns(text, turns, conversation.mark)
+        content = messages[last].get("content")
+        if len(answers) == 1 and isinstance(content, str):
+            # Nothing before the answer is learned, so the prompt as it is sampled from serves. Some
+            # templates rewrite the end of the conversation, and some write no end.
+            prompt = self._encode_rendered(
+                conversation.render(answers[0], True).text, conversation.mark
+            )
+            completion = [*self.encode(content), self.eos_ids[0]]
+            learned = [False] * len(prompt) + [True] * len(completion)
+            return Demonstration(prompt + completion, learned)
+        raise InputError(
+            "the assistant's messages cannot be found in the rendered conversation",
+            where=f"chat template; {conversations.shown(messages)}",
+            why=reason,
+            fix="--data.assistant-turns last, or a template with {% generation %} blocks: "
+            "--tokenizer.chat-template FILE",
+        )
+
+    def _conversation(self, messages: list[Message], tools: Tools | None) -> Conversation:
+        """Return the conversation, with the system message of the settings if it has none."""
+        if self.chat_template is None:
+            raise InputError(
+                "the tokenizer has no chat template, but the data hold messages",
+                where="--model.path, --data.path",
+                why="only a chat template turns messages into one text",
+                fix="use an instruction-tuned checkpoint, give --tokenizer.chat-template FILE, "
+                "or give `prompt` as plain text",
+            )
+        conversations.require_messages(messages)
+        if self.chat.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.chat.system}, *messages]
+        parsed_tools = conversations.parse_tools(tools)
+        contents = [*conversations.strings(messages), *conversations.strings(parsed_tools, True)]
+        _require_encodable("".join(contents))
+        variables = {**self.backend.special_texts, **self.chat.template_kwargs}
+        return conversations.hide(
+            self.chat_template, messages, parsed_tools, variables, self.control
+        )
+
+    def _refuse_system(self) -> None:
+        """Raise InputError if a plain text should follow a system message."""
+        if self.chat.system is not None:
+            raise InputError(
+                "a plain text has no system message",
+                where="--data.system",
+                why="the prompts are texts that no chat template turns into conversations",
+                fix="leave it out, or use a model with a chat template and --data.chat auto",
+            )
+
+    def _encode_rendered(self, text: str, mark: str | None) -> list[int]:
+        """Return the ids of a rendered conversation, or of its beginning."""
+        if mark is None or mark not in text:
+            return self.encode(text, special=True)
+        return self._encode_marked(text, mark)
+
+    def _encode_turns(self, text: str, turns: Sequence[Turn], mark: str | None) -> Demonstration:
+        """Return the ids of a rendered conversation, whose turns are learned.
+
+        A turn is encoded apart from the prompt before it, as the sampler writes it.
+        """
+        ids: list[int] = []
+        learned: list[bool] = []
+
+        def add(piece: str, is_learned: bool, begins_with_end: bool = False) -> None:
+            is_control = self._pattern.match(piece) is not None
+            if not ids or (is_control and (mark is None or mark not in piece)):
+                piece_ids = self._encode_rendered(piece, mark)
+            else:
+                piece_ids = self._encode_marked(piece, mark, follows=True)
+            ids.extend(piece_ids)
+            learned.extend([is_learned] * len(piece_ids))
+            if begins_with_end:
+                learned[len(ids) - len(piece_ids)] = True
+
+        position = 0
+        has_end = False
+        for turn in turns:
+            add(text[position : turn.start], False, has_end)
+            add(text[turn.start : turn.stop], True)
+            # The end is encoded with what follows it: some tokenizers strip spaces after it.
+            position = turn.stop
+            has_end = turn.end > turn.stop
+        add(text[position:], True)
+        if not has_end:
+            ids.append(self.eos_ids[0])
+            learned.append(True)
+        return Demonstration(ids, learned)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write files that `load`, and transformers or sentencepiece, can read.
@@ -177,7 +330,7 @@ class Tokenizer:
             return ids
         # Some vocabularies (Unigram) have a control token's text as an ordinary piece. Break the
         # text after its first letter.
-        starts = [match.start() + 1 for match in _alternatives(self.control).finditer(text)]
+        starts = [match.start() + 1 for match in self._pattern.finditer(text)]
         pieces = [text[a:b] for a, b in zip([0, *starts], [*starts, len(text)], strict=True)]
         ids = [i for piece in pieces if piece for i in self.backend.encode_text(piece)]
         if not control.isdisjoint(ids):
@@ -189,9 +342,17 @@ class Tokenizer:
             )
         return ids
 
-    def _encode_marked(self, text: str, mark: str | None) -> list[int]:
-        """Return the ids of a text with its control tokens, except those between two marks."""
-        pattern = _alternatives(self.control, mark)
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        """Matches a control-token literal."""
+        return conversations.alternatives(self.control)
+
+    def _encode_marked(self, text: str, mark: str | None, follows: bool = False) -> list[int]:
+        """Return the ids of a text with its control tokens, except those between two marks.
+
+        `follows` says that the text continues another one.
+        """
+        pattern = conversations.alternatives(self.control, mark)
         ids: list[int] = []
         ordinary = ""
         end = 0
@@ -201,10 +362,10 @@ class Tokenizer:
             if mark is not None and match[0].startswith(mark):
                 ordinary += match[0].strip(mark)
             else:
-                ids += [*self._encode_after(ordinary, bool(ids)), self.control[match[0]]]
+                ids += [*self._encode_after(ordinary, follows or bool(ids)), self.control[match[0]]]
                 ordinary = ""
         ordinary += text[end:]
-        return ids + self._encode_after(ordinary, bool(ids))
+        return ids + self._encode_after(ordinary, follows or bool(ids))
 
     def _encode_after(self, text: str, follows_control: bool) -> list[int]:
         """Return the ids of a text, which may follow a control token.
@@ -231,43 +392,6 @@ class Tokenizer:
         return ids is not None and ids[1:] != self._encode_text("a")
 
 
-# --- texts and messages ---
-
-
-def _alternatives(control: dict[str, int], mark: str | None = None) -> re.Pattern[str]:
-    """Return a pattern of all control-token literals, longest first, and of one between marks."""
-    longest_first = sorted(control, key=len, reverse=True)
-    literals = "|".join(re.escape(text) for text in longest_first) or "(?!)"
-    if mark is None:
-        return re.compile(literals)
-    return re.compile(f"{mark}(?:{literals}){mark}|{mark}|{literals}")
-
-
-def _strings(value: Any) -> list[str]:
-    """Return all texts in a message or conversation, without roles."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for key, item in value.items() if key != "role" for text in _strings(item)]
-    if isinstance(value, list):
-        return [text for item in value for text in _strings(item)]
-    return []
-
-
-def _map_strings(value: Any, function: Any) -> Any:
-    """Return the message or conversation with `function` applied to all texts but roles."""
-    if isinstance(value, str):
-        return function(value)
-    if isinstance(value, dict):
-        return {
-            key: item if key == "role" else _map_strings(item, function)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_map_strings(item, function) for item in value]
-    return value
-
-
 def _require_encodable(text: str) -> None:
     """Raise InputError if the text cannot be written in UTF-8."""
     try:
@@ -279,25 +403,3 @@ def _require_encodable(text: str) -> None:
             why="such a character cannot be written in UTF-8",
             fix="repair the text: it was cut inside a character",
         ) from error
-
-
-def _require_messages(messages: list[Message]) -> None:
-    """Raise InputError if the list is empty, or one of its items is not a message."""
-    if not messages:
-        raise InputError(
-            "the conversation has no messages",
-            why="the list is empty",
-            fix="add a message, or drop the row",
-        )
-    for number, message in enumerate(messages, start=1):
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            raise InputError(
-                "a message is an object with `role` and `content`",
-                where=f"message {number}: {json.dumps(message, default=str)[:120]}",
-                why="a chat template reads both",
-                fix='as in {"role": "user", "content": "..."}',
-            )

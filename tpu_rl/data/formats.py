@@ -1,0 +1,334 @@
+"""The published shapes of rows, and the file formats that hold them besides JSON lines.
+
+Readers yield ("where the row is", row). `normalize` brings a row to the columns that algorithms
+read.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_rl.errors import InputError, MachineError
+
+Row = dict[str, Any]
+Numbered = Iterator[tuple[str, Row]]
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""The `from` of ShareGPT's messages -> our role."""
+
+
+# --- shapes ---
+
+
+def normalize(row: Row, columns: Sequence[str]) -> Row:
+    """Return the row with the columns that an algorithm reads, if its shape implies them.
+
+    ShareGPT's `conversations` become `messages`. `text` becomes an empty prompt and a completion.
+    The beginning that `chosen` and `rejected` share becomes the prompt. The last answer of
+    `messages` is split off. Columns that are there already stay.
+
+    Raises:
+        ValueError: if the shape is clear but the row does not fit it.
+    """
+    if "conversations" in row and "messages" not in row:
+        others = {name: value for name, value in row.items() if name != "conversations"}
+        row = others | {"messages": _from_sharegpt(row["conversations"])}
+    if "prompt" in row:
+        return row
+    if tuple(columns) == ("prompt", "completion") and is_plain_text(row):
+        if not isinstance(row["text"], str) or not row["text"]:
+            raise ValueError("`text` must be a text that is not empty")
+        return row | {"prompt": "", "completion": row["text"]}
+    if "prompt" not in columns:
+        return row
+    if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
+        return row | _split_shared_prompt(row["chosen"], row["rejected"])
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
+        if len(messages) == 1:
+            raise ValueError("`messages` has nothing before the assistant's answer")
+        answer = {} if "completion" in row else {"completion": messages[-1:]}
+        return row | {"prompt": messages[:-1]} | (answer if "completion" in columns else {})
+    return row
+
+
+def is_plain_text(row: Row) -> bool:
+    """Return whether the row is a `text` to learn as a whole."""
+    return "text" in row and not {"prompt", "completion", "messages"} & row.keys()
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _from_sharegpt(conversation: Any) -> list[dict[str, Any]]:
+    """Return ShareGPT's messages as messages with `role` and `content`."""
+    if not isinstance(conversation, list) or not conversation:
+        raise ValueError("`conversations` must be a list of messages that is not empty")
+    messages = []
+    for number, message in enumerate(conversation, start=1):
+        if isinstance(message, dict) and "role" in message and "content" in message:
+            messages.append(message)
+            continue
+        if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+            raise ValueError(
+                f"message {number} of `conversations` is not an object with `from` and `value`"
+            )
+        role = SHAREGPT_ROLES.get(str(message["from"]))
+        if role is None:
+            nearest = difflib.get_close_matches(str(message["from"]), SHAREGPT_ROLES, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(
+                f"message {number} of `conversations` is from {str(message['from'])[:40]!r}, "
+                f"not from one of {', '.join(SHAREGPT_ROLES)}{hint}"
+            )
+        messages.append({"role": role, "content": message["value"]})
+    return messages
+
+
+def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
+    """Return `prompt`, `chosen` and `rejected` of two conversations with one beginning."""
+    length = 0
+    for good, bad in zip(chosen, rejected, strict=False):
+        if good != bad:
+            break
+        length += 1
+    if length == len(chosen) or length == len(rejected):
+        if len(chosen) == len(rejected):
+            raise ValueError("`chosen` and `rejected` are the same conversation")
+        raise ValueError("one of `chosen` and `rejected` is the beginning of the other")
+    while length and _role(chosen[length - 1]) == "assistant":
+        length -= 1
+    if length == 0:
+        raise ValueError(
+            "the row has no `prompt`, and `chosen` and `rejected` do not begin with the same "
+            "messages"
+        )
+    return {
+        "prompt": chosen[:length],
+        "chosen": chosen[length:],
+        "rejected": rejected[length:],
+    }
+
+
+# --- file formats ---
+
+
+def gunzip(file: Path, content: bytes) -> bytes:
+    """Return the content of a gzip file. Raises InputError if it is damaged."""
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(
+            "the data file is gzip, but damaged",
+            where=str(file),
+            why=str(error),
+            fix="copy or download it again",
+        ) from error
+
+
+def csv_rows(file: Path, content: bytes) -> Numbered:
+    """Yield the rows of a CSV file with a header. All values are texts, except in `label`."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"byte 0x{content[error.start]:02x} is not UTF-8",
+            where=f"{file}:{line}",
+            fix="convert the file to UTF-8 (iconv)",
+        ) from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for cells in reader:
+            where = f"{file}:{line}"
+            line = reader.line_num + 1
+            if not cells:
+                continue
+            if header is None:
+                header = cells
+                _check_header(header, where)
+            elif len(cells) != len(header):
+                raise InputError(
+                    f"a row has {len(cells)} cells, and the header has {len(header)}",
+                    where=where,
+                    fix='correct the row; cells with commas or line ends stand in quotes, "..."',
+                )
+            else:
+                row: Row = dict(zip(header, cells, strict=True))
+                label = str(row.get("label", "")).strip().lower()
+                if label in ("true", "false"):
+                    row["label"] = label == "true"
+                yield where, row
+    except csv.Error as error:
+        raise InputError(
+            "not a row in CSV", where=f"{file}:{line}", why=str(error), fix="correct its quotes"
+        ) from error
+
+
+def _check_header(header: list[str], where: str) -> None:
+    """Raise InputError if a column has no name, or two have the same."""
+    for name in header:
+        if not name.strip() or header.count(name) > 1:
+            problem = f"has the column `{name}` twice" if name.strip() else "has an empty name"
+            raise InputError(
+                f"the header {problem}", where=where, fix="give each column a name of its own"
+            )
+
+
+def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int]]) -> Numbered:
+    """Yield the objects of one JSON array.
+
+    Args:
+        file: the file, for error messages.
+        text: its content.
+        parse: returns (value, end) of the JSON value at a position, or raises ValueError.
+    """
+
+    def skip(position: int) -> int:
+        while position < len(text) and text[position] in " \t\r\n":
+            position += 1
+        return position
+
+    position = skip(skip(0) + 1)
+    number = 0
+    while text[position : position + 1] != "]" or number:
+        number += 1
+        where = f"{file}, item {number}"
+        try:
+            row, position = parse(text, position)
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                "an item of the array is not JSON, or is cut off",
+                where=where,
+                why=str(error),
+                fix="correct the item, or download the file again",
+            ) from error
+        if not isinstance(row, dict):
+            raise InputError(
+                "an item of the array is not an object, {...}",
+                where=where,
+                why=f"this is {type(row).__name__}",
+                fix='as in [{"prompt": "..."}]',
+            )
+        yield where, row
+        position = skip(position)
+        separator = text[position : position + 1]
+        if separator == "]":
+            break
+        if separator != ",":
+            raise InputError(
+                "the array is cut off" if not separator else "no comma after an item of the array",
+                where=where,
+                fix="correct the file, or download it again",
+            )
+        position = skip(position + 1)
+    if text[position + 1 :].strip():
+        raise InputError("text follows the JSON array", where=str(file), fix="delete it")
+
+
+# --- datasets ---
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether `datasets.save_to_disk` wrote the folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def choose_split(names: Sequence[str], split: str | None, where: str) -> str:
+    """Return the split to read: the one asked for, else `train`, else the only one."""
+    if split is None and ("train" in names or len(names) == 1):
+        return "train" if "train" in names else names[0]
+    if split is not None and split in names:
+        return split
+    nearest = difflib.get_close_matches(split or "", names, n=1)
+    raise InputError(
+        f"the data have no split {split!r}" if split else "the data have several splits",
+        where=f"{where}, --data.split",
+        why=f"splits are {', '.join(names) or 'none'}",
+        fix=f"did you mean {nearest[0]!r}?" if nearest else "give --data.split",
+    )
+
+
+def saved_rows(folder: Path, split: str | None) -> Numbered:
+    """Yield the rows of a folder that `datasets.save_to_disk` wrote."""
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [datasets])
+        from pyarrow import ipc  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MachineError(
+            "reading a saved dataset needs pyarrow",
+            where=str(folder),
+            why="pyarrow is not installed",
+            fix='pip install "tpu_rl[datasets]"',
+        ) from error
+    try:
+        directory = folder
+        if (folder / "dataset_dict.json").is_file():
+            names = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]
+            split = choose_split(names, split, str(folder))
+            directory = folder / split
+        state = json.loads((directory / "state.json").read_text("utf-8"))
+        if directory == folder and split is not None:
+            choose_split([name for name in [state.get("_split")] if name], split, str(folder))
+        split = split or state.get("_split") or "train"
+        number = 0
+        for entry in state["_data_files"]:
+            with pyarrow.memory_map(str(directory / entry["filename"])) as source:
+                for batch in ipc.open_stream(source):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{folder}, row {number} of split {split}", row
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            "a damaged dataset folder",
+            where=str(folder),
+            why=(str(error).splitlines() or [type(error).__name__])[0],
+            fix="write it again with save_to_disk",
+        ) from error
+
+
+def hub_rows(name: str, config: str | None, split: str | None) -> Numbered:
+    """Yield the rows of a dataset of the Hugging Face hub, which `datasets` caches."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]  (the extra [datasets])
+    except ImportError as error:
+        raise MachineError(
+            f"no file or folder is named {name}, and reading it from the hub needs `datasets`",
+            where="--data.path",
+            why="datasets is not installed",
+            fix='correct the path, or pip install "tpu_rl[datasets]"',
+        ) from error
+    try:
+        splits = datasets.load_dataset(name, config)
+    # `datasets` and its storage libraries raise many kinds of errors.
+    except Exception as error:
+        raise InputError(
+            f"cannot read the dataset {name} from the cache or the hub",
+            where="--data.path, --data.config",
+            why=(str(error).splitlines() or [type(error).__name__])[0],
+            fix="correct the name; without a network, download it beforehand or give a file",
+        ) from error
+    split = choose_split(list(splits), split, name)
+    for number, row in enumerate(splits[split], start=1):
+        yield f"{name}, row {number} of split {split}", dict(row)

@@ -1,0 +1,246 @@
+"""Conversations as text, and the turns of the assistant in it.
+
+Contents may spell control tokens. These literals are put between two marks, a character that no
+content has, so that the tokenizer does not see them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers import chat_templates
+
+Message = dict[str, Any]
+"""One turn of a conversation: {"role": "user", "content": "..."} and any other keys that the chat
+template reads."""
+
+Tools = Sequence[Mapping[str, Any]] | str
+"""Descriptions of the functions that the assistant may call: JSON schemas, or their JSON text."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to render by a chat template. `hide` makes it."""
+
+    template: str
+    messages: list[Message]
+    tools: list[Any] | None
+    variables: Mapping[str, Any]
+    """What else the template reads."""
+    pattern: re.Pattern[str]
+    """Matches control-token literals, and any literal between two marks."""
+    mark: str | None
+    """The character around literals that are contents; None if no content spells one."""
+
+    def render(self, count: int, add_generation_prompt: bool) -> chat_templates.Rendered:
+        """Return the text of the first `count` messages."""
+        return chat_templates.render(
+            self.template, self.messages[:count], add_generation_prompt, self.variables, self.tools
+        )
+
+
+def hide(
+    template: str,
+    messages: list[Message],
+    tools: list[Any] | None,
+    variables: Mapping[str, Any],
+    control: Collection[str],
+) -> Conversation:
+    """Return a conversation whose contents spell no control token that the tokenizer sees."""
+    contents = "".join([*strings(messages), *strings(tools, roles=True)])
+    pattern = alternatives(control)
+    mark = None
+    if pattern.search(contents):
+        mark = next(chr(c) for c in range(0xE000, 0xF900) if chr(c) not in contents)
+
+        def enclose(text: str) -> str:
+            return pattern.sub(lambda match: f"{mark}{match[0]}{mark}", text)
+
+        messages = _map_strings(messages, enclose)
+        tools = _map_strings(tools, enclose, roles=True)
+    return Conversation(template, messages, tools, variables, alternatives(control, mark), mark)
+
+
+# --- the assistant's turns ---
+
+
+class Turn(NamedTuple):
+    """The place of an assistant's turn in the text of a conversation, in characters."""
+
+    start: int
+    stop: int
+    end: int
+    """End of the control token that ends the turn and begins at `stop`. It equals `stop` if the
+    template writes none."""
+
+
+def turns_by_difference(
+    conversation: Conversation, answers: Sequence[int], ends: Collection[str]
+) -> tuple[str, list[Turn], str]:
+    """Return (text, its assistant's turns, "" or the reason why they cannot be found).
+
+    A turn is what rendering a message adds to the prompt before it. The text that follows a turn
+    must begin with the text up to the turn's end. What a template writes after the end, often a
+    line break, is no part of the turn: there the sampler has stopped already.
+
+    Args:
+        conversation: the conversation.
+        answers: positions of the assistant's messages.
+        ends: literals of the control tokens that end a turn.
+    """
+    text = ""
+    turns: list[Turn] = []
+    for index in answers:
+        prompt = conversation.render(index, True).text
+        whole = conversation.render(index + 1, False).text
+        if not prompt.startswith(text):
+            return text, turns, "it renders an earlier turn in another way once others follow"
+        if not whole.startswith(prompt):
+            return text, turns, "its generation prompt does not begin the assistant's turn"
+        turn = _turn(conversation, whole, len(prompt), len(whole), ends)
+        if turn.end == turn.stop:
+            return text, turns, "it writes no end-of-sequence token after the assistant's turn"
+        turns.append(turn)
+        text = whole[: turn.end]
+    return text, turns, ""
+
+
+def turns_by_marks(
+    conversation: Conversation, answers: Sequence[int], ends: Collection[str]
+) -> tuple[str, list[Turn]]:
+    """Return (text, its assistant's turns), as the template's {% generation %} blocks mark them.
+
+    A control token that ends a turn and directly follows the block belongs to the turn.
+
+    Raises:
+        InputError: if the template marks nothing.
+    """
+    messages = conversation.messages
+    text, spans = conversation.render(len(messages), False)
+    if any(message["role"] == "assistant" for message in messages[: answers[0]]):
+        spans = spans[len(conversation.render(answers[0], False).spans) :]
+    turns = []
+    for start, stop in spans:
+        turn = _turn(conversation, text, start, stop, ends)
+        after = conversation.pattern.match(text, stop)
+        if turn.end == turn.stop and after and after[0] in ends:
+            turn = Turn(start, stop, after.end())
+        if turn.end > turn.start:
+            turns.append(turn)
+    if not turns:
+        raise InputError(
+            "the chat template marks nothing of an answer as written by the assistant",
+            where=shown(messages),
+            why="its {% generation %} block is empty or left out for this conversation",
+            fix="correct the template (--tokenizer.chat-template), or drop the row",
+        )
+    return text[: turns[-1].end], turns
+
+
+def _turn(
+    conversation: Conversation, text: str, start: int, stop: int, ends: Collection[str]
+) -> Turn:
+    """Return the turn in text[start:stop], up to its last end."""
+    matches = conversation.pattern.finditer(text, start, stop)
+    places = [match.span() for match in matches if match[0] in ends]
+    return Turn(start, *places[-1]) if places else Turn(start, stop, stop)
+
+
+# --- texts and messages ---
+
+
+def alternatives(control: Collection[str], mark: str | None = None) -> re.Pattern[str]:
+    """Return a pattern of all control-token literals, longest first, and of one between marks."""
+    longest_first = sorted(control, key=len, reverse=True)
+    literals = "|".join(re.escape(text) for text in longest_first) or "(?!)"
+    if mark is None:
+        return re.compile(literals)
+    return re.compile(f"{mark}(?:{literals}){mark}|{mark}|{literals}")
+
+
+def as_messages(value: str | list[Message], role: str) -> list[Message]:
+    """Return messages as they are, and a text as one message of the role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def shown(messages: Sequence[Message]) -> str:
+    """Return the beginning of a conversation, for error messages."""
+    return json.dumps(messages, ensure_ascii=False, default=str)[:200]
+
+
+def strings(value: Any, roles: bool = False) -> list[str]:
+    """Return all texts in a message or conversation, without roles unless `roles`."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        items = [item for key, item in value.items() if roles or key != "role"]
+        return [text for item in [*value, *items] for text in strings(item, roles)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item, roles)]
+    return []
+
+
+def _map_strings(value: Any, function: Any, roles: bool = False) -> Any:
+    """Return the value with `function` applied to all texts of `strings`."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, dict):
+        return {
+            function(key) if isinstance(key, str) else key: item
+            if key == "role" and not roles
+            else _map_strings(item, function, roles)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_map_strings(item, function, roles) for item in value]
+    return value
+
+
+def require_messages(messages: list[Message]) -> None:
+    """Raise InputError if the list is empty, or one of its items is not a message."""
+    if not messages:
+        raise InputError(
+            "the conversation has no messages",
+            why="the list is empty",
+            fix="add a message, or drop the row",
+        )
+    for number, message in enumerate(messages, start=1):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not ("content" in message or message.get("tool_calls"))
+        ):
+            raise InputError(
+                "a message is an object with `role` and `content`",
+                where=f"message {number}: {json.dumps(message, default=str)[:120]}",
+                why="a chat template reads both",
+                fix='as in {"role": "user", "content": "..."}',
+            )
+
+
+def parse_tools(tools: Tools | None) -> list[Any] | None:
+    """Return descriptions of functions as a list; None if there are none.
+
+    Raises:
+        InputError: if they are neither a list of objects nor the JSON text of one.
+    """
+    values: Any = tools
+    if isinstance(values, str):
+        with contextlib.suppress(ValueError):
+            values = json.loads(values) if values.strip() else None
+    if not values and (values is None or isinstance(values, list)):
+        return None
+    if not isinstance(values, list) or not all(isinstance(tool, dict) for tool in values):
+        raise InputError(
+            "`tools` is a list of objects, or such a list as JSON text",
+            where=json.dumps(tools, default=str)[:120],
+            why="the chat template reads it as descriptions of functions",
+            fix="correct the column `tools`, rename it, or leave it out",
+        )
+    return values

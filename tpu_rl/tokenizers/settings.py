@@ -1,0 +1,178 @@
+"""Settings of a run's tokenizer: its chat template, and how texts become conversations."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
+
+MAX_TEMPLATE_BYTES = 1_000_000
+"""The largest chat template. Published ones have some kilobytes."""
+
+_RESERVED = frozenset(
+    {
+        "messages",
+        "conversations",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+        "tools",
+        "documents",
+    }
+)
+"""Names that the renderer sets itself."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Settings of the chat template."""
+
+    chat_template: str | None = None
+    """A Jinja file that replaces the model's chat template. The trained model is saved with it."""
+    template_kwargs: tuple[str, ...] = ()
+    """Values that the chat template reads, as name=value: enable_thinking=false. Values are JSON;
+    anything else is text."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Settings of how the rows of a run become conversations."""
+
+    chat: Literal["auto", "always", "never"] = "never"
+    system: str | None = None
+    assistant_turns: AssistantTurns = "all"
+
+
+def configure(
+    tokenizer: Tokenizer, config: TokenizerConfig, chat: ChatConfig = ChatConfig()
+) -> Tokenizer:
+    """Return the tokenizer with the settings of a run.
+
+    Raises:
+        InputError: if the template's file is missing or broken, or a setting does not fit it.
+    """
+    if config.chat_template is not None:
+        tokenizer = with_template(tokenizer, Path(config.chat_template).expanduser())
+    template_kwargs = parse_template_kwargs(config.template_kwargs)
+    _require_read(template_kwargs, tokenizer.chat_template)
+    if chat.chat == "always" and not tokenizer.has_chat_template:
+        raise InputError(
+            "the tokenizer has no chat template",
+            where="--data.chat always",
+            why="only a chat template turns a prompt into a conversation",
+            fix="use an instruction-tuned checkpoint, or give --tokenizer.chat-template FILE",
+        )
+    settings = ChatSettings(
+        wraps_prompts=chat.chat != "never" and tokenizer.has_chat_template,
+        system=chat.system,
+        assistant_turns=chat.assistant_turns,
+        template_kwargs=template_kwargs,
+    )
+    return replace(tokenizer, chat=settings)
+
+
+def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
+    """Return the tokenizer with the chat template of a file, which is saved with it.
+
+    Raises:
+        InputError: if the file cannot be read, or is not a template.
+    """
+    flag = "--tokenizer.chat-template"
+    if not file.is_file():
+        names = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        nearest = difflib.get_close_matches(file.name, names, n=1)
+        raise InputError(
+            "no such template file",
+            where=f"{file}, {flag}",
+            fix=f"did you mean {file.parent / nearest[0]}?" if nearest else "give a Jinja file",
+        )
+    try:
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"it has more than {MAX_TEMPLATE_BYTES:,} bytes")
+        template = file.read_text(encoding="utf-8")
+        if not template.strip():
+            raise ValueError("it is empty")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "the file is not a chat template",
+            where=f"{file}, {flag}",
+            why=str(error),
+            fix="give a text file with a Jinja template",
+        ) from error
+    tokenizer = replace(
+        tokenizer, backend=tokenizer.backend.with_template(template), chat_template=template
+    )
+    try:
+        tokenizer.render([{"role": "user", "content": "a"}])
+    except InputError as error:
+        # A template may refuse a conversation, but it must be a template.
+        if error.why.startswith("TemplateSyntaxError"):
+            raise InputError(
+                "the chat template is broken",
+                where=f"{file}, {flag}",
+                why=error.why,
+                fix="correct the template",
+            ) from error
+    return tokenizer
+
+
+def parse_template_kwargs(texts: Sequence[str]) -> dict[str, Any]:
+    """Return {name: value} of texts name=value.
+
+    Values are JSON, or True, False and None as in Python. Anything else is text.
+
+    Raises:
+        InputError: if a text has another form, or a name cannot be set or comes twice.
+    """
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        reason = ""
+        if not equals or not name.isidentifier():
+            reason = "it is not of the form name=value"
+        elif name in _RESERVED:
+            reason = f"{name!r} is set by the renderer"
+        elif name in values:
+            reason = f"{name!r} comes twice"
+        if reason:
+            raise InputError(
+                f"cannot pass {text[:60]!r} to the chat template",
+                where="--tokenizer.template-kwargs",
+                why=reason,
+                fix="as in enable_thinking=false",
+            )
+        values[name] = _value(value)
+    return values
+
+
+def _value(text: str) -> Any:
+    """Return the value of a text. "False" as text would be true for a template."""
+    python = {"True": True, "False": False, "None": None}
+    if text in python:
+        return python[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _require_read(template_kwargs: Mapping[str, Any], template: str | None) -> None:
+    """Raise InputError if the template does not read one of the values."""
+    names = set(re.findall(r"[A-Za-z_]\w*", template or ""))
+    for name in template_kwargs:
+        if name not in names:
+            nearest = difflib.get_close_matches(name, sorted(names), n=1)
+            raise InputError(
+                f"the chat template does not read {name!r}",
+                where="--tokenizer.template-kwargs",
+                why="it would change nothing" if template else "the tokenizer has no chat template",
+                fix=f"did you mean {nearest[0]!r}?" if nearest else "leave it out",
+            )
