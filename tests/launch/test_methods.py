@@ -37,7 +37,11 @@ ROWS = {
 JUDGED = ("grpo", "ppo", "reinforce", "q_sharp")
 REWARD = """
 def score(completions, answer, **columns):
-    return [len(set(text) & set(truth)) / 10 for text, truth in zip(completions, answer)]
+    # The second part differs between random completions, so that every prompt teaches something.
+    return [
+        len(set(text) & set(truth)) / 10 + sum(map(ord, text)) % 7 / 100
+        for text, truth in zip(completions, answer)
+    ]
 """
 SMALL = {
     "--steps": 2,
