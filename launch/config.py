@@ -7,9 +7,11 @@ accelerator.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import io
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -257,18 +259,47 @@ def parse(argv: list[str]) -> ExperimentConfig:
             where="--data.path",
             fix=f"begin with a preset that reads one: {', '.join(readers)}",
         )
-    config = tyro.cli(
-        ExperimentConfig,
-        default=default,
-        args=flags,
-        prog=f"launch/run.py {chosen}",
-        description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. {cluster.HELP}.",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    config = parse_flags(default, chosen, flags)
     run_dir = config.run_dir or str(Path("runs") / Path(chosen).stem)
     config = dataclasses.replace(config, run_dir=run_dir)
     require_trainable(config)
     return config
+
+
+def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> ExperimentConfig:
+    """Return a configuration with the changes that flags make.
+
+    Raises:
+        InputError: if a flag is unknown, or its value has another type.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                ExperimentConfig,
+                default=default,
+                args=flags,
+                prog=f"launch/run.py {chosen}",
+                description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. "
+                f"{cluster.HELP}.",
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise _flag_error(printed.getvalue()) from None
+
+
+def _flag_error(printed: str) -> InputError:
+    """Return the error that tyro has printed in a box."""
+    lines = [line.strip("│ ") for line in printed.splitlines()]
+    rule = next((i for i, line in enumerate(lines) if line.startswith("───")), len(lines) - 1)
+    message = " ".join(lines[1:rule])
+    nearest = [line.split()[0] for line in lines[rule:] if line.startswith("--")]
+    if "Unrecognized" not in message:
+        return InputError(message, where=" ".join(nearest), fix="--help-all lists all flags")
+    fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
+    return InputError(message, fix=fix)
 
 
 def require_trainable(config: ExperimentConfig) -> None:

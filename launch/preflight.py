@@ -279,6 +279,8 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
             "--reward-limits.batch-seconds",
         )
     named.displayed(config.reward_terms)
+    for step in (1, config.steps):
+        rewards.at_step(config.reward_terms, step)
     untrained = tuple(name for name in reward_names(config) if not is_directory(name))
     functions = named.reward_functions(
         untrained, config.reward_limits, config.allow_unsandboxed_code

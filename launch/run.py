@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         refuse_secrets(argv)
         member, flags = cluster.find(argv)
         with process_group.join(member), explain_full_disk():
-            start(configuration.parse(flags), command)
+            start(configuration.parse(flags), command, partial(leave_at_once, command))
     except Preempted as stop:
         print(f"{stop}\n  to go on: {command}", file=sys.stderr)
         return stop.code
@@ -84,14 +84,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def start(config: ExperimentConfig, command: str) -> None:
-    """Check everything that can be wrong, then run. Every process of the run calls it."""
+def start(
+    config: ExperimentConfig, command: str, leave: Callable[[], NoReturn] | None = None
+) -> None:
+    """Check everything that can be wrong, then run. Every process of the run calls it.
+
+    Args:
+        config: the configuration.
+        command: what continues the run, for messages.
+        leave: ends the process at a SIGTERM before the first step. Without it, that step is taken.
+    """
     host_agreement.require_same_run(to_dict(config), CODE_FOLDERS)
     if config.dry_run:
         print_plan(config)
         return
     with (
-        preemption.watch(partial(leave_at_once, command)) as signals,
+        preemption.watch(leave) as signals,
         open_run_folder(config.run_dir, end_without_lock) as folder,
     ):
         if processes.from_first(lambda: is_finished(config, open_run_dir(config, folder))):

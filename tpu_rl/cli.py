@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
 import pkgutil
 import sys
 from pathlib import Path
@@ -18,12 +17,10 @@ from pathlib import Path
 import tpu_rl
 from tpu_rl import redaction
 from tpu_rl.errors import InputError
+from tpu_rl.python_run import launch_module
 from tpu_rl.runtime import stdio
 
 COMMANDS = ("run", "evaluate", "export", "plan", "report", "doctor", "verify")
-WHEEL_FOLDER = Path(tpu_rl.__file__).with_name("_wheel")
-"""The folder that contains launch in an installed wheel. A wheel installs no top-level package
-besides tpu_rl."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,8 +35,6 @@ def main(argv: list[str] | None = None) -> int:
     if name == "--version":
         print(f"tpu_rl {tpu_rl.__version__}")
         return 0
-    if WHEEL_FOLDER.is_dir() and str(WHEEL_FOLDER) not in sys.path:
-        sys.path.insert(0, str(WHEEL_FOLDER))
     if name == "presets":
         print_presets()
         return 0
@@ -51,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"error: {error}", file=sys.stderr)
         return error.code
-    return importlib.import_module(f"launch.{name}").main(arguments)
+    return launch_module(name).main(arguments)
 
 
 def print_presets() -> None:
     """Print each preset with the first sentence of its description."""
-    presets = importlib.import_module("launch.presets")
+    presets = launch_module("presets")
     folder = Path(presets.__path__[0])
     names = sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
     width = max(map(len, names))

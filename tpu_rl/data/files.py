@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.data import formats
+from tpu_rl.data import formats, python_rows
 from tpu_rl.errors import InputError, MachineError
 
 Row = dict[str, Any]
@@ -40,8 +40,9 @@ def read(
     """Return the rows of files, of a saved dataset, or of a dataset of the hub.
 
     Args:
-        path: files or patterns, separated by commas; a folder of `datasets.save_to_disk`; or a
-            name OWNER/NAME of the hub. What exists under this path is preferred.
+        path: files or patterns, separated by commas; a folder of `datasets.save_to_disk`; a name
+            OWNER/NAME of the hub; or the name of rows that a program passed (`python_rows`). What
+            exists under this path is preferred.
         columns: columns that each row must have, with values of the right type.
         check: raises ValueError for a row that cannot be used.
         split: the split of a dataset. The default is `train`, or the only one.
@@ -110,6 +111,10 @@ def _numbered_rows(
     path: str | Path, split: str | None, config: str | None
 ) -> Iterator[tuple[str, Row]]:
     """Yield ("where", row) of each row of all parts of the path."""
+    if python_rows.is_name(str(path)):
+        _refuse_dataset_flags(str(path), split, config)
+        yield from python_rows.read(str(path))
+        return
     whole = Path(path).expanduser()
     parts = [str(whole)] if whole.exists() else [part.strip() for part in str(path).split(",")]
     for part in filter(None, parts) if any(parts) else [str(path)]:

@@ -123,7 +123,7 @@ def _changed_error(
         f"the training data changed since the run began: {change}",
         where=f"{data_path}, training row {first_row + 1}",
         why=f"that row is now: {row}",
-        fix="restore the file, or go on with the changed one: --accept-dataset-change",
+        fix="restore the rows, or go on with the changed ones: --accept-dataset-change",
     )
 
 

@@ -26,14 +26,16 @@ If a prompt is a conversation, its completion is one too: [{"role": "assistant",
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
 import queue
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -47,6 +49,7 @@ from tpu_rl.environments import text_of as text_of
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards import worker_process
+from tpu_rl.rewards.terms import PYTHON as PYTHON
 from tpu_rl.rewards.terms import RewardTerm as RewardTerm
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
 from tpu_rl.rewards.worker_process import (
@@ -193,10 +196,7 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
 
 # --- functions of this process ---
 
-PYTHON = "python:"
-"""How the name of a registered function begins."""
-
-_REGISTERED: dict[str, Reward] = {}
+_REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
 def register(name: str, function: Callable[..., Any]) -> str:
@@ -230,7 +230,51 @@ def register(name: str, function: Callable[..., Any]) -> str:
     return f"{PYTHON}{name}"
 
 
-def registered(path: str) -> Reward:
+@contextmanager
+def lend(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Register functions, name -> function, in this context only."""
+    before = dict(_REGISTERED)
+    try:
+        for name, function in functions.items():
+            register(name, function)
+        yield
+    finally:
+        _REGISTERED.clear()
+        _REGISTERED.update(before)
+
+
+def at_step(terms: Sequence[RewardTerm], step: int) -> tuple[RewardTerm, ...]:
+    """Return the terms with the weights that their schedules give them at a step, from 1.
+
+    Raises:
+        InputError: if a schedule is not registered, fails, or returns no finite number.
+    """
+    return tuple(
+        dataclasses.replace(term, weight=_scheduled_weight(term, step)) if term.schedule else term
+        for term in terms
+    )
+
+
+def _scheduled_weight(term: RewardTerm, step: int) -> float:
+    try:
+        weight = registered(term.schedule or "")(step)
+        number = as_number(weight)
+    except InputError:
+        raise
+    # The user's function may raise anything.
+    except Exception as error:
+        number = f"{type(error).__name__}: {error}"
+    if isinstance(number, str):
+        raise InputError(
+            f"the schedule of the reward {term.name} gives no weight",
+            where=f"step {step}",
+            why=number,
+            fix="return a finite number for every step from 1 to --steps",
+        )
+    return number
+
+
+def registered(path: str) -> Callable[..., Any]:
     """Return the function that "python:NAME" names.
 
     Raises:

@@ -3,6 +3,7 @@
     gsm8k                      the reward gsm8k
     0.2*my.py:format           a fifth of what the function returns
     "RM_DIR?gsm8k>0.5"         the score of a reward model, where gsm8k is above 0.5
+    python:decay*gsm8k         a weight that a registered function step -> weight gives
 
 The total of a completion is the sum of weight * value over its terms. A gate of two rewards, which
 may also be written with <, decides where a term counts: where it does not hold, the term is 0.
@@ -21,6 +22,8 @@ import numpy as np
 from tpu_rl.errors import InputError
 
 EXAMPLE = 'write [WEIGHT*]NAME[?OTHER>NUMBER], as in "0.2*my.py:format?gsm8k>0.5"'
+PYTHON = "python:"
+"""How the name of a function begins that a Python program has registered."""
 _COMPARISON = re.compile(r"(.*)([<>])([^<>]*)", re.DOTALL)
 
 
@@ -48,6 +51,8 @@ class RewardTerm:
     weight: float = 1.0
     """With 0 the reward is measured and not counted."""
     gate: Gate | None = None
+    schedule: str | None = None
+    """python:NAME of a registered function that gives the weight of each step (`at_step`)."""
 
     @staticmethod
     def parse(text: str) -> RewardTerm:
@@ -56,12 +61,21 @@ class RewardTerm:
         Raises:
             InputError: if the text describes no term.
         """
+        if not isinstance(text, str):
+            raise InputError(
+                "a reward of a configuration is a text",
+                where="reward",
+                why=f"this is {text!r}",
+                fix="pass functions to tpu_rl.train(..., rewards=[...])",
+            )
         body, has_gate, condition = text.partition("?")
         weight, has_weight, name = body.rpartition("*")
+        is_scheduled = weight.startswith(PYTHON)
         term = RewardTerm(
             name.strip() if has_weight or has_gate else text,
-            _number(weight, "the weight", text) if has_weight else 1.0,
+            _number(weight, "the weight", text) if has_weight and not is_scheduled else 1.0,
             _gate(condition, text) if has_gate else None,
+            weight if is_scheduled else None,
         )
         if not term.name.strip():
             raise _error("it names no reward", text)
@@ -76,13 +90,13 @@ class RewardTerm:
         """Return what the term adds to each total, [N] float32.
 
         NaN where it does not count: where its reward or the gate's has no value, or if its weight
-        is 0.
+        is always 0.
 
         Args:
             parts: reward name -> values [N] float32, NaN where it has none.
         """
         values = parts[self.name]
-        if not self.weight:
+        if not self.weight and self.schedule is None:
             return np.full_like(values, np.nan)
         weighted = (self.weight * values.astype(np.float64)).astype(np.float32)
         if self.gate is None:

@@ -136,7 +136,7 @@ def score(
             max_fault_share,
             group_size,
             sampled.streamed_rewards(),
-            terms,
+            rewards.at_step(terms, sampled.step),
             rollout_columns(sampled, reward_functions.values()),
         )
     return Scored(

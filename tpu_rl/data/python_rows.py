@@ -1,0 +1,94 @@
+"""Rows that a Python program passes, under names that stand where --data.path names a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tpu_rl.errors import InputError
+
+PYTHON = "python:"
+"""How such a name begins; the rest is the name of the argument that has the rows."""
+
+_ROWS: dict[str, Any] = {}
+
+
+@contextmanager
+def lend(rows: Mapping[str, Any]) -> Iterator[None]:
+    """Let `read` find rows, argument -> rows, in this context.
+
+    Raises:
+        InputError: if something is not a sequence.
+    """
+    for argument, given in rows.items():
+        if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__"):
+            raise InputError(
+                f"`{argument}` is not a list of rows",
+                where=f"{argument}=",
+                why=f"it is {type(given).__name__}",
+                fix="pass a list of dicts, or a dataset with a length",
+            )
+    before = dict(_ROWS)
+    _ROWS.update(rows)
+    try:
+        yield
+    finally:
+        _ROWS.clear()
+        _ROWS.update(before)
+
+
+def is_name(path: str) -> bool:
+    """Return whether a path is the name of rows, and not of a file."""
+    return path.startswith(PYTHON)
+
+
+def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("row N of ARGUMENT", row) of each row.
+
+    Raises:
+        InputError: if there are no such rows in this process, or one is not a dict of values that
+            a JSON file could hold as well.
+    """
+    argument = path.removeprefix(PYTHON)
+    if argument not in _ROWS:
+        raise InputError(
+            "the rows of this run came from Python; pass them again",
+            where=path,
+            why="rows are not kept in the run folder",
+            fix=f"tpu_rl.train(..., {argument}=...), or name a file that has them",
+        )
+    for number, row in enumerate(_ROWS[argument], start=1):
+        where = f"row {number} of {argument}"
+        _check(row, where)
+        yield where, dict(row)
+
+
+def _check(row: Any, where: str) -> None:
+    """Raise InputError unless the row is a dict with names of columns and usable values."""
+    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+        raise InputError(
+            "a row is a dict: column -> value",
+            where=where,
+            why=f"this is {repr(row)[:60]}",
+            fix='as in {"prompt": "..."}; of a pandas table, pass table.to_dict("records")',
+        )
+    for column, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(
+                f"`{column}` is {value}",
+                where=where,
+                why="it is not a finite number",
+                fix="give a number, or drop the row",
+            )
+    try:
+        json.dumps(dict(row), ensure_ascii=False, default=repr).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            "a text holds half of a surrogate pair",
+            where=where,
+            why=str(error),
+            fix="correct the text: it was cut inside a character",
+        ) from error

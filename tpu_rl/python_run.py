@@ -1,0 +1,119 @@
+"""Train from Python, as from the shell.
+
+    run = tpu_rl.train("grpo", {"model.path": DIR, "steps": 20}, rows=rows, rewards=[score])
+
+Nothing here imports JAX before a run starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tpu_rl.tokenizers import Tokenizer
+    from tpu_rl.types import Model, Params
+
+WHEEL_FOLDER = Path(__file__).with_name("_wheel")
+"""The folder that contains launch in an installed wheel. A wheel installs no top-level package
+besides tpu_rl."""
+
+
+class Rows(Protocol):
+    """Rows with a length: a list of dicts, or a dataset such as `datasets.Dataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Weight = float | Callable[[int], float]
+"""The weight of a reward, or a schedule: a function step -> weight. Steps count from 1."""
+
+Reward = str | Callable[..., Any]
+"""A text as `--reward` takes it, or a function by the convention of `tpu_rl.rewards`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left in its folder."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]]
+    """The rows of metrics.jsonl, one per step. Step 0 is the evaluation before the first step."""
+    summary: dict[str, Any]
+    """summary.json."""
+    model_dir: Path
+    """The Hugging Face directory of the trained model. A run in a bucket has it there only."""
+
+    def load(self, dtype: str = "float32") -> tuple[Model, Params, Tokenizer]:
+        """Return the trained model, its weights and its tokenizer.
+
+        Args:
+            dtype: the type of the weights and of the computation.
+        """
+        from tpu_rl import models, tokenizers
+
+        model, params = models.load(self.model_dir, dtype=dtype)
+        return model, params, tokenizers.load(self.model_dir)
+
+
+def train(
+    preset: str,
+    overrides: Mapping[str, Any] | None = None,
+    rows: Rows | None = None,
+    rewards: Sequence[Reward | tuple[Weight, Reward]] | None = None,
+    evaluation_rows: Rows | None = None,
+) -> Run:
+    """Train, and return what the run has left in its folder.
+
+    This is `python launch/run.py PRESET --NAME VALUE ...` in this process. The same call on the
+    same run folder continues where the run stopped. If it is finished, it returns at once. Ctrl-C
+    saves the last complete step and raises KeyboardInterrupt. By default no watchdog ends the
+    process (`watchdog.minutes`).
+
+    Args:
+        preset: a preset, a method, or the config.yaml of an earlier run.
+        overrides: values by the names of flags, with - or _, such as "batch.group_size".
+        rows: training rows, in place of `data.path`. A run that is continued must have the same.
+        rewards: reward functions and texts as `--reward` takes them, each alone or as
+            (weight, reward). They run in this process, without limits on time and memory.
+        evaluation_rows: held-out rows. By default the last rows are held out, as of a file.
+
+    Raises:
+        InputError: if an override, the rows or a reward cannot be used, or another run is in the
+            folder.
+        MachineError: if the machine lacks something.
+        DamagedDataError: if the run folder is damaged.
+        Preempted: if a SIGTERM came; the last complete step is saved.
+        KeyboardInterrupt: after Ctrl-C.
+    """
+    train_in_process = launch_module("from_python").train
+    run_dir = train_in_process(preset, overrides or {}, rows, rewards, evaluation_rows)
+    return read_run(run_dir)
+
+
+def read_run(address: str) -> Run:
+    """Return what a run has left in its folder, local or gs://."""
+    import json
+
+    from tpu_rl.checkpoint import gcs, remote_run
+    from tpu_rl.metrics import METRICS_FILE, SUMMARY_FILE
+
+    folder = remote_run.fetch(address) if gcs.is_address(address) else Path(address)
+    metrics_file = folder / METRICS_FILE
+    summary_file = folder / SUMMARY_FILE
+    lines = metrics_file.read_text("utf-8").splitlines() if metrics_file.exists() else []
+    summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else {}
+    return Run(folder, [json.loads(line) for line in lines], summary, folder / "model")
+
+
+def launch_module(name: str) -> Any:
+    """Return a module of the folder launch, which a wheel has inside tpu_rl."""
+    if WHEEL_FOLDER.is_dir() and str(WHEEL_FOLDER) not in sys.path:
+        sys.path.insert(0, str(WHEEL_FOLDER))
+    return importlib.import_module(f"launch.{name}")
