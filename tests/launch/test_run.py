@@ -125,10 +125,8 @@ def test_bad_input_is_one_message_and_code_2(tmp_path, capsys, flags, message):
 
 
 def test_an_unknown_flag_names_the_nearest(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        run.main(["--optimizer.learning-rat", "1"])
-    assert exit_.value.code == 2
-    assert "learning-rate" in capsys.readouterr().err
+    assert run.main(["--optimizer.learning-rat", "1"]) == 2
+    assert "did you mean --optimizer.learning-rate?" in capsys.readouterr().err
 
 
 def test_a_folder_of_another_configuration_is_refused(tmp_path, capsys):
