@@ -87,6 +87,14 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class SamplesConfig:
+    every: int = 1
+    """Steps between those whose completions samples.jsonl keeps. Step 1 is one of them."""
+    most: int = 32
+    """Completions that it keeps of such a step, evenly chosen over the batch; 0 keeps none."""
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     data: int = 1
     fsdp: int = -1
@@ -156,6 +164,7 @@ class ExperimentConfig:
     rollout: RolloutConfig = RolloutConfig()
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    samples: SamplesConfig = SamplesConfig()
     mesh: MeshConfig = field(default_factory=MeshConfig)
     phases: tuple[Phase, ...] = ()
     """The phases that the run begins with. `algorithm` takes the steps after the phases."""
@@ -218,6 +227,7 @@ class ExperimentConfig:
                 "--steps": self.steps,
                 "--checkpoint-every": self.checkpoint_every,
                 "--evaluation.interval": self.evaluation.interval,
+                "--samples.every": self.samples.every,
                 "--batch.prompts": self.batch.prompts,
                 "--batch.num-minibatches": self.batch.num_minibatches,
                 "--batch.ppo-epochs": self.batch.ppo_epochs,
@@ -226,6 +236,7 @@ class ExperimentConfig:
                 "--sampling.host-sync-steps": self.sampling.host_sync_steps,
             }
         )
+        config_checks.check_not_negative({"--samples.most": self.samples.most})
         terms.parse_all(self.reward)
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
@@ -363,6 +374,7 @@ MAY_CHANGE = (
     "steps",
     "checkpoint_every",
     "evaluation.interval",
+    "samples",
     "wandb",
     "reward_limits",
     "accept_dataset_change",

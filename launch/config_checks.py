@@ -18,6 +18,13 @@ def check_positive(values: Mapping[str, int]) -> None:
             raise InputError(f"{flag} is {value}", where=flag, fix="use at least 1")
 
 
+def check_not_negative(values: Mapping[str, int]) -> None:
+    """Check that each flag is at least 0."""
+    for flag, value in values.items():
+        if value < 0:
+            raise InputError(f"{flag} is {value}", where=flag, fix="use at least 0")
+
+
 def check_run_dir(run_dir: str) -> None:
     """Check that the run folder is local, or a well-formed gs:// address."""
     if gcs.is_address(run_dir):

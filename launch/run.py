@@ -40,11 +40,10 @@ from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
-from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import lay_out
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.models import Select
-from tpu_rl.rollout import weights
+from tpu_rl.rollout import samples, weights
 from tpu_rl.runtime import (
     child_processes,
     cluster,
@@ -58,8 +57,9 @@ from tpu_rl.runtime import (
 from tpu_rl.runtime.host import explain_full_disk, peak_memory_bytes, seconds_since_start
 from tpu_rl.runtime.preemption import INTERRUPTED, Preempted, Signals
 from tpu_rl.runtime.profiler import Profile
-from tpu_rl.train import update_step
-from tpu_rl.types import Params, TrainState
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.train import sharding, update_step
+from tpu_rl.types import Experience, Params, Rollout, TrainState
 
 CODE_FOLDERS = (Path(tpu_rl.__file__).parent, Path(__file__).parent)
 """The code that must be the same on all processes of a run."""
@@ -251,6 +251,7 @@ class Job(NamedTuple):
     profile: Profile
     health: HealthMonitor
     recovery: NanRecovery
+    tokenizer: Tokenizer
     first_step: int
     """The first step that this process takes."""
 
@@ -284,6 +285,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 Profile(config.profile, run_dir),
                 HealthMonitor(),
                 NanRecovery(run_dir, context.language.tokenizer),
+                context.language.tokenizer,
                 first_step=max(step, 0) + 1,
             )
             for index in range(len(config.stages)):
@@ -316,7 +318,7 @@ def train_stage(
             with job.signals.stoppable(), job.profile.of(step):
                 began = time.perf_counter()
                 state = parts.for_rollouts(state)
-                state, row, experience = take_step(job.config.batch, parts, state, step, began)
+                state, row, experience = take_step(job, parts, state, step, began)
         except preemption.StopRequested as request:
             if not job.recovery.in_a_row:  # Not if steps were skipped: see `NanRecovery`.
                 job.writer.catch_up(step - 1, parts.for_training(state), source_state)
@@ -336,7 +338,7 @@ def train_stage(
             watchdog.mark(f"the evaluation after step {step}")
             state, measured = evaluate(parts, state, in_full=is_run_end)
             row |= measured
-        job.sink.write(step, row, experience.records)
+        job.sink.write(step, row, experience.samples)
         if step % job.config.evaluation.interval == 0 and not is_run_end:
             finish.update_report(job.run_dir)
         is_due = step % job.config.checkpoint_every == 0 and not job.recovery.in_a_row
@@ -349,12 +351,13 @@ def train_stage(
 
 
 def take_step(
-    batch_config: BatchConfig, parts: StageParts, state: TrainState, step: int, began: float
+    job: Job, parts: StageParts, state: TrainState, step: int, began: float
 ) -> tuple[TrainState, dict[str, float], StepExperience]:
     """Sample experience and update the params. Returns (state, metrics row, experience).
 
     The state's weights are where `StageParts.for_rollouts` moves them. The step began at `began`.
     """
+    batch_config = job.config.batch
     watchdog.mark(f"the experience of step {step}")
     experience = parts.source.draw(step, state)
     state = parts.for_training(state)
@@ -367,10 +370,14 @@ def take_step(
     batch, algorithm_state = parts.make_batch(packed, state.params, state.algorithm_state)
     state = replace(state, algorithm_state=algorithm_state)
     history = []
-    for _ in range(batch_config.ppo_epochs):
+    per_token = []
+    for epoch in range(batch_config.ppo_epochs):
         for index in range(batch_config.num_minibatches):
-            state, measured = parts.update(state, update_step.minibatch(batch, index))
+            state, reported = parts.update(state, update_step.minibatch(batch, index))
+            measured, of_tokens = update_step.split_per_token(reported)
             history.append(measured)
+            if epoch == 0:
+                per_token.append(of_tokens)
     row = experience.metrics | update_step.reduce_updates(jax.device_get(history))
 
     ended = time.perf_counter()
@@ -379,7 +386,42 @@ def take_step(
     row["time/update"] = ended - update_began
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
     row["perf/peak_memory"] = peak_memory_bytes()
+    settings = job.config.samples
+    if experience.records and samples.is_kept(step, settings.every):
+        numbers = numbers_of_tokens(packed, batch, per_token)
+        kept = samples.keep(
+            experience.records, experience.rollouts, job.tokenizer, settings.most, numbers
+        )
+        experience = experience._replace(samples=kept)
     return state, row, experience
+
+
+def numbers_of_tokens(
+    packed: Experience, batch: Any, per_token: list[dict[str, jax.Array]]
+) -> dict[str, np.ndarray]:
+    """Return name -> [N, T] host array, NaN where unknown: what `samples.keep` tells of tokens.
+
+    All processes call it together.
+
+    Args:
+        packed: the experience, of which only rollouts have such numbers.
+        batch: what the algorithm made of it.
+        per_token: name -> [K, R, S] of each update of the first pass over the batch.
+    """
+    if not isinstance(packed.data, Rollout):
+        return {}
+    arrays = {name: [update[name] for update in per_token] for name in per_token[0]}
+    advantages = getattr(batch, "advantages", None)
+    if advantages is not None:
+        arrays = {samples.ADVANTAGE: [advantages], **arrays}
+    slot, arrays = sharding.to_host((packed.layout.slot, arrays))
+    flat = {
+        name: np.concatenate([part.ravel() for part in parts]) for name, parts in arrays.items()
+    }
+    return {
+        name: np.where(slot >= 0, values[np.maximum(slot, 0)], np.nan)
+        for name, values in flat.items()
+    }
 
 
 def evaluate(

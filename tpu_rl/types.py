@@ -387,7 +387,17 @@ class First:
     metric: Metric
 
 
-Metric = Sum | Max | Min | First
+@struct.dataclass
+class PerToken:
+    """A number of each token, [R, S], for the records of single completions.
+
+    Nothing reduces it: those of micro-batches and updates stand side by side.
+    """
+
+    value: Array
+
+
+Metric = Sum | Max | Min | First | PerToken
 Metrics = dict[str, Metric]
 """Metrics by flat name with one slash, such as "policy/entropy".
 

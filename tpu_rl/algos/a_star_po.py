@@ -34,6 +34,7 @@ from tpu_rl.losses.policy_gradient import (
     importance_ratio,
     policy_metrics,
     reference_metrics,
+    token_metrics,
 )
 from tpu_rl.types import (
     Algorithm,
@@ -98,11 +99,9 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
         weights = batch.weights["policy"]
         sequence_ids = batch.rows.sequence_ids
         assert batch.reference_log_probs is not None
-        log_probs, entropy = token_log_probs(
-            roles["policy"], params, batch.rows, sampling.temperature
-        )
+        policy = token_log_probs(roles["policy"], params, batch.rows, sampling.temperature)
         # Outside the mask, a number without a gradient.
-        log_probs = jnp.where(mask, log_probs, 0.0)
+        log_probs = jnp.where(mask, policy.log_probs, 0.0)
         token_log_ratio = jnp.where(mask, log_probs - batch.reference_log_probs, 0.0)
         log_ratio = masked.sequence_total(token_log_ratio, sequence_ids)
         losses = jnp.square(config.beta * log_ratio - batch.advantages)
@@ -112,7 +111,8 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
         metrics = policy_metrics(surrogate, mask, log_probs, batch.old_log_probs)
         metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, sequence_ids)
         metrics["policy/loss"] = Sum(value, weights.sum())
-        metrics["policy/entropy"] = masked.average(entropy, mask)
+        metrics["policy/entropy"] = masked.average(policy.entropy, mask)
+        metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
         return value, metrics
 
     return Algorithm(make_batch, loss)

@@ -60,6 +60,7 @@ def completion_source(
             experience.metrics["distill/teacher_reward"] = taught.metrics["reward/mean"]
             experience.records.extend(record | {"by": teacher_role} for record in taught.records)
             experience.warnings.extend(taught.warnings)
+            experience = experience._replace(rollouts=experience.rollouts + taught.rollouts)
         elif remaining:
             parts.append((demonstrate(remaining), False))
         return experience._replace(data=together(parts))

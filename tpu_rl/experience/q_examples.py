@@ -85,7 +85,7 @@ def q_example_source(
     params: Params,
     spec: RoundSpec,
     run_dir: Path,
-    decode: Callable[[list[int]], str],
+    decode: Callable[..., str],
 ) -> Source:
     """Return the source of the examples of this round and all before it, shuffled in each epoch.
 
@@ -98,7 +98,7 @@ def q_example_source(
         params: the whole params tree at the beginning of the stage.
         spec: the round.
         run_dir: the folder of the run.
-        decode: returns the text of token ids.
+        decode: returns the text of token ids (`Tokenizer.decode`).
 
     Raises:
         InputError: if no prompt has examples that differ in return.
@@ -339,22 +339,21 @@ def cut_and_continue(
     return whole, cuts
 
 
-def sample_records(
-    round_: Round, decode: Callable[[list[int]], str], step: int
-) -> list[dict[str, Any]]:
+def sample_records(round_: Round, decode: Callable[..., str], step: int) -> list[dict[str, Any]]:
     """Return samples.jsonl objects of some examples.
 
     `prompt` contains the prefix, and `completion` the continuation.
     """
 
-    def text(row: int, start: int, end: int) -> str:
-        return decode(round_.tokens[row, start:end].tolist())
+    def text(row: int, start: int, end: int, **settings: bool) -> str:
+        return decode(round_.tokens[row, start:end].tolist(), **settings)
 
     cuts = round_.first + 1
     return [
         {
             "step": step,
             "prompt": text(row, 0, cuts[row]),
+            "rendered": text(row, 0, cuts[row], skip_special=False),
             "completion": text(row, cuts[row], round_.ends[row]),
             "reward": float(round_.returns[row]),
             "parts": {},

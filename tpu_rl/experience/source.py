@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tpu_rl.rollout import records
 from tpu_rl.rollout.scoring import Scored
-from tpu_rl.types import TrainState
+from tpu_rl.types import Rollout, TrainState
 
 
 class StepExperience(NamedTuple):
@@ -17,9 +17,13 @@ class StepExperience(NamedTuple):
     """Rollout, Demonstrations, Completions, Pairs or QExamples."""
     metrics: dict[str, float]
     records: list[dict[str, Any]]
-    """samples.jsonl objects."""
+    """One object per completion, of which samples.jsonl keeps some (`rollout.samples`)."""
     warnings: list[str]
     """Lines for the console, such as reward functions that failed."""
+    rollouts: tuple[Rollout, ...] = ()
+    """Where the tokens of `records` are: their rows, in order, are those of the records."""
+    samples: Sequence[dict[str, Any]] = ()
+    """What samples.jsonl keeps of the records, after the update."""
 
 
 class Source(NamedTuple):
@@ -48,4 +52,5 @@ def from_scored(scored: Scored, step: int, data: Any = None) -> StepExperience:
         records.metrics(scored),
         records.records(scored, step),
         records.warnings(scored),
+        (scored.rollout,),
     )

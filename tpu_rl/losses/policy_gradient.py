@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs, k1, k3
 from tpu_rl.losses.policy_batch import PolicyBatch
-from tpu_rl.types import Array, First, Max, Metrics, Min, Rows, Sum
+from tpu_rl.types import Array, First, Max, Metrics, Min, PerToken, Rows, Sum
 
 
 class Surrogate(NamedTuple):
@@ -165,6 +165,7 @@ def policy_loss(
     metrics = policy_metrics(terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs)
     metrics["policy/loss"] = Sum(loss, weights.sum())
     metrics["policy/entropy"] = masked.average(policy.entropy, mask)
+    metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
     if batch.importance is not None:
         metrics["policy/importance"] = masked.average(batch.importance, mask)
     if batch.reference_log_probs is not None:
@@ -208,6 +209,21 @@ def policy_metrics(
             surrogate.clipped_high.astype(jnp.float32), mask
         )
     return metrics
+
+
+def token_metrics(
+    policy: TokenLogProbs, mask: Array, sampler_log_probs: Array | None, old_log_probs: Array
+) -> Metrics:
+    """Return the numbers of single tokens: entropy, and trainer's minus sampler's log-prob.
+
+    All arrays are [R, S], and the results are zero outside `mask`.
+    """
+    if sampler_log_probs is None:
+        sampler_log_probs = old_log_probs
+    return {
+        "token/entropy": PerToken(jnp.where(mask, policy.entropy, 0.0)),
+        "token/gap": PerToken(jnp.where(mask, policy.log_probs - sampler_log_probs, 0.0)),
+    }
 
 
 def reference_metrics(

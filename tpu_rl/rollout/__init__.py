@@ -8,6 +8,7 @@ group_selection    ends a rollout once enough groups are complete (partial rollo
 scoring            rewards of sampled completions, across processes
 dynamic_sampling   replaces groups that teach nothing (DAPO)
 records            metrics, samples and warnings of scored completions
+samples            what samples.jsonl keeps of them, and of their tokens
 evaluation         accuracy on held-out problems, with intervals
 guided_evaluation  accuracy against KL of a reference that q guides
 """

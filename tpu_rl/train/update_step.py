@@ -28,6 +28,7 @@ from tpu_rl.types import (
     Metrics,
     Min,
     Params,
+    PerToken,
     Probe,
     Sum,
     TrainState,
@@ -252,12 +253,17 @@ def merge_metrics(metrics: Metrics) -> Metrics:
                 return Min(value.min(0))
             case First(metric):
                 return First(merge(metric))
+            case PerToken():
+                return metric
 
     return {name: merge(metric) for name, metric in metrics.items()}
 
 
 def reduce_metrics(metrics: Metrics) -> dict[str, Array]:
-    """Return the reported number of each metric. A mean with total weight zero is zero."""
+    """Return the reported number of each metric. A mean with total weight zero is zero.
+
+    Numbers of single tokens are left out.
+    """
 
     def number(metric: Metric) -> Array:
         match metric:
@@ -268,12 +274,33 @@ def reduce_metrics(metrics: Metrics) -> dict[str, Array]:
                 return value
             case First(metric):
                 return number(metric)
+            case PerToken():
+                raise TypeError("numbers of single tokens are not one number")
 
-    return {name: number(metric) for name, metric in metrics.items()}
+    return {
+        name: number(metric) for name, metric in metrics.items() if not isinstance(metric, PerToken)
+    }
+
+
+def split_per_token(metrics: Metrics) -> tuple[Metrics, dict[str, Array]]:
+    """Return the metrics of an update that are one number each, and those of its tokens.
+
+    The latter are [K, R, S], by names without their prefix "token/".
+    """
+    per_token: dict[str, Array] = {}
+    others: Metrics = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, PerToken):
+            per_token[name.removeprefix("token/")] = metric.value
+        else:
+            others[name] = metric
+    return others, per_token
 
 
 def reduce_updates(history: list[Metrics]) -> dict[str, float]:
     """Reduce the metrics of all updates of one batch, already on the host, to one row of numbers.
+
+    Numbers of single tokens are split off before (`split_per_token`).
 
     Skipped updates count in optim/skipped and in no other metric. If all updates were skipped,
     optim/skipped is the only metric.

@@ -1,0 +1,82 @@
+"""What samples.jsonl keeps: some completions of some steps, and numbers of their tokens."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.fixtures.echo import TOKENIZER, digit, score_prompts
+from tpu_rl.experience.source import from_scored
+from tpu_rl.rollout import samples
+
+
+def test_steps_and_rows_are_chosen_evenly():
+    assert [step for step in range(1, 13) if samples.is_kept(step, 5)] == [1, 5, 10]
+    assert samples.evenly(12, 4) == [0, 3, 6, 9]
+    assert samples.evenly(3, 8) == [0, 1, 2]
+    assert samples.evenly(3, 0) == []
+
+
+@pytest.fixture
+def experience():
+    scored = score_prompts(["12", "34"], {"digit": digit}, group_size=2)
+    log_probs = np.where(scored.rollout.action_mask, np.float32(-0.12345), np.float32(0))
+    return from_scored(replace(scored, rollout=replace(scored.rollout, log_probs=log_probs)), 3)
+
+
+def kept(experience, most=8, **numbers):
+    return samples.keep(experience.records, experience.rollouts, TOKENIZER, most, numbers)
+
+
+def test_a_kept_completion_has_what_the_model_read_and_its_tokens(experience):
+    shape = experience.rollouts[0].tokens.shape
+    advantage = np.full(shape, 0.70711)
+    advantage[2] = np.arange(shape[1])
+    gap = np.full(shape, -1.2345e-7)
+    gap[0] = np.nan
+    first, _, third, fourth = kept(experience, advantage=advantage, gap=gap)
+    assert first["row"] == 0
+    assert first["rendered"] == f"{TOKENIZER.decode(TOKENIZER.prefix_ids, False)}12"
+    start = len(TOKENIZER.encode_prompt("12"))
+    assert first["tokens"] == {
+        "id": [*TOKENIZER.encode("1"), TOKENIZER.eos_ids[0]],
+        "text": ["1", "<eos>"],
+        "log_prob": [-0.123, -0.123],
+        "advantage": 0.707,
+    }
+    assert third["tokens"]["advantage"] == [float(start), float(start + 1)]
+    assert fourth["tokens"]["gap"] == [-1.2e-7]
+    assert {name: first[name] for name in experience.records[0]} == experience.records[0]
+
+
+def test_only_so_many_tokens_have_numbers(experience, monkeypatch):
+    monkeypatch.setattr(samples, "MAX_TOKENS", 3)
+    lengths = [len(record.get("tokens", {}).get("id", [])) for record in kept(experience)]
+    assert lengths == [2, 1, 0, 0]
+    assert [record["row"] for record in kept(experience, most=2)] == [0, 2]
+
+
+def test_tokens_between_two_actions_have_no_numbers(experience):
+    (rollout,) = experience.rollouts
+    start = int(rollout.action_mask[0].argmax())
+    tokens, mask = rollout.tokens.copy(), rollout.action_mask.copy()
+    tokens[0, start : start + 3] = TOKENIZER.encode("198")
+    mask[0, start : start + 3] = [True, False, True]
+    changed = experience._replace(rollouts=(replace(rollout, tokens=tokens, action_mask=mask),))
+    record = kept(changed)[0]["tokens"]
+    assert record["text"] == ["1", "9", "8"]
+    assert [number is None for number in record["log_prob"]] == [False, True, False]
+
+
+def test_texts_of_tokens_are_the_whole_text():
+    """Bytes of one character are shown with the last of them; a leading space is not lost."""
+    pieces = {1: b"\xc3", 2: b"\xa9", 3: b" a", 4: b"b", 5: b"\xe2\x9c"}
+
+    def decode(ids):
+        # As sentencepiece does, without a space at the beginning.
+        return b"".join(pieces[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
+
+    ids = [4, 3, 1, 2, 3, 4, 5]
+    texts = samples.token_texts(ids, decode)
+    assert texts == ["b", " a", "", "é", " a", "b", "\ufffd"]
+    assert "".join(texts) == decode(ids)
