@@ -42,6 +42,7 @@ from tpu_rl.rewards import named
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
+from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import optimizers, sharding, update_step
 from tpu_rl.types import Algorithm, Model, Params, Probe, Purpose, Sampling, TrainState
 
@@ -243,7 +244,7 @@ def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
             spec.graded,
             config.rollout.dynamic_sampling_rounds,
         )
-    given = require_pairs(context)
+    given = require_pairs(config, context.language.tokenizer)
     stream = dataset_identity.make_stream(
         given.train,
         spec,
@@ -262,13 +263,12 @@ def are_given(stage: Stage) -> bool:
     return spec.source == "pairs" and spec.sampled_by is None
 
 
-def given_pairs(context: RunContext) -> pairs.GivenPairs:
+def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
     """Return the pairs of the data that can be trained on, and those that cannot.
 
     Raises:
         InputError: if the data hold no pairs.
     """
-    config = context.config
     if not isinstance(config.data, FileData):
         raise InputError(
             "these data hold no pairs",
@@ -279,18 +279,16 @@ def given_pairs(context: RunContext) -> pairs.GivenPairs:
     train, held_out = tasks.file_rows(
         config.data, config.algorithm.experience, config.evaluation.rows
     )
-    return pairs.usable_pairs(
-        train, held_out, context.language.tokenizer, config.sampling, config.batch.row_length
-    )
+    return pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch.row_length)
 
 
-def require_pairs(context: RunContext) -> pairs.GivenPairs:
+def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:
     """Return `given_pairs`, and print how many were dropped.
 
     Raises:
         InputError: if no training pair is left.
     """
-    given = given_pairs(context)
+    given = given_pairs(config, tokenizer)
     for reason in given.reasons:
         count = sum(other == reason for _, other in given.dropped)
         print(f"warning: {count} of {given.num_given} pairs dropped: {reason}", file=sys.stderr)

@@ -134,7 +134,7 @@ def _answer_metrics(prefix: str, result: evaluation.Evaluation) -> dict[str, flo
 def _ranking(
     context: RunContext, stage: Stage, algorithm: Algorithm, params: Params
 ) -> Callable[[Params], dict[str, float]]:
-    given = compose.require_pairs(context)
+    given = compose.require_pairs(context.config, context.language.tokenizer)
     if not given.held_out or stage.algorithm.experience.graded:
         print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
         return lambda params: {}
@@ -179,7 +179,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
     if compose.are_given(stage):
-        given = compose.require_pairs(context)
+        given = compose.require_pairs(context.config, context.language.tokenizer)
         return reward_accuracy.given_pairs(
             given.train, given.held_out, context.language.tokenizer, context.max_length
         )

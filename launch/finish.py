@@ -114,7 +114,7 @@ def audit_pairs(context: RunContext, params: Params) -> None:
     stage = stages.of_run(config, context.run_dir, config.steps)[-1]
     if not compose.are_given(stage) or stage.algorithm.experience.graded:
         return
-    given = compose.given_pairs(context)
+    given = compose.given_pairs(context.config, context.language.tokenizer)
     trained = pair_audit.Trained(
         compose.build_algorithm(context, stage),
         params,

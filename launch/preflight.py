@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,11 @@ def prepare(config: ExperimentConfig) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def check(config: ExperimentConfig) -> list[str]:
-    """Return warnings about a run's input, or raise InputError. Touches no device."""
+def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
+    """Return warnings about a run's input, or raise InputError. Touches no device.
+
+    Weights of a model of the hub are downloaded only if they are needed.
+    """
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
     if config.wandb and processes.index() == 0:  # The only process that writes.
         metrics.require_wandb()
@@ -53,17 +58,32 @@ def check(config: ExperimentConfig) -> list[str]:
     rows, warnings = check_rows(config)
     require_reward(config)
     check_rewards(config, rows)
-    directory = roles.model_directory(config)
-    model = check_models(config, directory)
-    role_paths = (spec.path for spec in roles.specs(config).values() if spec.path is not None)
-    role_directories = [models.find_directory(roles.model_path(path)) for path in role_paths]
-    host_agreement.require_same_models([directory, *role_directories, *reward_directories(config)])
+    find = models.find_directory if needs_weights else models.find_configuration
+    has_weights = needs_weights and not config.model.random_init
+    base_path = roles.model_path(config.model.path)
+    directory = (
+        models.find_directory(base_path) if has_weights else models.find_configuration(base_path)
+    )
+    role_directories = {
+        name: find(roles.model_path(spec.path))
+        for name, spec in roles.specs(config).items()
+        if spec.path is not None
+    }
+    model = check_models(config, directory, list(role_directories.values()))
+    host_agreement.require_same_models(
+        [directory, *role_directories.values(), *reward_directories(config)]
+    )
     warnings += check_param_dtype(config, model)
-    warnings += check_tokenizer(config, directory, model, rows)
+    tokenizer = roles.load_tokenizer(config, directory)
+    for name, role_directory in role_directories.items():
+        tokenizers.require_same_tokens(tokenizer, role_directory, name)
+    warnings += check_tokenizer(config, tokenizer, model, rows)
     return warnings
 
 
-def check_models(config: ExperimentConfig, directory: Path) -> Model:
+def check_models(
+    config: ExperimentConfig, directory: Path, role_directories: Sequence[Path]
+) -> Model:
     """Return the model of --model.path after checking it and the models of the roles.
 
     Only configurations and the headers of weight files are read.
@@ -74,11 +94,9 @@ def check_models(config: ExperimentConfig, directory: Path) -> Model:
     context = json.loads(model.config.source).get("max_position_embeddings")
     check_context(config.sampling, context, directory / "config.json")
     if not config.model.random_init:
-        models.check(directory, model)
-    for spec in roles.specs(config).values():
-        if spec.path is not None:
-            role_directory = models.find_directory(roles.model_path(spec.path))
-            models.check(role_directory, models.from_config(role_directory))
+        check_weights(directory, model)
+    for role_directory in role_directories:
+        check_weights(role_directory, models.from_config(role_directory))
     role_models = roles.role_models(config, model)
     trains_mixture = any(
         trained.config.moe
@@ -92,6 +110,16 @@ def check_models(config: ExperimentConfig, directory: Path) -> Model:
             fix="leave it out, or train a mixture",
         )
     return model
+
+
+def check_weights(directory: Path, model: Model) -> None:
+    """Raise InputError if the weights of a model are missing, or do not fit it.
+
+    The snapshot of a model of the hub may be without them: see `check`.
+    """
+    is_snapshot = directory.parent.name == "snapshots"
+    if not is_snapshot or any(directory.glob("*.safetensors")):
+        models.check(directory, model)
 
 
 def check_context(sampling: SamplingConfig, context: Any, config_path: Path) -> None:
@@ -143,14 +171,16 @@ def check_param_dtype(config: ExperimentConfig, model: Model) -> list[str]:
 
 
 def check_tokenizer(
-    config: ExperimentConfig, directory: Path, model: Model, rows: list[data.Row]
+    config: ExperimentConfig,
+    tokenizer: tokenizers.Tokenizer,
+    model: Model,
+    rows: list[data.Row],
 ) -> list[str]:
     """Return warnings about the tokenizer.
 
     Raises InputError if a row needs a chat template, and the template is missing, broken, takes too
     long, or does not show what the assistant wrote.
     """
-    tokenizer = roles.load_tokenizer(config, directory)
     learns_messages = any(_learns_messages(stage) for stage in config.stages)
     prompt_rows = []
     for row in rows:
@@ -281,19 +311,33 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
     named.displayed(config.reward_terms)
     for step in (1, config.steps):
         rewards.at_step(config.reward_terms, step)
-    untrained = tuple(name for name in reward_names(config) if not is_directory(name))
-    functions = named.reward_functions(
-        untrained, config.reward_limits, config.allow_unsandboxed_code
-    )
-    if rows and any(stage.algorithm.experience.kind is Rollout for stage in config.stages):
-        # Scoring no completions checks the columns only.
-        columns = {column: [] for column in rows[0] if column != "prompt"}
-        of_rollout = {column: [] for column in rewards.ROLLOUT_COLUMNS}
-        rewards.score(functions, [], [], columns, rollout_columns=of_rollout)
-    for function in functions.values():
-        if isinstance(function, IsolatedReward):
-            function.stop()
-    host_agreement.require_same_reward_files(untrained)
+    untrained = untrained_rewards(config)
+    with open_rewards(config, untrained) as functions:
+        if rows and any(stage.algorithm.experience.kind is Rollout for stage in config.stages):
+            # Scoring no completions checks the columns only.
+            columns = {column: [] for column in rows[0] if column != "prompt"}
+            of_rollout = {column: [] for column in rewards.ROLLOUT_COLUMNS}
+            rewards.score(functions, [], [], columns, rollout_columns=of_rollout)
+    host_agreement.require_same_reward_files(tuple(untrained))
+
+
+@contextmanager
+def open_rewards(
+    config: ExperimentConfig, names: Sequence[str]
+) -> Iterator[dict[str, rewards.Reward]]:
+    """Give display name -> function in this context, and end their processes after it."""
+    functions = named.reward_functions(names, config.reward_limits, config.allow_unsandboxed_code)
+    try:
+        yield functions
+    finally:
+        for function in functions.values():
+            if isinstance(function, IsolatedReward):
+                function.stop()
+
+
+def untrained_rewards(config: ExperimentConfig) -> list[str]:
+    """Return the names of the run's rewards that are no reward models."""
+    return [name for name in reward_names(config) if not is_directory(name)]
 
 
 def reward_names(config: ExperimentConfig) -> list[str]:

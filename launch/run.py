@@ -27,13 +27,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import tpu_rl
-from launch import compose, evaluators, finish, mesh_checks, preflight, stages
+from launch import compose, dry_run, evaluators, finish, mesh_checks, preflight, stages
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage, to_dict
-from launch.dry_run import print_plan
 from launch.roles import RunContext
 from tpu_rl import metrics, redaction, report
-from tpu_rl.checkpoint import manager, train_state_io
+from tpu_rl.checkpoint import gcs, manager, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
@@ -96,7 +95,9 @@ def start(
     """
     host_agreement.require_same_run(to_dict(config), CODE_FOLDERS)
     if config.dry_run:
-        print_plan(config)
+        if not gcs.is_address(config.run_dir):
+            require_same_configuration(config, Path(config.run_dir), config.run_dir)
+        dry_run.inspect(config)
         return
     with (
         preemption.watch(leave) as signals,
@@ -153,20 +154,25 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
         InputError: if a run with another configuration has begun in the folder.
     """
     run_dir = folder.path
+    require_same_configuration(config, run_dir, folder.address)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    configuration.save(config, run_dir / "config.yaml")
+    folder.publish_files()
+    return run_dir
+
+
+def require_same_configuration(config: ExperimentConfig, run_dir: Path, address: str) -> None:
+    """Raise InputError if a run with another configuration has begun in the folder."""
     saved = run_dir / "config.yaml"
     if saved.exists() and (run_dir / "metrics.jsonl").exists():
         changes = configuration.differences(configuration.load(saved), config)
         if changes:
             raise InputError(
                 "the run folder belongs to another configuration",
-                where=folder.address,
+                where=address,
                 why="; ".join(changes[:8]),
                 fix="use another --run-dir, or the flags of the first run",
             )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    configuration.save(config, saved)
-    folder.publish_files()
-    return run_dir
 
 
 def is_finished(config: ExperimentConfig, run_dir: Path) -> bool:

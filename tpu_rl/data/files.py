@@ -72,6 +72,7 @@ def read(
                     fix="use one of them throughout",
                 )
         try:
+            formats.check_together(row, columns)
             if check is not None:
                 check(row)
         except ValueError as error:

@@ -70,6 +70,35 @@ def normalize(row: Row, columns: Sequence[str]) -> Row:
     return row
 
 
+def check_together(row: Row, columns: Sequence[str]) -> None:
+    """Check what `normalize` and the types of single columns leave open.
+
+    Raises:
+        ValueError: if steps and their labels do not belong together, a margin is no number, or
+            nobody answers in a conversation to learn from.
+    """
+    if "completions" in columns and "labels" in columns:
+        _check_steps(row["completions"], row["labels"])
+    margin = row.get("margin")
+    if "chosen" in columns and not isinstance(margin, int | float | None):
+        raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
+    if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
+        raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
+
+
+def _check_steps(steps: Any, labels: Any) -> None:
+    """Raise ValueError if the steps are no texts, or do not each have a label."""
+    if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
+        raise ValueError("`completions` is a list of texts, the steps, none of them empty")
+    if not isinstance(labels, list) or not all(label in (True, False) for label in labels):
+        raise ValueError("`labels` is a list of true and false")
+    if not steps or len(steps) != len(labels):
+        raise ValueError(
+            f"`completions` has {len(steps)} steps and `labels` has {len(labels)}; "
+            "there is one label for each step"
+        )
+
+
 def is_plain_text(row: Row) -> bool:
     """Return whether the row is a `text` to learn as a whole."""
     return "text" in row and not {"prompt", "completion", "messages"} & row.keys()
@@ -329,6 +358,6 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Numbered:
             why=(str(error).splitlines() or [type(error).__name__])[0],
             fix="correct the name; without a network, download it beforehand or give a file",
         ) from error
-    split = choose_split(list(splits), split, name)
+    split = choose_split([str(each) for each in splits], split, name)
     for number, row in enumerate(splits[split], start=1):
         yield f"{name}, row {number} of split {split}", dict(row)

@@ -57,13 +57,17 @@ def make_stream(
     Raises:
         InputError: if the data cannot be used, or changed since the run began.
     """
-    rows = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+    rows = usable_rows(
+        data_config,
+        spec,
+        tokenizer,
+        seed=seed,
+        num_held_out=num_held_out,
+        max_prompt_tokens=max_prompt_tokens,
+        rows_in_checkpoints=rows_in_checkpoints,
+    )
     if not isinstance(rows, list):
         return data.stream(rows, seed, batch_size)
-    if spec.kind is not Demonstrations and "prompt" in rows[0]:
-        rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
-    if rows_in_checkpoints:
-        require_json(rows)
     return dataset_identity.make_stream(
         rows,
         spec,
@@ -73,6 +77,27 @@ def make_stream(
         data_path=data_config.path,
         accept_change=accept_dataset_change,
     )
+
+
+def usable_rows(
+    data_config: DataConfig,
+    spec: ExperienceSpec,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    num_held_out: int,
+    max_prompt_tokens: int,
+    rows_in_checkpoints: bool = False,
+) -> Rows:
+    """Return the training rows that `make_stream` streams. The arguments are those."""
+    rows = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+    if not isinstance(rows, list):
+        return rows
+    if spec.kind is not Demonstrations and "prompt" in rows[0]:
+        rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
+    if rows_in_checkpoints:
+        require_json(rows)
+    return rows
 
 
 def train_rows(
@@ -90,13 +115,23 @@ def train_rows(
 def evaluation_rows(data_config: DataConfig, spec: ExperienceSpec, count: int) -> list[Row]:
     """Return the first `count` held-out rows, the same for every seed and step.
 
-    A file may have fewer. `spec` is that of the run's algorithm.
+    A file may have fewer. `spec` is that of the run's algorithm. The prompt of a conversation is
+    what stands before the assistant's last answer.
     """
     task = task_of(data_config)
     if task is None:
-        return file_rows(data_config, spec, num_held_out=count)[1][:count]
+        held_out = file_rows(data_config, spec, num_held_out=count)[1][:count]
+        return [_with_prompt(row) for row in held_out]
     rows = task.evaluation_rows(data_config, count)
     return [rows[index] for index in range(count)]
+
+
+def _with_prompt(row: Row) -> Row:
+    if "prompt" in row or "messages" not in row:
+        return row
+    messages = row["messages"]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return row | {"prompt": messages[:last]}
 
 
 def drop_misfits(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Row]:
