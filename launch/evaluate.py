@@ -26,6 +26,7 @@ from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.saved_run import load_run
 from tpu_rl import models, sampler
+from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.checkpoint import gcs, remote_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError
@@ -197,7 +198,8 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
         files = replace(files, format=flags.data.format or files.format)
-        return tasks.read_rows(files, flags.data.path, spec)[: flags.rows]
+        # Problems have prompts, whatever the run learned from.
+        return tasks.read_rows(files, flags.data.path, ExperienceSpec("rollouts"))[: flags.rows]
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None

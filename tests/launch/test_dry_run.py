@@ -5,7 +5,6 @@ import json
 import pytest
 
 from launch import config, run
-from tests.launch.test_methods import REWARD, ROWS
 
 SIZES = {
     "--batch.prompts": 4,
@@ -14,16 +13,27 @@ SIZES = {
     "--sampling.max-new-tokens": 8,
     "--evaluation.rows": 0,
 }
-REWARD_FILE = (
-    REWARD
-    + """
+REWARD_FILE = """
+def score(completions, answer, **columns):
+    return [float(truth in text) for text, truth in zip(completions, answer)]
+
 def broken(completions, answer, **columns):
     raise KeyError("no such thing")
 
 def picky(completions, answer, **columns):
     return [1 / len(text) for text in completions]
 """
-)
+WORDS = [f"word{i}" for i in range(8)]
+ROWS = {
+    "grpo": [{"prompt": f"Repeat: {word}", "answer": word} for word in WORDS],
+    "sft": [{"prompt": f"Repeat: {word}", "completion": word} for word in WORDS],
+    "dpo": [{"prompt": word, "chosen": word, "rejected": word[::-1]} for word in WORDS],
+    "kto": [{"prompt": word, "completion": word, "label": True} for word in WORDS],
+    "process_reward": [
+        {"prompt": word, "completions": [word[:2], word[2:]], "labels": [True, False]}
+        for word in WORDS
+    ],
+}
 
 
 def inspect(checkpoint, folder, method, rows, *flags):
@@ -63,7 +73,7 @@ CHAT = [
             [],
             ["[[b<eos>]]<bos>userc<eos><bos>assistant[[d<eos>]]"],
         ),
-        ("dpo", ROWS["dpo"], [], ["chosen", "[[word0<eos>]]", "rejected", "[[0drow?<eos>]]"]),
+        ("dpo", ROWS["dpo"], [], ["chosen", "[[word0<eos>]]", "rejected", "[[0drow<eos>]]"]),
         ("kto", ROWS["kto"], [], ["label True", "[[word0<eos>]]"]),
         ("process_reward", ROWS["process_reward"], [], ["w[[o]](right)rd0[[<eos>]](wrong)"]),
     ],
@@ -120,9 +130,9 @@ def test_texts_that_are_cut_and_rewards_that_fail_now_and_then_are_said(
 def test_the_last_answer_of_a_held_out_conversation_is_what_is_evaluated(
     checkpoint, tmp_path, capsys
 ):
-    rows = [{"messages": CHAT, "answer": "d"}] * 8
+    rows = [{"messages": CHAT, "answer": "1"}] * 8
     flags = ["--evaluation.rows", "2", "--data.evaluation-path", "{data}"]
-    flags += ["--reward", "{reward}:score", "--sampling.max-prompt-tokens"]
+    flags += ["--reward", "gsm8k", "--sampling.max-prompt-tokens"]
     assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "36") == 0
     capsys.readouterr()
     assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "35") == 2

@@ -43,7 +43,7 @@ def normalize(row: Row, columns: Sequence[str]) -> Row:
 
     ShareGPT's `conversations` become `messages`. `text` becomes an empty prompt and a completion.
     The beginning that `chosen` and `rejected` share becomes the prompt. The last answer of
-    `messages` is split off. Columns that are there already stay.
+    `messages` is split off, if they end with it. Columns that are there already stay.
 
     Raises:
         ValueError: if the shape is clear but the row does not fit it.
@@ -62,7 +62,9 @@ def normalize(row: Row, columns: Sequence[str]) -> Row:
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         return row | _split_shared_prompt(row["chosen"], row["rejected"])
     messages = row.get("messages")
-    if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
+    if isinstance(messages, list) and messages:
+        if _role(messages[-1]) != "assistant":
+            return row | {"prompt": messages}
         if len(messages) == 1:
             raise ValueError("`messages` has nothing before the assistant's answer")
         answer = {} if "completion" in row else {"completion": messages[-1:]}
