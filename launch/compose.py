@@ -24,6 +24,7 @@ from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience import (
+    accepted,
     completions,
     dataset_identity,
     one_step_off,
@@ -216,6 +217,16 @@ def _completions(context: RunContext, stage: Stage, params: Params) -> Source:
         _demonstrate(context),
         spec.sampled_by,
     )
+
+
+def _accepted(context: RunContext, stage: Stage, params: Params) -> Source:
+    del params
+    spec = stage.algorithm.experience
+    assert spec.acceptance is not None
+    assert spec.sampled_by is not None
+    engine = rollout_engine(context, spec.sampled_by)
+    stream = row_stream(context, stage)
+    return accepted.accepted_source(engine, stream, spec.acceptance, spec.sampled_by)
 
 
 def _step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -411,6 +422,7 @@ def _plain_decoding(context: RunContext, policy: RolloutPolicy, group_size: int)
 
 SOURCES: dict[SourceName, Callable[[RunContext, Stage, Params], Source]] = {
     "rollouts": _rollouts,
+    "accepted": _accepted,
     "demonstrations": _demonstrations,
     "completions": _completions,
     "pairs": _pairs,

@@ -279,7 +279,7 @@ def require_full_batch(rows: list[data.Row], batch_size: int) -> None:
 def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
-    if not config.reward and sources & {"rollouts", "q_examples"}:
+    if not config.reward and sources & {"rollouts", "accepted", "q_examples"}:
         raise InputError(
             "no reward given",
             where="--reward",

@@ -22,6 +22,7 @@ SOURCES = {
     algos.ProcessRewardConfig(): ("step_labels", QExamples, "plain"),
     algos.QSharpConfig(): ("q_examples", QExamples, "guided"),
     algos.ReinforceConfig(): ("rollouts", Rollout, "plain"),
+    algos.RftConfig(): ("accepted", Completions, "plain"),
     algos.RewardModelConfig(): ("pairs", Pairs, "plain"),
     algos.SentenceRewardConfig(): ("pairs", Pairs, "plain"),
     algos.SftConfig(): ("demonstrations", Demonstrations, "plain"),

@@ -77,12 +77,29 @@ class PromptValue(NamedTuple):
     """Take the most likely tokens instead of sampling at the run's temperature."""
 
 
+class Acceptance(NamedTuple):
+    """The rule by which sampled completions are accepted. Equal ones of a prompt count once."""
+
+    keep: Literal["passing", "best"]
+    """passing: those whose reward is at least `min_reward`. best: all that have a reward."""
+    min_reward: float
+    max_per_prompt: int | None
+    """Accept at most so many completions of a prompt, the best ones; None: all."""
+
+
 SourceName = Literal[
-    "rollouts", "demonstrations", "completions", "pairs", "q_examples", "step_labels"
+    "rollouts",
+    "accepted",
+    "demonstrations",
+    "completions",
+    "pairs",
+    "q_examples",
+    "step_labels",
 ]
 
 KINDS: dict[SourceName, type] = {
     "rollouts": Rollout,
+    "accepted": Completions,
     "demonstrations": Demonstrations,
     "completions": Completions,
     "pairs": Pairs,
@@ -96,10 +113,11 @@ class ExperienceSpec(NamedTuple):
     """The experience that an algorithm learns from, and its origin."""
 
     source: SourceName
-    """rollouts: scored completions of the policy. demonstrations: texts of the data. completions:
-    texts of the policy, of another role or of the data, without scores. pairs: compared or graded
-    completions. q_examples: returns of continuations by the reference, collected in rounds before
-    the steps that learn from them. step_labels: labels of the steps of a completion."""
+    """rollouts: scored completions of the policy. accepted: completions of a role that their
+    rewards select. demonstrations: texts of the data. completions: texts of the policy, of another
+    role or of the data, without scores. pairs: compared or graded completions. q_examples: returns
+    of continuations by the reference, collected in rounds before the steps that learn from them.
+    step_labels: labels of the steps of a completion."""
     columns: tuple[str, ...] = ("prompt",)
     """Columns that a data row must have. ("messages",) stands for a conversation, or for a prompt
     with its completion."""
@@ -119,6 +137,8 @@ class ExperienceSpec(NamedTuple):
     for a policy that trains on rollouts."""
     prompt_value: PromptValue | None = None
     """rollouts: value of each prompt that the algorithm needs."""
+    acceptance: Acceptance | None = None
+    """accepted: which completions are learned from."""
     graded: bool = False
     """pairs: completions that are judged one by one, instead of pairs."""
     reference_log_probs: bool = False

@@ -360,6 +360,7 @@ COLUMNS = (
     Column("preference", ("preference/accuracy",), "{:.1%}"),
     Column("reward", ("reward/mean",), "{:.3f}"),
     Column("±", ("reward/std",), "{:.3f}"),
+    Column("accepted", ("rft/accepted",), "{:.1%}"),
     Column("accuracy", ("eval/accuracy",), "{:.1%}"),
     Column("length", ("rollout/length_mean",), "{:.1f}"),
     Column("entropy", ("policy/entropy",), "{:.3f}"),

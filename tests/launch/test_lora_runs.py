@@ -18,7 +18,14 @@ from launch.config import ExperimentConfig, ModelConfig
 from launch.roles import BASE, Language, RunContext
 from tests.fixtures import tiny
 from tpu_rl import environments, models, tokenizers
-from tpu_rl.algos import AlgorithmConfig, DpoConfig, GrpoConfig, PpoConfig, QSharpConfig
+from tpu_rl.algos import (
+    AlgorithmConfig,
+    DpoConfig,
+    GrpoConfig,
+    PpoConfig,
+    QSharpConfig,
+    RftConfig,
+)
 from tpu_rl.algos.distill import DistillConfig
 from tpu_rl.errors import InputError
 from tpu_rl.losses.value_loss import Critic
@@ -59,6 +66,11 @@ CASES = {
     "tr_dpo": Case(
         lambda _: DpoConfig(pairs="policy", reference_mix=1.0, reference_every=2),
         tiny.pairs,
+        ("policy", "reference"),
+    ),
+    "expert_iteration": Case(
+        lambda _: RftConfig(sampled_by="reference", round_steps=2),
+        tiny.completions,
         ("policy", "reference"),
     ),
     "ppo": Case(lambda _: PpoConfig(kl_loss_coef=0.1), tiny.rollout, ("policy", "value")),
@@ -139,7 +151,10 @@ def test_frozen_weights_exist_once_and_only_trained_params_have_moments(name, mo
     assert num_trained < sum(leaf.size for leaf in jax.tree.leaves(run.params[BASE]))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "q_sharp", "distill")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("expert_iteration", "ppo", "q_sharp", "distill")
+]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dpo", "tr_dpo", *SLOW])

@@ -18,6 +18,7 @@ PAIRS = [
 ]
 ROWS = {
     "sft": [{"prompt": f"Repeat: {word}", "completion": word} for word in WORDS],
+    "rft": PROMPTS,
     "grpo": PROMPTS,
     "ppo": PROMPTS,
     "reinforce": PROMPTS,
@@ -34,7 +35,7 @@ ROWS = {
         for word in WORDS
     ],
 }
-JUDGED = ("grpo", "ppo", "reinforce", "q_sharp")
+JUDGED = ("rft", "grpo", "ppo", "reinforce", "q_sharp")
 REWARD = """
 def score(completions, answer, **columns):
     # The second part differs between random completions, so that every prompt teaches something.
@@ -64,6 +65,8 @@ def command(method: str, checkpoint: Path, folder: Path, *flags: str) -> list[st
         reward = folder / "my_reward.py"
         reward.write_text(REWARD)
         given += ["--reward", f"{reward}:score", "--batch.group-size", "2"]
+    if method == "rft":
+        given += ["--algorithm.min-reward", "0.05"]
     if method == "distill":
         given += ["--algorithm.teacher", str(checkpoint)]
     return [*given, *flags]

@@ -463,8 +463,8 @@ def seen() -> dict[str, steps.Compiled]:
 
 
 PER_CHANGE = {
-    "arithmetic_sft", "arithmetic_grpo", "arithmetic_gspo", "arithmetic_cispo", "arithmetic_dpo",
-    "arithmetic_bco", "arithmetic_gkd", "arithmetic_mini_llm", "arithmetic_vapo",
+    "arithmetic_sft", "arithmetic_rft", "arithmetic_grpo", "arithmetic_gspo", "arithmetic_cispo",
+    "arithmetic_dpo", "arithmetic_bco", "arithmetic_gkd", "arithmetic_mini_llm", "arithmetic_vapo",
     "arithmetic_reinforce", "arithmetic_a_star_po", "arithmetic_reward_model",
     "arithmetic_sentence_reward", "arithmetic_process_reward", "arithmetic_q_sharp",
 }  # fmt: skip

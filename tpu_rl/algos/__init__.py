@@ -25,6 +25,7 @@ from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
 from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
+from tpu_rl.algos.rft import RftConfig, rft
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
 from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
@@ -44,6 +45,7 @@ ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
     QSharpConfig: q_sharp,
     ReinforceConfig: reinforce,
     RewardModelConfig: reward_model,
+    RftConfig: rft,
     SentenceRewardConfig: sentence_reward,
     SftConfig: sft,
     ValuePretrainingConfig: value_pretraining,

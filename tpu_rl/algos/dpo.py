@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
+from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
@@ -200,17 +200,8 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         metrics["preference/loss"] = Sum(value, weights.sum())
         return value, metrics
 
-    def after_update(
-        params: Params, updates: Array, metrics: dict[str, Array]
-    ) -> tuple[Params, Array]:
-        """Move the reference towards the policy at every `reference_every`-th update."""
-        del metrics
-        mix = jnp.where((updates + 1) % config.reference_every == 0, config.reference_mix, 0.0)
-        moved = jax.tree.map(
-            lambda old, new: (1 - mix) * old + mix * new, params["reference"], params["policy"]
-        )
-        return params | {"reference": moved}, updates + 1
-
     if not config.reference_mix:
         return Algorithm(make_batch, loss)
-    return Algorithm(make_batch, loss, lambda params: jnp.zeros((), jnp.int32), after_update)
+    return Algorithm(
+        make_batch, loss, *moving_reference(config.reference_every, config.reference_mix)
+    )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
 from tpu_rl.algorithm_spec import RoleSpec
+from tpu_rl.types import Array, Params
 
 
 def with_reference(roles: dict[str, RoleSpec], needed: bool) -> dict[str, RoleSpec]:
@@ -13,3 +19,35 @@ def with_reference(roles: dict[str, RoleSpec], needed: bool) -> dict[str, RoleSp
     if not needed:
         return roles
     return roles | {"reference": RoleSpec(trainable=False)}
+
+
+def moving_reference(
+    every: int, mix: float = 1.0
+) -> tuple[
+    Callable[[Params], Array],
+    Callable[[Params, Array, dict[str, Array]], tuple[Params, Array]],
+]:
+    """Return (init_state, after_update) of an algorithm whose reference follows its policy.
+
+    The state counts updates. At each `every`-th update the reference moves the share `mix` of the
+    way to the policy; 1 makes them equal. The RoleSpec of the reference has `follows=mix`.
+    """
+
+    def init_state(params: Params) -> Array:
+        del params
+        return jnp.zeros((), jnp.int32)
+
+    def after_update(
+        params: Params, updates: Array, metrics: dict[str, Array]
+    ) -> tuple[Params, Array]:
+        del metrics
+        is_due = (updates + 1) % every == 0
+
+        def move(old: Array, new: Array) -> Array:
+            # A mean with the weights 0 and 1 may round.
+            return jnp.where(is_due, new if mix == 1 else (1 - mix) * old + mix * new, old)
+
+        moved = jax.tree.map(move, params["reference"], params["policy"])
+        return params | {"reference": moved}, updates + 1
+
+    return init_state, after_update

@@ -36,7 +36,7 @@ FILE = "report.html"
 SHOWN_PROMPTS = 6
 OTHER_CHARTS = 12
 """Charts of metrics that have no chart of their own, at most."""
-OTHER_PREFIXES = ("value/", "preference/", "q/", "distill/", "sft/", "router/")
+OTHER_PREFIXES = ("value/", "preference/", "q/", "distill/", "sft/", "rft/", "router/")
 """Prefixes of the metrics that get such a chart."""
 REFRESH_SECONDS = 30
 

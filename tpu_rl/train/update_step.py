@@ -3,7 +3,8 @@
 The step splits the params into trainable and frozen leaves by path, differentiates the loss with
 respect to the trainable ones, accumulates gradients over micro-batches with `lax.scan`, applies the
 optax optimizer and returns a new TrainState. If the batch, the loss or the gradient is not finite,
-the step changes no bit of the state.
+the step changes no bit of the state. If no token of the batch has a weight, the optimizer takes no
+step: momentum and weight decay move nothing either.
 """
 
 from __future__ import annotations
@@ -232,6 +233,17 @@ def all_finite(tree: Any) -> Array:
     return jnp.stack(checks).all()
 
 
+def has_weight(batch: Any) -> Array:
+    """Return False, [] bool, if a batch has weights and all of them are zero.
+
+    There is nothing to learn then, as when no completion was accepted.
+    """
+    weights = jax.tree.leaves(getattr(batch, "weights", None))
+    if not weights:
+        return jnp.ones((), bool)
+    return jnp.stack([jnp.any(leaf != 0) for leaf in weights]).any()
+
+
 def minibatch(batch: Any, index: int) -> Any:
     """Return the [K, R, S] slice of a [M, K, R, S] batch that one optimizer step learns from."""
     return jax.tree.map(lambda leaf: leaf[index], batch)
@@ -366,6 +378,12 @@ def make_update_step(
             )
         norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
+        learns = has_weight(batch)
+        trained, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
+            (optax.apply_updates(trained, updates), opt_state),
+            (trained, state.opt_state),
+        )
         # The batch is checked as well: a clipped ratio may hide an infinite log-prob from both the
         # loss and the gradient.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & all_finite(batch)
@@ -375,14 +393,15 @@ def make_update_step(
             "optim/loss": Sum(loss, one),
             "optim/grad_norm": Sum(norm, one),
             "optim/learning_rate": Sum(jnp.asarray(learning_rate(state.step), jnp.float32), one),
+            "optim/empty": Sum(1.0 - learns, one),
             "optim/skipped": Max(1.0 - finite),
         }
-        params = combine(optax.apply_updates(trained, updates), frozen)
+        params = combine(trained, frozen)
         params, algorithm_state = algorithm.after_update(
             params, state.algorithm_state, reduce_metrics(metrics)
         )
         new_state = TrainState(
-            step=state.step + 1,
+            step=state.step + learns,
             params=params,
             opt_state=opt_state,
             algorithm_state=algorithm_state,

@@ -1,0 +1,73 @@
+"""Rejection-sampling fine-tuning against GRPO at equal numbers of sampled completions.
+
+    python bench/rft.py --to runs/bench [--seeds 0 1 2] [--arms grpo rft expert_iteration]
+
+Every arm takes 100 steps of 32 prompts with 8 completions. In `rft` the policy samples; in
+`expert_iteration` the policy of ten steps before does, or less.
+
+Prints one line per run: accuracy on held-out problems before and after; the share of the sampled
+completions that the policy learned from, in the first and in the last ten steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import arms
+
+ARMS = {
+    "grpo": ["arithmetic_grpo"],
+    "rft": ["arithmetic_rft"],
+    "expert_iteration": [
+        "arithmetic_rft",
+        *("--algorithm.sampled-by", "reference"),
+        *("--algorithm.round-steps", "10"),
+    ],
+}
+COLUMNS = (
+    "arm",
+    "seed",
+    "sampled before",
+    "sampled after",
+    "greedy before",
+    "greedy after",
+    "accepted at first, %",
+    "accepted at last, %",
+    "seconds",
+)
+STEPS = 10
+
+
+def accepted_cells(run_dir: Path) -> list[str]:
+    """Return the mean share of accepted completions in the first and in the last steps."""
+    rows = arms.read_metrics(run_dir)
+    shares = [row["rft/accepted"] for row in rows if "rft/accepted" in row]
+    if not shares:
+        return ["-", "-"]
+    return [f"{100 * sum(part) / len(part):.0f}" for part in (shares[:STEPS], shares[-STEPS:])]
+
+
+def main() -> None:
+    parser = arms.make_parser(__doc__)
+    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    flags = parser.parse_args()
+    arms.print_heading(*COLUMNS)
+    for seed in flags.seeds:
+        for arm in flags.arms:
+            run_dir = flags.to / f"{arm}_{seed}"
+            summary = arms.run(run_dir, [*ARMS[arm], "--seed", str(seed)])
+            before, after = summary["eval"]["before"], summary["eval"]["after"]
+            evaluations = (before, after, before["greedy"], after["greedy"])
+            arms.print_row(
+                arm,
+                seed,
+                *map(arms.percent, evaluations),
+                *accepted_cells(run_dir),
+                f"{summary['seconds']:.0f}",
+            )
+
+
+if __name__ == "__main__":
+    main()

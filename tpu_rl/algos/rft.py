@@ -1,0 +1,114 @@
+"""Rejection-sampling fine-tuning: imitate the sampled completions that a reward accepts.
+
+    accepted(x) = completions y of x with r(x, y) >= min_reward, or the best of x
+    loss        = -sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / accepted tokens of the step
+
+Duplicates among a prompt's completions count once. The loss is that of `sft`. With rewards of 0 and
+1 and `sampled_by="policy"`, its gradient is that of REINFORCE without a baseline, scaled by the
+number of accepted tokens.
+
+    RFT                 sampled_by "reference": the first model samples     arXiv 2308.01825
+    expert iteration    sampled_by "reference" and round_steps: a round     arXiv 1705.08439
+                        imitates the policy of the round before
+                        (STaR, ReST, ReST-EM                    arXiv 2203.14465, 2308.08998,
+                                                                2312.06585)
+    RAFT                keep "best", sampled_by "policy"                    arXiv 2304.06767
+    a stronger model    sampled_by "teacher"
+
+Deviations: the papers sample a data set first and then train on it, for several epochs. Here every
+step samples for its own prompts, and uses them `--batch.ppo-epochs` times. The policy continues
+from round to round, while STaR and ReST-EM restart from the first model. RFT tells completions
+apart by their equations; here two completions are the same if all their tokens are. STaR's
+rationalization (hints for problems that were not solved) is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tpu_rl.algorithm_spec import Acceptance, ExperienceSpec, RoleSpec
+from tpu_rl.algos.roles import moving_reference
+from tpu_rl.algos.sft import SftConfig, sft
+from tpu_rl.errors import InputError
+from tpu_rl.types import Algorithm, Roles, Sampling
+
+
+@dataclass(frozen=True)
+class RftConfig:
+    """By default the policy itself samples, and learns from all completions that pass."""
+
+    sampled_by: Literal["policy", "reference", "teacher"] = "policy"
+    """The model that completes the prompts: the policy as it is, the model that the run (or, with
+    `round_steps`, the round) began with, or `teacher`."""
+    teacher: str | None = None
+    """A model with the policy's tokenizer: a directory, a hub id or the model folder of a run."""
+    keep: Literal["passing", "best"] = "passing"
+    """passing: completions whose reward is at least `min_reward`. best: the `max_per_prompt` best
+    completions of each prompt, whatever their rewards are."""
+    min_reward: float = 0.5
+    """The smallest reward of a completion that passes."""
+    max_per_prompt: int | None = None
+    """Learn from at most so many different completions of a prompt, the best ones; from all if not
+    given."""
+    round_steps: int = 0
+    """Expert iteration: optimizer steps after which the reference becomes the policy. 0 never moves
+    it."""
+
+    def __post_init__(self):
+        if self.max_per_prompt is not None and self.max_per_prompt < 1:
+            raise InputError(
+                f"max_per_prompt {self.max_per_prompt} is below 1",
+                where="--algorithm.max-per-prompt",
+            )
+        if self.keep == "best" and self.max_per_prompt is None:
+            raise InputError(
+                "how many of the best completions count is not given",
+                where="--algorithm.keep best",
+                fix="add --algorithm.max-per-prompt 1",
+            )
+        if self.round_steps < 0:
+            raise InputError(
+                f"round_steps {self.round_steps} is negative", where="--algorithm.round-steps"
+            )
+        if self.round_steps and self.sampled_by != "reference":
+            raise InputError(
+                f"rounds move the reference, and the {self.sampled_by} samples",
+                where="--algorithm.round-steps, --algorithm.sampled-by",
+                fix="use --algorithm.sampled-by reference, or no rounds",
+            )
+        if (self.sampled_by == "teacher") != (self.teacher is not None):
+            raise InputError(
+                "a teacher is given, and does not sample"
+                if self.teacher is not None
+                else "no teacher given",
+                where="--algorithm.teacher, --algorithm.sampled-by",
+                fix="use --algorithm.sampled-by teacher with --algorithm.teacher DIR, or neither",
+            )
+
+    @property
+    def experience(self) -> ExperienceSpec:
+        acceptance = Acceptance(self.keep, self.min_reward, self.max_per_prompt)
+        return ExperienceSpec("accepted", sampled_by=self.sampled_by, acceptance=acceptance)
+
+    @property
+    def roles(self) -> dict[str, RoleSpec]:
+        roles = {"policy": RoleSpec(trainable=True)}
+        if self.sampled_by == "reference":
+            follows = 1.0 if self.round_steps else 0.0
+            roles["reference"] = RoleSpec(trainable=False, follows=follows)
+        if self.sampled_by == "teacher":
+            roles["teacher"] = RoleSpec(trainable=False, path=self.teacher)
+        return roles
+
+
+def rft(config: RftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
+    """Build RFT. It learns from the Completions that were accepted; the mask of others is empty.
+
+    Its state counts the updates if the reference moves.
+    """
+    algorithm = sft(SftConfig(), roles, sampling)
+    if not config.round_steps:
+        return algorithm
+    init_state, after_update = moving_reference(config.round_steps)
+    return algorithm._replace(init_state=init_state, after_update=after_update)
