@@ -9,7 +9,7 @@ import pytest
 
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.report import run_data
+from tpu_rl.report import completion_pages, run_data
 
 CONFIG = """kind: ExperimentConfig
 algorithm:
@@ -206,9 +206,10 @@ def test_page_of_a_finished_run(tmp_path):
 
 
 def test_page_needs_no_network_and_no_script(tmp_path):
+    """Links lead to places of the page itself."""
     text = page(make_run(tmp_path / "run"))
     assert text.count("<svg") == len(titles(text)) + 1
-    assert not re.findall(r"\b(?:src|href)=|url\(|@import|<script|\bon\w+=", text)
+    assert not re.findall(r"\bsrc=|\bhref=(?!\"#)|url\(|@import|<script|\bon\w+=", text)
     assert "default-src 'none'; style-src 'unsafe-inline'" in text
 
 
@@ -410,6 +411,97 @@ def test_reward_on_held_out_problems_is_drawn(tmp_path):
     text = page(folder)
     assert "Reward on held-out problems" in titles(text)
     assert "step 12 · 0.7 (0.6 to 0.8)" in text
+
+
+def with_tokens(sample: dict, texts: list[str]) -> dict:
+    numbers = [0.1 * index for index in range(len(texts))]
+    tokens = {
+        "id": list(range(len(texts))),
+        "text": texts,
+        "log_prob": [-number for number in numbers],
+        "advantage": -0.8,
+        "entropy": numbers,
+        "gap": [None, *(1e-3 for _ in numbers[1:])],
+    }
+    return sample | {"row": 5, "rendered": "<|user|>" + sample["prompt"], "tokens": tokens}
+
+
+def page_of(text: str, name: str) -> str:
+    start = text.index(f'id="{name}"')
+    return text[start : text.index("</article>", start)]
+
+
+def test_points_of_curves_lead_to_steps_and_these_to_completions(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [
+        with_tokens(sample(step, i, 12), ["ans", "wer", "\n", "<eos>", ""])
+        for step in range(1, 13)
+        for i in range(24)
+    ]
+    write_lines(folder / "samples.jsonl", rows)
+    text = page(folder)
+    links = re.findall(r'<a href="#(step-[0-9]+)" tabindex="-1"><i', figure(text, "Length"))
+    assert links == [f"step-{step}" for step in range(1, 13)]
+    assert 'href="#step-4-2"' in page_of(text, "step-4")
+    completion = page_of(text, "step-4-2")
+    assert "&lt;|user|&gt;25 + 47" in completion
+    assert '<div class="tokens A3"><i title="log-prob -0 · entropy 0">ans</i>' in completion
+    last = 'class="l2 e2 g3" title="log-prob -0.3 · entropy 0.3 · sampler-trainer gap 0.001"'
+    assert f"<i {last}>&lt;eos&gt;</i>" in completion
+    assert "<tr><td>correct</td><td>0</td></tr>" in completion
+    assert "<tr><td>advantage</td><td>-0.8</td></tr>" in completion
+    # Every link leads somewhere.
+    targets = set(re.findall(r'\bid="([^"]*)"', text))
+    assert set(re.findall(r'href="#([^"]*)"', text)) <= targets
+
+
+def test_pages_of_long_completions_are_few_and_bounded(tmp_path):
+    folder = make_run(tmp_path / "run", steps=100)
+    rows = [
+        with_tokens(sample(step, i, 100), [" word"] * 700)
+        for step in range(1, 101)
+        for i in range(4)
+    ]
+    write_lines(folder / "samples.jsonl", rows)
+    text = page(folder)
+    steps = [int(step) for step in re.findall(r'class="page" id="step-([0-9]+)"', text)]
+    assert len(steps) == completion_pages.MIN_STEPS
+    assert steps[-4:] == [97, 98, 99, 100]
+    assert text.count("<i title=") + text.count('<i class="l') < completion_pages.MAX_TOKENS + 99
+    assert "The first 500 of 700 tokens" in text
+    assert len(text) < 1_500_000
+
+
+def test_pages_of_a_large_file_are_spread_over_the_run(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    write_lines(path, [sample(step, i, 900) for step in range(1, 901) for i in range(3)])
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1000] = "not a row\n"
+    path.write_text("".join(lines) + '{"step": 901')
+    steps = [samples[0]["step"] for samples in completion_pages.read_steps(path)]
+    assert steps[0] == 1
+    assert steps[-4:] == [897, 898, 899, 900]
+    assert steps == sorted(set(steps))
+    assert max(np.diff(steps[:-4])) < 100
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        7,
+        {"text": 3},
+        {"text": ["<script>", 4], "log_prob": ["<script>", None], "advantage": "<script>"},
+        {"text": ["a", "b"], "entropy": [1.0], "gap": {"<script>": 1}},
+    ],
+)
+def test_odd_samples_are_shown_and_escaped(tmp_path, tokens):
+    folder = make_run(tmp_path / "run")
+    odd = {"tokens": tokens, "rendered": "<script>", "row": "<script>", "by": "<script>"}
+    rows = [sample(step, 0, 12) | odd for step in range(1, 13)]
+    write_lines(folder / "samples.jsonl", rows)
+    text = page(folder)
+    assert 'id="step-12-0"' in text
+    assert "<script" not in text
 
 
 def figure(text: str, title: str) -> str:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl.errors import InputError
+from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
-from tpu_rl.report import charts, html_page, plots
+from tpu_rl.report import charts, completion_pages, html_page, plots
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
 from tpu_rl.report.run_data import GUIDED_FILE, PAIRS, PROBLEMS, STEPS, Run, read_run
 from tpu_rl.report.series import Series
@@ -98,6 +99,8 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         DamagedDataError: if a file of the run cannot be read.
     """
     run = read_run(Path(run_dir))
+    steps = completion_pages.read_steps(Path(run_dir) / SAMPLES_FILE)
+    run = run._replace(page_steps=tuple(samples[0]["step"] for samples in steps))
     if run.summary:
         refresh_seconds = None
     optimization = [_chart_html(run, chart) for chart in OPTIMIZATION + _other_charts(run)]
@@ -110,6 +113,7 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         _performance(run),
         _faults(run),
         _configuration(run),
+        completion_pages.section(steps),
     )
     return _page(run.name, "\n".join(filter(None, sections)), refresh_seconds)
 
@@ -117,7 +121,10 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
 def _page(title: str, body: str, refresh_seconds: int | None = None) -> str:
     refresh = html_page.REFRESH.format(seconds=refresh_seconds) if refresh_seconds else ""
     return html_page.PAGE.format(
-        title=html.escape(title), style=html_page.STYLE, body=body, refresh=refresh
+        title=html.escape(title),
+        style=html_page.STYLE + completion_pages.style(),
+        body=body,
+        refresh=refresh,
     )
 
 
@@ -172,13 +179,15 @@ def _headline(run: Run, refresh_seconds: int | None) -> str:
     curve = ""
     if series is not None and kind is not None:
         caption = f"{MEASURES[kind].title}; band: 95 % interval."
-        curve = html_page.figure_html("", caption, charts.learning_curve(series), wide=True)
+        curve = html_page.figure_html(
+            "", caption, charts.learning_curve(series, run.page_steps), wide=True
+        )
     elif series is not None:
-        chart = charts.line_chart([series], tall=True)
+        chart = charts.line_chart([series], tall=True, pages=run.page_steps)
         curve = html_page.figure_html("", "Loss.", chart, wide=True)
     result = _accuracy_result(run, kind) or _loss_result(run)
     heading = f"<h1>{html.escape(run.name)}</h1>"
-    return f"<header>{heading}{note}{result}{_facts(run)}</header>{curve}"
+    return f'<header id="charts">{heading}{note}{result}{_facts(run)}</header>{curve}'
 
 
 def _accuracy_result(run: Run, kind: str | None) -> str:
@@ -274,7 +283,11 @@ def _chart_html(run: Run, chart: Chart) -> str:
     if not lines:
         return ""
     drawing = charts.line_chart(
-        lines, percent=chart.percent, log=chart.log, resolution=chart.resolution
+        lines,
+        percent=chart.percent,
+        log=chart.log,
+        resolution=chart.resolution,
+        pages=run.page_steps,
     )
     return html_page.figure_html(chart.title, chart.note, drawing)
 
@@ -311,7 +324,7 @@ def _earlier_measure(run: Run, kind: str) -> str:
     series = run.evaluated(kind).with_limits("eval/accuracy")
     if series is None:
         return ""
-    drawing = charts.line_chart([series], percent=True)
+    drawing = charts.line_chart([series], percent=True, pages=run.page_steps)
     return html_page.figure_html(MEASURES[kind].title, "Band: 95 % interval.", drawing)
 
 
@@ -322,7 +335,8 @@ def _held_out_reward(run: Run) -> str:
     if reward is None or (accuracy is not None and np.array_equal(reward.y, accuracy.y)):
         return ""
     note = "Mean over problems. Band: 95 % interval."
-    return html_page.figure_html("Reward on held-out problems", note, charts.line_chart([reward]))
+    drawing = charts.line_chart([reward], pages=run.page_steps)
+    return html_page.figure_html("Reward on held-out problems", note, drawing)
 
 
 def _reward_chart(run: Run) -> str:
@@ -343,7 +357,8 @@ def _reward_chart(run: Run) -> str:
         half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
         reward = reward._replace(low=reward.y - half, high=reward.y + half)
         note += " Band: 95 % interval of the mean, as if completions were independent."
-    return html_page.figure_html("Reward", note, charts.line_chart([reward]))
+    drawing = charts.line_chart([reward], pages=run.page_steps)
+    return html_page.figure_html("Reward", note, drawing)
 
 
 def _reward_parts_chart(run: Run) -> str:
@@ -411,7 +426,7 @@ def _time_chart(run: Run) -> str:
     if not parts:
         return ""
     other = np.maximum(total.y - sum(seconds for _, seconds in parts), 0.0)
-    figure = charts.stacked_areas(total.x, [*parts, ("other", other)])
+    figure = charts.stacked_areas(total.x, [*parts, ("other", other)], run.page_steps)
     note = "Seconds. The axis is cut where compilation took far longer."
     return html_page.figure_html("Time per step", note, figure)
 
@@ -441,7 +456,8 @@ def _completions(run: Run) -> str:
     middle = (min(rewards) + max(rewards)) / 2
     rows = "".join(f"<tr>{_cell(first, middle)}{_cell(last, middle)}</tr>" for first, last in pairs)
     table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
-    return f"<section><h2>Completions</h2><p class='lead'>{note}</p>{table}</section>"
+    links = completion_pages.step_links(run.page_steps)
+    return f"<section><h2>Completions</h2>{links}<p class='lead'>{note}</p>{table}</section>"
 
 
 def _evenly(values: list[Any]) -> list[Any]:

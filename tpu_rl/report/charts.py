@@ -9,12 +9,13 @@ so there is a dark mode.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tpu_rl.report import axes
+from tpu_rl.report import axes, completion_pages
 from tpu_rl.report.axes import Axis
 from tpu_rl.report.series import Series, running_mean, thin_out
 
@@ -46,6 +47,8 @@ class Hover(NamedTuple):
 
     place: float
     text: str
+    link: str = ""
+    """Where a click leads: "#step-40", or nowhere."""
 
 
 def line_chart(
@@ -55,6 +58,7 @@ def line_chart(
     log: bool = False,
     resolution: float = axes.RESOLUTION,
     tall: bool = False,
+    pages: Sequence[int] = (),
 ) -> str:
     """Return lines over steps. Long noisy lines are pale, with their running mean on top.
 
@@ -64,6 +68,7 @@ def line_chart(
         log: whether the vertical axis is logarithmic; then all values are positive.
         resolution: see `axes.value_axis`.
         tall: whether the chart has a row of the page for itself.
+        pages: steps with a page; a click on a point leads to the nearest of them.
     """
     x_axis = axes.step_axis(np.concatenate([line.x for line in lines]))
     values = np.concatenate([line.values() for line in lines])
@@ -90,13 +95,16 @@ def line_chart(
         y_axis,
         marks,
         labels if len(lines) > 1 else [],
-        _line_hovers(lines, x_axis, percent=percent),
+        _line_hovers(lines, x_axis, percent=percent, pages=pages),
         tall=tall,
     )
 
 
-def learning_curve(series: Series) -> str:
-    """Return a share with its interval: dots, a band, and the first and last value as labels."""
+def learning_curve(series: Series, pages: Sequence[int] = ()) -> str:
+    """Return a share with its interval: dots, a band, and the first and last value as labels.
+
+    For `pages` see `line_chart`.
+    """
     x_axis = axes.step_axis(series.x)
     y_axis = axes.value_axis(series.values(), percent=True, from_zero=True)
     x, y = x_axis.place(series.x), y_axis.place(series.y)
@@ -111,7 +119,7 @@ def learning_curve(series: Series) -> str:
     labels = [Label(f"{first:.1%}", float(y[0]), "")]
     if last != first:  # Equal values share a label.
         labels.append(Label(f"{last:.1%}", float(y[-1]), color_of(0)))
-    hovers = _line_hovers([series], x_axis, percent=True)
+    hovers = _line_hovers([series], x_axis, percent=True, pages=pages)
     return _chart(x_axis, y_axis, marks, labels, hovers, tall=True)
 
 
@@ -134,12 +142,15 @@ def trade_off(curves: Sequence[Series]) -> str:
     return _chart(x_axis, y_axis, marks, labels, hovers, tall=True, x_name="KL, nats")
 
 
-def stacked_areas(x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]]) -> str:
+def stacked_areas(
+    x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]], pages: Sequence[int] = ()
+) -> str:
     """Return the parts [n] of a whole over steps, the first at the bottom, the last one gray.
 
     Args:
         x: the steps [n].
         parts: each (label, values), in seconds.
+        pages: see `line_chart`.
     """
     x_axis = axes.step_axis(x)
     thin_x = x_axis.place(thin_out(x))
@@ -162,7 +173,7 @@ def stacked_areas(x: np.ndarray, parts: Sequence[tuple[str, np.ndarray]]) -> str
         for (name, _), middle, color in zip(parts, middles, colors, strict=True)
     ]
     lines = [Series(name, x, part) for name, part in parts]
-    return _chart(x_axis, y_axis, marks, labels, _line_hovers(lines, x_axis))
+    return _chart(x_axis, y_axis, marks, labels, _line_hovers(lines, x_axis, pages=pages))
 
 
 def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> str:
@@ -310,7 +321,9 @@ def _label_texts(labels: Sequence[Label], height: float) -> list[str]:
     return texts
 
 
-def _line_hovers(lines: Sequence[Series], x_axis: Axis, *, percent: bool = False) -> list[Hover]:
+def _line_hovers(
+    lines: Sequence[Series], x_axis: Axis, *, percent: bool = False, pages: Sequence[int] = ()
+) -> list[Hover]:
     """Return the numbers of all lines at each step that one of them has, or of some steps."""
     steps = np.unique(np.concatenate([line.x for line in lines]))
     hovers = []
@@ -323,7 +336,10 @@ def _line_hovers(lines: Sequence[Series], x_axis: Axis, *, percent: bool = False
                 numbers.append(_number_at(_mean(line, inside), 0, percent))
         name = f"step {first:,.0f}" if first == last else f"steps {first:,.0f} to {last:,.0f}, mean"
         place = float(x_axis.place(np.array([(first + last) / 2]))[0])
-        hovers.append(Hover(place, " · ".join([name, *numbers])))
+        link = ""
+        if len(pages):
+            link = f"#step-{completion_pages.nearest(pages, (first + last) / 2)}"
+        hovers.append(Hover(place, " · ".join([name, *numbers]), link))
     return hovers
 
 
@@ -351,20 +367,30 @@ def _number(value: float, percent: bool = False) -> str:
 
 
 def _hover_zones(hovers: Sequence[Hover]) -> str:
-    """Return one invisible strip per place, which ends halfway to its neighbors."""
+    """Return one invisible strip per place, which ends halfway to its neighbors.
+
+    Neighbors with the same link are inside one link.
+    """
     hovers = sorted(hovers, key=lambda hover: hover.place)
     borders = [
         0.0,
         *((a.place + b.place) / 2 for a, b in zip(hovers, hovers[1:], strict=False)),
         1.0,
     ]
-    zones = []
-    for hover, left, right in zip(hovers, borders, borders[1:], strict=False):
-        width = max(right - left, 1e-4)
-        side = ' class="r"' if hover.place > 0.5 else ""
-        guide = _percent((hover.place - left) / width)
-        zones.append(
-            f'<i{side} style="left:{_percent(left)}%;width:{_percent(width)}%">'
-            f'<u style="left:{guide}%"></u><b>{html.escape(hover.text)}</b></i>'
-        )
-    return "".join(zones)
+    zones = list(zip(hovers, borders, borders[1:], strict=False))
+    parts = []
+    for link, group in itertools.groupby(zones, key=lambda zone: zone[0].link):
+        strips = "".join(_hover_zone(*zone) for zone in group)
+        # Not in the order of the Tab key: the same pages have links of their own.
+        parts.append(f'<a href="{link}" tabindex="-1">{strips}</a>' if link else strips)
+    return "".join(parts)
+
+
+def _hover_zone(hover: Hover, left: float, right: float) -> str:
+    width = max(right - left, 1e-4)
+    side = ' class="r"' if hover.place > 0.5 else ""
+    guide = _percent((hover.place - left) / width)
+    return (
+        f'<i{side} style="left:{_percent(left)}%;width:{_percent(width)}%">'
+        f'<u style="left:{guide}%"></u><b>{html.escape(hover.text)}</b></i>'
+    )

@@ -47,6 +47,8 @@ class Run(NamedTuple):
     """Empty unless the run is finished."""
     guided: dict[str, Any]
     """The result of `launch/evaluate.py --guide` for a run of Q#."""
+    page_steps: tuple[int, ...] = ()
+    """Steps with pages of completions, to which points of curves link."""
 
     def series(self, metric: str, label: str = "") -> Series | None:
         """Return a metric over the steps that have it, or None."""
