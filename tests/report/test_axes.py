@@ -1,9 +1,11 @@
 """Ticks differ and are round, shares stay within 0 % and 100 %, and noise is flat."""
 
+import re
+
 import numpy as np
 import pytest
 
-from tpu_rl.report import axes
+from tpu_rl.report import axes, charts
 from tpu_rl.report.series import running_mean
 
 
@@ -88,6 +90,21 @@ def test_numbers_that_are_not_negative_have_no_negative_ticks():
     assert axes.value_axis(np.array([0.0, 0.01])).low == 0
     assert axes.value_axis(np.array([1e-12])).low == 0
     assert axes.value_axis(np.array([-0.5, 0.01])).low < 0
+
+
+def test_names_of_numbers_differ():
+    assert axes.names_of(np.array([0.0, 0.1, 1.0])) == ["0", "0.1", "1"]
+    assert axes.names_of(np.array([0.9999, 1.0, 1.0001])) == ["0.9999", "1", "1.0001"]
+    assert axes.names_of(np.array([1.0, 1 + 1e-14]))[0] == "1.0"
+
+
+def test_rewards_that_differ_by_rounding_are_one_bar():
+    rewards = np.array([1.0, 1.0 + 1e-7, 0.5])
+    chart = charts.histogram([("early", rewards), ("late", rewards)], "reward")
+    assert chart.count('<span class="x"') == 2
+    narrow = [("early", np.linspace(1.0, 1.0001, 30)), ("late", np.ones(3))]
+    labels = re.findall(r'<span class="x"[^>]*>([^<]*)<', charts.histogram(narrow, "reward"))
+    assert len(labels) == len(set(labels)) == 5
 
 
 @pytest.mark.parametrize(

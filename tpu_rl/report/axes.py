@@ -122,6 +122,15 @@ def labels_of(ticks: tuple[float, ...], step: float, percent: bool = False) -> t
     )
 
 
+def names_of(values: np.ndarray) -> list[str]:
+    """Return different numbers as texts that differ, with at least three digits."""
+    for digits in range(3, 12):
+        names = [f"{value:.{digits}g}" for value in values]
+        if len(set(names)) == len(names):
+            return names
+    return [repr(float(value)) for value in values]
+
+
 def decimals(step: float) -> int:
     """Return the number of decimals that tell multiples of `step` apart."""
     for digits in range(12):

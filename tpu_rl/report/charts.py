@@ -181,16 +181,19 @@ def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> str:
 
     Few distinct values have one bar each; many fall into equal bins.
     """
+    # Rewards are float32: what differs by rounding is one value.
+    groups = [(label, np.round(values, 6)) for label, values in groups]
     distinct = np.unique(np.concatenate([values for _, values in groups]))
     if len(distinct) <= FEW_VALUES:
         counts = [[int((values == value).sum()) for value in distinct] for _, values in groups]
-        names = [f"{value:.3g}" for value in distinct]
+        names = axes.names_of(distinct)
         ticks = dict(enumerate(names))
     else:
         edges = np.linspace(distinct[0], distinct[-1], BINS + 1)
         counts = [np.histogram(values, edges)[0].tolist() for _, values in groups]
-        names = [f"{low:.3g} to {high:.3g}" for low, high in zip(edges, edges[1:], strict=False)]
-        ticks = {i - 0.5: f"{edges[i]:.3g}" for i in range(0, BINS + 1, BINS // 4)}
+        edge_names = axes.names_of(edges)
+        names = [f"{low} to {high}" for low, high in itertools.pairwise(edge_names)]
+        ticks = {i - 0.5: edge_names[i] for i in range(0, BINS + 1, BINS // 4)}
     shares = [
         np.array(group_counts) / len(values)
         for group_counts, (_, values) in zip(counts, groups, strict=True)
