@@ -54,7 +54,7 @@ def inspect(config: ExperimentConfig) -> None:
         limits = (sampling.max_prompt_tokens, sampling.max_new_tokens)
         found = examples.of_row(rows[0], stage.algorithm.experience, tokenizer, *limits)
         shown += [example for example in found if example not in shown]
-        if stage.algorithm.experience.source in ("rollouts", "q_examples"):
+        if stage.algorithm.experience.source in preflight.REWARDED:
             first_rows = [rows[index] for index in range(min(len(rows), 2))]
     held_out = check_held_out(config, tokenizer)
     trial, trial_warnings = try_rewards(config, first_rows or held_out[:2], tokenizer)

@@ -21,6 +21,7 @@ import yaml
 from launch import compose, mesh_checks, roles
 from launch.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl import data, metrics, models, rewards, tokenizers
+from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
@@ -275,11 +276,14 @@ def require_full_batch(rows: list[data.Row], batch_size: int) -> None:
 
 # --- rewards ---
 
+REWARDED: set[SourceName] = {"rollouts", "accepted", "q_examples"}
+"""Sources whose experience depends on rewards."""
+
 
 def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
-    if not config.reward and sources & {"rollouts", "accepted", "q_examples"}:
+    if not config.reward and sources & REWARDED:
         raise InputError(
             "no reward given",
             where="--reward",
