@@ -35,9 +35,11 @@ from tpu_rl.experience import (
     rollouts,
     step_labels,
     tasks,
+    text_log_probs,
 )
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.source import Source
+from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.models import Select
 from tpu_rl.rewards import named
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
@@ -328,12 +330,7 @@ def to_pairs(context: RunContext, stage: Stage, params: Params, rows: list[Row])
         return plain
     role = "reference" if "reference" in stage.algorithm.roles else "policy"
     reference = reference_log_probs.Reference(
-        context.role(role),
-        params,
-        digests.of_tree(context.params_of(role)(params)),
-        context.config.batch,
-        context.mesh,
-        context.reads_key_tiles,
+        log_probs_of(context, role), params, digests.of_tree(context.params_of(role)(params))
     )
     metrics_file = context.run_dir / "metrics.jsonl"
     cache = reference_log_probs.Cache(
@@ -344,6 +341,13 @@ def to_pairs(context: RunContext, stage: Stage, params: Params, rows: list[Row])
     )
     log_probs = reference_log_probs.read_or_compute(cache, reference, rows, plain)
     return reference_log_probs.with_log_probs(plain, rows, log_probs)
+
+
+def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
+    """Return what computes log-probs of given completions under a role."""
+    return text_log_probs.text_log_probs(
+        context.role(role), context.config.batch, context.mesh, context.reads_key_tiles
+    )
 
 
 def trained_pairs(context: RunContext, stage: Stage, rows: list[Row]) -> pairs.ToPairs:

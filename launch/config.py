@@ -82,6 +82,8 @@ class EvaluationConfig:
     """
     reward: str | None = None
     """The reward that says what is correct (above 0.5). The default is the first --reward."""
+    metrics: tuple[str, ...] = ()
+    """Further rewards to measure on the same completions. Those of --reward always are."""
     greedy: bool = True
     """Before and after the run, also evaluate the most likely completions."""
 
@@ -189,7 +191,14 @@ class ExperimentConfig:
     @property
     def evaluation_reward(self) -> str | None:
         """The reward that says what is correct in evaluations; None if there is none."""
-        return self.evaluation.reward or next(iter(self.reward_names), None)
+        others = (*self.reward_names, *self.evaluation.metrics)
+        return self.evaluation.reward or next(iter(others), None)
+
+    @property
+    def evaluation_rewards(self) -> list[str]:
+        """The names of all rewards that evaluations measure, `evaluation_reward` first."""
+        names = (self.evaluation_reward, *self.reward_names, *self.evaluation.metrics)
+        return list(dict.fromkeys(filter(None, names)))
 
     @property
     def reward_terms(self) -> tuple[RewardTerm, ...]:

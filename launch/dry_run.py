@@ -137,7 +137,11 @@ def check_held_out(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Row]:
     if not rows:
         return []
     rows = tasks.drop_misfits(rows, tokenizer, config.sampling.max_prompt_tokens)
-    names = [] if preflight.is_directory(name) else [name]
+    names = [
+        name
+        for name in dict.fromkeys((name, *config.evaluation.metrics))
+        if not preflight.is_directory(name)
+    ]
     with preflight.open_rewards(config, names) as functions:
         columns = scoring.repeat_rows(rows, 1)[1]
         for display_name, function in functions.items():

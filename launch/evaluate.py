@@ -1,10 +1,12 @@
-"""Measure accuracy on held-out problems: pass@1, greedy, pass@k and majority votes, with intervals.
+"""Measure a model on held-out rows: pass@1, greedy, pass@k, majority votes, rewards and loss.
 
-    python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE] [--samples K]
+    python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE]
+        [--reward NAME ...] [--samples K]
     python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1] [--baseline cd]
 
-Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out problems.
-A model is a directory, a hub id or builtin:arithmetic. Intervals are 95 %, over problems. With
+Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out rows: by
+answers that rewards judge, by the loss of demonstrations, or by the ranking of given pairs. A model
+is a directory, a hub id or builtin:arithmetic. Intervals are 95 %, over problems or rows. With
 --guide, the q of a Q# run guides the model at each coefficient. The KL is over the whole
 vocabulary, before any truncation.
 """
@@ -21,18 +23,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import compose, evaluate_q_sharp, evaluators, preflight, roles, stages
+from launch import (
+    compose,
+    evaluate_q_sharp,
+    evaluators,
+    mesh_checks,
+    preflight,
+    roles,
+    stages,
+)
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.saved_run import load_run
-from tpu_rl import models, sampler
+from tpu_rl import data, models, sampler
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.checkpoint import gcs, remote_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError
-from tpu_rl.experience import tasks
+from tpu_rl.experience import held_out_loss, tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
-from tpu_rl.rewards import named
 from tpu_rl.rollout import evaluation, guided_evaluation
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
 from tpu_rl.rollout.evaluation import Estimate, Evaluation
@@ -41,8 +50,10 @@ from tpu_rl.runtime import compilation_cache
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params, Purpose
 
-FILE_PRESET = "gsm8k_grpo"
-"""The preset for a model and --data.path, if no preset is named."""
+FILE_PRESET = "grpo"
+"""The preset for a model and --data.path, if no preset is named: it suits no data in particular."""
+FILE_REWARD = "gsm8k"
+"""The reward for a model and --data.path whose rows have a column `answer`, if none is named."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +78,14 @@ class Flags:
     """A run folder, a model directory, or a hub id."""
     preset: str | None = None
     """Use this preset's problems, reward and lengths. The default is the run's own; for a model,
-    arithmetic_grpo, or gsm8k_grpo with --data.path."""
+    arithmetic_grpo, or grpo with --data.path."""
     data: DataFlags = DataFlags()
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The default is the run's."""
-    reward: str | None = None
-    """A built-in reward or FILE.py:function; above 0.5 is correct. The default is the first reward
-    of the preset or run."""
+    reward: tuple[str, ...] = ()
+    """Terms as in training. Above 0.5 of the first reward is correct, and the mean of each is
+    reported. The default are the rewards that the preset or run measures; for a model and a file
+    with a column `answer`, gsm8k."""
     rows: int | None = None
     """The largest number of problems. The default is all of --data.path, or as many as the preset
     or run evaluates."""
@@ -103,15 +115,24 @@ def main(argv: list[str]) -> int:
         if roles.reading(config.algorithm) is not None:
             report_reward_model(flags)
             return 0
-        problems = held_out(config, flags)
-        reward_name = require_reward(config, flags)
-        language, params = load_language(config, flags)
-        preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
-        scorer = make_scorer(config, language, reward_name)
-        if flags.guide is not None:
-            report_guided(config, language, params, problems, scorer, reward_name, flags)
+        if ranks_pairs(config, flags):
+            report_ranking(flags)
             return 0
-        report(flags, answer(config, language, params, problems, scorer, reward_name, flags))
+        rows = held_out(config, flags)
+        config = with_reward(config, rows, flags)
+        language, params = load_language(config, flags)
+        problems = tasks.problems(rows)
+        preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
+        demonstrations = [row for row in rows if held_out_loss.brings_text(row)]
+        if demonstrations and flags.guide is None:
+            report_loss(flags, loss(config, language, params, demonstrations))
+        if config.evaluation_reward is None or not problems:
+            return 0
+        scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
+        if flags.guide is not None:
+            report_guided(config, language, params, problems, scorer, flags)
+            return 0
+        report(flags, scorer, answer(config, language, params, problems, scorer, flags))
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -198,8 +219,11 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
         files = replace(files, format=flags.data.format or files.format)
-        # Problems have prompts, whatever the run learned from.
-        return tasks.read_rows(files, flags.data.path, ExperienceSpec("rollouts"))[: flags.rows]
+        # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
+        first = data.read(flags.data.path, (), split=files.split, config=files.config)[0]
+        is_chat = "messages" in first and "prompt" not in first
+        spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
+        return tasks.read_rows(files, flags.data.path, spec)[: flags.rows]
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None
@@ -215,26 +239,41 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
     return rows
 
 
-def require_reward(config: ExperimentConfig, flags: Flags) -> str:
-    """Return the name of the reward that says what is correct.
+def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> ExperimentConfig:
+    """Return the configuration with the rewards to measure. Demonstrations need none.
 
     Raises:
-        InputError: if there is none.
+        InputError: if there is none, and nothing else to measure.
     """
-    name = flags.reward or config.evaluation_reward
-    if not name:
-        raise InputError(
-            "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
+    if flags.reward:
+        measures = replace(config.evaluation, reward=None, metrics=())
+        return replace(config, reward=flags.reward, evaluation=measures)
+    if config.evaluation_reward is not None or any(map(held_out_loss.brings_text, rows)):
+        return config
+    if flags.data.path is not None and all("answer" in row for row in rows):
+        print(
+            f"note: the reward {FILE_REWARD} compares final numbers with the column `answer`; "
+            "--reward names another",
+            file=sys.stderr,
         )
-    return name
-
-
-def make_scorer(config: ExperimentConfig, language: roles.Language, reward_name: str) -> Scorer:
-    """Return what scores completions with one reward."""
-    functions = named.reward_functions(
-        [reward_name], config.reward_limits, config.allow_unsandboxed_code
+        return replace(config, reward=(FILE_REWARD,))
+    raise InputError(
+        "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
     )
-    return Scorer(language.tokenizer, functions, config.reward_limits.fault_share)
+
+
+def loss(
+    config: ExperimentConfig, language: roles.Language, params: Params, rows: list[Row]
+) -> Estimate:
+    """Return the loss of demonstrations under the model, in nats per token."""
+    mesh = compose.make_mesh(MeshConfig())
+    role = models.role(language.model, lambda tree: tree)
+    batch = mesh_checks.fit_micro_batch(config, mesh).batch
+    batch = replace(batch, num_minibatches=1)
+    max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    with jax.set_mesh(mesh):
+        log_probs = text_log_probs.text_log_probs(role, batch, mesh, key_tiles=False)
+        return held_out_loss.held_out_loss(log_probs, rows, language.tokenizer, max_length)(params)
 
 
 def answer(
@@ -243,7 +282,6 @@ def answer(
     params: Params,
     problems: list[Row],
     scorer: Scorer,
-    reward_name: str,
     flags: Flags,
 ) -> dict[str, Evaluation]:
     """Return the evaluations "greedy" and "sampled"; with --greedy, only the former."""
@@ -261,6 +299,7 @@ def answer(
         )
     mesh = compose.make_mesh(MeshConfig())
     policy = RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh)
+    reward_name = config.evaluation_reward or ""
     read_answer = evaluation.ANSWER_READERS.get(reward_name)
     read_groups = evaluation.GROUP_READERS.get(reward_name)
     results = {}
@@ -285,7 +324,6 @@ def report_guided(
     params: Params,
     problems: list[Row],
     scorer: Scorer,
-    reward_name: str,
     flags: Flags,
 ) -> None:
     """Print and record the model alone, guided at each coefficient, and judged by q."""
@@ -299,6 +337,7 @@ def report_guided(
         max_num_seqs=max(settings.max_num_seqs, flags.samples),
     )
     mesh = compose.make_mesh(MeshConfig())
+    reward_name = config.evaluation_reward or ""
     read_answer = evaluation.ANSWER_READERS.get(reward_name)
     read_groups = evaluation.GROUP_READERS.get(reward_name) if flags.samples > 1 else None
     task = guided_evaluation.Task(
@@ -312,11 +351,17 @@ def report_guided(
     evaluate_q_sharp.report(title, lines, judged, flags.samples)
 
 
-def report(flags: Flags, results: dict[str, Evaluation]) -> None:
-    """Print a table of all measures, and errors of the reward."""
+def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None:
+    """Print a table of all measures, and errors of the rewards."""
     table = Table("", "value", "95 % interval", "problems", title=escape(flags.model))
     for name, estimate in measures(flags, results):
         table.add_row(name, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+    for name, result in results.items():
+        for reward, estimate in mean_rewards(scorer, result).items():
+            limits = f"{estimate.low:.3g} to {estimate.high:.3g}"
+            table.add_row(
+                escape(f"mean {reward}, {name}"), f"{estimate.value:.3g}", limits, str(estimate.n)
+            )
     console = Console()
     console.print(table)
     for name, result in results.items():
@@ -325,14 +370,23 @@ def report(flags: Flags, results: dict[str, Evaluation]) -> None:
             f"{name}: {percent(result.well_formed)} % {formed}, "
             f"{result.mean_length:.1f} tokens on average"
         )
-        reward = result.reward
-        if abs(reward.value - result.accuracy) > 1e-6:  # It is graded, not only 0 or 1.
-            console.print(
-                f"{name}: mean reward {reward.value:.3g}, 95 % interval {reward.low:.3g} to "
-                f"{reward.high:.3g}, of {reward.n} problems"
-            )
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
+    """Return the mean of each reward, if there are several or the only one is graded."""
+    further = evaluators.further_rewards(scorer, result)
+    is_graded = abs(result.reward.value - result.accuracy) > 1e-6
+    return further or ({"reward": result.reward} if is_graded else {})
+
+
+def report_loss(flags: Flags, estimate: Estimate) -> None:
+    """Print the loss of demonstrations."""
+    table = Table("", "value", "95 % interval", "rows", title=escape(flags.model))
+    limits = f"{estimate.low:.4f} to {estimate.high:.4f}"
+    table.add_row("loss, nats per token", f"{estimate.value:.4f}", limits, str(estimate.n))
+    Console().print(table)
 
 
 def percent(share: float) -> str:
@@ -355,6 +409,35 @@ def report_reward_model(flags: Flags) -> None:
     for name, estimate in lines:
         label = name.replace("_", " ") or "reward model"
         table.add_row(label, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+    Console().print(table)
+
+
+def ranks_pairs(config: ExperimentConfig, flags: Flags) -> bool:
+    """Return True if the model is a run that learns from given pairs, and nothing else is asked."""
+    asks = flags.reward or flags.data.path or flags.preset or flags.guide
+    spec = config.algorithm.experience
+    return not asks and spec.source == "pairs" and spec.sampled_by is None
+
+
+def report_ranking(flags: Flags) -> None:
+    """Print how a run's policy ranks held-out pairs, or judged completions, beside a rule."""
+    context, params, step = load_run(flags.model)
+    print(f"{flags.model}, step {step}")
+    stage = stages.of_run(context.config, context.run_dir, step)[-1]
+    given = compose.require_pairs(context.config, context.language.tokenizer)
+    if not given.held_out:
+        raise InputError("the run held out no pairs", where=flags.model, fix="give --reward")
+    with jax.set_mesh(context.mesh):
+        algorithm = compose.build_algorithm(context, stage)
+        to_pairs = compose.trained_pairs(context, stage, given.usable)
+        measured = evaluators.ranking(context, stage, algorithm, given, to_pairs)(params)
+    table = Table("", "ranked as labeled", "95 % interval", "n", title=escape(flags.model))
+    for prefix, label in (("eval/", "policy"), ("eval/length_only_", "length only")):
+        names = ("accuracy", "accuracy_low", "accuracy_high", "n")
+        if f"{prefix}accuracy" in measured:
+            value, low, high, n = (measured[f"{prefix}{name}"] for name in names)
+            estimate = Estimate(value, low, high, int(n))
+            table.add_row(label, f"{percent(value)} %", interval(estimate), str(estimate.n))
     Console().print(table)
 
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from launch import compose, roles
-from launch.config import FileData, Stage
+from launch.config import ExperimentConfig, FileData, Stage
 from launch.roles import RunContext
-from tpu_rl import data
+from tpu_rl import data, rewards
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
-from tpu_rl.experience import pair_accuracy, reward_accuracy, step_labels, tasks
+from tpu_rl.errors import InputError
+from tpu_rl.experience import held_out_loss, pair_accuracy, reward_accuracy, step_labels, tasks
 from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.rewards import named, reward_model
-from tpu_rl.rollout import evaluation
+from tpu_rl.rewards import terms as reward_terms
+from tpu_rl.rollout import evaluation, scoring
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make_engine
+from tpu_rl.rollout.evaluation import Estimate
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Algorithm, Params, Purpose
 
 Evaluate = Callable[[Params, bool], dict[str, float]]
@@ -28,51 +34,76 @@ Evaluate = Callable[[Params, bool], dict[str, float]]
 also answered greedily, and accuracy is also given for each slice of the data."""
 
 
-def evaluator(context: RunContext, stage: Stage, algorithm: Algorithm, params: Params) -> Evaluate:
-    """Return the evaluation that fits what the stage learns from.
+class Evaluations(NamedTuple):
+    """The evaluations of a stage, by where the weights are that they read."""
+
+    in_training: Evaluate
+    """Judges given texts: the weights are where they train."""
+    in_sampling: Evaluate
+    """Answers problems: the weights are where evaluations sample."""
+
+
+def evaluator(
+    context: RunContext, stage: Stage, algorithm: Algorithm, params: Params
+) -> Evaluations:
+    """Return the evaluations that fit what the stage learns from.
 
     A reward model judges held-out pairs or steps; an algorithm that learns from given pairs ranks
-    held-out pairs; every other stage answers held-out problems.
+    held-out pairs; every other stage answers held-out problems. Stages that imitate texts also
+    report their loss on held-out texts.
     """
     if roles.reading(stage.algorithm) is not None:
-        return reward_accuracy.as_evaluator(held_out_judge(context, stage, params))
+        judge = held_out_judge(context, stage, params)
+        return Evaluations(reward_accuracy.as_evaluator(judge), _nothing)
     if compose.are_given(stage):
-        rank = _ranking(context, stage, algorithm, params)
-        return lambda params, in_full: rank(params)
+        given = compose.require_pairs(context.config, context.language.tokenizer)
+        if not given.held_out:
+            print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
+            return Evaluations(_nothing, _nothing)
+        to_pairs = compose.to_pairs(context, stage, params, given.usable)
+        rank = ranking(context, stage, algorithm, given, to_pairs)
+        return Evaluations(lambda params, in_full: rank(params), _nothing)
     exact = context.with_exact_cache()
     if stage.algorithm.experience.policy == "guided":
-        return _answers(context, exact.guided_policy(stage.algorithm))
-    return _answers(context, exact.rollout_policy("policy"))
+        policy = exact.guided_policy(stage.algorithm)
+    else:
+        policy = exact.rollout_policy("policy")
+    loss = _loss(context, stage, params)
+    answers = _answers(context, policy)
+    if loss is None and answers is None:
+        print(
+            "note: nothing is evaluated: there are no held-out rows, or no reward that judges them",
+            file=sys.stderr,
+        )
+    return Evaluations(loss or _nothing, answers or _nothing)
 
 
-def before_training(context: RunContext, stage: Stage, evaluate: Evaluate) -> Evaluate:
-    """Return the evaluation before the first step.
+def before_training(context: RunContext, stage: Stage, evaluations: Evaluations) -> Evaluations:
+    """Return the evaluations before the first step.
 
     Of a guided policy it is the reference alone, because nothing has learned to guide it.
     """
     if stage.algorithm.experience.policy != "guided":
-        return evaluate
-    return _answers(context, context.with_exact_cache().rollout_policy("policy"))
+        return evaluations
+    alone = _answers(context, context.with_exact_cache().rollout_policy("policy"))
+    return evaluations._replace(in_sampling=alone or _nothing)
+
+
+def _nothing(params: Params, in_full: bool) -> dict[str, float]:
+    del params, in_full
+    return {}
 
 
 # --- answers ---
 
 
-def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate:
+def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     config = context.config
     tokenizer = context.language.tokenizer
-    rows = _evaluation_rows(context)
-    name = config.evaluation_reward
-    if not rows or name is None:
-        print(
-            "note: nothing is evaluated: there are no held-out rows, or no reward that judges them",
-            file=sys.stderr,
-        )
-        return lambda params, in_full: {}
-    if isinstance(config.data, FileData):
-        rows = tasks.drop_misfits(rows, tokenizer, config.sampling.max_prompt_tokens)
-    reward = named.resolve(name, config.reward_limits, config.allow_unsandboxed_code)
-    scorer = Scorer(tokenizer, {named.display_name(name): reward}, config.reward_limits.fault_share)
+    rows = _problems(context)
+    if not rows or config.evaluation_reward is None:
+        return None
+    scorer = answer_scorer(config, tokenizer, rows)
     # Accuracy is the model's own, so nothing of its distribution is cut off.
     plain = replace(
         sampler_config(config.sampling, tokenizer, 1),
@@ -96,26 +127,67 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate:
 
     sampled = engine(temperature=1.0)
     greedy = engine(temperature=0.0)
-    read_answer = evaluation.ANSWER_READERS.get(name)
+    read_answer = evaluation.ANSWER_READERS.get(config.evaluation_reward)
+
+    def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
+        result = evaluation.evaluate(engine, params, rows, read_answer)
+        return _answer_metrics(prefix, result, further_rewards(scorer, result))
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
-        metrics = _answer_metrics("eval/", evaluation.evaluate(sampled, params, rows, read_answer))
+        metrics = measure(sampled, params, "eval/")
         if in_full and config.evaluation.greedy:
-            result = evaluation.evaluate(greedy, params, rows, read_answer)
-            metrics |= _answer_metrics("eval/greedy_", result)
+            metrics |= measure(greedy, params, "eval/greedy_")
         return metrics
 
     return evaluate
 
 
-def _answer_metrics(prefix: str, result: evaluation.Evaluation) -> dict[str, float]:
+def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row]) -> Scorer:
+    """Return what scores held-out completions with all rewards that evaluations measure.
+
+    The first one says what is correct. Those of --reward are left out that need a column which
+    held-out rows lack. The total is that of --reward, unless a weight depends on the step: then
+    totals of two steps would not compare.
+    """
+    limits = config.reward_limits
+    functions = named.reward_functions(
+        config.evaluation_rewards, limits, config.allow_unsandboxed_code
+    )
+    correct = next(iter(functions))
+    asked_for = {correct, *map(named.display_name, config.evaluation.metrics)}
+    columns = scoring.repeat_rows(rows, 1)[1]
+    for name in [name for name in functions if name not in asked_for]:
+        function = functions[name]
+        try:
+            rewards.require_columns(name, function, columns, rewards.ROLLOUT_COLUMNS)
+        except InputError as error:
+            print(f"note: evaluations leave out the reward {name}: {error.what}", file=sys.stderr)
+            del functions[name]
+    terms = named.displayed(config.reward_terms)
+    is_total = terms and not any(term.schedule for term in terms)
+    if not is_total or not functions.keys() >= set(reward_terms.names_of(terms)):
+        terms = (rewards.RewardTerm(correct),)
+    return Scorer(tokenizer, functions, limits.fault_share, terms)
+
+
+def further_rewards(scorer: Scorer, result: evaluation.Evaluation) -> dict[str, Estimate]:
+    """Return the mean of each reward, if there are several, and of the total if it is another."""
+    measured = dict(result.rewards) if len(result.rewards) > 1 else {}
+    if tuple(scorer.terms) != (rewards.RewardTerm(next(iter(scorer.reward_functions))),):
+        measured["total"] = result.total
+    return measured
+
+
+def _answer_metrics(
+    prefix: str, result: evaluation.Evaluation, further: dict[str, Estimate]
+) -> dict[str, float]:
     if result.errors:
         print(
             f"note: evaluation: {len(result.errors)} completions were not judged; "
             f"the first: {result.errors[0]}",
             file=sys.stderr,
         )
-    return {
+    measured = {
         f"{prefix}accuracy": result.accuracy,
         f"{prefix}accuracy_low": result.low,
         f"{prefix}accuracy_high": result.high,
@@ -126,23 +198,77 @@ def _answer_metrics(prefix: str, result: evaluation.Evaluation) -> dict[str, flo
         f"{prefix}length_mean": result.mean_length,
         f"{prefix}n": result.n,
     }
+    for name, estimate in further.items():
+        measured |= {
+            f"{prefix}reward/{name}": estimate.value,
+            f"{prefix}reward/{name}_low": estimate.low,
+            f"{prefix}reward/{name}_high": estimate.high,
+            f"{prefix}reward/{name}_n": estimate.n,
+        }
+    return measured
+
+
+# --- texts to imitate ---
+
+
+def _loss(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
+    """Return the loss of held-out texts of the author whom the stage imitates.
+
+    None without such texts. A teacher writes its texts here, once: it stays as it is.
+    """
+    author = stage.algorithm.experience.imitates
+    tokenizer = context.language.tokenizer
+    log_probs = compose.log_probs_of(context, "policy")
+    if author is None:
+        return None
+    if author == "data":
+        rows = [row for row in _evaluation_rows(context) if held_out_loss.brings_text(row)]
+        loss = held_out_loss.held_out_loss(log_probs, rows, tokenizer, context.max_length)
+    else:
+        rows = _problems(context)
+        if not rows:
+            return None
+        decoding = compose.decoding(
+            context, author, group_size=1, purpose=Purpose.EVALUATION, seed=0
+        )
+        engine = make_engine(decoding, Scorer(tokenizer))
+        texts = engine.roll_out(params, RolloutRequest(rows, step=0)).rollout
+        loss = held_out_loss.sampled_loss(log_probs, rows, texts)
+    if not rows:
+        return None
+    return lambda params, in_full: held_out_loss.as_metrics(loss(params))
 
 
 # --- given pairs ---
 
 
-def _ranking(
-    context: RunContext, stage: Stage, algorithm: Algorithm, params: Params
+def ranking(
+    context: RunContext,
+    stage: Stage,
+    algorithm: Algorithm,
+    given: GivenPairs,
+    to_pairs: ToPairs,
 ) -> Callable[[Params], dict[str, float]]:
-    given = compose.require_pairs(context.config, context.language.tokenizer)
-    if not given.held_out or stage.algorithm.experience.graded:
-        print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
-        return lambda params: {}
-    held_out = compose.to_pairs(context, stage, params, given.usable)(given.held_out)
-    width = held_out.tokens.shape[1]
+    """Return what computes how well the policy ranks held-out pairs, or judged completions.
+
+    There is at least one of them.
+    """
+    tokenizer = context.language.tokenizer
+    train = data.pairs(given.train, tokenizer, context.max_length)
+    if stage.algorithm.experience.graded:
+        labels = [bool(row["label"]) for row in given.held_out]
+        if len(set(labels)) < 2:
+            print(
+                "note: nothing is evaluated: held-out completions are not of both labels",
+                file=sys.stderr,
+            )
+            return lambda params: {}
+        log_probs = compose.log_probs_of(context, "policy")
+        return pair_accuracy.graded_accuracy(log_probs, train, given.held_out, to_pairs)
+    held_out = to_pairs(given.held_out)
     return pair_accuracy.ranking_accuracy(
         algorithm,
-        data.pairs(given.train, context.language.tokenizer, width),
+        train,
         held_out,
         pair_accuracy.problems_of(given.held_out),
         context.mesh,
@@ -205,6 +331,15 @@ def _evaluation_rows(context: RunContext) -> list[Row]:
     if not config.evaluation.rows:
         return []
     return tasks.evaluation_rows(config.data, config.algorithm.experience, config.evaluation.rows)
+
+
+def _problems(context: RunContext) -> list[Row]:
+    """Return the held-out rows that can be answered."""
+    rows = tasks.problems(_evaluation_rows(context))
+    if not rows or not isinstance(context.config.data, FileData):
+        return rows
+    limit = context.config.sampling.max_prompt_tokens
+    return tasks.drop_misfits(rows, context.language.tokenizer, limit)
 
 
 def _reference_completions(context: RunContext, params: Params, rows: list[Row]) -> Scored:

@@ -134,17 +134,33 @@ def versions() -> dict[str, str]:
 
 
 def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the evaluation in a metrics row, with the greedy one inside; {} if there is none."""
+    """Return the evaluation in a metrics row, with the greedy one inside; {} if there is none.
+
+    `loss`, `reward` and each of `rewards` are {value, low, high, n}.
+    """
+
+    def estimate(name: str, n_name: str | None = None) -> dict[str, Any]:
+        if f"{name}_low" not in row:
+            return {}
+        value = {"value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+        return value | {"n": int(row[n_name or f"{name}_n"])}
 
     def read(prefix: str) -> dict[str, Any]:
         if f"{prefix}accuracy" not in row:
             return {}
-        return {
+        accuracy = {
             "accuracy": row[f"{prefix}accuracy"],
             "low": row[f"{prefix}accuracy_low"],
             "high": row[f"{prefix}accuracy_high"],
             "n": int(row[f"{prefix}n"]),
         }
+        start = f"{prefix}reward/"
+        names = [name for name in row if name.startswith(start) and f"{name}_n" in row]
+        parts = {
+            "reward": estimate(f"{prefix}reward", f"{prefix}n"),
+            "rewards": {name.removeprefix(start): estimate(name) for name in names},
+        }
+        return accuracy | {name: value for name, value in parts.items() if value}
 
-    greedy = read("eval/greedy_")
-    return read("eval/") | ({"greedy": greedy} if greedy else {})
+    parts = {"loss": estimate("eval/loss"), "greedy": read("eval/greedy_")}
+    return read("eval/") | {name: value for name, value in parts.items() if value}

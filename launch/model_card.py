@@ -86,7 +86,7 @@ def read_results(run_dir: Path, step: int) -> dict[str, Any]:
     text = metrics_file.read_text(encoding="utf-8") if metrics_file.is_file() else ""
     rows = [json.loads(line) for line in text.splitlines()]
     evaluations = [evaluation_of(row) for row in rows if row["step"] <= step]
-    measured = [evaluation for evaluation in evaluations if "accuracy" in evaluation]
+    measured = [evaluation for evaluation in evaluations if evaluation]
     if not measured:
         return {"eval": {}, "versions": versions()}
     # The evaluation before the first step is not one of what was trained.
@@ -99,30 +99,49 @@ def results_table(results: dict[str, Any]) -> list[str]:
     before = results.get("before") or {}
     after = results.get("after") or {}
     lines = []
+    old, new = (result.get("loss") or {} for result in (before, after))
+    if old or new:
+        rows = (new or old)["n"]
+        lines.append(f"| loss, nats per token | {mean(old)} | {mean(new)} | {rows} |")
+    names = {**(before.get("rewards") or {}), **(after.get("rewards") or {})}
+    for name in names:
+        old, new = ((result.get("rewards") or {}).get(name) or {} for result in (before, after))
+        problems = (new or old)["n"]
+        cells = (escape(f"mean {name}"), mean(old), mean(new), str(problems))
+        lines.append(f"| {' | '.join(cells)} |")
     for name, old, new in (
         ("accuracy, sampled", before, after),
         ("accuracy, greedy", before.get("greedy") or {}, after.get("greedy") or {}),
     ):
-        if old or new:
+        if "accuracy" in (new or old):
             problems = (new or old)["n"]
             lines.append(f"| {name} | {estimate(old)} | {estimate(new)} | {problems} |")
     if not lines:
         return ["The run was not evaluated on held-out problems."]
     return [
-        "| | before | after | problems |",
+        "| | before | after | n |",
         "|---|---|---|---|",
         *lines,
         "",
-        "Intervals are 95 %, over problems.",
+        "Intervals are 95 %, over problems or rows.",
     ]
 
 
 def estimate(result: dict[str, Any]) -> str:
     """Return an accuracy with its interval, in percent."""
-    if not result:
+    if "accuracy" not in result:
         return "-"
     value, low, high = (100 * result[key] for key in ("accuracy", "low", "high"))
     return f"{value:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def mean(result: dict[str, Any]) -> str:
+    """Return a mean with its interval."""
+    value, low, high = (result.get(key) for key in ("value", "low", "high"))
+    if value is None:
+        return "-"
+    # The mean of one problem has no interval.
+    return f"{value:.4g}" + (f" ({low:.4g} to {high:.4g})" if low is not None else "")
 
 
 def metadata(config: ExperimentConfig, adapter: bool) -> dict[str, Any]:

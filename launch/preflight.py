@@ -313,6 +313,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
             "--reward-limits.batch-seconds",
         )
     named.displayed(config.reward_terms)
+    named.displayed([rewards.RewardTerm(name) for name in reward_names(config)])
     for step in (1, config.steps):
         rewards.at_step(config.reward_terms, step)
     untrained = untrained_rewards(config)
@@ -346,7 +347,7 @@ def untrained_rewards(config: ExperimentConfig) -> list[str]:
 
 def reward_names(config: ExperimentConfig) -> list[str]:
     """Return the names of all rewards of a run, each once."""
-    return list(dict.fromkeys(filter(None, (*config.reward_names, config.evaluation.reward))))
+    return list(dict.fromkeys((*config.reward_names, *config.evaluation_rewards)))
 
 
 def reward_directories(config: ExperimentConfig) -> list[Path]:

@@ -194,7 +194,7 @@ class StageParts(NamedTuple):
     make_batch: Callable[..., tuple[Any, Any]]
     update: update_step.UpdateStep
     source: Source
-    evaluate: evaluators.Evaluate
+    evaluations: evaluators.Evaluations
     for_rollouts: Callable[[TrainState], TrainState]
     """Move the weights to where rollouts read them. Each move consumes its argument."""
     for_evaluation: Callable[[TrainState], TrainState]
@@ -213,7 +213,7 @@ def compose_stage(
     algorithm = compose.build_algorithm(context, stage)
     source = compose.make_source(context, stage, params)
     params = compose.forget(context, stage, params)
-    evaluate = evaluators.evaluator(context, stage, algorithm, params)
+    evaluations = evaluators.evaluator(context, stage, algorithm, params)
     state, update = compose.learner(context, stage, algorithm, params)
     make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(context.mesh))
     if context.config.debug_nans:
@@ -237,7 +237,7 @@ def compose_stage(
         make_batch=make_batch,
         update=update,
         source=source,
-        evaluate=evaluate,
+        evaluations=evaluations,
         for_rollouts=move_for(compose.read_for_rollouts(context, stage)),
         for_evaluation=move_for(compose.read_for_evaluation(context, stage)),
         for_training=move_back,
@@ -434,8 +434,9 @@ def evaluate(
     parts: StageParts, state: TrainState, in_full: bool
 ) -> tuple[TrainState, dict[str, float]]:
     """Return the state, and the metrics of an evaluation."""
+    measured = parts.evaluations.in_training(state.params, in_full)
     state = parts.for_evaluation(state)
-    measured = parts.evaluate(state.params, in_full)
+    measured |= parts.evaluations.in_sampling(state.params, in_full)
     return parts.for_training(state), measured
 
 
@@ -444,8 +445,8 @@ def evaluate_before_training(
 ) -> TrainState:
     """Evaluate the model that the run begins with, as step 0 of the metrics."""
     watchdog.mark("the evaluation before the first step")
-    first = evaluators.before_training(context, stage, parts.evaluate)
-    state, measured = evaluate(parts._replace(evaluate=first), state, in_full=True)
+    first = evaluators.before_training(context, stage, parts.evaluations)
+    state, measured = evaluate(parts._replace(evaluations=first), state, in_full=True)
     job.sink.write(0, measured)
     finish.update_report(job.run_dir)
     return state

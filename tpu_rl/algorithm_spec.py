@@ -141,6 +141,9 @@ class ExperienceSpec(NamedTuple):
     """accepted: which completions are learned from."""
     graded: bool = False
     """pairs: completions that are judged one by one, instead of pairs."""
+    imitates: str | None = None
+    """Author of the texts that the policy learns to write: "data", or a role. Evaluations report
+    their loss on held-out rows."""
     reference_log_probs: bool = False
     """pairs: the log-probs of the reference are part of them. For pairs of the data they are
     computed once; for sampled pairs they are the sampler's."""

@@ -361,7 +361,9 @@ COLUMNS = (
     Column("reward", ("reward/mean",), "{:.3f}"),
     Column("±", ("reward/std",), "{:.3f}"),
     Column("accepted", ("rft/accepted",), "{:.1%}"),
+    Column("held-out loss", ("eval/loss",), "{:.4f}"),
     Column("accuracy", ("eval/accuracy",), "{:.1%}"),
+    Column("held-out reward", ("eval/reward",), "{:.3f}"),
     Column("length", ("rollout/length_mean",), "{:.1f}"),
     Column("entropy", ("policy/entropy",), "{:.3f}"),
     Column("kl", ("policy/kl_reference",), "{:.4f}"),
@@ -419,6 +421,10 @@ class Console:
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (label, formatted number) for each column that the row has."""
     for column in COLUMNS:
+        if column.metrics == ("eval/reward",) and row.get("eval/reward") == row.get(
+            "eval/accuracy"
+        ):
+            continue  # Rewards are 0 or 1, so that their mean is the accuracy.
         values = [row[name] for name in column.metrics if row.get(name) is not None]
         if values:
             yield column.label, column.format.format(values[0])

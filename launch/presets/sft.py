@@ -2,8 +2,8 @@
 
     python launch/run.py sft --model.path DIR --data.path rows.jsonl
 
-A row has `messages`, or a `prompt` and a `completion`. With a reward, --reward NAME and
---evaluation.rows, evaluations sample answers and judge them.
+A row has `messages`, or a `prompt` and a `completion`. Evaluations report the loss of held-out rows
+and, with --reward NAME, sample answers and judge them.
 """
 
 from dataclasses import replace

@@ -158,15 +158,25 @@ def test_the_format_of_a_file_is_a_flag(file_format, preset, tmp_path):
         assert row["answer"] == "2"
 
 
-def test_an_error_about_columns_names_a_flag_that_works(model_dir, tmp_path, capsys):
+def test_a_model_and_a_file_need_no_columns_of_gsm8k(model_dir, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    flags = ["--data.path", str(file), "--max-new-tokens", "4", "--greedy"]
+    assert evaluate.main([model_dir, *flags]) == 0
+    printed = capsys.readouterr()
+    assert "the reward gsm8k compares final numbers with the column `answer`" in printed.err
+    assert "greedy" in printed.out
+
+
+def test_an_error_about_columns_names_a_flag_that_works(model_dir, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(FORMATS["gsm8k"]) + "\n")
     assert evaluate.main([model_dir, "--data.path", str(file)]) == 2
     error = capsys.readouterr().err
-    assert "lacks the column `question`" in error
+    assert "lacks the column `prompt`" in error
     assert "--data.format" in error
     flags = tyro.cli(
-        evaluate.Flags, args=[model_dir, "--data.path", str(file), "--data.format", "plain"]
+        evaluate.Flags, args=[model_dir, "--data.path", str(file), "--data.format", "gsm8k"]
     )
     assert len(evaluate.held_out(evaluate.load_settings(flags), flags)) == 1
 

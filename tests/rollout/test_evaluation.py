@@ -24,6 +24,7 @@ from tpu_rl.rollout.evaluation import (
     mean_estimate,
     pass_at,
     pass_at_k,
+    ratio_estimate,
     weighted,
     weighted_vote,
     wilson,
@@ -115,6 +116,19 @@ def test_metrics_count_problems():
     of_nothing = estimate([])
     assert math.isnan(of_nothing.value)
     assert of_nothing[1:] == (0.0, 1.0, 0)
+
+
+def test_mean_per_token_has_an_interval_over_texts():
+    # By hand: 12 nats in 6 tokens; deviations 4 - 2 x 1 = 2, 2 - 2 x 2 = -2 and 6 - 2 x 3 = 0.
+    result = ratio_estimate([4.0, 2.0, 6.0, 0.0], [1, 2, 3, 0])
+    half = 4.302653 * math.sqrt(8 * 3 / 2) / 6
+    assert result == pytest.approx((2.0, 2.0 - half, 2.0 + half, 3))
+    # Of texts of equal length it is the plain mean.
+    assert ratio_estimate([1.0, 4.0, 7.0], [10] * 3) == pytest.approx(
+        mean_estimate([0.1, 0.4, 0.7])
+    )
+    assert math.isnan(ratio_estimate([], []).value)
+    assert math.isnan(ratio_estimate([3.0], [2]).low)
 
 
 def test_mean_of_graded_rewards_has_a_t_interval():

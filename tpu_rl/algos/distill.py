@@ -120,10 +120,12 @@ class DistillConfig:
     @property
     def experience(self) -> ExperienceSpec:
         spec = ExperienceSpec("completions", on_policy=self.on_policy, positive_temperature=True)
+        # Beyond the teacher, its texts are not what the policy should write.
+        imitates = "teacher" if self.target == "teacher" else None
         if self.off_policy == "teacher" or self.on_policy == 1:
-            return spec._replace(sampled_by="teacher")
+            return spec._replace(sampled_by="teacher", imitates=imitates)
         columns = ("prompt", "completion") if self.on_policy else ("messages",)
-        return spec._replace(columns=columns, sampled_by=None)
+        return spec._replace(columns=columns, sampled_by=None, imitates=imitates and "data")
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

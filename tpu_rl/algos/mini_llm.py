@@ -74,7 +74,7 @@ class MiniLlmConfig:
 
     @property
     def experience(self) -> ExperienceSpec:
-        return ExperienceSpec("rollouts", latest_policy=True)
+        return ExperienceSpec("rollouts", latest_policy=True, imitates="teacher")
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -43,8 +43,8 @@ class SftConfig:
     @property
     def experience(self) -> ExperienceSpec:
         if self.teacher is None:
-            return ExperienceSpec("demonstrations", ("messages",), sampled_by=None)
-        return ExperienceSpec("completions", sampled_by="teacher")
+            return ExperienceSpec("demonstrations", ("messages",), sampled_by=None, imitates="data")
+        return ExperienceSpec("completions", sampled_by="teacher", imitates="teacher")
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

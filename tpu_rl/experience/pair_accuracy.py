@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl.data import Row
+from tpu_rl.experience.pairs import ToPairs
+from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.rollout import evaluation
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Experience, Pairs, Params
@@ -74,6 +76,59 @@ def ranking_accuracy(
         return measured | as_metrics("eval/length_only_", length_rule)
 
     return evaluate
+
+
+def graded_accuracy(
+    log_probs: TextLogProbs, train: Pairs, held_out: list[Row], to_pairs: ToPairs
+) -> Callable[[Params], dict[str, float]]:
+    """Return what computes how often a good held-out completion is ahead of a bad one.
+
+    Completions are ranked by the log-ratio of policy and reference. Nothing else of the loss
+    counts, so that the measure is the same for KTO and its relatives.
+
+    Args:
+        log_probs: of the policy.
+        train: judged completions of training, from which the rule about lengths is learned.
+        held_out: rows of judged completions of both labels.
+        to_pairs: encodes rows, with the reference's log-probs.
+    """
+    pairs = to_pairs(held_out)
+    good = np.asarray(pairs.preferred)
+    mask = np.asarray(pairs.action_mask)
+    reference = np.where(mask, np.asarray(pairs.reference_log_probs), 0).sum(-1, dtype=np.float64)
+    train_good = np.asarray(train.preferred)
+    train_lengths = np.asarray(train.action_mask).sum(-1)
+    both_in_training = train_good.any() and not train_good.all()
+    longer_is_better = not both_in_training or (
+        good_above_bad(train_lengths, train_good).value >= 0.5
+    )
+    lengths = mask.sum(-1) if longer_is_better else -mask.sum(-1)
+    length_rule = good_above_bad(lengths, good)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        texts = [text for of_row in log_probs(params, held_out, to_pairs) for text in of_row]
+        policy = np.array([text.sum(dtype=np.float64) for text in texts])
+        measured = as_metrics("eval/", good_above_bad(policy - reference, good))
+        return measured | as_metrics("eval/length_only_", length_rule)
+
+    return evaluate
+
+
+def good_above_bad(scores: np.ndarray, good: np.ndarray) -> evaluation.Estimate:
+    """Return the chance that a good completion scores above a bad one: the area under the ROC.
+
+    A tie counts one half. The interval, and n, count the completions of the rarer label; the area
+    varies at most as much as a share of so many trials, so that the interval is conservative (D.
+    van Dantzig, Proc. Kon. Ned. Akad. Wet. A 54, 1951).
+
+    Args:
+        scores: [completions].
+        good: [completions] bool, with both values.
+    """
+    above = scores[good][:, None] > scores[~good][None, :]
+    shares = above + 0.5 * (scores[good][:, None] == scores[~good][None, :])
+    rarer = 1 if good.sum() <= (~good).sum() else 0
+    return evaluation.estimate(shares.mean(axis=rarer).tolist())
 
 
 def longer_or_shorter(train: Pairs, held_out: Pairs) -> np.ndarray:

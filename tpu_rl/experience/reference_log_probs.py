@@ -8,41 +8,29 @@ from __future__ import annotations
 import json
 import zipfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.layout import lay_out
+from tpu_rl.experience import text_log_probs
 from tpu_rl.experience.pairs import ToPairs
-from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.runtime import processes, watchdog
-from tpu_rl.train import packing, sharding, update_step
-from tpu_rl.types import Experience, Params, Role
-
-LogProbs = list[list[np.ndarray]]
-"""For each row, for each of its completions, the log-prob of each token."""
+from tpu_rl.experience.text_log_probs import LogProbs
+from tpu_rl.runtime import processes
+from tpu_rl.types import Params
 
 
 class Reference(NamedTuple):
     """The model whose log-probs are kept, and what it takes to compute them."""
 
-    role: Role
+    log_probs: text_log_probs.TextLogProbs
     params: Params
     """The whole params tree at the beginning of the stage."""
     digest: str
     """Of the role's own params."""
-    batch: BatchConfig
-    mesh: Mesh
-    key_tiles: bool
-    """See `layout.lay_out`."""
 
 
 class Cache(NamedTuple):
@@ -101,40 +89,12 @@ def read_or_compute(
             raise InputError(
                 f"the {changed} changed since the run began", where=str(cache.path), fix=fix
             )
-    log_probs = compute(reference, rows, to_pairs)
+    log_probs = reference.log_probs(reference.params, rows, to_pairs)
     processes.from_first(lambda: write(cache.path, identity, log_probs))
     # If the run folder is in an object store, each process has a local folder of its own.
     if not cache.path.exists() or read(cache.path)[0] != identity:
         write(cache.path, identity, log_probs)
     return log_probs
-
-
-def compute(reference: Reference, rows: list[Row], to_pairs: ToPairs) -> LogProbs:
-    """Return the log-probs of the rows' completions, computed a batch of rows at a time."""
-
-    @partial(jax.jit, compiler_options=update_step.compiler_options(reference.mesh))
-    def batch_log_probs(params: Params, experience: Experience) -> jax.Array:
-        layout = experience.layout
-        packed = packing.over_micro_batches(
-            lambda micro_batch: token_log_probs(reference.role, params, micro_batch).log_probs,
-            layout.rows(experience.data.tokens),
-        )
-        return layout.unpack(packed)
-
-    size = reference.batch.prompts
-    log_probs: LogProbs = []
-    for first in range(0, len(rows), size):
-        # The last batch is filled up with rows from the beginning, to keep its shape.
-        some_rows = [rows[index % len(rows)] for index in range(first, first + size)]
-        pairs = to_pairs(some_rows)
-        experience = lay_out(reference.batch, pairs, reference.mesh, reference.key_tiles)
-        values = sharding.to_host(batch_log_probs(reference.params, experience))
-        watchdog.mark("the reference's log-probs of the pairs")
-        of_rows: LogProbs = [[] for _ in some_rows]
-        for group, mask, row_values in zip(pairs.group_id, pairs.action_mask, values, strict=True):
-            of_rows[group].append(row_values[mask])
-        log_probs += of_rows
-    return log_probs[: len(rows)]
 
 
 def write(path: Path, identity: dict[str, str], log_probs: LogProbs) -> None:

@@ -126,11 +126,20 @@ def evaluation_rows(data_config: DataConfig, spec: ExperienceSpec, count: int) -
     return [rows[index] for index in range(count)]
 
 
+def problems(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that can be answered, each with a `prompt`.
+
+    The prompt of a conversation that has none is what stands before the assistant's last answer.
+    """
+    return [row for row in map(_with_prompt, rows) if row.get("prompt")]
+
+
 def _with_prompt(row: Row) -> Row:
-    if "prompt" in row or "messages" not in row:
+    messages = row.get("messages")
+    if row.get("prompt") is not None or messages is None:
         return row
-    messages = row["messages"]
-    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    roles = [message["role"] for message in messages]
+    last = max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
     return row | {"prompt": messages[:last]}
 
 

@@ -35,6 +35,7 @@ __all__ = [
 
 FILE = "report.html"
 SHOWN_PROMPTS = 6
+HELD_OUT_LOSS = "eval/loss"
 OTHER_CHARTS = 12
 """Charts of metrics that have no chart of their own, at most."""
 OTHER_PREFIXES = ("value/", "preference/", "q/", "distill/", "sft/", "rft/", "router/")
@@ -184,7 +185,8 @@ def _headline(run: Run, refresh_seconds: int | None) -> str:
         )
     elif series is not None:
         chart = charts.line_chart([series], tall=True, pages=run.page_steps)
-        curve = html_page.figure_html("", "Loss.", chart, wide=True)
+        caption = "Held-out loss; band: 95 % interval." if series.low is not None else "Loss."
+        curve = html_page.figure_html("", caption, chart, wide=True)
     result = _accuracy_result(run, kind) or _loss_result(run)
     heading = f"<h1>{html.escape(run.name)}</h1>"
     return f'<header id="charts">{heading}{note}{result}{_facts(run)}</header>{curve}'
@@ -208,6 +210,19 @@ def _accuracy_result(run: Run, kind: str | None) -> str:
 
 
 def _loss_result(run: Run) -> str:
+    held_out = run.with_limits(HELD_OUT_LOSS)
+    if held_out is not None and len(held_out.y) > 1:
+        limits = ""
+        if held_out.low is not None and held_out.high is not None:
+            first, last = (
+                f"{held_out.low[index]:.3f}–{held_out.high[index]:.3f}" for index in (0, -1)
+            )
+            limits = f"<br>95 % intervals {first} and {last}"
+        return html_page.result(
+            f"{held_out.y[0]:.3f}",
+            f"{held_out.y[-1]:.3f}",
+            f"held-out loss before and after, nats per token{limits}",
+        )
     loss = run.series("sft/loss")
     if loss is None:
         return ""
@@ -247,6 +262,9 @@ def _headline_series(run: Run) -> tuple[Series | None, str | None]:
     kinds = run.evaluation_kinds()
     if kinds:
         return run.evaluated(kinds[-1]).with_limits("eval/accuracy"), kinds[-1]
+    held_out = run.with_limits(HELD_OUT_LOSS)
+    if held_out is not None:
+        return held_out, None
     losses = (run.series(name) for name in LOSSES)
     return next((series for series in losses if series is not None), None), None
 
@@ -301,7 +319,7 @@ def _positive(series: Series) -> Series:
 def _other_charts(run: Run) -> tuple[Chart, ...]:
     """Return charts of metrics that have no chart of their own."""
     charted = {metric for chart in BEHAVIOR + OPTIMIZATION for metric in chart.metrics}
-    if not run.evaluation_kinds():
+    if not run.evaluation_kinds() and run.series(HELD_OUT_LOSS) is None:
         charted.add(next((name for name in LOSSES if run.series(name) is not None), ""))
     charts = [
         Chart(name, "", {name: ""})
@@ -313,7 +331,8 @@ def _other_charts(run: Run) -> tuple[Chart, ...]:
 
 def _learning(run: Run) -> str:
     figures = [_earlier_measure(run, kind) for kind in run.evaluation_kinds()[:-1]]
-    figures += [_held_out_reward(run), _reward_chart(run)]
+    figures += [_held_out_loss(run), _held_out_reward(run), _held_out_rewards(run)]
+    figures += [_reward_chart(run)]
     figures += [_reward_parts_chart(run), _reward_histogram(run)]
     figures += [_chart_html(run, chart) for chart in BEHAVIOR]
     return html_page.section("Learning", figures)
@@ -337,6 +356,25 @@ def _held_out_reward(run: Run) -> str:
     note = "Mean over problems. Band: 95 % interval."
     drawing = charts.line_chart([reward], pages=run.page_steps)
     return html_page.figure_html("Reward on held-out problems", note, drawing)
+
+
+def _held_out_loss(run: Run) -> str:
+    """Return the loss of held-out texts; empty if it is the headline, or was not measured."""
+    loss = run.with_limits(HELD_OUT_LOSS)
+    if loss is None or not run.evaluation_kinds():
+        return ""
+    note = "Nats per token. Band: 95 % interval."
+    drawing = charts.line_chart([loss], pages=run.page_steps)
+    return html_page.figure_html("Held-out loss", note, drawing)
+
+
+def _held_out_rewards(run: Run) -> str:
+    """Return the means of several rewards on held-out problems; empty if there is one only."""
+    start = "eval/reward/"
+    names = [name for name in run.metric_names() if f"{name}_n" in run.metric_names()]
+    labels = {name: name.removeprefix(start) for name in names if name.startswith(start)}
+    note = "Means over problems."
+    return _chart_html(run, Chart("Rewards on held-out problems", note, labels))
 
 
 def _reward_chart(run: Run) -> str:

@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `evaluate`. A completion is correct if its reward is above 0.5."""
+    """The result of `evaluate`. A completion is correct if its first reward is above 0.5."""
 
     accuracy: float
     """Share of correct completions: pass@1."""
@@ -75,7 +75,12 @@ class Evaluation:
     n: int
     """Problems with a scored completion."""
     reward: Estimate
-    """The mean reward: of the completions of a problem, and then of the problems."""
+    """The mean of the reward that says what is correct: of the completions of a problem, and then
+    of the problems."""
+    rewards: dict[str, Estimate]
+    """The mean of each reward function, by name."""
+    total: Estimate
+    """The mean of the total of all reward terms."""
     well_formed: float
     """Share of completions that end before their limit and whose answer can be read."""
     mean_length: float
@@ -103,7 +108,8 @@ def evaluate(
     differs between two evaluations is the model.
 
     Args:
-        engine: its group size is the number of completions per problem, and its reward judges them.
+        engine: its group size is the number of completions per problem. The first of its reward
+            functions says which completions are correct; the others are measured.
         params: the whole params tree.
         rows: the problems, each with a `prompt`.
         read_answer: reads final answers, for majority votes; see `ANSWER_READERS`.
@@ -113,6 +119,7 @@ def evaluate(
         InputError: if the reward function fails on too large a share of the completions.
     """
     scored = engine.roll_out(params, RolloutRequest(list(rows), step=0))
+    judged = next(iter(scored.parts.values()), scored.rewards)
     group_size = len(scored.completions) // len(rows)
     errors = list(scored.errors)
     reads_answers = read_answer is not None or read_groups is not None
@@ -124,18 +131,14 @@ def evaluate(
     ended = ~np.asarray(scored.rollout.truncated)
     readable = np.array([not reads_answers or answer is not None for answer in answers])
     problems = []
-    mean_rewards = []
     for first in range(0, len(answers), group_size):
-        scored_rows = [
-            row for row in range(first, first + group_size) if np.isfinite(scored.rewards[row])
-        ]
+        scored_rows = [row for row in range(first, first + group_size) if np.isfinite(judged[row])]
         if scored_rows:
-            mean_rewards.append(float(scored.rewards[scored_rows].mean(dtype=np.float64)))
             problems.append(
                 Problem(
                     prompt=scored.prompts[first],
                     completions=[scored.completions[row] for row in scored_rows],
-                    correct=[bool(scored.rewards[row] > 0.5) for row in scored_rows],
+                    correct=[bool(judged[row] > 0.5) for row in scored_rows],
                     answers=[answers[row] for row in scored_rows],
                     rows=scored_rows,
                 )
@@ -146,7 +149,9 @@ def evaluate(
         low=accuracy.low,
         high=accuracy.high,
         n=accuracy.n,
-        reward=mean_estimate(mean_rewards),
+        reward=_mean_reward(judged, group_size),
+        rewards={name: _mean_reward(values, group_size) for name, values in scored.parts.items()},
+        total=_mean_reward(scored.rewards, group_size),
         well_formed=float(np.mean(ended & readable)),
         mean_length=float(scored.lengths.mean()),
         reads_answers=reads_answers,
@@ -154,6 +159,12 @@ def evaluate(
         problems=problems,
         rollout=scored.rollout,
     )
+
+
+def _mean_reward(values: np.ndarray, group_size: int) -> Estimate:
+    """Return the mean over problems of the mean of a problem's values; NaN is no value."""
+    groups = [group[np.isfinite(group)] for group in values.reshape(-1, group_size)]
+    return mean_estimate([float(group.mean(dtype=np.float64)) for group in groups if len(group)])
 
 
 def _group_answers(
@@ -237,6 +248,26 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     standard_error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
     half = float(special.stdtrit(n - 1, 0.975)) * standard_error
     return Estimate(mean, mean - half, mean + half, n)
+
+
+def ratio_estimate(totals: Sequence[float], counts: Sequence[int]) -> Estimate:
+    """Return the sum of totals over the sum of counts, with its 95 % interval by Student's t.
+
+    For a mean per token, with one total and one count of tokens for each text. Texts are
+    independent of each other and tokens are not, so that the interval is over texts (the ratio
+    estimator; W. G. Cochran, Sampling Techniques, 1977, equation 6.13). Texts without tokens do not
+    count. Without any text the value is NaN. With fewer than two the interval is NaN.
+    """
+    texts = [(total, count) for total, count in zip(totals, counts, strict=True) if count]
+    n = len(texts)
+    num_tokens = sum(count for _, count in texts)
+    value = math.fsum(total for total, _ in texts) / num_tokens if n else math.nan
+    if n < 2:
+        return Estimate(value, math.nan, math.nan, n)
+    squares = math.fsum((total - value * count) ** 2 for total, count in texts)
+    standard_error = math.sqrt(squares * n / (n - 1)) / num_tokens
+    half = float(special.stdtrit(n - 1, 0.975)) * standard_error
+    return Estimate(value, value - half, value + half, n)
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:

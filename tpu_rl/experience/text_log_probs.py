@@ -1,0 +1,67 @@
+"""Log-probs of the completions of rows: of pairs under the reference, of held-out texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl.data import Row
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.layout import lay_out
+from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.runtime import watchdog
+from tpu_rl.train import packing, sharding, update_step
+from tpu_rl.types import Demonstrations, Experience, Pairs, Params, Role
+
+LogProbs = list[list[np.ndarray]]
+"""For each row, for each of its completions, the log-prob of each learned token."""
+
+ToTexts = Callable[[list[Row]], Demonstrations | Pairs]
+"""Rows -> their token ids. The group of a text is the index of its row."""
+
+TextLogProbs = Callable[[Params, list[Row], ToTexts], LogProbs]
+"""(the whole params tree, rows, what encodes them) -> log-probs. All processes call it together."""
+
+
+def text_log_probs(role: Role, batch: BatchConfig, mesh: Mesh, key_tiles: bool) -> TextLogProbs:
+    """Return what computes log-probs of completions at temperature 1, a batch of rows at a time.
+
+    Args:
+        role: the model.
+        batch: the size of a batch, and of its packed rows.
+        mesh: the run's mesh.
+        key_tiles: see `layout.lay_out`.
+    """
+
+    @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
+    def batch_log_probs(params: Params, experience: Experience) -> jax.Array:
+        layout = experience.layout
+        packed = packing.over_micro_batches(
+            lambda micro_batch: token_log_probs(role, params, micro_batch).log_probs,
+            layout.rows(experience.data.tokens),
+        )
+        return layout.unpack(packed)
+
+    def compute(params: Params, rows: list[Row], to_texts: ToTexts) -> LogProbs:
+        size = batch.prompts
+        log_probs: LogProbs = []
+        for first in range(0, len(rows), size):
+            # The last batch is filled up with rows from the beginning, to keep its shape.
+            some_rows = [rows[index % len(rows)] for index in range(first, first + size)]
+            texts = to_texts(some_rows)
+            experience = lay_out(batch, texts, mesh, key_tiles)
+            values = sharding.to_host(batch_log_probs(params, experience))
+            watchdog.mark("the log-probs of given completions")
+            of_rows: LogProbs = [[] for _ in some_rows]
+            group_ids = np.asarray(texts.group_id)
+            masks = np.asarray(texts.action_mask)
+            for group, mask, row_values in zip(group_ids, masks, values, strict=True):
+                of_rows[group].append(row_values[mask])
+            log_probs += of_rows
+        return log_probs[: len(rows)]
+
+    return compute
