@@ -1,9 +1,10 @@
 """Rejection-sampling fine-tuning against GRPO at equal numbers of sampled completions.
 
-    python bench/rft.py --to runs/bench [--seeds 0 1 2] [--arms grpo rft expert_iteration]
+    python bench/rft.py --to runs/bench [--seeds 0 1 2] [--arms grpo rft expert_iteration all]
 
 Every arm takes 100 steps of 32 prompts with 8 completions. In `rft` the policy samples; in
-`expert_iteration` the policy of ten steps before does, or less.
+`expert_iteration` the policy of up to ten steps before does. Both imitate one right answer per
+problem. `all` is `rft` with all different right answers.
 
 Prints one line per run: accuracy on held-out problems before and after; the share of the sampled
 completions that the policy learned from, in the first and in the last ten steps.
@@ -23,6 +24,7 @@ ARMS = {
         *("--algorithm.sampled-by", "reference"),
         *("--algorithm.round-steps", "10"),
     ],
+    "all": ["arithmetic_rft", "--algorithm.max-per-prompt", "None"],
 }
 COLUMNS = (
     "arm",
