@@ -1,14 +1,23 @@
 """Presets that are named after a method train on a user's own model, rows and reward."""
 
 import json
+import signal
+import string
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from launch import config, run
-from tpu_rl import models
+from tests.fixtures.runs import digest, rows_of
+from tests.launch.conftest import QWEN, TEMPLATE
+from tpu_rl import models, tokenizers
 from tpu_rl.errors import InputError
+
+ROOT = Path(__file__).parents[2]
 
 NUM_ROWS = 8
 WORDS = [f"word {i}" for i in range(NUM_ROWS)]
@@ -73,14 +82,11 @@ def command(method: str, checkpoint: Path, folder: Path, *flags: str) -> list[st
 
 
 # In the quick part, grpo stands for methods that sample, and dpo for those that read completions.
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize(
     "method",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("grpo", "dpo"))) for name in ROWS],
 )
-def test_a_method_trains_on_own_rows(method, lora, checkpoint, tmp_path, monkeypatch):
-    if lora and method in ("grpo", "dpo"):
-        pytest.skip("test_lora_runs covers it")
+def test_a_method_trains_on_own_rows(method, checkpoint, tmp_path, monkeypatch):
     if method == "q_sharp":
         # Two rounds of one step each.
         preset = config.preset("q_sharp")
@@ -92,14 +98,118 @@ def test_a_method_trains_on_own_rows(method, lora, checkpoint, tmp_path, monkeyp
             phases=(replace(phase, algorithm=algorithm, until=1),),
         )
         monkeypatch.setattr("launch.presets.q_sharp.CONFIG", short)
-    flags = ["--model.lora.rank", "2"] if lora else []
-    assert run.main(command(method, checkpoint, tmp_path, *flags)) == 0
+    assert run.main(command(method, checkpoint, tmp_path)) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert [step["step"] for step in steps][-2:] == [1, 2]
     if method != "distill":  # The teacher is the policy itself: nothing is left to learn.
         assert steps[-1]["optim/grad_norm"] > 0
     models.check(tmp_path / "run" / "model", models.from_config(tmp_path / "run" / "model"))
+
+
+# --- from the shell: train, kill, resume, export, load ---
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    """A random Qwen3 directory, as a user has one, and a teacher of the same shape beside it."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    settings = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
+    model = models.from_config(QWEN | settings)
+    tokenizer = tokenizers.characters(string.printable, chat_template=TEMPLATE)
+    for seed, name in enumerate(("model", "teacher")):
+        models.save(str(folder / name), model, model.init(jax.random.key(seed)), tokenizer)
+    return folder / "model"
+
+
+KILLED_RUN = """
+import os, signal, sys
+from launch import run
+from tpu_rl import metrics
+
+write = metrics.Sink.write
+
+def write_then_die(sink, step, *arguments):
+    write(sink, step, *arguments)
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+metrics.Sink.write = write_then_die
+sys.exit(run.main(sys.argv[1:]))
+"""
+"""A program: a run that is killed after it has written the row of step 3, before its checkpoint."""
+
+OF_FOUR_STEPS = ["--steps", "4", "--checkpoint-every", "1", "--evaluation.rows", "2"]
+SHORT_Q_SHARP = [
+    *("--phases.0.until", "2", "--phases.0.algorithm.prompts", "2", "--algorithm.prompts", "2"),
+    *("--phases.0.algorithm.candidates", "4", "--algorithm.candidates", "4"),
+]
+
+
+def shell(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+MATRIX = [
+    pytest.param(
+        method,
+        lora,
+        marks=pytest.mark.slow if (method, lora) == ("sft", True) else pytest.mark.nightly,
+        id=f"{method}-{'lora' if lora else 'whole'}",
+    )
+    for method in ROWS
+    for lora in (False, True)
+]
+
+
+@pytest.mark.parametrize(("method", "lora"), MATRIX)
+def test_a_killed_run_resumes_to_the_same_bits_and_its_export_loads(method, lora, qwen3, tmp_path):
+    """Twice as many rows as in the quick tests, so that two are held out."""
+    folders = []
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        flags = [*OF_FOUR_STEPS, *(["--model.lora.rank", "2"] if lora else [])]
+        flags += SHORT_Q_SHARP if method == "q_sharp" else []
+        if method == "distill":
+            flags += ["--algorithm.teacher", str(qwen3.parent / "teacher")]
+        given = command(method, qwen3, folder, *flags)
+        data = folder / "rows.jsonl"
+        data.write_text(3 * data.read_text())
+        if name == "killed":
+            killed = subprocess.run([sys.executable, "-c", KILLED_RUN, *given], cwd=ROOT)
+            assert killed.returncode == -signal.SIGKILL
+            assert not (folder / "run" / "summary.json").exists()
+        shell("launch/run.py", *given)
+        folders.append(folder / "run")
+    undisturbed, resumed = folders
+    assert digest(resumed) == digest(undisturbed)
+    rows = rows_of(undisturbed)
+    assert rows_of(resumed) == rows
+    assert any(row["optim/grad_norm"] > 0 for row in rows[1:])
+    target = tmp_path / "exported"
+    shell("launch/export.py", str(resumed), "--to", str(target))
+    loaded = load_with_transformers(target)
+    assert loaded == {"missing_keys": 0, "unexpected_keys": 0, "mismatched_keys": 0}
+    print(f"{method} {'lora' if lora else 'whole'}: {digest(resumed)[:12]} {loaded}")
+
+
+def load_with_transformers(directory: Path) -> dict[str, int]:
+    """Return how many keys transformers finds missing, unexpected or of another shape."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    settings = json.loads((directory / "config.json").read_text())
+    [architecture] = settings["architectures"]
+    info = getattr(transformers, architecture).from_pretrained(directory, output_loading_info=True)[
+        1
+    ]
+    transformers.AutoTokenizer.from_pretrained(directory)
+    return {
+        name: len(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
 
 
 @pytest.mark.parametrize(
