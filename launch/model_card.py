@@ -31,8 +31,10 @@ NAMES = {
     "QSharp": "Q#",
     "Reinforce": "REINFORCE",
     "RewardModel": "reward model",
+    "Rft": "rejection-sampling fine-tuning",
     "SentenceReward": "sentence reward model",
     "Sft": "supervised fine-tuning",
+    "ValuePretraining": "value pretraining",
 }
 """Class of an algorithm's configuration, without "Config" -> what papers call the algorithm."""
 

@@ -249,14 +249,30 @@ def test_the_reference_lists_modules_that_exist_and_every_algorithm():
     assert algorithms <= set(modules)
 
 
-@pytest.fixture(scope="module")
-def site_hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+def load(name: str) -> ModuleType:
+    """Return a program of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def site_hooks() -> ModuleType:
+    return load("site_hooks")
+
+
+def test_the_pages_of_methods_are_those_of_the_code():
+    folder = ROOT / "docs" / "methods"
+    written = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    assert written == load("method_pages").pages(), "run: python docs/method_pages.py"
+
+
+def test_every_flag_of_a_method_has_its_help():
+    for page in (ROOT / "docs" / "methods").glob("*.md"):
+        assert not re.findall(r"^\| `--.*\|  \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ class GrpoConfig(GroupPolicyConfig):
     """Lengths are tokens; coefficients multiply nats."""
 
     clip_low: float = 0.2
+    """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
+    """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
     dual_clip: float | None = None
     """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
 

@@ -42,8 +42,10 @@ class GspoConfig(GroupPolicyConfig):
     importance_sampling_level: Literal["sequence", "sequence_token"] = "sequence"
     """Ratio of the whole completion (GSPO), or the token's form of it (GSPO-token)."""
     clip_low: float = 3e-4
-    """Of the length-normalized ratio, hence far smaller than GRPO's."""
+    """The length-normalized ratio is clipped to at least 1 - clip_low, hence far smaller than
+    GRPO's."""
     clip_high: float = 4e-4
+    """The length-normalized ratio is clipped to at most 1 + clip_high."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -53,7 +53,9 @@ class ReinforceConfig:
     gamma: float = 1.0
     """Discount per token."""
     clip_low: float = 0.2
+    """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
+    """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
     kl_reward_coef: float = 0.0
     """KL to the reference, estimated by k1, subtracted from the reward of every token."""
     kl_loss_coef: float = 0.0
