@@ -13,6 +13,7 @@ import difflib
 import importlib
 import io
 import pkgutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import tyro
 import yaml
 
-from launch import config_checks, presets
-from tpu_rl.algos import AlgorithmConfig
+from launch import config_checks, help_text, presets
+from tpu_rl.algos import AlgorithmConfig, plugins
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import (
     BatchConfig,
@@ -41,6 +42,7 @@ from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.train.optimizers import OptimizerConfig
 
 DEFAULT_PRESET = "arithmetic_grpo"
+ALGORITHM_FLAG = "--algorithm"
 
 
 @dataclass(frozen=True)
@@ -260,17 +262,24 @@ class ExperimentConfig:
 
 
 def parse(argv: list[str]) -> ExperimentConfig:
-    """Return the configuration of [PRESET] [--flags].
+    """Return the configuration of [PRESET] [--algorithm NAME|FILE.py:FACTORY] [--flags].
 
     PRESET may be the config.yaml of an earlier run.
 
     Raises:
         InputError: if flags do not go together.
+        SystemExit: after printing the help that a flag asks for.
     """
     has_preset = bool(argv) and not argv[0].startswith("-")
     chosen = argv[0] if has_preset else DEFAULT_PRESET
     flags = argv[1:] if has_preset else argv
     default = load(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
+    name, flags = take_flag(flags, ALGORITHM_FLAG)
+    if name is not None:
+        default = with_algorithm(default, name)
+    if not {"-h", "--help"}.isdisjoint(flags):
+        print(help_text.short_help(chosen, default, preset_names()))
+        raise SystemExit(0)
     gives_file = any(flag.partition("=")[0] == "--data.path" for flag in flags)
     if gives_file and not isinstance(default.data, FileData):
         readers = [name for name in preset_names() if isinstance(preset(name).data, FileData)]
@@ -286,6 +295,51 @@ def parse(argv: list[str]) -> ExperimentConfig:
     return config
 
 
+def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Return the last value of a flag, or None without one, and the other flags.
+
+    Raises:
+        InputError: if the flag has no value.
+    """
+    value = None
+    others = []
+    remaining = iter(flags)
+    for argument in remaining:
+        name, equals, text = argument.partition("=")
+        if name != flag:
+            others.append(argument)
+            continue
+        value = text if equals else next(remaining, "")
+        if not value or value.startswith("-"):
+            raise InputError(f"{flag} has no value", fix=f"as in {flag} my_algorithm.py:factory")
+    return value, others
+
+
+def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
+    """Return the preset with another algorithm.
+
+    Settings of the same name that the preset itself changes stay.
+
+    Raises:
+        InputError: if there is no such algorithm.
+    """
+    kind = plugins.find(name)
+    names = {setting.name for setting in dataclasses.fields(kind)}
+    old = default.algorithm
+    changed = {
+        setting.name: getattr(old, setting.name)
+        for setting in dataclasses.fields(old)
+        if setting.name in names and getattr(old, setting.name) != setting.default
+    }
+    return dataclasses.replace(default, algorithm=kind(**changed))
+
+
+def plugin_files(config: ExperimentConfig) -> list[Path]:
+    """Return the files of the user that algorithms of the run come from."""
+    names = [type(stage.algorithm).__name__ for stage in config.stages]
+    return [Path(name.rpartition(":")[0]) for name in names if ":" in name]
+
+
 def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> ExperimentConfig:
     """Return a configuration with the changes that flags make.
 
@@ -294,11 +348,13 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
     """
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings():
+            # The configuration of an algorithm in a file of the user is not in the union.
+            warnings.filterwarnings("ignore", "(?s).*does not match any type in Union")
             return tyro.cli(
                 ExperimentConfig,
                 default=default,
-                args=flags,
+                args=["--help" if flag == "--help-all" else flag for flag in flags],
                 prog=f"launch/run.py {chosen}",
                 description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. "
                 f"{cluster.HELP}.",
@@ -374,7 +430,13 @@ def load(path: Path) -> ExperimentConfig:
         raise InputError(
             f"no such file: {path}", fix="give a preset's name or the config.yaml of a run"
         )
-    return from_dict(ExperimentConfig, yaml.safe_load(path.read_text(encoding="utf-8")))
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return from_dict(ExperimentConfig, values, find_plugin)
+
+
+def find_plugin(kind: str) -> type | None:
+    """Return the configuration of an algorithm in a file of the user, or None of another kind."""
+    return plugins.from_file(kind) if ":" in kind else None
 
 
 MAY_CHANGE = (

@@ -13,6 +13,7 @@ from launch import roles
 from launch.config import ExperimentConfig, FileData
 from launch.finish import evaluation_of, versions
 from launch.roles import BUILTIN
+from tpu_rl.algos import plugins
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 """What ends the name of a file of rows. Names of the hub do not end like this."""
@@ -148,7 +149,7 @@ def mean(result: dict[str, Any]) -> str:
 
 def metadata(config: ExperimentConfig, adapter: bool) -> dict[str, Any]:
     """Return the metadata of the card that the hub reads."""
-    tag = type(config.algorithm).__name__.removesuffix("Config").lower()
+    tag = plugins.display_name(config.algorithm).lower()
     values: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "tags": ["tpu_rl", tag],
@@ -187,7 +188,7 @@ def settings(
 
 def method_name(config: ExperimentConfig) -> str:
     """Return what papers call the algorithm of the run."""
-    name = type(config.algorithm).__name__.removesuffix("Config")
+    name = plugins.display_name(config.algorithm)
     return NAMES.get(name, name)
 
 

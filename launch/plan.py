@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="For all other flags see: python launch/run.py PRESET --help",
+        epilog="For all other flags see: python launch/run.py PRESET --help-all",
     )
     parser.add_argument(
         "--topology", help=f"{TOPOLOGY_HELP}, or cpu for this machine (default: the local devices)"

@@ -24,6 +24,7 @@ from launch.plan_steps import (
     sampling_lines,
     state_bytes,
 )
+from tpu_rl.algos import plugins
 from tpu_rl.errors import InputError
 from tpu_rl.planner.estimates import Change, Line, Plan, Target
 from tpu_rl.planner.steps import Compile, compile_step
@@ -60,7 +61,7 @@ def make_plan(
     lines = []
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model)
-        name = type(stage.algorithm).__name__.removesuffix("Config")
+        name = plugins.display_name(stage.algorithm)
         if len(config.stages) > 1:
             name = f"{stage.index + 1} {name}"
         for line in _stage_lines(planned, target, parts, compile_with):

@@ -93,7 +93,8 @@ def start(
         command: what continues the run, for messages.
         leave: ends the process at a SIGTERM before the first step. Without it, that step is taken.
     """
-    host_agreement.require_same_run(to_dict(config), CODE_FOLDERS)
+    code = (*CODE_FOLDERS, *configuration.plugin_files(config))
+    host_agreement.require_same_run(to_dict(config), code)
     if config.dry_run:
         if not gcs.is_address(config.run_dir):
             require_same_configuration(config, Path(config.run_dir), config.run_dir)

@@ -41,6 +41,7 @@ OTHER_FLAGS = {
     "engines",
     "flips",
     "gpus-per-node",
+    "help-all",
     "gpus-per-task",
     "gsm8k",
     "guide",

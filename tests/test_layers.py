@@ -17,7 +17,7 @@ COMMANDS = Path(launch.__file__).parent
 TESTS = Path(__file__).parent
 
 LIBRARY_LIMIT = 12
-COMMANDS_LIMIT = 23
+COMMANDS_LIMIT = 24
 """How many modules may lie directly in tpu_rl and in launch."""
 
 BASICS = {"types", "errors"}
@@ -32,12 +32,13 @@ ALLOWED: dict[str, set[str]] = {
     "untrusted_files": {"errors"},
     "algorithm_spec": {"types"},
     "plain_values": {"errors"},
+    "user_code": {"errors"},
     "cli": {"redaction", "errors", "runtime.stdio", "python_run"},
     "python_run": {"errors", "types", "models", "tokenizers", "checkpoint", "metrics"},
     # Mathematics.
     "train": BASICS,
     "losses": STATE | {"train.packing", "algorithm_spec"},
-    "algos": BASICS | {"losses", "train.packing", "algorithm_spec"},
+    "algos": BASICS | {"user_code", "losses", "train.packing", "algorithm_spec"},
     "models": STATE | {"runtime.processes", "untrusted_files"},
     "sampler": STATE | {"losses"},
     "cost_model": set(),
@@ -51,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     # Experience.
     "sandbox": {"errors"},
     "environments": BASICS,
-    "rewards": MODEL_CODE | {"environments", "sandbox", "runtime.child_processes"},
+    "rewards": MODEL_CODE | {"user_code", "environments", "sandbox", "runtime.child_processes"},
     "rollout": STATE
     | {
         "losses.return_distributions",
@@ -91,7 +92,8 @@ COMMAND_NAMES = {
 """Modules of launch that are programs: no other module of launch imports them."""
 
 ALLOWED_IN_LAUNCH: dict[str, set[str]] = {
-    "config": {"config_checks", "presets"},
+    "config": {"config_checks", "help_text", "presets"},
+    "help_text": {"config"},
     "config_checks": set(),
     "presets": {"config"},
     "roles": {"config"},

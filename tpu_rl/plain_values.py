@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
@@ -24,8 +24,15 @@ def to_dict(config: Any) -> Any:
     return {"kind": type(config).__name__} | values
 
 
-def from_dict(annotation: Any, values: Any) -> Any:
+def from_dict(
+    annotation: Any, values: Any, find_class: Callable[[str], type | None] = lambda kind: None
+) -> Any:
     """Return the inverse of `to_dict`, for a field with this annotation.
+
+    Args:
+        annotation: the type of the field.
+        values: what `to_dict` returned.
+        find_class: returns the class of a kind that annotations do not name, or None.
 
     Raises:
         InputError: if the values describe none of the classes that the field admits.
@@ -33,20 +40,23 @@ def from_dict(annotation: Any, values: Any) -> Any:
     kinds = typing.get_args(annotation) or (annotation,)
     classes = [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
     if isinstance(values, list):
-        return tuple(from_dict(kinds[0], value) for value in values)
+        return tuple(from_dict(kinds[0], value, find_class) for value in values)
     if not classes or not isinstance(values, dict):
         return values
-    chosen = next((kind for kind in classes if kind.__name__ == values.get("kind")), None)
+    kind_name = str(values.get("kind"))
+    chosen = next((kind for kind in classes if kind.__name__ == kind_name), None)
+    chosen = chosen or find_class(kind_name)
     hints = typing.get_type_hints(chosen) if chosen else {}
     unknown = sorted(set(values) - set(hints) - {"kind"})
     if chosen is None or unknown:
         names = " or ".join(kind.__name__ for kind in classes)
         raise InputError(
             f"config.yaml does not describe {names}",
-            why=f"kind {values.get('kind')!r}, unknown keys {unknown}",
+            why=f"kind {kind_name!r}, unknown keys {unknown}",
         )
     fields = {name: value for name, value in values.items() if name != "kind"}
-    return chosen(**{name: from_dict(hints[name], value) for name, value in fields.items()})
+    arguments = {name: from_dict(hints[name], value, find_class) for name, value in fields.items()}
+    return chosen(**arguments)
 
 
 def replace_strings(value: Any, replacements: Mapping[str, str]) -> Any:

@@ -1,4 +1,4 @@
-"""Write train.jsonl and held_out.jsonl, whose prompts ask for four words in reverse order:
+"""Write train.jsonl and held_out.jsonl, whose prompts ask for three words in reverse order:
 
     python recipes/word_reversal/make_rows.py [--to DIR] [--letters]
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 HELD_OUT_WORDS = 50
 TRAIN_ROWS = 480
 HELD_OUT_ROWS = 50
-WORDS_PER_ROW = 4
+WORDS_PER_ROW = 3
 WORDS_PROMPT = "Write these words in reverse order: {text}"
 LETTERS_PROMPT = "Spell the word '{text}' backwards. Answer with the reversed word only."
 
@@ -38,7 +38,7 @@ def row(prompt: str, text: str, answer: str) -> dict[str, Any]:
 
 
 def word_rows() -> tuple[Rows, Rows]:
-    """Return rows of four words, for training and held out."""
+    """Return rows of three words, for training and held out."""
     rng = random.Random(1)
     parts = []
     for words, count in zip(split_words(), (TRAIN_ROWS, HELD_OUT_ROWS), strict=True):

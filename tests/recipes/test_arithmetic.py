@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.arithmetic import make_rows
-from tpu_rl import rewards
+from tpu_rl import rewards, user_code
 
 REWARD = f"{Path(make_rows.__file__).with_name('reward.py')}:reward"
 
@@ -29,7 +29,7 @@ def test_reward_asks_for_the_number_alone():
     texts = ["82", " 82\n", "28", "It is 82.", "82.", ""]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     values = rewards.score(
-        {"reward": rewards.load_function(REWARD)},
+        {"reward": user_code.load_function(REWARD, "reward")},
         ["..."] * len(texts),
         completions,
         {"answer": ["82"] * len(texts)},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.word_reversal import make_rows
-from tpu_rl import rewards
+from tpu_rl import rewards, user_code
 
 FOLDER = Path(make_rows.__file__).parent
 
@@ -23,7 +23,7 @@ def values(function: str, texts: list[str], answer: str) -> list[float]:
     """Return the rewards of texts as answers in a conversation."""
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = [[{"role": "user", "content": "..."}]] * len(texts)
-    loaded = rewards.load_function(f"{FOLDER / 'reward.py'}:{function}")
+    loaded = user_code.load_function(f"{FOLDER / 'reward.py'}:{function}", "reward")
     columns = {"answer": [answer] * len(texts)}
     return rewards.score({function: loaded}, prompts, completions, columns).totals.tolist()
 

@@ -63,7 +63,7 @@ class AStarPoConfig:
     def __post_init__(self):
         if min(self.beta, self.value_beta, self.reference_samples) <= 0:
             raise InputError(
-                "a setting of A*-PO is not positive", where="--algorithm", fix="see --help"
+                "a setting of A*-PO is not positive", where="--algorithm", fix="see --help-all"
             )
 
     @property

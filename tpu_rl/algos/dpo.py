@@ -77,7 +77,7 @@ class DpoConfig:
     def __post_init__(self):
         problem = self._problem()
         if problem:
-            raise InputError(problem, where="--algorithm", fix="see --help")
+            raise InputError(problem, where="--algorithm", fix="see --help-all")
 
     def _problem(self) -> str:
         """Return what is wrong with the settings, or ""."""

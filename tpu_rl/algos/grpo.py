@@ -128,7 +128,7 @@ def check_clip_range(clip_low: float, clip_high: float) -> None:
 
 
 def _invalid(what: str) -> InputError:
-    return InputError(what, where="--algorithm", fix="see --help")
+    return InputError(what, where="--algorithm", fix="see --help-all")
 
 
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:

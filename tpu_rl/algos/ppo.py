@@ -87,7 +87,7 @@ class PpoConfig:
         positive = (self.clip_low, self.clip_high, self.kl_horizon, self.lam_alpha, self.kl_target)
         if min(numbers) < 0 or 0 in positive or self.lam > 1 or self.clip_low >= 1:
             raise InputError(
-                "a setting of PPO is out of range", where="--algorithm", fix="see --help"
+                "a setting of PPO is out of range", where="--algorithm", fix="see --help-all"
             )
         if self.kl_target is not None and not self.kl_reward_coef + self.kl_loss_coef:
             raise InputError(

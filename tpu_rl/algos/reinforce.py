@@ -69,7 +69,7 @@ class ReinforceConfig:
         positive = (self.clip_low, self.clip_high, self.gamma)
         if min(numbers) < 0 or 0 in positive or max(self.clip_low, self.gamma) > 1:
             raise InputError(
-                "a setting of REINFORCE is out of range", where="--algorithm", fix="see --help"
+                "a setting of REINFORCE is out of range", where="--algorithm", fix="see --help-all"
             )
 
     @property

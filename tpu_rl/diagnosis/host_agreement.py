@@ -37,28 +37,28 @@ PACKAGES = (
 MEGABYTE = 2**20
 
 
-def require_same_run(settings: Mapping[str, Any], code_folders: Iterable[Path]) -> None:
+def require_same_run(settings: Mapping[str, Any], code: Iterable[Path]) -> None:
     """Raise InputError if any process has other settings, code or package versions.
 
     Touches no device.
 
     Args:
       settings: the configuration as nested dicts.
-      code_folders: folders whose Python files must be the same.
+      code: Python files, and folders of them, that must be the same.
     """
-    require_equal(identity(settings, code_folders) if processes.count() > 1 else {})
+    require_equal(identity(settings, code) if processes.count() > 1 else {})
 
 
-def identity(settings: Mapping[str, Any], code_folders: Iterable[Path]) -> dict[str, str]:
+def identity(settings: Mapping[str, Any], code: Iterable[Path]) -> dict[str, str]:
     """Return name -> value of every setting, of the code and of the packages it computes with."""
-    code = 0
-    for folder in code_folders:
-        for file in sorted(folder.rglob("*.py")):
-            code = zlib.crc32(file.read_bytes(), code)
+    checksum = 0
+    for path in code:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            checksum = zlib.crc32(file.read_bytes(), checksum)
     return {
         **_flatten(settings, ""),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": f"{code:08x}",
+        "code": f"{checksum:08x}",
         "python": sys.version.split()[0],
     }
 

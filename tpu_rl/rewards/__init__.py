@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl import sandbox
+from tpu_rl import sandbox, user_code
 from tpu_rl.environments import TASKS
 from tpu_rl.environments import text_of as text_of
 from tpu_rl.errors import InputError, MachineError
@@ -55,8 +55,6 @@ from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
 from tpu_rl.rewards.worker_process import (
     RewardFailure,
     as_number,
-    did_you_mean,
-    load_function,
     shorten,
 )
 from tpu_rl.sandbox import unit_tests
@@ -186,12 +184,10 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
             f"{path!r} does not name a reward function",
             fix=f"write file.py:function, or one of {', '.join(BUILTIN)}",
         )
-    if not file.is_file():
-        nearby = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise InputError(
-            "no such reward file", where=file_name, fix=did_you_mean(str(file), nearby)
-        )
-    return IsolatedReward(path, limits) if limits.isolate else load_function(path)
+    user_code.require_file(file, "reward", file_name)
+    return (
+        IsolatedReward(path, limits) if limits.isolate else user_code.load_function(path, "reward")
+    )
 
 
 # --- functions of this process ---
@@ -587,7 +583,7 @@ def require_columns(
             raise InputError(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
-                fix=did_you_mean(parameter.name, list(columns)),
+                fix=user_code.did_you_mean(parameter.name, list(columns)),
             )
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpu_rl import user_code
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.worker_process import RewardFailure
@@ -188,7 +189,7 @@ class Worker:
             "the reward file does not load",
             where=self.path,
             why=f"{failure}\n{failure.frames}".strip(),
-            fix=worker_process.FIX_FILE,
+            fix=user_code.FIX_FILE,
         )
 
     def _end(self, seconds: float, deadline: float) -> RewardFailure:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import difflib
 import faulthandler
 import functools
-import importlib.util
 import inspect
 import json
 import math
@@ -30,6 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_rl import user_code
 from tpu_rl.errors import InputError, TpuRlError
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ ASYNC_LIBRARIES = tuple(
     str(Path(inspect.__file__).with_name(name)) for name in ("asyncio", "concurrent")
 )
 """Folders of the standard library of which the same is true."""
-FIX_FILE = "repair it until `python FILE` runs without an error"
 
 
 class RewardFailure(Exception):
@@ -64,43 +62,6 @@ def sees_whole_batch(function: Any) -> bool:
     Such a function has the attribute `whole_batch = True`.
     """
     return bool(getattr(function, "whole_batch", False))
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Return the function that "file.py:function" names.
-
-    Raises:
-        InputError: if the file does not load, or has no such function.
-    """
-    file_name, _, name = path.rpartition(":")
-    file = Path(file_name).expanduser().absolute()
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise InputError(
-            "a reward file is Python source and ends in .py",
-            where=file_name,
-            fix="as in --reward my_reward.py:score",
-        )
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    # The user's program may raise anything.
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            "the reward file does not load",
-            where=_user_line(error, file),
-            why=describe(error),
-            fix=FIX_FILE,
-        ) from None
-    members = vars(module)
-    if not callable(members.get(name)):
-        functions = [key for key, value in members.items() if inspect.isfunction(value)]
-        raise InputError(
-            f"no function {name!r} in the reward file",
-            where=f"{file_name} defines {', '.join(functions) or 'no function'}",
-            fix=did_you_mean(name, functions),
-        )
-    return members[name]
 
 
 def call(
@@ -208,25 +169,6 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def did_you_mean(name: str, candidates: list[str]) -> str:
-    """Return a hint with the candidate that is most like `name`, or "" if none is."""
-    nearest = difflib.get_close_matches(name, candidates, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""
-
-
-def _user_line(error: BaseException, file: Path) -> str:
-    """Return the last line of the user's file in the error's traceback, as "file:line"."""
-    # A syntax error has no frame in the file.
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f"{file}:{error.lineno}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(file)
-    ]
-    return f"{file}:{lines[-1]}" if lines else str(file)
-
-
 # --- the process ---
 
 
@@ -253,7 +195,7 @@ def main(
     incoming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests, incoming), daemon=True).start()
     try:
-        function = load_function(path)
+        function = user_code.load_function(path, "reward")
         _reply(
             replies,
             {"parameters": _parameters(function), "whole_batch": sees_whole_batch(function)},

@@ -1,0 +1,104 @@
+"""Algorithms by name, also those in files of the user: `--algorithm NAME|FILE.py:FACTORY`.
+
+A factory is what `docs/how-to/adding_an_algorithm.md` describes: a function (config, roles,
+sampling) -> Algorithm, whose first parameter is annotated with the class of its configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tpu_rl import user_code
+from tpu_rl.algos import ALGORITHMS
+from tpu_rl.errors import InputError
+
+
+def find(name: str) -> type:
+    """Return the class of the configuration of an algorithm.
+
+    Args:
+        name: the name of a factory in ALGORITHMS, such as "grpo", or "FILE.py:FACTORY".
+
+    Raises:
+        InputError: if there is no such algorithm.
+    """
+    if ":" in name:
+        return from_file(name)
+    by_name = {factory.__name__: config for config, factory in ALGORITHMS.items()}
+    if name not in by_name:
+        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
+        raise InputError(
+            f"unknown algorithm {name!r}",
+            where="--algorithm",
+            fix=f"did you mean {nearest}? All: {', '.join(sorted(by_name))}, or FILE.py:factory",
+        )
+    return by_name[name]
+
+
+def from_file(path: str) -> type:
+    """Load the factory that "FILE.py:FACTORY" names, register it, and return its configuration.
+
+    The result is a subclass of the configuration that the factory takes. Its name is the absolute
+    path, so that config.yaml tells where the algorithm comes from.
+
+    Raises:
+        InputError: if the file does not load, or holds no such factory.
+    """
+    factory = user_code.load_function(path, "algorithm")
+    config = config_class(factory, path)
+    file_name, _, name = path.rpartition(":")
+    full_name = f"{Path(file_name).expanduser().absolute()}:{name}"
+    # Two factories may take the same configuration, and each needs its own row of ALGORITHMS.
+    subclass = type(full_name, (config,), {"__doc__": config.__doc__})
+    registered = dataclasses.dataclass(frozen=True)(subclass)
+    ALGORITHMS[registered] = factory
+    return registered
+
+
+def config_class(factory: Callable[..., Any], path: str) -> type:
+    """Return the class that annotates the first parameter of a factory.
+
+    Raises:
+        InputError: if the factory or the class is not of the form that algorithms have.
+    """
+    try:
+        parameters = list(inspect.signature(factory).parameters)
+        config = typing.get_type_hints(factory).get(parameters[0]) if parameters else None
+    except (NameError, TypeError, ValueError) as error:
+        raise _wrong_form(path, f"its annotations cannot be read: {error}") from None
+    if len(parameters) != 3:
+        raise _wrong_form(path, f"its parameters are ({', '.join(parameters)})")
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        raise _wrong_form(path, f"the annotation of {parameters[0]} is no dataclass: {config}")
+    is_frozen = vars(config)["__dataclass_params__"].frozen
+    if not is_frozen:
+        raise _wrong_form(path, f"{config.__name__} is not frozen")
+    missing = [name for name in ("experience", "roles") if not hasattr(config, name)]
+    if missing:
+        raise _wrong_form(path, f"{config.__name__} has no {' and no '.join(missing)}")
+    try:
+        config()
+    except TypeError as error:
+        raise _wrong_form(path, f"a setting has no default: {error}") from None
+    return config
+
+
+def display_name(config: Any) -> str:
+    """Return the name of a configuration's algorithm for people, such as "Grpo"."""
+    return type(config).__name__.rpartition(":")[2].removesuffix("Config")
+
+
+def _wrong_form(path: str, why: str) -> InputError:
+    return InputError(
+        "this is not the factory of an algorithm",
+        where=path,
+        why=why,
+        fix="write def NAME(config: CONFIG, roles, sampling) -> Algorithm, with CONFIG a frozen "
+        "dataclass as in docs/how-to/adding_an_algorithm.md",
+    )

@@ -1,0 +1,96 @@
+"""Functions of Python files of the user, named FILE.py:FUNCTION.
+
+This imports the standard library only, because every reward worker starts with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tpu_rl.errors import InputError
+
+FIX_FILE = "repair it until `python FILE` runs without an error"
+
+
+def load_function(path: str, kind: str) -> Callable[..., Any]:
+    """Return the function that "file.py:function" names. The file is run.
+
+    Args:
+        path: a path, absolute or from the working folder, a colon, and the name of a function.
+        kind: the thing that the function is, for messages: "reward" or "algorithm".
+
+    Raises:
+        InputError: if there is no such file, it does not load, or it has no such function.
+    """
+    file_name, _, name = path.rpartition(":")
+    file = Path(file_name).expanduser().absolute()
+    require_file(file, kind, file_name)
+    # Two files may have the same name.
+    module_name = f"{kind}_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise InputError(
+            f"the {kind} file is not Python source, whose name ends in .py",
+            where=file_name,
+            fix=f"as in --{kind} my_{kind}.py:{name or 'function'}",
+        )
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up here.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    # The user's program may raise anything.
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"the {kind} file does not load",
+            where=user_line(error, file),
+            why=f"{type(error).__name__}: {error}",
+            fix=FIX_FILE,
+        ) from None
+    members = vars(module)
+    if not callable(members.get(name)):
+        functions = [
+            key
+            for key, value in members.items()
+            if inspect.isfunction(value) and value.__module__ == module_name
+        ]
+        raise InputError(
+            f"no function {name!r} in the {kind} file",
+            where=f"{file_name} defines {', '.join(functions) or 'no function'}",
+            fix=did_you_mean(name, functions),
+        )
+    return members[name]
+
+
+def require_file(file: Path, kind: str, given: str) -> None:
+    """Raise InputError if there is no such file. `given` is what the user wrote."""
+    if not file.is_file():
+        nearby = [str(other) for other in file.parent.glob("*.py")]
+        raise InputError(f"no such {kind} file", where=given, fix=did_you_mean(str(file), nearby))
+
+
+def did_you_mean(name: str, candidates: list[str]) -> str:
+    """Return a hint with the candidate that is most like `name`, or "" if none is."""
+    nearest = difflib.get_close_matches(name, candidates, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
+
+
+def user_line(error: BaseException, file: Path) -> str:
+    """Return the last line of the user's file in the error's traceback, as "file:line"."""
+    # A syntax error has no frame in the file.
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f"{file}:{error.lineno}"
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(file)
+    ]
+    return f"{file}:{lines[-1]}" if lines else str(file)
