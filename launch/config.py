@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import tyro
 import yaml
@@ -328,7 +328,7 @@ def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
     old = default.algorithm
     changed = {
         setting.name: getattr(old, setting.name)
-        for setting in dataclasses.fields(old)
+        for setting in dataclasses.fields(cast(Any, old))
         if setting.name in names and getattr(old, setting.name) != setting.default
     }
     return dataclasses.replace(default, algorithm=kind(**changed))

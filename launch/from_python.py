@@ -72,7 +72,9 @@ def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
                 fix="leave out one of them",
             )
         given[flag] = value
-    return [text for flag, value in (given | passed).items() for text in flag_texts(flag, value)]
+    return [
+        text for flag, value in (given | dict(passed)).items() for text in flag_texts(flag, value)
+    ]
 
 
 def flag_texts(flag: str, value: Any) -> list[str]:

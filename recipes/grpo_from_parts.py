@@ -7,6 +7,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -64,11 +65,11 @@ def train(directory: Path, steps: int) -> list[float]:
         rewards = np.array([reward(prompts[i // GROUP_SIZE], c) for i, c in enumerate(completions)])
         rollout = place_rewards(rollout, rewards)
         # Pack them, compute advantages, and update.
-        mask, group_id = rollout.action_mask, rollout.group_id
+        mask, group_id = np.asarray(rollout.action_mask), np.asarray(rollout.group_id)
         layout = packing.lay_out(mask, group_id, row_length=256, micro_batch_rows=8)
         experience = jax.tree.map(jnp.asarray, Experience(rollout, layout))
         batch, algorithm_state = make_batch(experience, state.params, state.algorithm_state)
-        state = state.replace(algorithm_state=algorithm_state)
+        state = replace(state, algorithm_state=algorithm_state)
         state, metrics = update(state, update_step.minibatch(batch, 0))
         mean_rewards.append(float(rewards.mean()))
         print(f"step {step}  reward {rewards.mean():.3f}", flush=True)

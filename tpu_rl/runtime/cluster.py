@@ -29,7 +29,8 @@ FLAGS = {
 the number of processes, the index of this one."""
 
 HELP = (
-    f"On several processes: {', '.join(FLAGS)}, detected under SLURM and on TPU pods (docs/how-to/several_processes.md)"
+    f"On several processes: {', '.join(FLAGS)}, detected under SLURM and on TPU pods "
+    "(docs/how-to/several_processes.md)"
 )
 
 
