@@ -18,6 +18,7 @@ EXTRAS = {
     "parquet": ["pyarrow"],
     "datasets": ["datasets", "pyarrow"],
     "wandb": ["wandb"],
+    "trackio": ["trackio"],
     # For recipes/smollm2.py.
     "recipes": ["gguf"],
     "test": [

@@ -179,6 +179,10 @@ class ExperimentConfig:
     where the run stopped."""
     checkpoint_every: int = 20
     wandb: bool = False
+    """Send metrics and some completions to Weights & Biases. WANDB_PROJECT and WANDB_NAME name the
+    project and the run."""
+    trackio: bool = False
+    """The same for trackio, with TRACKIO_PROJECT and TRACKIO_NAME."""
     watchdog: WatchdogConfig = WatchdogConfig()
     debug_nans: bool = False
     """Stop at the first step with a non-finite number, and name the line that produced it."""
@@ -447,6 +451,7 @@ MAY_CHANGE = (
     "evaluation.interval",
     "samples",
     "wandb",
+    "trackio",
     "reward_limits",
     "accept_dataset_change",
     "watchdog",

@@ -53,8 +53,10 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     Weights of a model of the hub are downloaded only if they are needed.
     """
     refuse_secrets(yaml.safe_dump(to_dict(config)).split(), "the configuration")
-    if config.wandb and processes.index() == 0:  # The only process that writes.
-        metrics.require_wandb()
+    if processes.index() == 0:  # The only process that writes.
+        for dashboard in metrics.DASHBOARDS:
+            if getattr(config, dashboard):
+                metrics.require(dashboard)
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
     require_reward(config)

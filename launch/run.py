@@ -46,6 +46,7 @@ from tpu_rl.rollout import samples, weights
 from tpu_rl.runtime import (
     child_processes,
     cluster,
+    compilations,
     debug_nans,
     preemption,
     process_group,
@@ -269,16 +270,25 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     run_dir = folder.path
     mesh = compose.make_mesh(config.mesh)
     config = mesh_checks.fit_micro_batch(config, mesh)
-    with jax.set_mesh(mesh):
+    say = print if processes.index() == 0 else lambda text: None
+    say(where_it_runs(config, folder))
+    with jax.set_mesh(mesh), compilations.watch(say):
         checkpoints = manager.open_checkpoints(folder.checkpoints)
         context, step, seconds, params, resumed = begin_or_resume(
             config, run_dir, mesh, checkpoints
         )
+        if step < config.steps:
+            say(f"{what_it_trains(config, params)}; compiling ...")
         began -= seconds
         folder.resume_from(step)
         with (
             metrics.open_metrics(
-                run_dir, step, config.steps, wandb=config.wandb, config=to_dict(config)
+                run_dir,
+                step,
+                config.steps,
+                wandb=config.wandb,
+                trackio=config.trackio,
+                config=to_dict(config),
             ) as sink,
             ExitStack() as open_sources,
         ):
@@ -308,6 +318,27 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
         finish.finish(context, params, began, folder)
+
+
+def where_it_runs(config: ExperimentConfig, folder: RunFolder) -> str:
+    """Return a line that says on which devices a run works, on what, and in which folder."""
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    if processes.count() > 1:
+        devices += f" of {processes.count()} processes"
+    model = config.model.path or "a new model"
+    begins = " with random weights" if config.model.random_init else ""
+    return f"{devices}; model {model}{begins}; run folder {folder.address}"
+
+
+def what_it_trains(config: ExperimentConfig, params: Params) -> str:
+    """Return the numbers of parameters, and of those that some stage trains."""
+    trained = [compose.learning(config, stage).trainable for stage in config.stages]
+    all_of_them, _ = update_step.partition(params, lambda path: True)
+    learned, _ = update_step.partition(params, lambda path: any(t(path) for t in trained))
+    total, learned_total = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (all_of_them, learned)
+    )
+    return f"{total:,} parameters, {learned_total:,} of them trained"
 
 
 def train_stage(

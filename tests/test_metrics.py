@@ -151,7 +151,7 @@ def test_tensorboard_gets_the_configuration_without_secrets(tmp_path):
 
 
 class FakeWandb(types.ModuleType):
-    """The part of wandb that `metrics.Wandb` uses."""
+    """The part of wandb and of trackio that `metrics` uses."""
 
     class Table:
         def __init__(self, columns, data):
@@ -166,6 +166,7 @@ class FakeWandb(types.ModuleType):
 
     def init(self, **settings):
         self.settings.append(settings)
+        self.name = settings["name"] + "-2" * (settings["resume"] == "never")
         return self
 
     def log(self, content, step):
@@ -255,6 +256,60 @@ def test_wandb_that_is_not_installed_is_said(tmp_path, monkeypatch):
         open_quietly(tmp_path, wandb=True)
     with pytest.raises(MachineError, match=r"pip install"):  # before a device is claimed
         preflight.check(replace(config.preset("arithmetic_grpo"), wandb=True))
+
+
+@pytest.fixture
+def fake_trackio(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    for name in ("TRACKIO_PROJECT", "TRACKIO_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+def test_trackio_gets_the_same_and_resumes_by_name(tmp_path, fake_trackio, monkeypatch):
+    sample = {"prompt": "0?", "completion": "0", "reward": 1.0, "parts": {}}
+    with open_quietly(tmp_path / "first", trackio=True, config=SETTINGS) as sink:
+        sink.write(1, {"reward/mean": 0.5, "policy/entropy": math.nan}, [sample])
+    assert fake_trackio.is_finished
+    ((step, content),) = fake_trackio.logged
+    assert (step, content["reward/mean"]) == (1, 0.5)
+    assert content["samples"].data == [[1, "0?", "0", 1.0]]
+    monkeypatch.setenv("TRACKIO_PROJECT", "ours")
+    open_quietly(tmp_path / "first", 1, trackio=True).close()
+    first, second = fake_trackio.settings
+    assert (first["project"], first["name"], first["resume"]) == ("tpu_rl", "first", "never")
+    assert (second["project"], second["name"], second["resume"]) == ("ours", "first-2", "allow")
+    assert first["config"]["data"]["path"] == ["https://<secret>@host/rows.jsonl"]
+
+
+def test_trackio_that_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(MachineError, match=r"tpu_rl\[trackio\]"):
+        preflight.check(replace(config.preset("arithmetic_grpo"), trackio=True))
+
+
+def test_tables_come_with_the_first_completions_after_each_border():
+    table_steps = metrics.TableSteps()
+    kept = [step for step in range(1, 130) if step == 1 or step % 50 == 0]
+    assert [step for step in kept if table_steps.is_due(step, [{}])] == [1, 50, 100]
+    assert not table_steps.is_due(200, [])
+
+
+def test_tensorboard_gets_tables_of_some_completions(tmp_path):
+    sample = {"prompt": "a|b\n<i>", "completion": "`c`", "reward": math.nan, "parts": {}}
+    with open_quietly(tmp_path, tensorboard=True) as sink:
+        sink.write(1, {}, [sample])
+    (text,) = [
+        value.tensor.string_val[0].decode()
+        for event in tensorboard_events(tmp_path)
+        for value in event.summary.value
+    ]
+    assert text.splitlines() == [
+        "| step | prompt | completion | reward |",
+        "| --- | --- | --- | --- |",
+        "| 1 | a&#124;b<br>&#60;i&#62; | &#96;c&#96; |  |",
+    ]
 
 
 def test_summary_is_written_whole(tmp_path):

@@ -1,4 +1,4 @@
-"""The records of a run: metrics.jsonl, samples.jsonl, TensorBoard, wandb and the console.
+"""The records of a run: metrics.jsonl, samples.jsonl, dashboards and the console.
 
 `metrics.jsonl` is the record, and everything else is a copy. It has one object per step: `step`
 and `time` (seconds since 1970), then metrics whose names have one slash ("reward/mean"). Every step
@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import re
 import secrets
 import textwrap
 import time
@@ -34,7 +35,9 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
 TABLE_STEPS = 20
-"""Every so many steps, Weights & Biases gets a table of completions."""
+"""Every so many steps, dashboards get a table of completions."""
+DASHBOARDS = ("wandb", "trackio")
+"""Packages that a run may send its metrics to."""
 TABLE_ROWS = 16
 """Completions of such a table, at most."""
 
@@ -45,6 +48,7 @@ def open_metrics(
     total_steps: int,
     tensorboard: bool = True,
     wandb: bool = False,
+    trackio: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> Sink:
     """Open the records of a run.
@@ -56,11 +60,11 @@ def open_metrics(
       total_steps: the number of steps of the run, for the console.
       tensorboard: whether to write TensorBoard's files.
       wandb: whether to send metrics to Weights & Biases.
-      config: the configuration of the run, for TensorBoard and Weights & Biases. They get it
-        without secrets.
+      trackio: whether to send metrics to trackio.
+      config: the configuration of the run, for dashboards. They get it without secrets.
 
     Raises:
-      MachineError: wandb is wanted and not installed.
+      MachineError: wandb or trackio is wanted and not installed.
       DamagedDataError: a record has an unreadable row before its last one.
     """
     if jax.process_index() != 0:
@@ -69,7 +73,9 @@ def open_metrics(
     folder.mkdir(parents=True, exist_ok=True)
     copies: list[Writer] = []
     if wandb:
-        copies.append(Wandb(folder, config))
+        copies.append(open_wandb(folder, config))
+    if trackio:
+        copies.append(open_trackio(folder, config))
     if tensorboard:
         copies.append(TensorBoard(folder / "tensorboard", resume_step + 1, config))
     for name in (METRICS_FILE, SAMPLES_FILE):
@@ -239,23 +245,29 @@ def without_secrets(config: Any) -> Any:
 class TensorBoard:
     """Scalars for TensorBoard, whose reader hides earlier values of steps from `purge_step` on.
 
-    The configuration, if there is one, is the text "config".
+    The configuration, if there is one, is the text "config"; some completions are "samples".
     """
 
     def __init__(self, folder: Path, purge_step: int, config: Mapping[str, Any] | None = None):
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._table_steps = TableSteps()
         if config is not None:
             text = yaml.safe_dump(without_secrets(config), sort_keys=False, allow_unicode=True)
             # TensorBoard reads Markdown, where indented text stands as it is.
             self._writer.add_text("config", textwrap.indent(text, "    "), purge_step)
 
     def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Record one step."""
-        del samples
+        """Record one step, with a table of some completions where `TableSteps` says so."""
         for name, value in _scalars(row).items():
             self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
+        if self._table_steps.is_due(row["step"], samples):
+            columns, cells = sample_table(row["step"], samples)
+            table = "\n".join(
+                _markdown_row(line) for line in (columns, ["---"] * len(columns), *cells)
+            )
+            self._writer.add_text("samples", table, row["step"], walltime=row["time"])
         self._writer.flush()
 
     def close(self) -> None:
@@ -263,56 +275,107 @@ class TensorBoard:
         self._writer.close()
 
 
-def require_wandb() -> None:
-    """Raise MachineError if wandb is not installed, or broken."""
+def require(name: str) -> Any:
+    """Return the module of a dashboard, which is also the name of its flag and extra.
+
+    Raises:
+      MachineError: if it is not installed, or broken.
+    """
     try:
-        importlib.import_module("wandb")
+        return importlib.import_module(name)
     except ImportError as error:
         raise MachineError(
-            "wandb was asked for and is not installed.",
+            f"{name} was asked for and is not installed.",
             why=str(error),
-            fix='pip install "tpu_rl[wandb]", or leave the flag away.',
+            fix=f'pip install "tpu_rl[{name}]", or leave the flag away.',
         ) from error
 
 
-class Wandb:
-    """Scalars and some completions for Weights & Biases.
+class Dashboard:
+    """Scalars and some completions for Weights & Biases or trackio, which has the same functions.
 
-    A resumed run continues under the id in the run folder. WANDB_PROJECT and WANDB_NAME, like
-    other variables of wandb, have their usual meaning; the defaults are tpu_rl and the folder's
-    name.
+    `module` has `Table`, and `run` is what its `init` returned.
     """
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any] | None = None):
-        require_wandb()
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._wandb = wandb
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(8))
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or "tpu_rl",
-            name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
-            config=without_secrets(config or {}),
-            # A resumed run may have another mesh, or more steps.
-            allow_val_change=True,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=run_dir,
-        )
+    def __init__(self, module: Any, run: Any):
+        self._module = module
+        self._run = run
+        self._table_steps = TableSteps()
 
     def write(self, row: dict[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Record one step, with a table of some completions at steps 1, 20, 40, ..."""
+        """Record one step, with a table of some completions where `TableSteps` says so."""
         content: dict[str, Any] = _scalars(row)
-        if samples and (row["step"] == 1 or row["step"] % TABLE_STEPS == 0):
+        if self._table_steps.is_due(row["step"], samples):
             columns, cells = sample_table(row["step"], samples)
-            content["samples"] = self._wandb.Table(columns=columns, data=cells)
+            content["samples"] = self._module.Table(columns=columns, data=cells)
         self._run.log(content, step=row["step"])
 
     def close(self) -> None:
         """End the run on the server."""
         self._run.finish()
+
+
+def open_wandb(run_dir: Path, config: Mapping[str, Any] | None = None) -> Dashboard:
+    """Return the dashboard of Weights & Biases.
+
+    A resumed run continues under the id in the run folder. WANDB_PROJECT and WANDB_NAME, like
+    other variables of wandb, have their usual meaning; the defaults are tpu_rl and the folder's
+    name.
+    """
+    wandb = require("wandb")
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(secrets.token_hex(8))
+    run = wandb.init(
+        **_project_and_name("WANDB", run_dir),
+        config=without_secrets(config or {}),
+        # A resumed run may have another mesh, or more steps.
+        allow_val_change=True,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=run_dir,
+    )
+    return Dashboard(wandb, run)
+
+
+def open_trackio(run_dir: Path, config: Mapping[str, Any] | None = None) -> Dashboard:
+    """Return the dashboard of trackio, on this machine or where its own variables say.
+
+    TRACKIO_PROJECT and TRACKIO_NAME name project and run as those of `open_wandb` do. trackio knows
+    a run by its name, so a resumed run continues under the name in the run folder.
+    """
+    trackio = require("trackio")
+    names = _project_and_name("TRACKIO", run_dir)
+    name_file = run_dir / "trackio_name"
+    resume = "never"
+    if name_file.exists():
+        names["name"] = name_file.read_text()
+        resume = "allow"
+    run = trackio.init(**names, config=without_secrets(config or {}), resume=resume, embed=False)
+    # A name that another run has gets a number.
+    name_file.write_text(str(getattr(run, "name", None) or names["name"]))
+    return Dashboard(trackio, run)
+
+
+def _project_and_name(prefix: str, run_dir: Path) -> dict[str, str]:
+    return {
+        "project": os.environ.get(f"{prefix}_PROJECT") or "tpu_rl",
+        "name": os.environ.get(f"{prefix}_NAME") or run_dir.resolve().name,
+    }
+
+
+class TableSteps:
+    """Chooses the steps whose completions become a table: 1, 20, 40, ..., or the next with some."""
+
+    def __init__(self):
+        self._last = -1
+
+    def is_due(self, step: int, samples: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether a step's completions become a table."""
+        if not samples or step // TABLE_STEPS <= self._last:
+            return False
+        self._last = step // TABLE_STEPS
+        return True
 
 
 def sample_table(
@@ -329,6 +392,16 @@ def sample_table(
         numbers = (None if value is None else _json_safe(float(value)) for value in values)
         rows.append([step, *texts, *numbers])
     return ["step", "prompt", "completion", "reward", *(f"reward/{name}" for name in parts)], rows
+
+
+def _markdown_row(cells: Sequence[Any]) -> str:
+    """Return a line of a table, in which no cell is Markdown or HTML."""
+    texts = ("" if cell is None else re.sub(r"[|`<>]", _entity, str(cell)) for cell in cells)
+    return f"| {' | '.join(texts)} |".replace("\n", "<br>")
+
+
+def _entity(match: re.Match[str]) -> str:
+    return f"&#{ord(match[0])};"
 
 
 def _as_text(value: Any) -> str:

@@ -368,7 +368,7 @@ def style() -> str:
 
 
 FIXED_STYLE = """
-.page, .bar, .colors .lead span { display: none; }
+.page, .colors, .colors .lead span { display: none; }
 .page:target { display: block; }
 body:has(.page:target) main > :not(.pages) { display: none; }
 .pages { margin-top: 0; }
