@@ -320,7 +320,9 @@ def plain_pairs(context: RunContext) -> pairs.ToPairs:
     return partial(data.pairs, tokenizer=context.language.tokenizer, max_length=context.max_length)
 
 
-def to_pairs(context: RunContext, stage: Stage, params: Params, rows: list[Row]) -> pairs.ToPairs:
+def to_pairs(
+    context: RunContext, stage: Stage, params: Params, rows: Sequence[Row]
+) -> pairs.ToPairs:
     """Return what makes pairs of `rows`, with the reference's log-probs if they are wanted.
 
     The reference is the role of that name, or else the policy at the beginning of the stage.
@@ -350,7 +352,7 @@ def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
     )
 
 
-def trained_pairs(context: RunContext, stage: Stage, rows: list[Row]) -> pairs.ToPairs:
+def trained_pairs(context: RunContext, stage: Stage, rows: Sequence[Row]) -> pairs.ToPairs:
     """Return `to_pairs` of a stage that has ended, from what it kept in the run folder."""
     plain = plain_pairs(context)
     if not stage.algorithm.experience.reference_log_probs:

@@ -136,7 +136,7 @@ def check_held_out(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Row]:
     rows = tasks.evaluation_rows(config.data, spec, config.evaluation.rows)
     if not rows:
         return []
-    rows = tasks.drop_misfits(rows, tokenizer, config.sampling.max_prompt_tokens)
+    rows = list(tasks.drop_misfits(rows, tokenizer, config.sampling.max_prompt_tokens))
     names = [
         name
         for name in dict.fromkeys((name, *config.evaluation.metrics))

@@ -220,10 +220,12 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
         files = config.data if isinstance(config.data, FileData) else FileData()
         files = replace(files, format=flags.data.format or files.format)
         # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
-        first = data.read(flags.data.path, (), split=files.split, config=files.config)[0]
-        is_chat = "messages" in first and "prompt" not in first
+        first = data.first_row(flags.data.path, files.split, files.config)
+        is_chat = "prompt" not in first and any(
+            message["role"] == "assistant" for message in first.get("messages", ())
+        )
         spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
-        return tasks.read_rows(files, flags.data.path, spec)[: flags.rows]
+        return list(tasks.read_rows(files, flags.data.path, spec)[: flags.rows])
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None

@@ -339,7 +339,7 @@ def _problems(context: RunContext) -> list[Row]:
     if not rows or not isinstance(context.config.data, FileData):
         return rows
     limit = context.config.sampling.max_prompt_tokens
-    return tasks.drop_misfits(rows, context.language.tokenizer, limit)
+    return list(tasks.drop_misfits(rows, context.language.tokenizer, limit))
 
 
 def _reference_completions(context: RunContext, params: Params, rows: list[Row]) -> Scored:

@@ -10,7 +10,7 @@ from typing import Any
 from launch import config as configuration
 from launch import run
 from tpu_rl import rewards as reward_registry
-from tpu_rl.data import python_rows
+from tpu_rl.data import files, python_rows
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError
 from tpu_rl.runtime.host import explain_full_disk
@@ -33,6 +33,7 @@ def train(
     terms, functions = reward_terms(rewards or ())
     with ExitStack() as stack:
         stack.enter_context(python_rows.lend(given_rows))
+        stack.callback(files.forget)
         stack.enter_context(reward_registry.lend(functions))
         stack.enter_context(explain_full_disk())
         passed: dict[str, Any] = {}

@@ -6,6 +6,7 @@ doubtful. Fast checks come first: to load a tokenizer takes seconds, to download
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -251,7 +252,8 @@ def check_rows(config: ExperimentConfig) -> tuple[list[data.Row], list[str]]:
         first_rows += train[:1]
         if _learns_messages(stage):
             # Only conversations of several turns show whether a template rewrites earlier ones.
-            first_rows += [row for row in train[1:] if _has_several_answers(row)][:1]
+            several = (row for row in train[1:] if _has_several_answers(row))
+            first_rows += itertools.islice(several, 1)
     return first_rows, warnings
 
 
@@ -263,7 +265,7 @@ def _has_several_answers(row: data.Row) -> bool:
     )
 
 
-def require_full_batch(rows: list[data.Row], batch_size: int) -> None:
+def require_full_batch(rows: Sequence[data.Row], batch_size: int) -> None:
     """Raise InputError if there are fewer rows than a batch holds."""
     if len(rows) >= batch_size:
         return

@@ -210,12 +210,12 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 
 
 def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str) -> bytes:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     path = tmp_path / "rows.jsonl"
     path.write_text("{}")
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
     with pytest.raises(InputError, match="cannot read the data file") as error:
         data.read(path)
     assert error.value.why == "Permission denied"

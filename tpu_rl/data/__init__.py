@@ -19,7 +19,12 @@ import numpy as np
 
 from tpu_rl import types
 from tpu_rl.data.files import Row
+from tpu_rl.data.files import first_row as first_row
 from tpu_rl.data.files import read as read
+from tpu_rl.data.stored_rows import StoredRows as StoredRows
+from tpu_rl.data.stored_rows import join as join
+from tpu_rl.data.stored_rows import take as take
+from tpu_rl.data.stored_rows import with_number as with_number
 from tpu_rl.errors import DamagedDataError, InputError
 
 
@@ -118,19 +123,34 @@ def fingerprint(source: Rows) -> str:
 
     A dataclass is a formula with too many rows to read. Its `repr` and its first rows stand for it.
     """
-    is_formula = dataclasses.is_dataclass(source)
-    digest = hashlib.sha256(f"{source!r}\n".encode() if is_formula else b"")
-    for i in range(min(len(source), 16) if is_formula else len(source)):
-        digest.update(json.dumps(source[i], sort_keys=True, default=repr).encode() + b"\n")
+    if not dataclasses.is_dataclass(source):
+        rows: Any = source
+        return digests(rows)[0]
+    digest = hashlib.sha256(f"{source!r}\n".encode())
+    for i in range(min(len(source), 16)):
+        digest.update(_as_json(source[i]) + b"\n")
     return digest.hexdigest()
 
 
-def row_digests(rows: Sequence[Row]) -> np.ndarray:
-    """Return [rows] uint64, a hash of each row. The order of columns does not matter."""
-    texts = (json.dumps(row, sort_keys=True, default=repr).encode() for row in rows)
-    return np.frombuffer(
-        b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), "<u8"
-    )
+def digests(rows: Sequence[Row]) -> tuple[str, np.ndarray]:
+    """Return (`fingerprint`, [rows] uint64, a hash of each row), of rows that are no formula.
+
+    The order of columns does not matter.
+    """
+    whole = hashlib.sha256()
+    of_rows = bytearray()
+    for row in rows:
+        text = _as_json(row)
+        whole.update(text + b"\n")
+        of_rows += hashlib.blake2b(text, digest_size=8).digest()
+    return whole.hexdigest(), np.frombuffer(bytes(of_rows), "<u8")
+
+
+_encoder = json.JSONEncoder(sort_keys=True, default=repr)
+
+
+def _as_json(row: Row) -> bytes:
+    return _encoder.encode(row).encode()
 
 
 class RowStream:
@@ -197,6 +217,7 @@ def stream(
     shuffle: bool = True,
     repeat: bool = True,
     accepted: Collection[str] = (),
+    source_fingerprint: str | None = None,
 ) -> RowStream:
     """Return the rows of `source` in batches.
 
@@ -209,6 +230,7 @@ def stream(
         shuffle: whether each epoch has a new order.
         repeat: whether to begin again at the end. If not, the last batch may be short.
         accepted: fingerprints of other rows. Positions saved with those are positions in these.
+        source_fingerprint: `fingerprint` of the source, if it is known.
 
     Raises:
         InputError: if the batch size is below 1, or there are no rows.
@@ -239,7 +261,7 @@ def stream(
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches = iter(dataset.batch(batch_size, batch_fn=list).to_iter_dataset(options))
     identity = {
-        "fingerprint": fingerprint(source),
+        "fingerprint": source_fingerprint or fingerprint(source),
         "rows": len(source),
         "seed": seed,
         "batch_size": batch_size,

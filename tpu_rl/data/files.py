@@ -7,17 +7,23 @@ rarely intended.
 from __future__ import annotations
 
 import difflib
+import functools
 import glob
+import itertools
 import json
 import math
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tpu_rl.data import formats, python_rows
-from tpu_rl.errors import InputError, MachineError
+import numpy as np
+
+from tpu_rl.data import formats, python_rows, stored_rows
+from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows
+from tpu_rl.errors import InputError
 
 Row = dict[str, Any]
 """A data row: column -> value."""
@@ -33,18 +39,20 @@ MAX_ROW_BYTES = 10_000_000
 def read(
     path: str | Path,
     columns: Sequence[str] = ("prompt",),
-    check: Callable[[Row], None] | None = None,
+    check: Callable[[Row], Any] | None = None,
     split: str | None = None,
     config: str | None = None,
-) -> list[Row]:
+) -> StoredRows:
     """Return the rows of files, of a saved dataset, or of a dataset of the hub.
+
+    All rows are read and checked here, and decoded again when they are asked for.
 
     Args:
         path: files or patterns, separated by commas; a folder of `datasets.save_to_disk`; a name
             OWNER/NAME of the hub; or the name of rows that a program passed (`python_rows`). What
             exists under this path is preferred.
         columns: columns that each row must have, with values of the right type.
-        check: raises ValueError for a row that cannot be used.
+        check: raises ValueError or InputError for a row that cannot be used.
         split: the split of a dataset. The default is `train`, or the only one.
         config: the configuration of a dataset of the hub.
 
@@ -52,44 +60,102 @@ def read(
         InputError: if a file cannot be read, has no rows, or has a row that is not valid.
         MachineError: if the format needs a package that is not installed.
     """
-    rows = []
+    key = (str(path), tuple(columns), check, split, config, _stamp(path))
+    if key in _READ:
+        return _READ[key]
+    sources = []
+    names: dict[str, None] = {}
     # Column -> (type of its first value, where that is).
     kinds: dict[str, tuple[str, str]] = {}
-    for where, original in _numbered_rows(path, split, config):
-        row = _normalized(where, original, columns)
-        _check_columns(where, row, columns)
-        # The prompt of a row that is learned as a whole is empty.
-        is_text = formats.is_plain_text(original)
-        for column in columns:
-            if column == "prompt" and is_text:
-                continue
-            kind = _check_value(where, column, row[column])
-            first_kind, first_where = kinds.setdefault(column, (kind, where))
-            if kind != first_kind:
+    for source in _sources(path, split, config):
+        for where, original in source.scan():
+            row = _normalized(where, original, columns)
+            _check_row(where, original, row, columns, kinds)
+            try:
+                formats.check_together(row, columns)
+                if check is not None:
+                    check(row)
+            except ValueError as error:
                 raise InputError(
-                    f"`{column}` is {first_kind} in some rows and {kind} in others",
-                    where=f"{first_where} and {where}",
-                    fix="use one of them throughout",
-                )
-        try:
-            formats.check_together(row, columns)
-            if check is not None:
-                check(row)
-        except ValueError as error:
-            raise InputError(
-                "a row cannot be used",
-                where=where,
-                why=str(error),
-                fix="correct it, or drop the row",
-            ) from error
-        rows.append(row)
-    if not rows:
+                    "a row cannot be used",
+                    where=where,
+                    why=str(error),
+                    fix="correct it, or drop the row",
+                ) from error
+            if not row.keys() <= names.keys():
+                names.update(dict.fromkeys(row))
+        sources.append(source)
+    joined = sources[0] if len(sources) == 1 else stored_rows.Joined(sources)
+    if not len(joined):
         raise InputError(
             "the data have 0 rows",
             where=str(path),
             fix="give another file, dataset or --data.split",
         )
+    rows = StoredRows(joined, columns=tuple(names))
+    rows = rows.map(functools.partial(formats.normalize, columns=tuple(columns)))
+    if len(rows) >= MIN_KEPT_ROWS:
+        _READ[key] = rows
+        while len(_READ) > MAX_KEPT:
+            del _READ[next(iter(_READ))]
     return rows
+
+
+def first_row(path: str | Path, split: str | None = None, config: str | None = None) -> Row:
+    """Return the first row, without checks of its columns; {} if there is none."""
+    for source in _sources(path, split, config):
+        for where, row in source.scan():
+            return _normalized(where, row, ())
+    return {}
+
+
+MIN_KEPT_ROWS = 10_000
+MAX_KEPT = 4
+_READ: dict[Any, StoredRows] = {}
+"""Large data that were read and checked in this process. A run reads its data several times."""
+
+
+def forget() -> None:
+    """Forget what was read, and so close its files."""
+    _READ.clear()
+
+
+def _stamp(path: str | Path) -> tuple[Any, ...]:
+    """Return what differs once a file or folder of the path has changed."""
+    stamps = []
+    for part in _parts(path):
+        for name in [part, *sorted(glob.glob(part, recursive=True))]:
+            place = Path(name).expanduser()
+            for file in [place, *(sorted(place.rglob("*")) if place.is_dir() else ())]:
+                if file.is_file():
+                    status = file.stat()
+                    stamps.append((str(file), status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(stamps)
+
+
+def _check_row(
+    where: str, original: Row, row: Row, columns: Sequence[str], kinds: dict[str, tuple[str, str]]
+) -> None:
+    """Raise InputError if the row lacks a column, or a value has another type than it should.
+
+    `kinds` says for each column the type of its first value, and where that is.
+    """
+    _check_columns(where, row, columns)
+    # The prompt of a row that is learned as a whole is empty.
+    is_text = formats.is_plain_text(original)
+    for column in columns:
+        if column == "prompt" and is_text:
+            continue
+        kind = _check_value(where, column, row[column])
+        if column not in kinds:
+            kinds[column] = (kind, where)
+        elif kind != kinds[column][0]:
+            first_kind, first_where = kinds[column]
+            raise InputError(
+                f"`{column}` is {first_kind} in some rows and {kind} in others",
+                where=f"{first_where} and {where}",
+                fix="use one of them throughout",
+            )
 
 
 def _normalized(where: str, row: Row, columns: Sequence[str]) -> Row:
@@ -108,23 +174,26 @@ def _normalized(where: str, row: Row, columns: Sequence[str]) -> Row:
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".arrow", ".tsv", ".txt")
 
 
-def _numbered_rows(
-    path: str | Path, split: str | None, config: str | None
-) -> Iterator[tuple[str, Row]]:
-    """Yield ("where", row) of each row of all parts of the path."""
-    if python_rows.is_name(str(path)):
-        _refuse_dataset_flags(str(path), split, config)
-        yield from python_rows.read(str(path))
-        return
+def _parts(path: str | Path) -> list[str]:
+    """Return the files, folders, patterns and names that a path consists of."""
     whole = Path(path).expanduser()
     parts = [str(whole)] if whole.exists() else [part.strip() for part in str(path).split(",")]
-    for part in filter(None, parts) if any(parts) else [str(path)]:
+    return [part for part in parts if part] or [str(path)]
+
+
+def _sources(path: str | Path, split: str | None, config: str | None) -> Iterator[Source]:
+    """Yield what has the rows of each part of the path."""
+    if python_rows.is_name(str(path)):
+        _refuse_dataset_flags(str(path), split, config)
+        yield python_rows.source(str(path))
+        return
+    for part in _parts(path):
         place = Path(part).expanduser()
         if place.is_dir() and formats.is_saved_dataset(place):
-            yield from formats.saved_rows(place, split)
+            yield formats.saved_rows(place, split)
         elif place.exists() or not glob.has_magic(part):
             if _is_hub_name(part, place):
-                yield from formats.hub_rows(part, config, split)
+                yield formats.hub_rows(part, config, split)
                 continue
             _refuse_dataset_flags(part, split, config)
             yield from _file_rows(_existing_file(place))
@@ -155,24 +224,13 @@ def _refuse_dataset_flags(part: str, split: str | None, config: str | None) -> N
         )
 
 
-def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    """Yield ("where", row) of each row of a file. Raises InputError if it has none."""
-    is_empty = True
-    for where, row in _rows_of_any_format(file):
-        is_empty = False
-        yield where, row
-    if is_empty:
-        raise InputError(
-            "the data file has 0 rows",
-            where=str(file),
-            fix="give a file with rows, or leave it out",
-        )
+def _file_rows(file: Path) -> Iterator[Source]:
+    """Yield the rows of a file, whose format its name and content tell.
 
-
-def _rows_of_any_format(file: Path) -> Iterator[tuple[str, Row]]:
-    """Yield ("where", row) of each row of a file, whose format its name and content tell."""
+    Raises InputError if they were scanned and there are none.
+    """
     try:
-        content = file.read_bytes()
+        source = _source_of_any_format(file)
     except OSError as error:
         raise InputError(
             "cannot read the data file",
@@ -180,18 +238,43 @@ def _rows_of_any_format(file: Path) -> Iterator[tuple[str, Row]]:
             why=error.strerror or str(error),
             fix="correct --data.path, or let this user read the file",
         ) from error
+    yield source
+    if not len(source):
+        raise InputError(
+            "the data file has 0 rows",
+            where=str(file),
+            fix="give a file with rows, or leave it out",
+        )
+
+
+def _source_of_any_format(file: Path) -> Source:
+    with file.open("rb") as opened:
+        head = opened.read(HEAD_BYTES)
     name = file.name.lower()
-    if content[:2] == b"\x1f\x8b" or name.endswith(".gz"):
-        content = formats.gunzip(file, content)
+    is_packed = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
+    if is_packed:
         name = name.removesuffix(".gz")
-    if content[:4] == b"PAR1":
-        yield from _parquet_rows(file, content)
-    elif name.endswith(".csv"):
-        yield from formats.csv_rows(file, content)
-    elif name.endswith(".json") and content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-        yield from formats.array_rows(file, _array_text(file, content), _array_decoder.raw_decode)
-    else:
-        yield from _json_lines(file, content)
+        head = formats.gunzip_head(file, HEAD_BYTES)
+
+    def content() -> bytes:
+        return formats.gunzip(file) if is_packed else file.read_bytes()
+
+    if head[:4] == b"PAR1":
+        return formats.parquet_rows(file, content() if is_packed else None)
+    if name.endswith(".csv"):
+        return Spool(formats.csv_rows(file, content()))
+    if name.endswith(".json") and head.removeprefix(_BOM).lstrip()[:1] == b"[":
+        text = _array_text(file, content())
+        return Spool(formats.array_rows(file, text, _strict_decoder.raw_decode))
+    _refuse_other_formats(file, head)
+    if is_packed:
+        return Spool(formats.unpacked(file, _lines))
+    return JsonLines(file)
+
+
+HEAD_BYTES = 2**16
+"""Bytes at the beginning of a file that tell its format."""
+_BOM = b"\xef\xbb\xbf"
 
 
 def _array_text(file: Path, content: bytes) -> str:
@@ -242,25 +325,73 @@ def _existing_file(file: Path) -> Path:
     return file
 
 
-def _json_lines(file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
+_decoder = json.JSONDecoder()
+
+
+class JsonLines(Records):
+    """The lines of a file, each a JSON object."""
+
+    def __init__(self, file: Path):
+        self._path = file
+        super().__init__(os.open(file, os.O_RDONLY), self._decode_line)
+
+    def scan(self) -> Iterator[tuple[str, Row]]:
+        with open(os.dup(self._file), "rb") as opened:
+            for where, row, start, length in _placed_lines(self._path, opened):
+                self.add(start, length)
+                yield where, row
+
+    def _decode_line(self, line: bytes) -> Row:
+        try:
+            return _decoder.raw_decode(line.decode().lstrip())[0]
+        except ValueError as error:
+            raise InputError(
+                "the data file changed since the run read it",
+                where=str(self._path),
+                why=str(error),
+                fix="start the command again, and leave the file alone while it runs",
+            ) from error
+
+
+def _lines(file: Path, opened: IO[bytes]) -> Iterator[tuple[str, Row]]:
     """Yield ("file:line", row) of each line that is not blank."""
-    _refuse_other_formats(file, content)
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for where, row, _, _ in _placed_lines(file, opened):
+        yield where, row
+
+
+def _placed_lines(file: Path, opened: IO[bytes]) -> Iterator[tuple[str, Row, int, int]]:
+    """Yield ("file:line", row, first byte, bytes) of each line that is not blank."""
+    start = 0
+    for number in itertools.count(1):
+        line = opened.readline(MAX_ROW_BYTES + 2)
+        if not line:
+            return
+        length = len(line)
+        if number == 1 and line.startswith(_BOM):
+            line = line[len(_BOM) :]
+            start = len(_BOM)
+            length -= start
+        where = f"{file}:{number}"
+        is_last = not line.endswith(b"\n")
+        if is_last and len(line) > MAX_ROW_BYTES:
+            while rest := opened.readline(MAX_ROW_BYTES):
+                length += len(rest.rstrip(b"\n"))
+                if rest.endswith(b"\n"):
+                    break
+            raise InputError(
+                f"a row has {length:,} bytes",
+                where=where,
+                why=f"the limit is {MAX_ROW_BYTES:,}, because no model reads a longer text",
+                fix="are the line ends missing? write one row per line, and cut or drop longer "
+                "rows",
+            )
         if line.strip():
-            where = f"{file}:{number}"
-            yield where, _json_row(line, where, is_last=number == len(lines))
+            yield where, _json_row(line.removesuffix(b"\n"), where, is_last), start, length
+        start += length
 
 
 def _json_row(line: bytes, where: str, is_last: bool) -> Row:
     """Return the row of a line. Raises InputError if it is not a JSON object."""
-    if len(line) > MAX_ROW_BYTES:
-        raise InputError(
-            f"a row has {len(line):,} bytes",
-            where=where,
-            why=f"the limit is {MAX_ROW_BYTES:,}, because no model reads a longer text",
-            fix="are the line ends missing? write one row per line, and cut or drop longer rows",
-        )
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -271,12 +402,7 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
             fix="convert the file to UTF-8 (iconv)",
         ) from error
     try:
-        row = json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
+        row = _strict_decoder.decode(text)
         # Escapes such as \\ud800 are valid JSON, but half a character, which no tokenizer takes.
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(row, ensure_ascii=False).encode("utf-8")
@@ -325,7 +451,7 @@ _OTHER_FORMATS = {
 
 def _refuse_other_formats(file: Path, content: bytes) -> None:
     """Raise InputError if the content is not lines of JSON."""
-    start = content.removeprefix(b"\xef\xbb\xbf")
+    start = content.removeprefix(_BOM)
     for magic, (name, fix) in _OTHER_FORMATS.items():
         if content.startswith(magic) or start.lstrip().startswith(magic):
             raise InputError(f"the data file is {name}", where=str(file), fix=fix)
@@ -368,43 +494,9 @@ def _finite(text: str) -> float:
     return number
 
 
-_array_decoder = json.JSONDecoder(
+_strict_decoder = json.JSONDecoder(
     object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite
 )
-
-
-def _parquet_rows(file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
-    """Yield ("file, row number", row) of each row."""
-    try:
-        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [parquet])
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MachineError(
-            "reading Parquet needs pyarrow",
-            where=str(file),
-            why="pyarrow is not installed",
-            fix='pip install "tpu_rl[parquet]"',
-        ) from error
-    try:
-        rows = parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(
-            "a damaged Parquet file",
-            where=str(file),
-            why=str(error).splitlines()[0],
-            fix="copy or download it again",
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        where = f"{file}, row {number}"
-        for column, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InputError(
-                    f"`{column}` is {value}",
-                    where=where,
-                    why="it is not a finite number",
-                    fix="give a number, or drop the row",
-                )
-        yield where, row
 
 
 def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
@@ -507,19 +599,34 @@ def warnings(
         held_out: the held-out rows.
         max_duplicate_share: repeated prompts are reported above this share of the rows.
     """
-    prompts = [_text(row["prompt"]) for row in rows if row.get("prompt")]
-    num_duplicates = len(prompts) - len(set(prompts))
-    # Pairs and graded completions have several rows per prompt.
-    is_compared = any("chosen" in row or "label" in row for row in rows)
+    num_nul = 0
+    num_blank = 0
+    is_compared = False
+    # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
+    prompts = array("q")
+    inputs = array("q")
+    for row in rows:
+        text = _all_text(row)
+        num_nul += "\x00" in text
+        # Pairs and graded completions have several rows per prompt.
+        is_compared = is_compared or "chosen" in row or "label" in row
+        if row.get("prompt"):
+            text = _text(row["prompt"])
+            num_blank += not text.strip()
+            prompts.append(hash(text))
+        # As `_model_input`.
+        inputs.append(hash(text))
+    num_duplicates = len(prompts) - len(np.unique(np.array(prompts)))
     if is_compared or num_duplicates <= max_duplicate_share * len(rows):
         num_duplicates = 0
-    known_inputs = {_model_input(row) for row in rows}
+    held_out_inputs = [hash(_model_input(row)) for row in held_out]
+    num_known = int(np.isin(held_out_inputs, np.array(inputs)).sum())
     counts = (
-        (sum("\x00" in _all_text(row) for row in rows), "rows hold the character NUL"),
-        (sum(not prompt.strip() for prompt in prompts), "prompts are nothing but white space"),
+        (num_nul, "rows hold the character NUL"),
+        (num_blank, "prompts are nothing but white space"),
         (num_duplicates, "prompts repeat earlier ones"),
         (
-            sum(_model_input(row) in known_inputs for row in held_out),
+            num_known,
             f"of the {len(held_out)} held-out rows are among the training rows: "
             "the evaluation flatters",
         ),
@@ -534,8 +641,10 @@ def _model_input(row: Row) -> str:
 
 def _all_text(row: Row) -> str:
     """Return all that a model would read of a row."""
-    columns = sorted(TEXT_OR_MESSAGES | {"messages"})
-    return "".join(_text(row[column]) for column in columns if column in row)
+    return "".join([_text(row[column]) for column in _READ_COLUMNS if column in row])
+
+
+_READ_COLUMNS = sorted(TEXT_OR_MESSAGES | {"messages"})
 
 
 def _text(value: Any) -> str:

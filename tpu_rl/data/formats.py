@@ -13,13 +13,14 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered
 from tpu_rl.errors import InputError, MachineError
 
 Row = dict[str, Any]
-Numbered = Iterator[tuple[str, Row]]
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -163,10 +164,12 @@ def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
 # --- file formats ---
 
 
-def gunzip(file: Path, content: bytes) -> bytes:
-    """Return the content of a gzip file. Raises InputError if it is damaged."""
+@contextmanager
+def _opened_gzip(file: Path) -> Iterator[Any]:
+    """Open a gzip file in this context. Raises InputError if it is damaged."""
     try:
-        return gzip.decompress(content)
+        with gzip.open(file, "rb") as opened:
+            yield opened
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
             "the data file is gzip, but damaged",
@@ -174,6 +177,24 @@ def gunzip(file: Path, content: bytes) -> bytes:
             why=str(error),
             fix="copy or download it again",
         ) from error
+
+
+def gunzip(file: Path) -> bytes:
+    """Return the content of a gzip file. Raises InputError if it is damaged."""
+    with _opened_gzip(file) as opened:
+        return opened.read()
+
+
+def gunzip_head(file: Path, size: int) -> bytes:
+    """Return the first bytes of the content of a gzip file. Raises InputError if it is damaged."""
+    with _opened_gzip(file) as opened:
+        return opened.read(size)
+
+
+def unpacked(file: Path, read: Callable[[Path, IO[bytes]], Numbered]) -> Numbered:
+    """Yield the rows that `read` finds in a gzip file. Raises InputError if it is damaged."""
+    with _opened_gzip(file) as opened:
+        yield from read(file, opened)
 
 
 def csv_rows(file: Path, content: bytes) -> Numbered:
@@ -278,6 +299,40 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
         raise InputError("text follows the JSON array", where=str(file), fix="delete it")
 
 
+# --- tables ---
+
+
+def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
+    """Return the rows of a Parquet file, or of its content. They are in memory, as Arrow."""
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [parquet])
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MachineError(
+            "reading Parquet needs pyarrow",
+            where=str(file),
+            why="pyarrow is not installed",
+            fix='pip install "tpu_rl[parquet]"',
+        ) from error
+    try:
+        opened = str(file) if content is None else pyarrow.BufferReader(content)
+        # A mapped file is not also held as it lies on the disk.
+        table = parquet.ParquetFile(opened, memory_map=content is None).read()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(
+            "a damaged Parquet file",
+            where=str(file),
+            why=str(error).splitlines()[0],
+            fix="copy or download it again",
+        ) from error
+    return ArrowRows(table.to_batches(), f"{_escaped(file)}, row {{}}")
+
+
+def _escaped(name: Any) -> str:
+    """Return a name as a part of a format string."""
+    return str(name).replace("{", "{{").replace("}", "}}")
+
+
 # --- datasets ---
 
 
@@ -301,8 +356,8 @@ def choose_split(names: Sequence[str], split: str | None, where: str) -> str:
     )
 
 
-def saved_rows(folder: Path, split: str | None) -> Numbered:
-    """Yield the rows of a folder that `datasets.save_to_disk` wrote."""
+def saved_rows(folder: Path, split: str | None) -> ArrowRows:
+    """Return the rows of a folder that `datasets.save_to_disk` wrote, mapped into memory."""
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]  (the extra [datasets])
         from pyarrow import ipc  # pyright: ignore[reportMissingImports]
@@ -323,13 +378,11 @@ def saved_rows(folder: Path, split: str | None) -> Numbered:
         if directory == folder and split is not None:
             choose_split([name for name in [state.get("_split")] if name], split, str(folder))
         split = split or state.get("_split") or "train"
-        number = 0
-        for entry in state["_data_files"]:
-            with pyarrow.memory_map(str(directory / entry["filename"])) as source:
-                for batch in ipc.open_stream(source):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield f"{folder}, row {number} of split {split}", row
+        batches = [
+            batch
+            for entry in state["_data_files"]
+            for batch in ipc.open_stream(pyarrow.memory_map(str(directory / entry["filename"])))
+        ]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             "a damaged dataset folder",
@@ -337,10 +390,11 @@ def saved_rows(folder: Path, split: str | None) -> Numbered:
             why=(str(error).splitlines() or [type(error).__name__])[0],
             fix="write it again with save_to_disk",
         ) from error
+    return ArrowRows(batches, f"{_escaped(folder)}, row {{}} of split {_escaped(split)}")
 
 
-def hub_rows(name: str, config: str | None, split: str | None) -> Numbered:
-    """Yield the rows of a dataset of the Hugging Face hub, which `datasets` caches."""
+def hub_rows(name: str, config: str | None, split: str | None) -> Given:
+    """Return the rows of a dataset of the Hugging Face hub, which `datasets` caches."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]  (the extra [datasets])
     except ImportError as error:
@@ -361,5 +415,6 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Numbered:
             fix="correct the name; without a network, download it beforehand or give a file",
         ) from error
     split = choose_split([str(each) for each in splits], split, name)
-    for number, row in enumerate(splits[split], start=1):
-        yield f"{name}, row {number} of split {split}", dict(row)
+    where = f"{_escaped(name)}, row {{}} of split {_escaped(split)}"
+    rows: Any = splits[split]
+    return Given(rows, where, lambda row, where: None)

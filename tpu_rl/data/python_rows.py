@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tpu_rl.data.stored_rows import Given
 from tpu_rl.errors import InputError
 
 PYTHON = "python:"
@@ -45,12 +46,12 @@ def is_name(path: str) -> bool:
     return path.startswith(PYTHON)
 
 
-def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("row N of ARGUMENT", row) of each row.
+def source(path: str) -> Given:
+    """Return the rows under a name.
 
     Raises:
-        InputError: if there are no such rows in this process, or one is not a dict of values that
-            a JSON file could hold as well.
+        InputError: if there are no such rows in this process. A scan raises it if one is not a dict
+            of values that a JSON file could hold as well.
     """
     argument = path.removeprefix(PYTHON)
     if argument not in _ROWS:
@@ -60,10 +61,9 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             why="rows are not kept in the run folder",
             fix=f"tpu_rl.train(..., {argument}=...), or name a file that has them",
         )
-    for number, row in enumerate(_ROWS[argument], start=1):
-        where = f"row {number} of {argument}"
-        _check(row, where)
-        yield where, dict(row)
+    rows = _ROWS[argument]
+    numbered = rows if hasattr(rows, "__getitem__") else list(rows)
+    return Given(numbered, f"row {{}} of {argument}", _check)
 
 
 def _check(row: Any, where: str) -> None:

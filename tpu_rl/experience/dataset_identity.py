@@ -60,16 +60,24 @@ def make_stream(
         InputError: if the rows differ and that is not accepted, or differ between processes.
         DamagedDataError: if the digests cannot be read.
     """
+    current = Digests(*data.digests(rows))
     if processes.count() > 1:
-        agreement.require_equal({"the training rows": data.fingerprint(rows)})
+        agreement.require_equal({"the training rows": current.fingerprint})
     earlier_fingerprints = processes.from_first(
-        lambda: compare_or_write(rows, spec, run_dir, data_path, accept_change)
+        lambda: compare_or_write(rows, current, spec, run_dir, data_path, accept_change)
     )
-    return data.stream(rows, seed, batch_size, accepted=tuple(earlier_fingerprints))
+    return data.stream(
+        rows,
+        seed,
+        batch_size,
+        accepted=tuple(earlier_fingerprints),
+        source_fingerprint=current.fingerprint,
+    )
 
 
 def compare_or_write(
     rows: Sequence[Row],
+    current: Digests,
     spec: ExperienceSpec,
     run_dir: Path,
     data_path: str | None,
@@ -77,11 +85,11 @@ def compare_or_write(
 ) -> tuple[str, ...]:
     """Compare the rows with those of the run folder, or write their digests if it has none.
 
-    Returns the fingerprints of the rows that the run had before accepted changes.
+    `current` has the digests of the rows. Returns the fingerprints of the rows that the run had
+    before accepted changes.
     """
     name = "_".join([spec.kind.__name__, *spec.columns, *["judged"] * spec.graded]).lower()
     path = run_dir / "data" / f"{name}.npz"
-    current = Digests(data.fingerprint(rows), data.row_digests(rows))
     checkpoint = newest_checkpoint(run_dir)
     previous = read(path) if path.exists() and checkpoint >= 0 else None
     is_same = previous is not None and previous.fingerprint == current.fingerprint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def sampled_loss(
     action_mask = np.asarray(texts.action_mask)
     numbered = [{"text": number} for number in range(len(rows))]
 
-    def to_texts(some_rows: list[Row]) -> Demonstrations:
+    def to_texts(some_rows: Sequence[Row]) -> Demonstrations:
         numbers = [row["text"] for row in some_rows]
         arrays: dict[str, Any] = {
             "tokens": tokens[numbers],
@@ -61,7 +61,7 @@ def sampled_loss(
 
 
 def _loss(
-    log_probs: TextLogProbs, rows: list[Row], to_texts: Callable[[list[Row]], Demonstrations]
+    log_probs: TextLogProbs, rows: list[Row], to_texts: Callable[[Sequence[Row]], Demonstrations]
 ) -> Callable[[Params], Estimate]:
     def loss(params: Params) -> Estimate:
         texts = [text for of_row in log_probs(params, rows, to_texts) for text in of_row]

@@ -79,7 +79,7 @@ def ranking_accuracy(
 
 
 def graded_accuracy(
-    log_probs: TextLogProbs, train: Pairs, held_out: list[Row], to_pairs: ToPairs
+    log_probs: TextLogProbs, train: Pairs, held_out: Sequence[Row], to_pairs: ToPairs
 ) -> Callable[[Params], dict[str, float]]:
     """Return what computes how often a good held-out completion is ahead of a bad one.
 

@@ -95,7 +95,7 @@ def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
     )
 
 
-def count_draws(train: list[Row], trained: Trained) -> Counter[int]:
+def count_draws(train: Sequence[Row], trained: Trained) -> Counter[int]:
     """Return row -> how often it was trained on.
 
     The stream of rows is a function of the seed, so it is simply repeated.

@@ -22,7 +22,7 @@ from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Pairs, TrainState
 
-ToPairs = Callable[[list[Row]], Pairs]
+ToPairs = Callable[[Sequence[Row]], Pairs]
 """Rows of pairs -> their token ids, two completions per row."""
 
 
@@ -74,8 +74,8 @@ class GivenPairs:
     The column `row` numbers all given rows from 0, the training rows first.
     """
 
-    train: list[Row]
-    held_out: list[Row]
+    train: Sequence[Row]
+    held_out: Sequence[Row]
     dropped: list[tuple[Row, str]]
     """The other rows, each with the reason."""
     num_given: int
@@ -88,9 +88,9 @@ class GivenPairs:
         return sorted({reason for _, reason in self.dropped})
 
     @property
-    def usable(self) -> list[Row]:
+    def usable(self) -> Sequence[Row]:
         """The training rows, then the held-out rows."""
-        return [*self.train, *self.held_out]
+        return data.join(self.train, self.held_out)
 
 
 def usable_pairs(
@@ -104,14 +104,14 @@ def usable_pairs(
 
     No completion is cut to fit: what decides between two solutions often stands at their end.
     """
-    given = [*train, *held_out]
+    given = data.join(train, held_out)
     reasons = [_reason_to_drop(row, tokenizer, sampling, row_length) for row in given]
-    numbered = [row | {"row": index} for index, row in enumerate(given)]
-    usable = [row for row in numbered if not reasons[row["row"]]]
+    numbered = data.with_number(given, "row")
+    usable = np.array([index for index, reason in enumerate(reasons) if not reason], np.int64)
     return GivenPairs(
-        train=[row for row in usable if row["row"] < len(train)],
-        held_out=[row for row in usable if row["row"] >= len(train)],
-        dropped=[(row, reason) for row, reason in zip(numbered, reasons, strict=True) if reason],
+        train=numbered.take(usable[usable < len(train)]),
+        held_out=numbered.take(usable[usable >= len(train)]),
+        dropped=[(numbered[index], reason) for index, reason in enumerate(reasons) if reason],
         num_given=len(given),
         fingerprint=data.fingerprint(given),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -50,14 +51,14 @@ def path_of(run_dir: Path, stage_index: int) -> Path:
     return run_dir / f"reference_log_probs_{stage_index}.npz"
 
 
-def with_log_probs(to_pairs: ToPairs, rows: list[Row], log_probs: LogProbs) -> ToPairs:
+def with_log_probs(to_pairs: ToPairs, rows: Sequence[Row], log_probs: LogProbs) -> ToPairs:
     """Return `to_pairs` with the reference's log-probs filled in.
 
     `log_probs` has one entry for each of `rows`, which are all that will be asked for.
     """
     index_of = {row["row"]: index for index, row in enumerate(rows)}
 
-    def with_reference(some_rows: list[Row]):
+    def with_reference(some_rows: Sequence[Row]):
         pairs = to_pairs(some_rows)
         values = [value for row in some_rows for value in log_probs[index_of[row["row"]]]]
         reference = np.zeros(pairs.action_mask.shape, np.float32)
@@ -68,7 +69,7 @@ def with_log_probs(to_pairs: ToPairs, rows: list[Row], log_probs: LogProbs) -> T
 
 
 def read_or_compute(
-    cache: Cache, reference: Reference, rows: list[Row], to_pairs: ToPairs
+    cache: Cache, reference: Reference, rows: Sequence[Row], to_pairs: ToPairs
 ) -> LogProbs:
     """Return the log-probs of the rows' completions, and keep them in the run folder.
 

@@ -118,7 +118,7 @@ def pair_judge(
 
 
 def given_pairs(
-    train: list[Row], held_out: list[Row], tokenizer: Tokenizer, max_length: int
+    train: Sequence[Row], held_out: Sequence[Row], tokenizer: Tokenizer, max_length: int
 ) -> HeldOutPairs | None:
     """Return the data's held-out pairs.
 

@@ -57,7 +57,7 @@ def make_stream(
     Raises:
         InputError: if the data cannot be used, or changed since the run began.
     """
-    rows = usable_rows(
+    rows: Any = usable_rows(
         data_config,
         spec,
         tokenizer,
@@ -66,7 +66,7 @@ def make_stream(
         max_prompt_tokens=max_prompt_tokens,
         rows_in_checkpoints=rows_in_checkpoints,
     )
-    if not isinstance(rows, list):
+    if task_of(data_config) is not None:
         return data.stream(rows, seed, batch_size)
     return dataset_identity.make_stream(
         rows,
@@ -90,9 +90,9 @@ def usable_rows(
     rows_in_checkpoints: bool = False,
 ) -> Rows:
     """Return the training rows that `make_stream` streams. The arguments are those."""
-    rows = train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
-    if not isinstance(rows, list):
-        return rows
+    if task_of(data_config) is not None:
+        return train_rows(data_config, spec, seed=seed, num_held_out=num_held_out)
+    rows = file_rows(data_config, spec, num_held_out)[0]
     if spec.kind is not Demonstrations and "prompt" in rows[0]:
         rows = drop_misfits(rows, tokenizer, max_prompt_tokens)
     if rows_in_checkpoints:
@@ -103,7 +103,7 @@ def usable_rows(
 def train_rows(
     data_config: DataConfig, spec: ExperienceSpec, *, seed: int, num_held_out: int
 ) -> Rows:
-    """Return the training rows: a list of those of a file, or a task's endless rows."""
+    """Return the training rows: those of files, or a task's endless rows."""
     task = task_of(data_config)
     if task is None:
         return file_rows(data_config, spec, num_held_out)[0]
@@ -143,7 +143,9 @@ def _with_prompt(row: Row) -> Row:
     return row | {"prompt": messages[:last]}
 
 
-def drop_misfits(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Row]:
+def drop_misfits(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int
+) -> Sequence[Row]:
     """Return the rows whose prompts are short enough; print a warning if others are dropped."""
     fitting, message = prompts.drop_misfits(rows, tokenizer, max_prompt_tokens)
     if message:
@@ -176,7 +178,7 @@ def require_json(rows: Sequence[Row]) -> None:
 
 def file_rows(
     files: FileData, spec: ExperienceSpec, num_held_out: int
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """Return (training rows, held-out rows) of `files`.
 
     Without a second file, the last rows are held out: `num_held_out`, but a tenth of all at most.
@@ -236,7 +238,7 @@ def solution_rows(
 
 def read_rows(
     files: FileData, path: str, spec: ExperienceSpec, split: str | None = None
-) -> list[Row]:
+) -> data.StoredRows:
     """Return the rows of a file or dataset, with the instruction appended to their prompts.
 
     Of graded solutions these are the problems, one row each; see `solution_rows` for the solutions.
@@ -246,23 +248,34 @@ def read_rows(
     """
     read = functools.partial(data.read, path, split=split, config=files.config)
     if files.format == "gsm8k":
-        rows = [data.gsm8k(row) for row in read(("question", "answer"))]
+        rows = read(("question", "answer"), data.gsm8k).map(data.gsm8k)
     elif files.format == "gsm8k_solutions":
-        rows = [
-            data.gsm8k({"question": row["question"], "answer": row["ground_truth"]})
-            for row in read(("question", "ground_truth"))
-        ]
+        rows = read(("question", "ground_truth"), _graded_problem).map(_graded_problem)
     elif files.format == "code":
-        rows = read((*spec.columns, "tests"), lambda row: unit_tests.check_tests(row["tests"]))
-    elif spec.columns == ("messages",) and "messages" not in read(())[0]:
+        rows = read((*spec.columns, "tests"), _check_tests)
+    elif spec.columns == ("messages",) and not _has_messages(files, path, split):
         rows = read(("prompt", "completion"))
     else:
         rows = read(spec.columns)
-    if spec.kind is Rollout:
+    if spec.kind is Rollout and files.format in ("plain", "code"):
         # Rewards read columns, so each row must have all of them.
-        all_columns = dict.fromkeys(name for row in rows for name in row)
-        rows = [all_columns | row for row in rows]
-    return [_with_instruction(row, files.instruction) for row in rows]
+        all_columns = dict.fromkeys(rows.columns)
+        rows = rows.map(lambda row: all_columns | row)
+    if files.instruction:
+        rows = rows.map(functools.partial(_with_instruction, instruction=files.instruction))
+    return rows
+
+
+def _has_messages(files: FileData, path: str, split: str | None) -> bool:
+    return "messages" in data.first_row(path, split, files.config)
+
+
+def _graded_problem(row: Row) -> Row:
+    return data.gsm8k({"question": row["question"], "answer": row["ground_truth"]})
+
+
+def _check_tests(row: Row) -> None:
+    unit_tests.check_tests(row["tests"])
 
 
 def _with_instruction(row: Row, instruction: str) -> Row:

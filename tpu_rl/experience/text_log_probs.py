@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -20,10 +20,10 @@ from tpu_rl.types import Demonstrations, Experience, Pairs, Params, Role
 LogProbs = list[list[np.ndarray]]
 """For each row, for each of its completions, the log-prob of each learned token."""
 
-ToTexts = Callable[[list[Row]], Demonstrations | Pairs]
+ToTexts = Callable[[Sequence[Row]], Demonstrations | Pairs]
 """Rows -> their token ids. The group of a text is the index of its row."""
 
-TextLogProbs = Callable[[Params, list[Row], ToTexts], LogProbs]
+TextLogProbs = Callable[[Params, Sequence[Row], ToTexts], LogProbs]
 """(the whole params tree, rows, what encodes them) -> log-probs. All processes call it together."""
 
 
@@ -46,7 +46,7 @@ def text_log_probs(role: Role, batch: BatchConfig, mesh: Mesh, key_tiles: bool) 
         )
         return layout.unpack(packed)
 
-    def compute(params: Params, rows: list[Row], to_texts: ToTexts) -> LogProbs:
+    def compute(params: Params, rows: Sequence[Row], to_texts: ToTexts) -> LogProbs:
         size = batch.prompts
         log_probs: LogProbs = []
         for first in range(0, len(rows), size):

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import bisect
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tpu_rl.data import Row
+import numpy as np
+
+from tpu_rl.data import Row, take
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 
@@ -41,7 +44,7 @@ def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[int]
 
 def drop_misfits(
     rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int
-) -> tuple[list[Row], str]:
+) -> tuple[Sequence[Row], str]:
     """Return the rows whose prompts have 1 to `max_prompt_tokens` tokens, and a warning.
 
     The warning says how many rows were dropped; it is "" if none were. Call this before a run on
@@ -50,17 +53,55 @@ def drop_misfits(
     Raises:
         InputError: if no row is left.
     """
-    lengths = [len(tokenizer.encode_prompt(row["prompt"], row.get("tools"))) for row in rows]
-    fitting = [
-        row for row, length in zip(rows, lengths, strict=True) if 0 < length <= max_prompt_tokens
-    ]
+    limit = _sure_characters(rows, tokenizer, max_prompt_tokens)
+    fitting = array("q")
+    longest = 0
+    for index, row in enumerate(rows):
+        prompt = row["prompt"]
+        if 0 < len(prompt) <= limit and _is_plain(row):
+            fitting.append(index)
+            continue
+        length = len(tokenizer.encode_prompt(prompt, row.get("tools")))
+        longest = max(longest, length)
+        if 0 < length <= max_prompt_tokens:
+            fitting.append(index)
     message = (
         f"{len(rows) - len(fitting)} of {len(rows)} prompts dropped: they must have 1 to "
-        f"{max_prompt_tokens} tokens, and the longest has {max(lengths, default=0)}"
+        f"{max_prompt_tokens} tokens, and the longest has {longest}"
     )
     if not fitting:
         raise InputError(f"0 of {len(rows)} prompts left", why=message, fix=RAISE_OR_SHORTEN)
-    return fitting, message if len(fitting) < len(rows) else ""
+    if len(fitting) == len(rows):
+        return rows, ""
+    return take(rows, np.array(fitting)), message
+
+
+MIN_UNSURE_ROWS = 10_000
+"""Fewer rows are all encoded."""
+
+
+def _sure_characters(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> int:
+    """Return how many characters of ASCII a prompt may have that need not be encoded.
+
+    To encode a million prompts takes minutes. An ASCII character becomes at most one token, and a
+    chat template adds the same to each prompt. Some of the rows are encoded to see that it is so.
+    If not, or if there are few rows, the result is 0.
+    """
+    if len(rows) < MIN_UNSURE_ROWS:
+        return 0
+    margin = 16
+    added = len(tokenizer.encode_prompt("a")) + margin
+    for index in range(0, len(rows), len(rows) // 100):
+        row = rows[index]
+        prompt = row["prompt"]
+        if _is_plain(row) and len(tokenizer.encode_prompt(prompt)) > len(prompt) + added:
+            return 0
+    return max_prompt_tokens - added
+
+
+def _is_plain(row: Row) -> bool:
+    prompt = row["prompt"]
+    return isinstance(prompt, str) and prompt.isascii() and not row.get("tools")
 
 
 def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,110 @@
+"""Rows stay in files, and come back as they were read."""
+
+import gzip
+import json
+import os
+
+import numpy as np
+import pytest
+
+from tpu_rl import data, tokenizers
+from tpu_rl.data import files
+from tpu_rl.errors import InputError
+from tpu_rl.rollout import prompts
+
+ROWS = [{"prompt": f"é{number}", "answer": number} for number in range(5)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+
+def write(path, text=LINES):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def keep(monkeypatch):
+    """Small data are remembered as large ones are."""
+    monkeypatch.setattr(files, "MIN_KEPT_ROWS", 1)
+    yield
+    files.forget()
+
+
+@pytest.mark.parametrize(
+    "content", [LINES, "\ufeff" + LINES, "\n\n  " + LINES.replace("\n", "\r\n\n \n"), LINES[:-1]]
+)
+def test_lines_are_found_again(tmp_path, content):
+    rows = data.read(write(tmp_path / "a.jsonl", content))
+    assert isinstance(rows, data.StoredRows)
+    assert rows == ROWS
+    assert [rows[index] for index in (3, 0, -1)] == [ROWS[3], ROWS[0], ROWS[4]]
+    assert rows[1:4][1:] == ROWS[2:4]
+    assert rows.take(np.array([4, 1])) == [ROWS[4], ROWS[1]]
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_rows_of_several_files_are_one_sequence(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist(ROWS)
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    write(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    rows = data.read(f"{tmp_path}/a.parquet,{tmp_path}/b.jsonl,{tmp_path}/c.jsonl.gz")
+    assert rows == ROWS * 3
+    assert [rows[index] for index in (12, 1, 7, 2)] == [ROWS[2], ROWS[1], ROWS[2], ROWS[2]]
+    row = rows[2]
+    row["prompt"] = "changed"
+    assert rows[2] == ROWS[2]
+
+
+def test_columns_are_those_of_all_rows(tmp_path):
+    rows = data.read(write(tmp_path / "a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "x": 1}\n'))
+    assert rows.columns == ("prompt", "x")
+
+
+def test_joined_and_numbered_rows():
+    rows = data.with_number(data.join(ROWS[:2], ROWS[2:2], ROWS[2:]), "row")
+    assert rows == [row | {"row": number} for number, row in enumerate(ROWS)]
+    assert data.take(rows, np.array([3]))[0]["row"] == 3
+    assert data.take(ROWS, np.array([3])) == ROWS[3:4]
+
+
+def test_a_file_that_is_written_over_is_said(tmp_path):
+    file = write(tmp_path / "a.jsonl")
+    rows = data.read(file)
+    with file.open("r+b") as opened:
+        opened.write(b"#####")
+    with pytest.raises(InputError, match="changed since the run read it") as error:
+        rows[0]
+    assert str(file) in error.value.where
+    # A file that is replaced is still read.
+    rows = data.read(write(tmp_path / "b.jsonl"))
+    os.replace(file, tmp_path / "b.jsonl")
+    assert rows == ROWS
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path, keep):
+    file = write(tmp_path / "a.jsonl")
+    assert data.read(file) is data.read(file)
+    assert data.read(file) is not data.read(file, ("answer",))
+    write(tmp_path / "a.jsonl", LINES + '{"prompt": "new"}')
+    assert len(data.read(file)) == 6
+
+
+def test_short_prompts_of_large_data_need_not_be_encoded(monkeypatch):
+    tokenizer = tokenizers.characters("abcdefghijklmnopqrstuvwxyz ")
+    rows = [{"prompt": "a" * length} for length in (1, 20, 100, 101)] * 25
+    expected = prompts.drop_misfits(rows, tokenizer, 100)
+    encoded = []
+
+    def count(self, prompt, tools=None):
+        encoded.append(prompt)
+        return [*self.prefix_ids, *self.encode(prompt)]
+
+    monkeypatch.setattr(tokenizers.Tokenizer, "encode_prompt", count)
+    monkeypatch.setattr(prompts, "MIN_UNSURE_ROWS", 10)
+    # All rows are tried, because there are few; then the long ones are encoded.
+    assert prompts.drop_misfits(rows, tokenizer, 100) == expected
+    assert len(encoded) == 1 + len(rows) + 50
+    assert "25 of 100 prompts dropped" in expected[1]

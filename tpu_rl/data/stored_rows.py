@@ -1,0 +1,260 @@
+"""Rows that stay in files and in tables of Arrow, and are decoded when asked for.
+
+A source is read once from its beginning to its end, by `scan`, which says where each row is and may
+refuse it. From then on the source gives any row by number. It holds no row as a Python object.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import tempfile
+import weakref
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from tpu_rl.errors import InputError
+
+Row = dict[str, Any]
+Numbered = Iterator[tuple[str, Row]]
+"""("where the row is", row) of each row."""
+
+CHUNK = 1024
+"""Rows that are decoded at once where rows are read one after the other."""
+
+
+class Source(Protocol):
+    """Rows by number, once `scan` has come to its end."""
+
+    def scan(self) -> Numbered: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+# --- sources ---
+
+
+class Records:
+    """Rows that are stretches of a file."""
+
+    def __init__(self, file: int, decode: Callable[[bytes], Row]):
+        """Own the file descriptor."""
+        self._file = file
+        self._decode = decode
+        self._starts = array("q")
+        self._lengths = array("q")
+        weakref.finalize(self, os.close, file)
+
+    def add(self, start: int, length: int) -> None:
+        """Say where the next row is."""
+        self._starts.append(start)
+        self._lengths.append(length)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._decode(os.pread(self._file, self._lengths[index], self._starts[index]))
+
+
+class Spool(Records):
+    """Rows that are written to a temporary file as they are scanned. Nobody else sees the file."""
+
+    def __init__(self, rows: Numbered):
+        self._rows = rows
+        with tempfile.TemporaryFile() as file:
+            super().__init__(os.dup(file.fileno()), pickle.loads)
+
+    def scan(self) -> Numbered:
+        with open(os.dup(self._file), "wb") as file:
+            start = 0
+            for where, row in self._rows:
+                content = pickle.dumps(row)
+                self.add(start, file.write(content))
+                start += len(content)
+                yield where, row
+
+
+class Given:
+    """Rows of a sequence of a program or a library, which decodes them."""
+
+    def __init__(self, rows: Sequence[Any], where: str, check: Callable[[Any, str], None]):
+        """Name the rows by `where`, which has a place for the number, and refuse some by `check`.
+
+        `check` gets a row and where it is.
+        """
+        self._rows = rows
+        self._where = where
+        self._check = check
+
+    def scan(self) -> Numbered:
+        for number, row in enumerate(self._rows, start=1):
+            where = self._where.format(number)
+            self._check(row, where)
+            yield where, dict(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return dict(self._rows[index])
+
+
+class ArrowRows:
+    """Rows of batches of Arrow, in memory or mapped into it."""
+
+    def __init__(self, batches: Sequence[Any], where: str):
+        """Name the rows by `where`, which has a place for the number."""
+        self._batches = [batch for batch in batches if batch.num_rows]
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
+        self._where = where
+        self._chunk: tuple[int, list[Row]] = (0, [])
+
+    def scan(self) -> Numbered:
+        for index in range(len(self)):
+            where = self._where.format(index + 1)
+            row = self[index]
+            for column, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise InputError(
+                        f"`{column}` is {value}",
+                        where=where,
+                        why="it is not a finite number",
+                        fix="give a number, or drop the row",
+                    )
+            yield where, row
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        first, rows = self._chunk
+        if first <= index < first + len(rows):
+            return dict(rows[index - first])
+        # Rows that are read one after the other are decoded together.
+        count = CHUNK if index in (0, first + len(rows)) else 1
+        number = bisect_right(self._ends, index)
+        batch = self._batches[number]
+        offset = index - (self._ends[number] - batch.num_rows)
+        rows = batch.slice(offset, count).to_pylist()
+        self._chunk = (index, rows)
+        return dict(rows[0])
+
+
+class Joined:
+    """The rows of several sequences, one after the other."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        return part[index - self._ends[number] + len(part)]
+
+
+class WithNumber:
+    """Rows with a further column: their number, from 0."""
+
+    def __init__(self, rows: Any, column: str):
+        self._rows = rows
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index] | {self._column: int(index)}
+
+
+# --- what others see ---
+
+
+class StoredRows(Sequence[Row]):
+    """Rows of a source, or some of them, each changed by functions when it is asked for."""
+
+    def __init__(
+        self,
+        source: Any,
+        indices: range | np.ndarray | None = None,
+        functions: tuple[Callable[[Row], Row], ...] = (),
+        columns: tuple[str, ...] = (),
+    ):
+        self._source = source
+        self._indices = range(len(source)) if indices is None else indices
+        self._functions = functions
+        self.columns = columns
+        """The columns that any row has, as they were read."""
+
+    def map(self, function: Callable[[Row], Row]) -> StoredRows:
+        """Return the rows as the function changes them, each time that they are asked for."""
+        functions = (*self._functions, function)
+        return StoredRows(self._source, self._indices, functions, self.columns)
+
+    def take(self, indices: np.ndarray) -> StoredRows:
+        """Return the rows with these numbers, from 0."""
+        chosen = np.asarray(self._indices)[indices]
+        return StoredRows(self._source, chosen, self._functions, self.columns)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> StoredRows: ...
+
+    def __getitem__(self, index: int | slice) -> Row | StoredRows:
+        if isinstance(index, slice):
+            return StoredRows(self._source, self._indices[index], self._functions, self.columns)
+        row = self._source[int(self._indices[index])]
+        for function in self._functions:
+            row = function(row)
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        source = self._source
+        functions = self._functions
+        for start in range(0, len(self._indices), CHUNK):
+            for index in np.asarray(self._indices[start : start + CHUNK]).tolist():
+                row = source[index]
+                for function in functions:
+                    row = function(row)
+                yield row
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return False
+        return all(row == other_row for row, other_row in zip(self, other, strict=True))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  (equality is that of the rows)
+
+
+def take(rows: Sequence[Row], indices: np.ndarray) -> Sequence[Row]:
+    """Return the rows with these numbers, from 0."""
+    if isinstance(rows, StoredRows):
+        return rows.take(indices)
+    return [rows[index] for index in indices]
+
+
+def join(*parts: Sequence[Row]) -> StoredRows:
+    """Return the rows of all parts, one after the other."""
+    return StoredRows(Joined(parts))
+
+
+def with_number(rows: Sequence[Row], column: str) -> StoredRows:
+    """Return the rows with a further column, the number of the row from 0."""
+    return StoredRows(WithNumber(rows, column))
