@@ -7,131 +7,16 @@ import re
 import numpy as np
 import pytest
 
+from tests.fixtures.run_folders import (
+    CONFIG,
+    make_run,
+    sample,
+    with_tokens,
+    write_lines,
+)
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.report import completion_pages, run_data
-
-CONFIG = """kind: ExperimentConfig
-algorithm:
-  kind: GRPOConfig
-  clip_low: 0.2
-model:
-  path: models/tiny-arithmetic
-batch:
-  prompts: 32
-  completions: 8
-steps: {steps}
-seed: 0
-"""
-
-
-def accuracy_row(accuracy: float) -> dict:
-    half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 500)
-    return {
-        "eval/accuracy": accuracy,
-        "eval/accuracy_low": accuracy - half,
-        "eval/accuracy_high": accuracy + half,
-    }
-
-
-def grpo_row(step: int, steps: int, noise: np.random.Generator) -> dict:
-    skill = 1 / (1 + math.exp(-6 * (step / steps - 0.45)))
-    mean = 0.32 + 0.5 * skill + noise.normal(0, 0.02)
-    row = {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(max(mean * (1 - mean), 0.01)),
-        "reward/correct/mean": mean - 0.05,
-        "reward/format/mean": 0.97 + noise.normal(0, 0.005),
-        "reward/zero_std_groups": 0.2 + 0.4 * skill,
-        "reward/errors": float(step == 3),
-        "rollout/length_mean": 12 + 14 * skill + noise.normal(0, 0.4),
-        "rollout/length_max": 30 + 20 * skill + noise.integers(0, 8),
-        "rollout/truncated": 0.02 * (1 - skill),
-        "rollout/tokens": 256 * (12 + 14 * skill),
-        "policy/entropy": 0.9 - 0.5 * skill + noise.normal(0, 0.01),
-        "policy/kl_reference": 0.08 * skill + noise.normal(0, 0.001) ** 2,
-        "policy/ratio_min": 0.7 - noise.random() * 0.1,
-        "policy/ratio_max": 1.3 + noise.random() * 0.2,
-        "policy/clip_low": 0.01 + 0.01 * noise.random(),
-        "policy/clip_high": 0.014 + 0.01 * noise.random(),
-        "policy/log_prob_gap_mean": 2e-7 * (1 + noise.random()),
-        "policy/log_prob_gap_max": 4e-6 * (1 + noise.random()),
-        "policy/kl_old": 1e-4 * noise.random(),
-        "optim/loss": noise.normal(0, 1e-3),
-        "optim/grad_norm": 0.4 + 0.2 * noise.random(),
-        "optim/learning_rate": 1e-4 * min(1, step / 10),
-        "optim/skipped": 0.0,
-        "time/rollout": 0.9 + 0.5 * skill + 4.0 * (step == 1),
-        "time/reward": 0.05,
-        "time/update": 0.6 + 0.2 * skill + 6.0 * (step == 1),
-        "perf/rollout_tokens_per_second": 4200 + noise.normal(0, 100),
-        "perf/train_tokens_per_second": 9100 + noise.normal(0, 200),
-        "perf/peak_memory": 1.1e9,
-    }
-    row["time/step"] = row["time/rollout"] + row["time/reward"] + row["time/update"] + 0.08
-    return row
-
-
-def sample(step: int, number: int, steps: int) -> dict:
-    a, b, c = 17 + number, 23 + 3 * number, 5 + number
-    right = number % 10 < 3 + 6 * step / steps
-    answer = a + b - c + (0 if right else 10)
-    written = f"{a} + {b} = {a + b}\n{a + b} - {c} = {answer}\n" if step > steps / 2 else ""
-    parts = {"correct": float(right), "format": 0.1}
-    return {
-        "step": step,
-        "prompt": f"{a} + {b} - {c} = ?",
-        "completion": f"{written}answer: {answer}",
-        "reward": sum(parts.values()),
-        "parts": parts,
-    }
-
-
-def write_lines(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def make_run(folder, steps: int = 12, finished: bool = True):
-    """Write a run folder like that of GRPO on arithmetic."""
-    folder.mkdir(parents=True)
-    noise = np.random.default_rng(0)
-    before = accuracy_row(0.342)
-    after = accuracy_row(0.812)
-    rows = [{"step": 0, "time": 1.7e9, **before}]
-    for step in range(1, steps + 1):
-        row = {"step": step, "time": 1.7e9 + 2.2 * step, **grpo_row(step, steps, noise)}
-        if step % max(1, steps // 10) == 0:
-            row |= (
-                after if step == steps else accuracy_row(row["reward/mean"] + noise.normal(0, 0.01))
-            )
-        rows.append(row)
-    rows[0]["eval/greedy_accuracy"] = 0.4
-    rows[-1]["eval/greedy_accuracy"] = 0.85
-    write_lines(folder / "metrics.jsonl", rows)
-    write_lines(
-        folder / "samples.jsonl",
-        [sample(step, i, steps) for step in range(1, steps + 1) for i in range(24)],
-    )
-    (folder / "config.yaml").write_text(CONFIG.format(steps=steps))
-    if finished:
-        keys = {
-            "accuracy": "eval/accuracy",
-            "low": "eval/accuracy_low",
-            "high": "eval/accuracy_high",
-        }
-        evaluations = {
-            when: {key: row[name] for key, name in keys.items()} | {"n": 500}
-            for when, row in (("before", before), ("after", after))
-        }
-        summary = {
-            "steps": steps,
-            "seconds": 243.7,
-            "device": "2 CPU cores",
-            "params_digest": "9f2c" * 16,
-            "eval": evaluations,
-        }
-        (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
 
 
 def make_supervised_run(folder, steps: int = 12):
@@ -411,19 +296,6 @@ def test_reward_on_held_out_problems_is_drawn(tmp_path):
     text = page(folder)
     assert "Reward on held-out problems" in titles(text)
     assert "step 12 · 0.7 (0.6 to 0.8)" in text
-
-
-def with_tokens(sample: dict, texts: list[str]) -> dict:
-    numbers = [0.1 * index for index in range(len(texts))]
-    tokens = {
-        "id": list(range(len(texts))),
-        "text": texts,
-        "log_prob": [-number for number in numbers],
-        "advantage": -0.8,
-        "entropy": numbers,
-        "gap": [None, *(1e-3 for _ in numbers[1:])],
-    }
-    return sample | {"row": 5, "rendered": "<|user|>" + sample["prompt"], "tokens": tokens}
 
 
 def page_of(text: str, name: str) -> str:

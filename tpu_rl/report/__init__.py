@@ -120,8 +120,9 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
 
 
 def _page(title: str, body: str, refresh_seconds: int | None = None) -> str:
-    refresh = html_page.REFRESH.format(seconds=refresh_seconds) if refresh_seconds else ""
+    refresh = html_page.refresh(refresh_seconds) if refresh_seconds else ""
     return html_page.PAGE.format(
+        policy=html_page.policy(refresh_seconds),
         title=html.escape(title),
         style=html_page.STYLE + completion_pages.style(),
         body=body,
@@ -170,7 +171,7 @@ def _headline(run: Run, refresh_seconds: int | None) -> str:
         moment = datetime.fromtimestamp(last["time"], UTC)
         text = (
             f"This run is not finished: step {last['step']} ended on {moment:%Y-%m-%d at %H:%M}"
-            f" UTC. This page reloads itself every {refresh_seconds} seconds."
+            f" UTC. These charts reload themselves every {refresh_seconds} seconds."
         )
         note = f'<p class="note">{text}</p>'
     elif not run.summary:

@@ -82,7 +82,7 @@ MEASURES = (
         "gap",
         "sampler-trainer gap",
         "g",
-        "200 60 80",
+        "40 130 200",
         (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0),
         "Stronger: trainer and sampler differ more. Log-probs differ by 1e-5 to 1 nats.",
     ),

@@ -1,11 +1,14 @@
 """The frame of report.html, its style sheet and its elements.
 
 The page has one column of figures on a phone and two elsewhere, and is dark where the reader's
-system is. It has no script, and its policy forbids any: models and users wrote the texts on it.
+system is. It has no script, and its policy forbids any: models and users wrote the texts on it. The
+page of a run that is on has one, which reloads it, and its policy forbids all others.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +19,7 @@ SHOWN_CHARACTERS = 900
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 {refresh}<title>{title}</title><style>{style}</style></head>
 <body><main>
 {body}
@@ -24,7 +27,10 @@ PAGE = """<!doctype html>
 </main></body></html>
 """
 
-REFRESH = '<meta http-equiv="refresh" content="{seconds}">\n'
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+RELOAD = "setInterval(() => document.querySelector('.page:target') || location.reload(), {})"
+"""The only script, of the page of a run that is on. Without it, a reload would end the reading of a
+completion."""
 
 STYLE = """
 :root {
@@ -143,6 +149,22 @@ footer { margin-top: 48px; color: var(--pale); font-size: 12.5px; }
 }
 @media print { section { break-inside: avoid-page; } }
 """
+
+
+def refresh(seconds: int) -> str:
+    """Return what makes a page reload itself, except while it shows a step or a completion."""
+    return (
+        f"<script>{RELOAD.format(1000 * seconds)}</script>"
+        f'<noscript><meta http-equiv="refresh" content="{seconds}"></noscript>\n'
+    )
+
+
+def policy(refresh_seconds: int | None) -> str:
+    """Return the security policy of a page: no script, but the one that reloads it."""
+    if not refresh_seconds:
+        return POLICY
+    digest = hashlib.sha256(RELOAD.format(1000 * refresh_seconds).encode()).digest()
+    return f"{POLICY}; script-src 'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def section(title: str, figures: Sequence[str]) -> str:
