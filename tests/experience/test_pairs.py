@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import run
+from launch import evaluate, run
 from tests.fixtures.runs import TINY_PAIRS, digest, rows_of
 from tpu_rl import data
 from tpu_rl.errors import InputError
@@ -60,6 +60,14 @@ def test_resume_equals_an_uninterrupted_run(file, tmp_path, capsys):
     assert rows[0]["eval/n"] == 4
     assert rows[0]["eval/length_only_accuracy"] == 1
     assert rows[4]["preference/loss"] < rows[1]["preference/loss"]
+
+    capsys.readouterr()
+    assert evaluate.main([str(whole)]) == 0
+    after = json.loads((whole / "summary.json").read_text())["eval"]["after"]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "policy" in line]
+    limits = f"{100 * after['low']:.1f} to {100 * after['high']:.1f}"
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert cells == ["policy", f"{100 * after['accuracy']:.1f} %", limits, "4"]
 
     file.write_text(file.read_text().replace("#3", "#4", 1))
     assert run.main(command(whole, 5)) == 2
