@@ -5,7 +5,8 @@
 pairs.jsonl has the prompts of train.jsonl with two answers each: the chosen one is JSON alone, and
 the rejected one has the same facts in a Markdown block.
 
-train.jsonl and held_out.jsonl share no name. The files come with the repository; run this again after you change it.
+train.jsonl and held_out.jsonl share no name. The files come with the repository; run this again
+after you change it.
 """
 
 from __future__ import annotations
