@@ -1,0 +1,33 @@
+"""The commands of recipes/README.md parse, and the files that they name exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launch import config
+from recipes.arithmetic import make_rows
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+COMMANDS = re.findall(r"^python launch/run\.py (.*)$", TEXT, re.MULTILINE)
+WRITTEN = {
+    f"{name}_{part}.jsonl" for name in make_rows.OPERATIONS for part in ("train", "held_out")
+}
+"""Files that a command of the page writes."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse_and_their_files_exist(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parsed = config.parse(shlex.split(command))
+    paths = [parsed.data.path, parsed.data.evaluation_path, *parsed.reward_names]
+    files = [Path(path.rpartition(":")[0] or path) for path in paths if path]
+    assert files
+    assert [file for file in files if not file.is_file() and file.name not in WRITTEN] == []
+
+
+def test_every_recipe_has_a_command():
+    folders = [path.parent.name for path in ROOT.glob("recipes/*/reward.py")]
+    assert [name for name in folders if f"recipes/{name}/" not in " ".join(COMMANDS)] == []
