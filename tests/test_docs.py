@@ -42,6 +42,7 @@ OTHER_FLAGS = {
     "flips",
     "gpus-per-node",
     "help-all",
+    "letters",
     "gpus-per-task",
     "gsm8k",
     "guide",
