@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from launch import config, dry_run, roles, run
@@ -50,6 +51,25 @@ def test_two_steps_then_four_equal_four(whole, tmp_path, capsys):
 
     assert run.main([*TINY, "--run-dir", str(whole), "--steps", "4"]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_the_numbers_of_tokens_are_those_of_the_metrics(whole):
+    """All completions of the small batch are kept, so their numbers give the step's metrics."""
+    lines = (whole / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    for row in rows_of(whole)[1:]:
+        of_step = [sample for sample in samples if sample["step"] == row["step"]]
+        assert len(of_step) == 16
+        tokens = [sample["tokens"] for sample in of_step]
+        gaps = [abs(gap) for record in tokens for gap in record["gap"]]
+        assert max(gaps) == pytest.approx(row["policy/log_prob_gap_max"], rel=0.06)
+        entropies = [entropy for record in tokens for entropy in record["entropy"]]
+        assert np.mean(entropies) == pytest.approx(row["policy/entropy"], abs=1e-3)
+        assert len(entropies) == row["rollout/tokens"]
+        for sample, record in zip(of_step, tokens, strict=True):
+            assert "".join(record["text"]).removesuffix("<eos>") == sample["completion"]
+            group = [s["reward"] for s in of_step if s["prompt"] == sample["prompt"]]
+            assert np.sign(record["advantage"]) == np.sign(sample["reward"] - np.mean(group))
 
 
 def test_the_first_update_is_on_policy(whole):

@@ -165,6 +165,8 @@ def test_a_run_that_was_stopped_has_a_page_and_is_not_finished(
     assert "done:" in printed.out
     assert "warning: report.html was not written: ZeroDivisionError" in printed.err
     assert digest(run_dir) == digest(whole)
+    samples = [(folder / "samples.jsonl").read_bytes() for folder in (run_dir, whole)]
+    assert samples[0] == samples[1]
     assert run.is_finished(parsed, run_dir)
     assert "There is no report" in (run_dir / "report.html").read_text()
     assert command.main([str(run_dir)]) == 0
