@@ -32,7 +32,7 @@ from tpu_rl.rewards import named, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.runtime import compilation_cache, processes
 from tpu_rl.runtime.host import claim_devices, warn_of_unused_accelerators
-from tpu_rl.types import Model, QExamples, Rollout
+from tpu_rl.types import Model, QExamples
 
 
 def prepare(config: ExperimentConfig) -> None:
@@ -322,7 +322,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
         rewards.at_step(config.reward_terms, step)
     untrained = untrained_rewards(config)
     with open_rewards(config, untrained) as functions:
-        if rows and any(stage.algorithm.experience.kind is Rollout for stage in config.stages):
+        if rows and any(stage.algorithm.experience.source in REWARDED for stage in config.stages):
             # Scoring no completions checks the columns only.
             columns = {column: [] for column in rows[0] if column != "prompt"}
             of_rollout = {column: [] for column in rewards.ROLLOUT_COLUMNS}

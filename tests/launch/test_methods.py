@@ -246,3 +246,11 @@ def test_an_unknown_method_names_the_nearest():
     with pytest.raises(InputError, match="unknown preset 'grp'") as error:
         config.preset("grp")
     assert "grpo" in error.value.fix
+
+
+def test_a_column_that_the_reward_needs_is_missed_before_the_run(checkpoint, tmp_path, capsys):
+    given = command("rft", checkpoint, tmp_path)
+    (tmp_path / "my_reward.py").write_text("def score(completions, truth):\n    return [0.0]\n")
+    assert run.main(given) == 2
+    assert "needs a column 'truth'" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
