@@ -43,6 +43,7 @@ MEASURED = {
         "REINFORCE++, ReMax, A*-PO, and reward models per step and per sentence",
     ),
     "reward_model": ("reward_models", "Ranking held-out pairs"),
+    "rft": ("learning", "Rejection-sampling fine-tuning and expert iteration"),
     "sentence_reward": ("reward_models", "Ranking held-out pairs"),
     "sft": ("learning", "The shipped model"),
     "value_pretraining": ("learning", "PPO with a critic, VC-PPO, VAPO"),
