@@ -3,9 +3,9 @@
     accepted(x) = completions y of x with r(x, y) >= min_reward, or the best of x
     loss        = -sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / accepted tokens of the step
 
-Duplicates among a prompt's completions count once. The loss is that of `sft`. If the policy samples,
-rewards are 0 and 1, and there are no duplicates, its gradient is that of REINFORCE without a
-baseline, divided by the number of accepted tokens.
+Duplicates among a prompt's completions count once. The loss is that of `sft`. If the policy
+samples, rewards are 0 and 1, and there are no duplicates, its gradient is that of REINFORCE without
+a baseline, divided by the number of accepted tokens.
 
     RFT                 sampled_by "reference": the first model samples     arXiv 2308.01825
     expert iteration    sampled_by "reference" and round_steps: a round     arXiv 1705.08439
