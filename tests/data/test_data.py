@@ -376,3 +376,73 @@ def test_steps_are_labeled_at_their_last_tokens(letters):
     assert letters.decode(examples.tokens[1].tolist()) == "abcdefg"
     assert examples.returns.sum() == 1 + 2 + 1
     assert len(set(examples.group_id.tolist())) == 3
+
+
+def test_messages_and_rows_have_weights(letters):
+    def say(role, content, **more):
+        return {"role": role, "content": content, **more}
+
+    chat = [
+        say("user", "hi"),
+        say("assistant", "a", weight=0.5),
+        say("user", "b"),
+        say("assistant", "no", weight=0),
+        say("user", "c"),
+        say("assistant", "d"),
+    ]
+    rows = [
+        {"messages": chat},
+        {"messages": chat, "weight": 0.5},
+        {"prompt": "1+1=", "completion": "2", "weight": 3},
+        {"prompt": "1+1=", "completion": "2", "weight": 0},
+        {"prompt": "1+1=", "completion": chat[1:2]},
+    ]
+    plain = [
+        {"messages": [{key: turn[key] for key in ("role", "content")} for turn in chat]},
+        rows[2] | {"weight": None},
+    ]
+    batch = data.demonstrations(rows, letters, max_length=96)
+    without = data.demonstrations(plain, letters, max_length=96)
+    assert learned(batch, letters, 0) == "a<eos>d<eos>"
+    assert learned(without, letters, 0) == "a<eos>no<eos>d<eos>"
+    # Weights change neither the text nor what it is made of.
+    np.testing.assert_array_equal(batch.tokens[0], without.tokens[0])
+    np.testing.assert_array_equal(without.weights, without.action_mask)
+    expected = [[0.5, 0.5, 1, 1], [0.25, 0.25, 0.5, 0.5], [3, 3], [], [0.5, 0.5]]
+    for i, weights in enumerate(expected):
+        assert batch.weights[i][batch.action_mask[i]].tolist() == weights
+        assert batch.weights[i].sum() == sum(weights)
+    # The same where a template marks what is learned.
+    marks = (
+        "{% for m in messages %}<bos>{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<eos>{% endgeneration %}{% else %}{{ m.content }}<eos>{% endif %}\n"
+        "{% endfor %}{% if add_generation_prompt %}<bos>assistant:{% endif %}"
+    )
+    marked = tokenizers.characters("abcdefghijklmnopqrstuvwxyz:# \n", chat_template=marks)
+    batch = data.demonstrations(rows[:1], marked, max_length=96)
+    assert learned(batch, marked, 0) == "a<eos>d<eos>"
+    assert batch.weights[0][batch.action_mask[0]].tolist() == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [1, {"weight": -1}]}, "not negative, not -1"),
+        ({"messages": [1, {"weight": "1"}]}, 'not negative, not "1"'),
+        ({"messages": [1, {"weight": True}]}, "not negative, not true"),
+        ({"messages": [1, {"weight": 0}]}, "nothing is learned"),
+        ({"messages": [1, {}], "weight": [1]}, "not negative, not [1]"),
+        ({"prompt": "a", "completion": "b", "weight": -0.5}, "not negative, not -0.5"),
+    ],
+)
+def test_a_weight_is_a_number_from_0_on(tmp_path, row, reason):
+    columns = ("prompt", "completion")
+    if "messages" in row:
+        columns = ("messages",)
+        user = {"role": "user", "content": "a"}
+        row |= {"messages": [user, {"role": "assistant", "content": "b"} | row["messages"][1]]}
+    file = write(tmp_path / "a.jsonl", "\n" + json.dumps(row))
+    with pytest.raises(InputError) as error:
+        data.read(file, columns)
+    assert reason in error.value.why
+    assert error.value.where == f"{file}:2"

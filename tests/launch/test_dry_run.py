@@ -73,11 +73,17 @@ CHAT = [
             [],
             ["[[b<eos>]]<bos>userc<eos><bos>assistant[[d<eos>]]"],
         ),
+        (
+            "sft",
+            [{"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}, CHAT[2], CHAT[3]]}] * 8,
+            [],
+            ["[[b<eos>]](weight 0.5)<bos>userc<eos><bos>assistant[[d<eos>]]"],
+        ),
         ("dpo", ROWS["dpo"], [], ["chosen", "[[word0<eos>]]", "rejected", "[[0drow<eos>]]"]),
         ("kto", ROWS["kto"], [], ["label True", "[[word0<eos>]]"]),
         ("process_reward", ROWS["process_reward"], [], ["w[[o]](right)rd0[[<eos>]](wrong)"]),
     ],
-    ids=["grpo", "sft", "conversation", "dpo", "kto", "steps"],
+    ids=["grpo", "sft", "conversation", "weights", "dpo", "kto", "steps"],
 )
 def test_a_row_is_shown_as_the_model_reads_it(
     checkpoint, tmp_path, capsys, method, rows, flags, lines

@@ -2,9 +2,10 @@
 
     loss = -sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / learned tokens of the optimizer step
 
-Prompts are not learned. This is the shortest example of the contract. With a teacher, whose
-completions replace those of the data, it is sequence-level distillation (arXiv 1606.07947, section
-3.2, by sampling instead of beam search).
+If demonstrations have weights, w_t is the token's weight over the sum of all in the step. Prompts
+are not learned. This is the shortest example of the contract. With a teacher, whose completions
+replace those of the data, it is sequence-level distillation (arXiv 1606.07947, section 3.2, by
+sampling instead of beam search).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tpu_rl.types import (
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Only completions are learned, and every token counts the same."""
+    """Only completions are learned. Every token counts the same unless the data have weights."""
 
     teacher: str | None = None
     """Imitate completions that this model samples, instead of the data's: a directory, a hub id or
@@ -74,7 +75,9 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         del params
         texts, layout = experience
         assert isinstance(texts, Demonstrations | Completions)
-        weights = masked.token_mean(texts.action_mask, layout.minibatch, layout.minibatches)
+        given = texts.weights if isinstance(texts, Demonstrations) else None
+        counts = texts.action_mask if given is None else given
+        weights = masked.token_mean(counts, layout.minibatch, layout.minibatches)
         return Batch(layout.rows(texts.tokens), {"policy": layout.pack(weights)}), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:

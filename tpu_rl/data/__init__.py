@@ -290,7 +290,7 @@ class Tokenizer(Protocol):
 
     def encode_demonstration(
         self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
-    ) -> tuple[list[int], list[bool]]: ...
+    ) -> tuple[list[int], list[float]]: ...
 
 
 def demonstrations(
@@ -299,9 +299,10 @@ def demonstrations(
     """Return rows `prompt, completion` or `messages` as arrays [N, max_length].
 
     Only completions, and of conversations the assistant's messages, are trained on, each with its
-    end-of-sequence token (`Tokenizer.encode_demonstration`). A column `tools` goes to the chat
-    template. Longer texts are cut at their end. A row whose prompt fills all columns has nothing to
-    train on.
+    end-of-sequence token (`Tokenizer.encode_demonstration`). A message of the assistant may have a
+    `weight`, and so may the row: what its tokens count, relative to others. A column `tools` goes
+    to the chat template. Longer texts are cut at their end. A row whose prompt fills all columns
+    has nothing to train on.
 
     Args:
         rows: the rows.
@@ -312,18 +313,21 @@ def demonstrations(
         InputError: if a conversation has no answer of the assistant, or they cannot be found.
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
-    action_mask = np.zeros((len(rows), max_length), bool)
+    weights = np.zeros((len(rows), max_length), np.float32)
     for i, row in enumerate(rows):
-        ids, learned = _tokenize(row, tokenizer)
+        ids, of_tokens = _tokenize(row, tokenizer)
         length = min(len(ids), max_length)
+        row_weight = row.get("weight")
         tokens[i, :length] = ids[:length]
-        action_mask[i, :length] = learned[:length]
+        weights[i, :length] = of_tokens[:length]
+        weights[i] *= 1.0 if row_weight is None else row_weight
     # Nothing predicts the first token of a row that has no prompt and no beginning token.
-    action_mask[:, :1] = False
+    weights[:, :1] = 0.0
     arrays: dict[str, Any] = {
         "tokens": tokens,
-        "action_mask": action_mask,
+        "action_mask": weights > 0,
         "group_id": np.arange(len(rows), dtype=np.int32),
+        "weights": weights,
     }
     return types.Demonstrations(**arrays)
 
@@ -407,8 +411,8 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
     return types.QExamples(**arrays)
 
 
-def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a row, and which of them are learned."""
+def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
+    """Return the token ids of a row, and what each of them counts: 0 if it is not learned."""
     tools = row.get("tools")
     if "messages" in row:
         return tokenizer.encode_demonstration(row["messages"], tools=tools)
@@ -417,8 +421,7 @@ def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.wraps(prompt):
         prompt_ids = tokenizer.encode_prompt(prompt)
         completion_ids = [*tokenizer.encode(completion), tokenizer.eos_ids[0]]
-        learned = [False] * len(prompt_ids) + [True] * len(completion_ids)
-        return prompt_ids + completion_ids, learned
+        return prompt_ids + completion_ids, [0.0] * len(prompt_ids) + [1.0] * len(completion_ids)
     given = _as_messages(prompt, "user")
     messages = given + _as_messages(completion, "assistant")
     return tokenizer.encode_demonstration(messages, len(given), tools)

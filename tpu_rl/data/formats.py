@@ -87,6 +87,25 @@ def check_together(row: Row, columns: Sequence[str]) -> None:
         raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
     if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
         raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
+    if tuple(columns) in (("messages",), ("prompt", "completion")):
+        _check_weights(row)
+
+
+def _check_weights(row: Row) -> None:
+    """Raise ValueError if a weight of the row or of a message is no number from 0 on, or all are 0.
+
+    A weight that is null counts as 1.
+    """
+    messages = row["messages"][1:] if "messages" in row else row["completion"]
+    answers = [turn for turn in messages if isinstance(turn, dict) and _role(turn) == "assistant"]
+    weights = [row.get("weight"), *[answer.get("weight") for answer in answers]]
+    for weight in weights:
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if weight is not None and not (is_number and weight >= 0):
+            shown = json.dumps(weight, default=repr)[:60]
+            raise ValueError(f"`weight` is a number that is not negative, not {shown}")
+    if answers and not any(weight is None or weight > 0 for weight in weights[1:]):
+        raise ValueError("`weight` is 0 in every message of the assistant, so nothing is learned")
 
 
 def _check_steps(steps: Any, labels: Any) -> None:

@@ -51,7 +51,10 @@ def of_row(
     max_length = max_prompt_tokens + max_new_tokens
     if spec.source == "demonstrations" or (spec.source == "completions" and not spec.sampled_by):
         texts = data.demonstrations([row], tokenizer, max_length)
-        return [_example("demonstration", texts.tokens, texts.action_mask, 0, tokenizer)]
+        weights = np.asarray(texts.weights[0]) if texts.weights is not None else []
+        notes = [LEARNED if weight == 1 else f"weight {weight:g}" for weight in weights]
+        notes = [note if weight else "" for note, weight in zip(notes, weights, strict=True)]
+        return [_noted("demonstration", texts.tokens[0], notes, tokenizer)]
     if spec.source == "pairs" and spec.sampled_by is None:
         pair = data.pairs([row], tokenizer, max_length)
         titles = ["chosen", "rejected"] if "chosen" in row else [f"label {bool(row['label'])}"]

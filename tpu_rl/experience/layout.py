@@ -83,7 +83,7 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     value = None if spec.prompt_value is None else floats[:, 0]
     fields: dict[type, tuple[Any, ...]] = {
         Rollout: (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags, value),
-        Demonstrations: (tokens, mask, group),
+        Demonstrations: (tokens, mask, group, floats),
         Completions: (tokens, mask, group, flags),
         Pairs: (tokens, mask, group, flags, floats[:, 0], floats),
         QExamples: (tokens, mask, group, floats),

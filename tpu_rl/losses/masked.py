@@ -93,7 +93,10 @@ LossAggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
 def token_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
-    """Weigh every token of the step alike: 1 / number of tokens (DAPO, arXiv 2503.14476)."""
+    """Weigh every token of the step alike: 1 / number of tokens (DAPO, arXiv 2503.14476).
+
+    In place of a mask, tokens may have weights, which then sum to 1 over the step.
+    """
     return mask / _per_minibatch(mask.sum(-1), minibatch, minibatches)
 
 
@@ -126,7 +129,7 @@ def weighting(aggregation: LossAggregation, length: int = 1) -> Weighting:
 
 
 def _per_minibatch(counts: Array, minibatch: Array, minibatches: int) -> Array:
-    """[N] counts -> [N, 1]: their sum over the row's optimizer step, at least one."""
+    """[N] counts -> [N, 1]: their sum over the row's optimizer step, one if it is zero."""
     # The extra segment takes the rows that no optimizer step learns from.
     sums = jax.ops.segment_sum(counts.astype(jnp.float32), minibatch, num_segments=minibatches + 1)
-    return jnp.maximum(sums, 1.0)[minibatch][:, None]
+    return jnp.where(sums > 0, sums, 1.0)[minibatch][:, None]

@@ -73,8 +73,14 @@ class Demonstration(NamedTuple):
     """A conversation to imitate."""
 
     ids: list[int]
-    learned: list[bool]
-    """True for each id that the assistant wrote, the ends of its turns included."""
+    weights: list[float]
+    """What each id counts: 0 if it is not learned. Learned are those that the assistant wrote, the
+    ends of its turns included."""
+
+    @property
+    def learned(self) -> list[bool]:
+        """True for each id that is learned."""
+        return [weight > 0 for weight in self.weights]
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,8 @@ class Tokenizer:
         Learned are the messages of the assistant, or the last one (`ChatSettings.assistant_turns`),
         each with the control token that ends it. They are what the chat template marks with
         {% generation %}. Without such marks they are found by difference: a turn is what rendering
-        adds to the prompt that ends where the turn begins.
+        adds to the prompt that ends where the turn begins. A message counts as its `weight` says,
+        by default 1; one with weight 0 is not learned.
 
         Args:
             messages: the conversation.
@@ -198,7 +205,9 @@ class Tokenizer:
         answers = [
             index
             for index, message in enumerate(messages)
-            if index >= max(num_given, 1) and message.get("role") == "assistant"
+            if index >= max(num_given, 1)
+            and message.get("role") == "assistant"
+            and message_weight(message) > 0
         ]
         if not answers:
             raise InputError(
@@ -210,16 +219,27 @@ class Tokenizer:
         if self.chat.assistant_turns == "last":
             answers = answers[-1:]
         last = answers[-1]
+        weights = [message_weight(messages[index]) for index in answers]
         conversation = self._conversation(messages[: last + 1], tools)
         num_added = len(conversation.messages) - (last + 1)
         answers = [index + num_added for index in answers]
         ends = {text for text, token_id in self.control.items() if token_id in self.eos_ids}
         if chat_templates.marks_assistant(conversation.template):
             text, turns = conversations.turns_by_marks(conversation, answers, ends)
-            return self._encode_turns(text, turns, conversation.mark)
+            # The template also marks messages in between that are not learned.
+            first = answers[0] - num_added
+            marked = [
+                message_weight(message)
+                for message in messages[first : last + 1]
+                if message["role"] == "assistant"
+            ]
+            if len(turns) != len(marked):
+                marked = self._same_weight(messages, marked) * len(turns)
+            weights = marked
+            return self._encode_turns(text, turns, weights, conversation.mark)
         text, turns, reason = conversations.turns_by_difference(conversation, answers, ends)
         if not reason:
-            return self._encode_turns(text, turns, conversation.mark)
+            return self._encode_turns(text, turns, weights, conversation.mark)
         content = messages[last].get("content")
         if len(answers) == 1 and isinstance(content, str):
             # Nothing before the answer is learned, so the prompt as it is sampled from serves. Some
@@ -228,14 +248,26 @@ class Tokenizer:
                 conversation.render(answers[0], True).text, conversation.mark
             )
             completion = [*self.encode(content), self.eos_ids[0]]
-            learned = [False] * len(prompt) + [True] * len(completion)
-            return Demonstration(prompt + completion, learned)
+            return Demonstration(
+                prompt + completion, [0.0] * len(prompt) + weights * len(completion)
+            )
         raise InputError(
             "the assistant's messages cannot be found in the rendered conversation",
             where=f"chat template; {conversations.shown(messages)}",
             why=reason,
             fix="--data.assistant-turns last, or a template with {% generation %} blocks: "
             "--tokenizer.chat-template FILE",
+        )
+
+    def _same_weight(self, messages: list[Message], weights: list[float]) -> list[float]:
+        """Return the one weight of all turns, whose messages are not known."""
+        if len(set(weights)) == 1:
+            return weights[:1]
+        raise InputError(
+            "the weights of messages do not fit what the chat template marks",
+            where=conversations.shown(messages),
+            why="its {% generation %} blocks are not one for each message of the assistant",
+            fix="leave `weight` out, or correct the template (--tokenizer.chat-template)",
         )
 
     def _conversation(self, messages: list[Message], tools: Tools | None) -> Conversation:
@@ -249,6 +281,11 @@ class Tokenizer:
                 "or give `prompt` as plain text",
             )
         conversations.require_messages(messages)
+        # The template does not see weights.
+        messages = [
+            {key: value for key, value in message.items() if key != "weight"}
+            for message in messages
+        ]
         if self.chat.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.chat.system}, *messages]
         parsed_tools = conversations.parse_tools(tools)
@@ -275,38 +312,40 @@ class Tokenizer:
             return self.encode(text, special=True)
         return self._encode_marked(text, mark)
 
-    def _encode_turns(self, text: str, turns: Sequence[Turn], mark: str | None) -> Demonstration:
-        """Return the ids of a rendered conversation, whose turns are learned.
+    def _encode_turns(
+        self, text: str, turns: Sequence[Turn], turn_weights: Sequence[float], mark: str | None
+    ) -> Demonstration:
+        """Return the ids of a rendered conversation, whose turns are learned with these weights.
 
         A turn is encoded apart from the prompt before it, as the sampler writes it.
         """
         ids: list[int] = []
-        learned: list[bool] = []
+        weights: list[float] = []
 
-        def add(piece: str, is_learned: bool, begins_with_end: bool = False) -> None:
+        def add(piece: str, weight: float, end_weight: float = 0.0) -> None:
             is_control = self._pattern.match(piece) is not None
             if not ids or (is_control and (mark is None or mark not in piece)):
                 piece_ids = self._encode_rendered(piece, mark)
             else:
                 piece_ids = self._encode_marked(piece, mark, follows=True)
             ids.extend(piece_ids)
-            learned.extend([is_learned] * len(piece_ids))
-            if begins_with_end:
-                learned[len(ids) - len(piece_ids)] = True
+            weights.extend([weight] * len(piece_ids))
+            if end_weight:
+                weights[len(ids) - len(piece_ids)] = end_weight
 
         position = 0
-        has_end = False
-        for turn in turns:
-            add(text[position : turn.start], False, has_end)
-            add(text[turn.start : turn.stop], True)
+        end_weight = 0.0
+        for turn, weight in zip(turns, turn_weights, strict=True):
+            add(text[position : turn.start], 0.0, end_weight)
+            add(text[turn.start : turn.stop], weight)
             # The end is encoded with what follows it: some tokenizers strip spaces after it.
             position = turn.stop
-            has_end = turn.end > turn.stop
-        add(text[position:], True)
-        if not has_end:
+            end_weight = weight if turn.end > turn.stop else 0.0
+        add(text[position:], turn_weights[-1])
+        if not end_weight:
             ids.append(self.eos_ids[0])
-            learned.append(True)
-        return Demonstration(ids, learned)
+            weights.append(turn_weights[-1])
+        return Demonstration(ids, weights)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write files that `load`, and transformers or sentencepiece, can read.
@@ -390,6 +429,12 @@ class Tokenizer:
         literal = next(iter(self.control))
         ids = self.backend.encode_control(literal + "a")
         return ids is not None and ids[1:] != self._encode_text("a")
+
+
+def message_weight(message: Message) -> float:
+    """Return what a message of the assistant counts in training."""
+    weight = message.get("weight")
+    return 1.0 if weight is None else float(weight)
 
 
 def _require_encodable(text: str) -> None:
