@@ -64,8 +64,12 @@ class DataFlags:
     system: str | None = None
     """System message that begins every conversation that has none. The default is the run's."""
     path: str | None = None
-    """Problems to answer, JSONL or Parquet. The default is the preset's or run's own held-out
-    problems."""
+    """Problems to answer: files, a saved dataset, or a name of the hub, as in training. The
+    default is the preset's or run's own held-out problems."""
+    split: str | None = None
+    """The split of --data.path, if that is a saved dataset or a name of the hub."""
+    config: str | None = None
+    """The configuration of --data.path, if that is a name of the hub."""
     format: DataFormat | None = None
     """The columns of --data.path, as in training: plain has `prompt` and what the reward reads,
     code also `tests`, gsm8k `question` and `answer`, gsm8k_solutions `question` and `ground_truth`.
@@ -151,13 +155,14 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
-    if flags.data.format is not None and flags.data.path is None:
-        raise InputError(
-            "--data.format without a file",
-            where="--data.format",
-            why="it describes the file of --data.path",
-            fix="add --data.path, or drop it",
-        )
+    for name in ("format", "split", "config"):
+        if getattr(flags.data, name) is not None and flags.data.path is None:
+            raise InputError(
+                f"--data.{name} without a file",
+                where=f"--data.{name}",
+                why="it describes the data of --data.path",
+                fix="add --data.path, or drop it",
+            )
     if any(not kl_coef > 0 for kl_coef in flags.kl_coef):
         raise InputError(
             f"--kl-coef {flags.kl_coef}",
@@ -218,14 +223,16 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
     spec = config.algorithm.experience
     if flags.data.path is not None:
         files = config.data if isinstance(config.data, FileData) else FileData()
-        files = replace(files, format=flags.data.format or files.format)
+        # A configuration of the run is that of the run's own data.
+        split = flags.data.split
+        files = replace(files, format=flags.data.format or files.format, config=flags.data.config)
         # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
-        first = data.first_row(flags.data.path, files.split, files.config)
+        first = data.first_row(flags.data.path, split, files.config)
         is_chat = "prompt" not in first and any(
             message["role"] == "assistant" for message in first.get("messages", ())
         )
         spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
-        return list(tasks.read_rows(files, flags.data.path, spec)[: flags.rows])
+        return list(tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows])
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None

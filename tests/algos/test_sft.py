@@ -1,5 +1,7 @@
 """SFT by hand: the weights of demonstrations say what each token counts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from tpu_rl.algos.sft import sft
 def test_the_loss_is_a_weighted_mean_over_the_step():
     model = tiny.attention_model()
     params = tiny.init_params(model)
-    texts = tiny.demonstrations()
+    texts: Any = tiny.demonstrations()
     weights = np.where(texts.action_mask, 0.25, 0.0).astype(np.float32)
     weights[::2] *= 8
     weights[1] = 0

@@ -4,6 +4,7 @@ completions only."""
 import collections
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -401,7 +402,7 @@ def test_messages_and_rows_have_weights(letters):
         {"messages": [{key: turn[key] for key in ("role", "content")} for turn in chat]},
         rows[2] | {"weight": None},
     ]
-    batch = data.demonstrations(rows, letters, max_length=96)
+    batch: Any = data.demonstrations(rows, letters, max_length=96)
     without = data.demonstrations(plain, letters, max_length=96)
     assert learned(batch, letters, 0) == "a<eos>d<eos>"
     assert learned(without, letters, 0) == "a<eos>no<eos>d<eos>"

@@ -194,7 +194,7 @@ def test_hub_names(tmp_path, monkeypatch):
         calls.append((name, config))
         if name == "no/where":
             raise ConnectionError("offline")
-        return {"train": ROWS}
+        return {"train": [*ROWS, {"x": 1}] if name == "owner/bad" else ROWS}
 
     fake = types.ModuleType("datasets")
     fake.load_dataset = load_dataset
@@ -203,6 +203,9 @@ def test_hub_names(tmp_path, monkeypatch):
     assert calls == [("owner/name", "main")]
     with pytest.raises(InputError, match="no split 'tran'"):
         data.read("owner/name", split="tran")
+    with pytest.raises(InputError, match="lacks the column `prompt`") as error:
+        data.read("owner/bad")
+    assert error.value.where == "owner/bad, row 3 of split train"
     with pytest.raises(InputError, match="cache or the hub") as error:
         data.read("no/where")
     assert error.value.why == "offline"

@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import shutil
+import sys
+import types
 import typing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +19,7 @@ import tyro
 from launch import config as configuration
 from launch import evaluate, export, run
 from tpu_rl import environments, models, rewards, tokenizers
+from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import DataFormat
 from tpu_rl.rollout import evaluation
@@ -232,6 +236,8 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
     ("command", "flags", "message"),
     [
         (evaluate, ["MODEL", "--data.format", "plain"], "--data.format without a file"),
+        (evaluate, ["MODEL", "--data.split", "test"], "--data.split without a file"),
+        (evaluate, ["MODEL", "--data.config", "main"], "--data.config without a file"),
         (evaluate, ["MODEL", "--samples", "0"], "--samples is 0"),
         (evaluate, ["MODEL", "--temperature", "0"], "use --greedy"),
         (evaluate, ["MODEL", "--preset", "arithmetic_grop"], "did you mean arithmetic_grpo"),
@@ -271,3 +277,25 @@ def test_training_rows_are_never_evaluated(tmp_path, capsys):
         assert len(held_out) == num_rows
         assert not [row for row in held_out if row in train_rows]
     assert "4 problems are held out, not 9" in capsys.readouterr().err
+
+
+def test_a_split_and_a_configuration_choose_the_problems(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fake: Any = types.ModuleType("datasets")
+    fake.load_dataset = lambda name, config: {
+        split: [{"prompt": f"{name} {config} {split}"}] for split in ("train", "test")
+    }
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    # A run's own configuration is not that of other data.
+    preset = configuration.preset("gsm8k_grpo")
+    config = replace(preset, data=configuration.FileData(path="own/data", config="of the run"))
+
+    def problems(*flags):
+        argv = ["model", "--data.path", "owner/name", *flags]
+        return evaluate.held_out(config, tyro.cli(evaluate.Flags, args=argv))
+
+    assert problems() == [{"prompt": "owner/name None train"}]
+    chosen = problems("--data.split", "test", "--data.config", "main")
+    assert chosen == [{"prompt": "owner/name main test"}]
+    with pytest.raises(InputError, match="no split 'tset'"):
+        problems("--data.split", "tset")
