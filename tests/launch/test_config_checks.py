@@ -11,6 +11,8 @@ from tpu_rl.errors import InputError
 
 MISFITS = {
     "negative": (["arithmetic_sft", "--sampling.temperature", "-1"], "--sampling.temperature"),
+    "no step": (["arithmetic_grpo", "--samples.every", "0"], "--samples.every"),
+    "fewer than none": (["arithmetic_grpo", "--samples.most", "-1"], "--samples.most"),
     "groups are equal": (
         ["arithmetic_grpo", "--sampling.temperature", "0"],
         "--sampling.temperature",
