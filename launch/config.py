@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 import io
+import itertools
 import pkgutil
 import warnings
 from collections.abc import Sequence
@@ -371,11 +372,15 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
 
 
 def _flag_error(printed: str) -> InputError:
-    """Return the error that tyro has printed in a box."""
-    lines = [line.strip("│ ") for line in printed.splitlines()]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("───")), len(lines) - 1)
-    message = " ".join(lines[1:rule])
-    nearest = [line.split()[0] for line in lines[rule:] if line.startswith("--")]
+    """Return the error that tyro has printed below a title, in a box.
+
+    Where the locale is ASCII, rules are hyphens, and there is no box.
+    """
+    lines = [line.strip("│| ") for line in printed.splitlines()[1:]]
+    groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
+    blocks = [[*block] for is_rule, block in groups if not is_rule]
+    message = " ".join(blocks[0]) if blocks else printed
+    nearest = [line.split()[0] for block in blocks[1:] for line in block if line.startswith("--")]
     if "Unrecognized" not in message:
         return InputError(message, where=" ".join(nearest), fix="--help-all lists all flags")
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
