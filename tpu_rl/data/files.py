@@ -518,8 +518,8 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
 
 def _check_value(where: str, column: str, value: Any) -> str:
     """Return the type of a value, in words. Raises InputError if the column has another type."""
-    may_be_text = column in TEXT_OR_MESSAGES | TEXTS
-    may_be_messages = column in TEXT_OR_MESSAGES | {"messages"}
+    may_be_text = column in TEXT_OR_MESSAGES or column in TEXTS
+    may_be_messages = column in TEXT_OR_MESSAGES or column == "messages"
     if may_be_text and isinstance(value, str):
         if not value and column in ("prompt", "question", "chosen"):
             raise InputError(
@@ -531,6 +531,8 @@ def _check_value(where: str, column: str, value: Any) -> str:
     if may_be_messages and isinstance(value, list):
         _check_messages(where, column, value)
         return "messages"
+    if column != "label" and not (may_be_text or may_be_messages):
+        return "a value"
     shown = json.dumps(value, default=repr)[:60]
     if column == "label" and value not in (True, False):
         raise InputError(

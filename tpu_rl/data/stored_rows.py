@@ -25,6 +25,8 @@ Row = dict[str, Any]
 Numbered = Iterator[tuple[str, Row]]
 """("where the row is", row) of each row."""
 
+MAX_BLOCK = 2**24
+"""Bytes that are read at once."""
 CHUNK = 1024
 """Rows that are decoded at once where rows are read one after the other."""
 
@@ -63,6 +65,19 @@ class Records:
 
     def __getitem__(self, index: int) -> Row:
         return self._decode(os.pread(self._file, self._lengths[index], self._starts[index]))
+
+    def many(self, indices: list[int]) -> Iterator[Row]:
+        """Yield the rows with these numbers. Neighbors are read together."""
+        first = self._starts[indices[0]]
+        size = self._starts[indices[-1]] + self._lengths[indices[-1]] - first
+        are_neighbors = indices == list(range(indices[0], indices[0] + len(indices)))
+        if not are_neighbors or size > MAX_BLOCK:
+            yield from map(self.__getitem__, indices)
+            return
+        block = os.pread(self._file, size, first)
+        for index in indices:
+            start = self._starts[index] - first
+            yield self._decode(block[start : start + self._lengths[index]])
 
 
 class Spool(Records):
@@ -229,8 +244,9 @@ class StoredRows(Sequence[Row]):
         source = self._source
         functions = self._functions
         for start in range(0, len(self._indices), CHUNK):
-            for index in np.asarray(self._indices[start : start + CHUNK]).tolist():
-                row = source[index]
+            indices = np.asarray(self._indices[start : start + CHUNK]).tolist()
+            is_file = isinstance(source, Records)
+            for row in source.many(indices) if is_file else map(source.__getitem__, indices):
                 for function in functions:
                     row = function(row)
                 yield row
