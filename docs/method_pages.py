@@ -64,8 +64,15 @@ def index(methods: list[type]) -> str:
     lines = [
         "# Methods",
         "",
-        "One page for each file of `tpu_rl/algos/`: formula, paper, deviations, presets, flags and",
-        "measurements. `python docs/method_pages.py` makes these pages from the code.",
+        "One page for each file of `tpu_rl/algos/`: the formula, the paper, deviations from it,",
+        "presets, flags and measurements. `python launch/run.py PRESET` runs a preset.",
+        "",
+        "The pages share some terms. The *policy* is the model that trains. The *reference* is the",
+        "model that the run began with, frozen unless a page says otherwise. A *group* is all",
+        "completions of one prompt. A *return* is the sum of the rewards from a token on. The",
+        "*weights* w of tokens or pairs are normalized over one optimizer step.",
+        "",
+        "These pages are generated: edit the docstrings, then run `python docs/method_pages.py`.",
         "",
         "| method | in one sentence | presets |",
         "|---|---|---|",
@@ -223,8 +230,8 @@ def measured(name: str, presets: list[str]) -> str:
     lines += [f"![Sampled accuracy over steps](../curves/{curve}.svg)" for curve in curves]
     if not lines:
         preset = next((other for other in presets if other.startswith("arithmetic_")), None)
-        command = f": `python launch/run.py {preset}`" if preset else ""
-        lines = [f"No learning curve of it is published yet{command}."]
+        command = f" To make one: `python launch/run.py {preset}`." if preset else ""
+        lines = [f"No learning curve is published yet.{command}"]
     return "\n\n".join(lines)
 
 

@@ -183,14 +183,14 @@ class ExperimentConfig:
     """Send metrics and some completions to Weights & Biases. WANDB_PROJECT and WANDB_NAME name the
     project and the run."""
     trackio: bool = False
-    """The same for trackio, with TRACKIO_PROJECT and TRACKIO_NAME."""
+    """Send the same to trackio. TRACKIO_PROJECT and TRACKIO_NAME name the project and the run."""
     watchdog: WatchdogConfig = WatchdogConfig()
     debug_nans: bool = False
     """Stop at the first step with a non-finite number, and name the line that produced it."""
     profile: str = ""
     """FROM:TO, the steps whose trace is written to RUN_DIR/profile."""
     dry_run: bool = False
-    """Print what would run, and stop."""
+    """Check everything that the run reads before its first step, print what would run, and stop."""
     accept_dataset_change: bool = False
     """Continue with data that differ from those that the run began with. The run folder keeps a
     record of the change."""

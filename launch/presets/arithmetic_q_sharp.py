@@ -4,7 +4,7 @@ answers will be right.
 There are two rounds. The second adds examples whose prefixes were sampled from the policy that the
 first q guides, and q is trained again on all of them. One q then serves every coefficient:
 
-    python launch/evaluate.py builtin:arithmetic --guide runs/arithmetic_q_sharp
+    python launch/evaluate.py builtin:arithmetic --guide runs/arithmetic_q_sharp \\
         --kl-coef 1 0.5 0.2 0.1 0.05
 """
 

@@ -2,9 +2,9 @@
 a wrong one.
 
 The frozen shipped model completes each problem eight times. A copy of it with an ensemble of three
-heads on one trunk learns which completion is right. Then it is a reward:
+heads on one trunk learns which completion is right. Use it as a reward:
 
-    python launch/run.py arithmetic_ppo --reward runs/arithmetic_reward_model/model
+    python launch/run.py arithmetic_ppo --reward runs/arithmetic_reward_model/model \\
         --evaluation.reward arithmetic
 """
 

@@ -2,7 +2,7 @@
 
     python launch/run.py distill --model.path DIR --data.path rows.jsonl --algorithm.teacher DIR
 
-A row has a `prompt`. The teacher has the policy's tokenizer and any size.
+A row has a `prompt`. The teacher must have the policy's tokenizer, and may have any size.
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
     python launch/run.py dpo --model.path DIR --data.path pairs.jsonl
 
-A row has a `prompt`, a `chosen` and a `rejected` completion, as texts or messages. Further pairwise
-losses are --algorithm.loss; --algorithm.pairs policy is online DPO, with --reward.
+A row has a `prompt`, a `chosen` and a `rejected` completion, as texts or messages.
+`--algorithm.loss` selects another pairwise loss. `--algorithm.pairs policy` with `--reward` is online DPO.
 """
 
 from dataclasses import replace

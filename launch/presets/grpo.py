@@ -2,10 +2,10 @@
 
     python launch/run.py grpo --model.path DIR --data.path rows.jsonl --reward my_reward.py:score
 
-A row has a `prompt`, a text or messages, and any columns that the reward reads. The other presets
-that are named after a method begin with these defaults. They suit no data in particular: set
---sampling.max-new-tokens to the length of your answers and try learning rates. On TPUs and GPUs use
---model.dtype bfloat16.
+A row has a `prompt`, which is a text or a list of messages, and any columns that the reward reads.
+The other presets that are named after a method use the same defaults. They are not tuned to any
+data: set `--sampling.max-new-tokens` to the length of your answers and try several learning rates.
+On TPUs and GPUs use `--model.dtype bfloat16`.
 """
 
 from launch.config import (

@@ -2,8 +2,8 @@
 
     python launch/run.py kto --model.path DIR --data.path judged.jsonl
 
-A row has a `prompt`, a `completion` and a `label`, true or false. Relatives are --algorithm.loss
-bco and apo_zero.
+A row has a `prompt`, a `completion` and a `label`, true or false. `--algorithm.loss bco`
+and `--algorithm.loss apo_zero` are its relatives.
 """
 
 from dataclasses import replace

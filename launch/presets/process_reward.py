@@ -2,9 +2,9 @@
 
     python launch/run.py process_reward --model.path DIR --data.path steps.jsonl
 
-A row has a `prompt`, `completions`, the steps of an answer in their order, and `labels`, true for
-each right step, as in TRL. --algorithm.separators gives the ids of tokens that end a step, for use
-of the model as a reward.
+As in TRL, a row has a `prompt`, `completions` (the steps of an answer, in order), and `labels`
+(true for each right step). To use the model as a reward, give the ids of the tokens that end a step
+with `--algorithm.separators`.
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
     python launch/run.py q_sharp --model.path DIR --data.path rows.jsonl --reward my_reward.py:score
 
-Rows are those of the preset grpo. Rewards lie in [0, 1]. There are two rounds: the second collects
-prefixes from the policy that the first q guides, and q is trained again.
+Rows are those of the preset grpo. Rewards must lie in [0, 1]. A run has two rounds. In the
+second, the policy guided by the first q writes the prefixes, and q is trained again.
 """
 
 from dataclasses import replace

@@ -1,10 +1,10 @@
 """REINFORCE++ on your own prompts and rewards: PPO without a critic.
 
-    python launch/run.py reinforce --model.path DIR --data.path rows.jsonl
+    python launch/run.py reinforce --model.path DIR --data.path rows.jsonl \\
         --reward my_reward.py:score
 
-Rows are those of the preset grpo. For RLOO-like group baselines use --algorithm.baseline group
---batch.group-size 8 --batch.prompts 32.
+Rows are those of the preset grpo. To use the mean reward of a prompt's completions as
+the baseline, add `--algorithm.baseline group --batch.group-size 8 --batch.prompts 32`.
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
     python launch/run.py reward_model --model.path DIR --data.path pairs.jsonl
 
-A row has a `prompt`, a `chosen` and a `rejected` completion. The model folder of the run is then a
-reward: --reward RUN_DIR/model.
+A row has a `prompt`, a `chosen` and a `rejected` completion. Use the model folder of the
+run as a reward: `--reward RUN_DIR/model`.
 """
 
 from dataclasses import replace

@@ -2,9 +2,10 @@
 
     python launch/run.py rft --model.path DIR --data.path rows.jsonl --reward my_reward.py:score
 
-Rows are those of the preset grpo. Completions with a reward of at least --algorithm.min-reward are
-accepted. For expert iteration use --algorithm.sampled-by reference --algorithm.round-steps 10, and
-for completions of a stronger model --algorithm.sampled-by teacher --algorithm.teacher DIR.
+Rows are those of the preset grpo. Completions with a reward of at least `--algorithm.min-reward`
+are accepted. For expert iteration use
+`--algorithm.sampled-by reference --algorithm.round-steps 10`. To imitate a stronger model use
+`--algorithm.sampled-by teacher --algorithm.teacher DIR`.
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
     python launch/run.py sft --model.path DIR --data.path rows.jsonl
 
 A row has `messages`, or a `prompt` and a `completion`. Evaluations report the loss of held-out rows
-and, with --reward NAME, sample answers and judge them.
+and, with `--reward NAME`, sample answers and judge them.
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@ This is REINFORCE with the ratio r_t = policy / old policy as a clipped weight. 
 the gradient away from tokens whose ratio has moved far, often the rare ones on which reasoning
 turns. Here every token keeps a gradient, with a bounded weight.
 
-Deviations: as in the paper's experiments and in TRL there is no lower bound unless `clip_low` is
+Deviations: as in the paper's experiments and in TRL, there is no lower bound unless `clip_low` is
 given. The upper bound is 1 + clip_high as in the paper; TRL's `epsilon_high` is the bound itself,
 so its 5.0 is clip_high 4.0. The metric policy/clip_high is the share of tokens whose weight is
 clipped, whatever the sign of their advantage; TRL counts those with A > 0.

@@ -13,7 +13,7 @@ sampling of completions, nor into a teacher.
                   targets also with a constant alpha)
 
 The two teachers of AlignDistil come from DPO on the same preferences, teacher_reverse with every
-pair swapped. The policy starts as the model that they started as. beta_t = beta0 / alpha_t is the
+pair swapped. The policy starts from the same model as they did. beta_t = beta0 / alpha_t is the
 KL coefficient that belongs to the teacher's alpha_t. It goes up to 1000 beta0 where the two models
 agree, so the metrics split tokens and loss by how much they do.
 
@@ -79,14 +79,15 @@ class DistillConfig:
     """Kind of divergence: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy ||
     teacher), between them the Jensen-Shannon divergence."""
     top_k: int | None = None
-    """Tell only the target's k likeliest tokens apart; the whole vocabulary if not given."""
+    """Compare only the target's k most likely tokens one by one, and all others together. If not
+    given, compare the whole vocabulary."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
     """Weights of the tokens: every token alike, or every completion alike (length normalization, 1
     / |y|)."""
     on_policy: float = 1.0
     """Share of the prompts that the policy completes."""
     off_policy: Literal["data", "teacher"] = "data"
-    """Source of the other completions."""
+    """Source of the completions of the other prompts."""
 
     def __post_init__(self):
         if not (0 <= self.beta <= 1 and 0 <= self.on_policy <= 1):

@@ -59,23 +59,24 @@ class GroupPolicyConfig:
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
     kl_reward_coef: float = 0.0
-    """KL to the reference, estimated by k1, subtracted from the reward of every token."""
+    """Coefficient of the KL to the reference that is subtracted from each token's reward. It is
+    estimated by log policy - log reference (k1)."""
     kl_loss_coef: float = 0.0
-    """KL to the reference of each token's distribution, added to the loss with its exact gradient.
-    """
+    """Coefficient of the KL to the reference in the loss: the KL of each token's distribution, with
+    its exact gradient."""
     entropy_coef: float = 0.0
-    """Entropy bonus."""
+    """Coefficient of the entropy bonus."""
     importance_sampling_cap: float | None = None
-    """Multiply each token's loss by min(old policy / sampling distribution, cap). Corrects for
-    top-k and the like, for penalties and, with recomputed log-probs, for a sampler that rounds
-    differently; 2 is usual."""
+    """Multiply each token's loss by min(old policy / sampling distribution, cap). It corrects
+    for top-k, top-p and penalties and, with recomputed log-probs, for rounding differences of the
+    sampler; 2 is usual."""
     old_log_probs: Literal["sampler", "recomputed"] = "sampler"
     """Denominator of the ratio: the sampler's log-probs, at no cost, or those of another forward
     pass of the policy before its update."""
     overlong_buffer: int = 0
-    """Soft overlong penalty over this many tokens before the length limit; 0 is off."""
+    """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off."""
     mask_truncated: bool = False
-    """Do not learn from completions that ran into the length limit. They stay in their group's
+    """Do not learn from completions that reached the length limit. They stay in their group's
     baseline."""
 
     def __post_init__(self):

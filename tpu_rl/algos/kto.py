@@ -8,11 +8,12 @@
     apo_zero  kto with z = 0                                           arXiv 2408.06266, unpaired
 
 The sign is + for good and - for bad completions. w is the weight of the completion's class over the
-number of completions of the optimizer step. Both rows of a pair count as one completion each.
+number of completions of the optimizer step. Each completion of a pair counts by itself.
 
 Deviations: the paper of KTO takes z from the micro-batch at hand. Here it is one number per
 optimizer step, from a pass without gradients before the first update of the batch, so it does not
-depend on how the batch is split. A prompt is joined with the completion of the next group.
+depend on how the batch is split. For z, each prompt is joined with a completion of the next
+prompt.
 """
 
 from __future__ import annotations

@@ -68,17 +68,18 @@ class PpoConfig:
     clip_high: float = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
     kl_reward_coef: float = 0.0
-    """KL to the reference, estimated by k1, subtracted from the reward of every token."""
+    """Coefficient of the KL to the reference that is subtracted from each token's reward. It is
+    estimated by log policy - log reference (k1)."""
     kl_loss_coef: float = 0.0
-    """KL to the reference of each token's distribution, added to the loss with its exact gradient.
-    """
+    """Coefficient of the KL to the reference in the loss: the KL of each token's distribution, with
+    its exact gradient."""
     kl_target: float | None = None
     """Nats per completion. The KL coefficients are scaled up or down after every optimizer step to
     hold this KL to the reference."""
     kl_horizon: float = 100.0
     """Optimizer steps in which the scale can change by a fifth."""
     entropy_coef: float = 0.0
-    """Entropy bonus."""
+    """Coefficient of the entropy bonus."""
     positive_coef: float = 0.0
     """Coefficient of the negative log-likelihood of right answers."""
 

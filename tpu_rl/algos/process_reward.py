@@ -6,8 +6,8 @@ label y in [0, 1],
 
     loss = -sum_t w_t [ y_t log sigmoid(z_t) + (1 - y_t) log sigmoid(-z_t) ]
 
-The score of a completion is made of its steps: of the weakest one, or of their product
-(`reward_score.step_scores`).
+The score of a completion is the score of its weakest step, or the product of the scores of its
+steps (`reward_score.step_scores`).
 
 Deviations: the two classes are one logit of a head instead of two tokens of the vocabulary.
 """

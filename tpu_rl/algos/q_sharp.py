@@ -18,7 +18,7 @@ The weights "sequence_mean" are the paper's. A completion's length is known only
 written, so 1 / length favors, at each prefix, the returns of short continuations; "token_mean" does
 not.
 
-Deviations: two-hot labels are offered beside the nearest atom.
+Deviations: two-hot labels are offered as well as the nearest atom.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class QSharpConfig:
     q_model: str | None = None
     """Start q as another model with the same tokenizer: a directory or hub id."""
     kl_coef: float = 0.1
-    """eta, return per nat, of roll-ins and evaluations. The default is the paper's; small is strong
-    guidance."""
+    """KL coefficient (the paper's eta) of the guided policy that writes prefixes and is evaluated,
+    in units of return per nat. Small values guide strongly. The default is the paper's."""
     candidates: int | None = 20
-    """Number of the reference's likeliest tokens that are scored at each step; None (Q-type only)
+    """Number of the reference's most likely tokens that are scored at each step; None (Q-type only)
     scores all."""
     prompts: int = 256
     """Prompts of a round of data, each with --batch.group-size examples."""

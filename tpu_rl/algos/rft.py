@@ -4,7 +4,7 @@
     loss        = -sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / accepted tokens of the step
 
 Duplicates among a prompt's completions count once. The loss is that of `sft`. If the policy
-samples, rewards are 0 and 1, and there are no duplicates, its gradient is that of REINFORCE without
+samples, rewards are 0 and 1, and there are no duplicates, the gradient is that of REINFORCE without
 a baseline, divided by the number of accepted tokens.
 
     RFT                 sampled_by "reference": the first model samples     arXiv 2308.01825
@@ -49,11 +49,11 @@ class RftConfig:
     min_reward: float = 0.5
     """The smallest reward of a completion that passes."""
     max_per_prompt: int | None = None
-    """Learn from at most so many different completions of a prompt, the best ones; from all if not
-    given."""
+    """The largest number of different completions of a prompt to learn from, the best ones. If not
+    given, learn from all."""
     round_steps: int = 0
-    """Expert iteration: optimizer steps after which the reference becomes the policy. 0 never moves
-    it."""
+    """Expert iteration: the reference is set to the policy every so many optimizer steps. 0 never
+    moves it."""
 
     def __post_init__(self):
         if self.max_per_prompt is not None and self.max_per_prompt < 1:

@@ -3,9 +3,9 @@
     loss = -sum_t w_t log policy(y_t | x, y_<t),    w_t = 1 / learned tokens of the optimizer step
 
 If demonstrations have weights, w_t is the token's weight over the sum of all in the step. Prompts
-are not learned. This is the shortest example of the contract. With a teacher, whose completions
-replace those of the data, it is sequence-level distillation (arXiv 1606.07947, section 3.2, by
-sampling instead of beam search).
+are not learned. This file is the shortest example of an algorithm. With a teacher, whose
+completions replace those of the data, it is sequence-level distillation (arXiv 1606.07947, section
+3.2, by sampling instead of beam search).
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     loss = sum_t w_t 1/2 (V_t - G_t)^2,    G_t = r_t + gamma G_{t+1}
 
-G is the Monte-Carlo return (lambda = 1) of completions of the policy as it is. This is a phase of a
-run, followed by PPO, or a run by itself, whose model serves many PPO runs as their
-`--algorithm.critic.model`. The policy does not train here, so it keeps its bits and has no
-optimizer state, and the phase of PPO starts with a fresh optimizer.
+G is the Monte-Carlo return (lambda = 1) of completions of the policy as it is. Value pretraining is
+a phase of a run that PPO follows. It may also be a run by itself, whose critic then starts many PPO
+runs (`--algorithm.critic.model`). The policy does not train here: it keeps its bits and has no
+optimizer state, and the phase of PPO starts with a fresh optimizer. `critic.lam`, `critic.clip`
+and `critic.coef` have no effect here.
 
 When to stop: when `value/explained_variance` no longer rises. It is measured on fresh completions,
-before the critic has seen them. As a phase, `ends_when_flat` does it.
+before the critic has seen them. `ends_when_flat` of a phase does this.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from tpu_rl.types import (
 
 @dataclass(frozen=True)
 class ValuePretrainingConfig:
-    """`lam` and `clip` of the critic have no effect: targets are Monte-Carlo returns, unclipped."""
+    """`lam`, `clip` and `coef` of the critic have no effect.
+
+    Targets are Monte-Carlo returns, unclipped, and there is no other loss.
+    """
 
     critic: Critic = Critic()
 
