@@ -3,7 +3,8 @@
     python launch/run.py dpo --model.path DIR --data.path pairs.jsonl
 
 A row has a `prompt`, a `chosen` and a `rejected` completion, as texts or messages.
-`--algorithm.loss` selects another pairwise loss. `--algorithm.pairs policy` with `--reward` is online DPO.
+`--algorithm.loss` selects another pairwise loss. `--algorithm.pairs policy` with
+`--reward` is online DPO.
 """
 
 from dataclasses import replace
