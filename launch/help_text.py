@@ -32,8 +32,8 @@ COMMON = {
     "steps": "steps of the run",
     "batch.prompts": "prompts, or demonstrations, per step",
     "batch.group_size": "completions per prompt",
-    "batch.micro_batch_rows": "rows in memory at once; lower it if memory ends",
-    "sampling.max_prompt_tokens": "longer prompts are refused",
+    "batch.micro_batch_rows": "packed rows in memory; lower it if memory runs out",
+    "sampling.max_prompt_tokens": "longer prompts are dropped",
     "sampling.max_new_tokens": "tokens of a completion",
     "sampling.temperature": "",
     "optimizer.learning_rate": "",
@@ -65,13 +65,13 @@ def short_help(chosen: str, default: ExperimentConfig, others: list[str]) -> str
         value = setting(default, name)
         if value is not MISSING:
             flag = f"--{name.replace('_', '-')}"
-            lines.append(f"  {flag:26} {display(value):>12}  {meaning}".rstrip())
+            lines.append(f"  {flag:28} {display(value):>12}  {meaning}".rstrip())
     lines += [
-        f"  {'--dry-run':26} {'':>12}  check everything, print one example, and stop",
+        f"  {'--dry-run':28} {'':>12}  check everything, print one example, and stop",
         "",
         f"All flags: python launch/run.py {chosen} --help-all",
-        "Several processes: --coordinator-address, --num-processes, --process-id (found by",
-        "itself under SLURM and on TPU pods).",
+        "Several processes: --coordinator-address, --num-processes, --process-id (detected",
+        "under SLURM and on TPU pods).",
     ]
     return "\n".join(lines)
 
