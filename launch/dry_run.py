@@ -52,8 +52,8 @@ def inspect(config: ExperimentConfig) -> None:
         warnings += check_encoding(config, stage, rows, tokenizer)
         sampling = config.sampling
         limits = (sampling.max_prompt_tokens, sampling.max_new_tokens)
-        found = examples.of_row(rows[0], stage.algorithm.experience, tokenizer, *limits)
-        shown += [example for example in found if example not in shown]
+        texts = examples.of_row(rows[0], stage.algorithm.experience, tokenizer, *limits)
+        shown += [example for example in texts if example not in shown]
         if stage.algorithm.experience.source in preflight.REWARDED:
             first_rows = [rows[index] for index in range(min(len(rows), 2))]
     held_out = check_held_out(config, tokenizer)
@@ -133,7 +133,7 @@ def check_held_out(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Row]:
     if not (isinstance(config.data, FileData) and is_answered and config.evaluation.rows and name):
         return []
     spec = config.algorithm.experience
-    rows = tasks.evaluation_rows(config.data, spec, config.evaluation.rows)
+    rows = tasks.problems(tasks.evaluation_rows(config.data, spec, config.evaluation.rows))
     if not rows:
         return []
     rows = list(tasks.drop_misfits(rows, tokenizer, config.sampling.max_prompt_tokens))
@@ -238,8 +238,8 @@ def print_example(console: Console, example: Example) -> None:
             text.append(f"({span.note})", style="dim")
     if len(text) > MAX_CHARACTERS:
         text = text[:MAX_CHARACTERS].append(f" ... ({len(text):,} characters)", style="dim")
-    how = "green" if console.is_terminal else "in [[ ]]"
-    title = f"\nthe first row, {example.title}; learned is what is {how}"
+    mark = "green" if console.is_terminal else "in [[ ]]"
+    title = f"\nthe first row, {example.title}; learned is what is {mark}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(text, soft_wrap=True)
 

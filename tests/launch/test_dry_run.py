@@ -145,6 +145,12 @@ def test_the_last_answer_of_a_held_out_conversation_is_what_is_evaluated(
     assert "0 of 2 prompts left" in capsys.readouterr().err
 
 
+def test_a_text_without_a_prompt_is_no_problem_to_answer(checkpoint, tmp_path):
+    rows = [{"text": word, "answer": "1"} for word in WORDS]
+    flags = ["--evaluation.rows", "2", "--data.evaluation-path", "{data}", "--reward", "gsm8k"]
+    assert inspect(checkpoint, tmp_path, "sft", rows, *flags) == 0
+
+
 def test_a_folder_of_another_configuration_is_refused(checkpoint, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
