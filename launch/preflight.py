@@ -63,17 +63,14 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     require_reward(config)
     check_rewards(config, rows)
     find = models.find_directory if needs_weights else models.find_configuration
-    has_weights = needs_weights and not config.model.random_init
-    base_path = roles.model_path(config.model.path)
-    directory = (
-        models.find_directory(base_path) if has_weights else models.find_configuration(base_path)
-    )
+    find_base = models.find_configuration if config.model.random_init else find
+    directory = find_base(roles.model_path(config.model.path))
     role_directories = {
         name: find(roles.model_path(spec.path))
         for name, spec in roles.specs(config).items()
         if spec.path is not None
     }
-    model = check_models(config, directory, list(role_directories.values()))
+    model = check_models(config, directory, list(role_directories.values()), needs_weights)
     host_agreement.require_same_models(
         [directory, *role_directories.values(), *reward_directories(config)]
     )
@@ -86,11 +83,14 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
 
 
 def check_models(
-    config: ExperimentConfig, directory: Path, role_directories: Sequence[Path]
+    config: ExperimentConfig,
+    directory: Path,
+    role_directories: Sequence[Path],
+    needs_weights: bool = True,
 ) -> Model:
     """Return the model of --model.path after checking it and the models of the roles.
 
-    Only configurations and the headers of weight files are read.
+    Only configurations and the headers of weight files are read. For `needs_weights` see `check`.
     """
     model = models.from_config(
         directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype
@@ -98,9 +98,9 @@ def check_models(
     context = json.loads(model.config.source).get("max_position_embeddings")
     check_context(config.sampling, context, directory / "config.json")
     if not config.model.random_init:
-        check_weights(directory, model)
+        check_weights(directory, model, needs_weights)
     for role_directory in role_directories:
-        check_weights(role_directory, models.from_config(role_directory))
+        check_weights(role_directory, models.from_config(role_directory), needs_weights)
     role_models = roles.role_models(config, model)
     trains_mixture = any(
         trained.config.moe
@@ -116,13 +116,13 @@ def check_models(
     return model
 
 
-def check_weights(directory: Path, model: Model) -> None:
+def check_weights(directory: Path, model: Model, needs_weights: bool) -> None:
     """Raise InputError if the weights of a model are missing, or do not fit it.
 
-    The snapshot of a model of the hub may be without them: see `check`.
+    The snapshot of a model of the hub may be without them unless they are needed.
     """
     is_snapshot = directory.parent.name == "snapshots"
-    if not is_snapshot or any(directory.glob("*.safetensors")):
+    if needs_weights or not is_snapshot or any(directory.glob("*.safetensors")):
         models.check(directory, model)
 
 
