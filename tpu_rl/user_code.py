@@ -49,6 +49,7 @@ def load_function(path: str, kind: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     # The user's program may raise anything.
     except (Exception, SystemExit) as error:
+        sys.modules.pop(module_name, None)
         raise InputError(
             f"the {kind} file does not load",
             where=user_line(error, file),

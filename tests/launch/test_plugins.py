@@ -95,6 +95,12 @@ from tpu_rl.algos import GrpoConfig
         ("def mine(config): pass", "mine", ["not the factory", "its parameters are (config)"]),
         ("def mine(c, roles, sampling): pass", "mine", ["the annotation of c is no dataclass"]),
         (
+            "@dataclass(frozen=True)\nclass C: pass\nclass D(C): a: int = 1\n"
+            "def mine(c: D, roles, sampling): pass",
+            "mine",
+            ["the annotation of c is no dataclass", "D"],
+        ),
+        (
             "@dataclass\nclass C: pass\ndef mine(c: C, roles, sampling): pass",
             "mine",
             ["C is not frozen"],

@@ -74,10 +74,10 @@ def config_class(factory: Callable[..., Any], path: str) -> type:
         raise _wrong_form(path, f"its annotations cannot be read: {error}") from None
     if len(parameters) != 3:
         raise _wrong_form(path, f"its parameters are ({', '.join(parameters)})")
-    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+    # Without a decorator of its own, the settings of a subclass would be no fields.
+    if not (isinstance(config, type) and "__dataclass_params__" in vars(config)):
         raise _wrong_form(path, f"the annotation of {parameters[0]} is no dataclass: {config}")
-    is_frozen = vars(config)["__dataclass_params__"].frozen
-    if not is_frozen:
+    if not vars(config)["__dataclass_params__"].frozen:
         raise _wrong_form(path, f"{config.__name__} is not frozen")
     missing = [name for name in ("experience", "roles") if not hasattr(config, name)]
     if missing:
