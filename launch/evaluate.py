@@ -23,15 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import (
-    compose,
-    evaluate_q_sharp,
-    evaluators,
-    mesh_checks,
-    preflight,
-    roles,
-    stages,
-)
+from launch import compose, evaluate_q_sharp, evaluators, mesh_checks, preflight, roles, stages
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
 from launch.saved_run import load_run
@@ -228,9 +220,7 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
         files = replace(files, format=flags.data.format or files.format, config=flags.data.config)
         # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
         first = data.first_row(flags.data.path, split, files.config)
-        is_chat = "prompt" not in first and any(
-            message["role"] == "assistant" for message in first.get("messages", ())
-        )
+        is_chat = "prompt" not in first and held_out_loss.brings_text(first)
         spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
         return list(tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows])
     count = config.evaluation.rows

@@ -126,7 +126,9 @@ def _stamp(path: str | Path) -> tuple[Any, ...]:
     for part in _parts(path):
         for name in [part, *sorted(glob.glob(part, recursive=True))]:
             place = Path(name).expanduser()
-            for file in [place, *(sorted(place.rglob("*")) if place.is_dir() else ())]:
+            # Other folders are refused, and may hold a whole disk.
+            is_dataset = place.is_dir() and formats.is_saved_dataset(place)
+            for file in [place, *(sorted(place.rglob("*")) if is_dataset else ())]:
                 if file.is_file():
                     status = file.stat()
                     stamps.append((str(file), status.st_size, status.st_mtime_ns, status.st_ino))

@@ -11,6 +11,7 @@ import difflib
 import gzip
 import io
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,9 +102,9 @@ def _check_weights(row: Row) -> None:
     weights = [row.get("weight"), *[answer.get("weight") for answer in answers]]
     for weight in weights:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if weight is not None and not (is_number and weight >= 0):
+        if weight is not None and not (is_number and 0 <= weight < math.inf):
             shown = json.dumps(weight, default=repr)[:60]
-            raise ValueError(f"`weight` is a number that is not negative, not {shown}")
+            raise ValueError(f"`weight` is a finite number that is not negative, not {shown}")
     if answers and not any(weight is None or weight > 0 for weight in weights[1:]):
         raise ValueError("`weight` is 0 in every message of the assistant, so nothing is learned")
 

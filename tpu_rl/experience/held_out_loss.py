@@ -22,8 +22,11 @@ def brings_text(row: Row) -> bool:
         return False
     messages = row.get("messages")
     if messages is None:
-        return row.get("prompt") is not None and row.get("completion") is not None
-    return any(message.get("role") == "assistant" for message in messages[1:])
+        return row.get("prompt") is not None and isinstance(row.get("completion"), str | list)
+    # Nobody checked the columns of a first row.
+    return isinstance(messages, list) and any(
+        isinstance(message, dict) and message.get("role") == "assistant" for message in messages[1:]
+    )
 
 
 def held_out_loss(
