@@ -15,6 +15,7 @@ import gzip
 import json
 import random
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,8 +65,6 @@ def main(argv: list[str]) -> None:
     count = int(argv[0]) if argv else 10**6
     suffix = argv[1] if len(argv) > 1 else "jsonl"
     with tempfile.TemporaryDirectory() as folder:
-        import subprocess
-
         path = Path(folder) / f"rows.{suffix}"
         subprocess.run([sys.executable, __file__, "write", str(path), str(count)], check=True)
         size = path.stat().st_size

@@ -378,7 +378,7 @@ def _flag_error(printed: str) -> InputError:
     """
     lines = [line.strip("│| ") for line in printed.splitlines()[1:]]
     groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
-    blocks = [[*block] for is_rule, block in groups if not is_rule]
+    blocks = [list(block) for is_rule, block in groups if not is_rule]
     message = " ".join(blocks[0]) if blocks else printed
     nearest = [line.split()[0] for block in blocks[1:] for line in block if line.startswith("--")]
     if "Unrecognized" not in message:

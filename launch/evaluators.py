@@ -217,12 +217,14 @@ def _loss(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
     None without such texts. A teacher writes its texts here, once: it stays as it is.
     """
     author = stage.algorithm.experience.imitates
-    tokenizer = context.language.tokenizer
-    log_probs = compose.log_probs_of(context, "policy")
     if author is None:
         return None
+    tokenizer = context.language.tokenizer
+    log_probs = compose.log_probs_of(context, "policy")
     if author == "data":
         rows = [row for row in _evaluation_rows(context) if held_out_loss.brings_text(row)]
+        if not rows:
+            return None
         loss = held_out_loss.held_out_loss(log_probs, rows, tokenizer, context.max_length)
     else:
         rows = _problems(context)
@@ -234,8 +236,6 @@ def _loss(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
         engine = make_engine(decoding, Scorer(tokenizer))
         texts = engine.roll_out(params, RolloutRequest(rows, step=0)).rollout
         loss = held_out_loss.sampled_loss(log_probs, rows, texts)
-    if not rows:
-        return None
     return lambda params, in_full: held_out_loss.as_metrics(loss(params))
 
 

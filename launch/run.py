@@ -425,12 +425,12 @@ def take_step(
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
     row["perf/peak_memory"] = peak_memory_bytes()
     settings = job.config.samples
-    if experience.records and samples.is_kept(step, settings.every):
+    if experience.records and settings.most and samples.is_kept(step, settings.every):
         numbers = numbers_of_tokens(packed, batch, per_token)
-        kept = samples.keep(
+        objects = samples.keep(
             experience.records, experience.rollouts, job.tokenizer, settings.most, numbers
         )
-        experience = experience._replace(samples=kept)
+        experience = experience._replace(samples=objects)
     return state, row, experience
 
 

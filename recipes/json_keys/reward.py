@@ -9,7 +9,7 @@ def reward(prompts, completions, answer, **columns):
 
 
 def share(text, facts):
-    """Return 0.2 for a JSON object alone, and 0.2 for each of the four facts in it."""
+    """Return 0.2 for a JSON object alone, 0.2 for each fact in it, and -0.2 for other keys."""
     try:
         given = json.loads(text)
     except ValueError:

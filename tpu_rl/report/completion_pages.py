@@ -1,9 +1,9 @@
 """Pages of single completions inside report.html: a step's completions, and the tokens of one.
 
 A page is a part of the document that the style sheet shows while the address names it
-("#step-40", "#step-40-3"). So links, the browser's history and a page that reloads itself work
-without a script. Only some steps and completions have a page, so that the file stays small: those
-at the end of the run, and others spread over it.
+("#step-40", "#step-40-3"). So links and the browser's history work without a script. Only some
+steps and completions have a page, so that the file stays small: those at the end of the run, and
+others spread over it.
 """
 
 from __future__ import annotations

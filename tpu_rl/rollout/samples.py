@@ -59,7 +59,7 @@ def keep(
     """
     places = [(rollout, row) for rollout in rollouts for row in range(len(rollout.tokens))]
     tokens_left = MAX_TOKENS
-    kept = []
+    objects = []
     for index in evenly(len(records), most):
         record = {**records[index], "row": index}
         if index < len(places):
@@ -76,8 +76,8 @@ def keep(
                 record["rendered"] = tokenizer.decode(ids[:start].tolist(), skip_special=False)
                 if end > start:
                     record["tokens"] = token_records(ids, mask, values, start, end, tokenizer)
-        kept.append(record)
-    return kept
+        objects.append(record)
+    return objects
 
 
 def token_records(

@@ -32,7 +32,7 @@ PROGRAMS = {
     "jit(make_batch)": Program("the batch", {2: COMPLETIONS, 4: ("updates", *PACKED)}),
     "jit(prefill)": Program("the prefill of prompts", {2: ("prompts", "prompt tokens")}),
     "jit(decode_segment)": Program("decoding", {2: COMPLETIONS}),
-    "jit(batch_log_probs)": Program("the reference's log-probs", {2: COMPLETIONS}),
+    "jit(batch_log_probs)": Program("the log-probs of given completions", {2: COMPLETIONS}),
     "jit(score)": Program("the reward model", {2: COMPLETIONS}),
     "jit(accuracies)": Program("the accuracy on pairs", {2: COMPLETIONS}),
 }

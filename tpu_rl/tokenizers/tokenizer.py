@@ -228,14 +228,13 @@ class Tokenizer:
             text, turns = conversations.turns_by_marks(conversation, answers, ends)
             # The template also marks messages in between that are not learned.
             first = answers[0] - num_added
-            marked = [
+            weights = [
                 message_weight(message)
                 for message in messages[first : last + 1]
                 if message["role"] == "assistant"
             ]
-            if len(turns) != len(marked):
-                marked = self._same_weight(messages, marked) * len(turns)
-            weights = marked
+            if len(turns) != len(weights):
+                weights = self._same_weight(messages, weights) * len(turns)
             return self._encode_turns(text, turns, weights, conversation.mark)
         text, turns, reason = conversations.turns_by_difference(conversation, answers, ends)
         if not reason:
