@@ -357,6 +357,14 @@ def test_pages_of_a_large_file_are_spread_over_the_run(tmp_path):
     assert max(np.diff(steps[:-4])) < 100
 
 
+def test_the_latest_steps_have_pages_also_if_they_are_large(tmp_path, monkeypatch):
+    path = tmp_path / "samples.jsonl"
+    write_lines(path, [sample(step, i, 900) for step in range(1, 901) for i in range(3)])
+    monkeypatch.setattr(completion_pages, "MAX_STEP_BYTES", 1200)
+    steps = [samples[0]["step"] for samples in completion_pages.read_steps(path)]
+    assert steps[-4:] == [897, 898, 899, 900]
+
+
 @pytest.mark.parametrize(
     "tokens",
     [

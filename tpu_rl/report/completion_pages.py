@@ -108,7 +108,8 @@ def read_steps(path: Path) -> list[Samples]:
             file.seek(number * size // (2 * MAX_STEPS))
             if number:
                 file.readline()  # The rest of a line.
-            for samples in itertools.islice(_whole_steps(file, skip=bool(number)), 1):
+            whole = _whole_steps(file, skip=bool(number), most=MAX_STEP_BYTES)
+            for samples in itertools.islice(whole, 1):
                 steps[samples[0]["step"]] = samples
         # The latest steps: from so far before the end that they are all behind it.
         lengths = [sum(len(json.dumps(row)) for row in samples) for samples in steps.values()]
@@ -117,21 +118,24 @@ def read_steps(path: Path) -> list[Samples]:
         is_inside = file.tell() > 0
         if is_inside:
             file.readline()
-        latest = list(_whole_steps(file, skip=is_inside))[-LATEST_STEPS:]
+        latest = list(_whole_steps(file, skip=is_inside, most=size))[-LATEST_STEPS:]
     steps |= {samples[0]["step"]: samples for samples in latest}
     return choose([steps[step] for step in sorted(steps)])
 
 
-def _whole_steps(lines: Iterable[bytes], skip: bool) -> Iterator[Samples]:
-    """Yield the rows of one step after another; the first step is left out if `skip`."""
-    for _, group in itertools.groupby(_rows(lines), key=lambda row: row["step"]):
+def _whole_steps(lines: Iterable[bytes], skip: bool, most: int) -> Iterator[Samples]:
+    """Yield the rows of one step after another, of at most so many bytes of lines.
+
+    The first step is left out if `skip`.
+    """
+    for _, group in itertools.groupby(_rows(lines, most), key=lambda row: row["step"]):
         samples = list(group)
         if not skip:
             yield samples
         skip = False
 
 
-def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _rows(lines: Iterable[bytes], most: int) -> Iterator[dict[str, Any]]:
     num_bytes = 0
     for line in lines:
         try:
@@ -142,7 +146,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         num_bytes += len(line)
         if usable:
             yield row
-        if num_bytes > MAX_STEP_BYTES:
+        if num_bytes > most:
             return
 
 
