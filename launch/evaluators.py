@@ -10,7 +10,7 @@ from typing import NamedTuple
 from launch import compose, roles
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.roles import RunContext
-from tpu_rl import data, rewards
+from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
@@ -254,7 +254,7 @@ def ranking(
     There is at least one of them.
     """
     tokenizer = context.language.tokenizer
-    train = data.pairs(given.train, tokenizer, context.max_length)
+    train_lengths, train_good = pair_accuracy.lengths_of(given.train, tokenizer, context.max_length)
     if stage.algorithm.experience.graded:
         labels = [bool(row["label"]) for row in given.held_out]
         if len(set(labels)) < 2:
@@ -264,11 +264,13 @@ def ranking(
             )
             return lambda params: {}
         log_probs = compose.log_probs_of(context, "policy")
-        return pair_accuracy.graded_accuracy(log_probs, train, given.held_out, to_pairs)
+        return pair_accuracy.graded_accuracy(
+            log_probs, train_lengths, train_good, given.held_out, to_pairs
+        )
     held_out = to_pairs(given.held_out)
     return pair_accuracy.ranking_accuracy(
         algorithm,
-        train,
+        train_lengths,
         held_out,
         pair_accuracy.problems_of(given.held_out),
         context.mesh,

@@ -160,10 +160,23 @@ def test_kto_ranks_held_out_completions(checkpoint, tmp_path, capsys):
     assert cells(capsys.readouterr().out, "policy")[1] == "100.0 %"
 
 
-def test_a_good_completion_above_a_bad_one_is_counted_in_all_pairs():
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_good_completion_above_a_bad_one_is_counted_in_all_pairs(is_good):
     scores = np.array([0.3, 0.1, 0.2, 0.1, 0.9])
-    good = np.array([True, True, False, False, False])
+    good = np.array([is_good, is_good, not is_good, not is_good, not is_good])
     pairs = [(a > b) + 0.5 * (a == b) for a in scores[good] for b in scores[~good]]
     result = pair_accuracy.good_above_bad(scores, good)
     assert result.value == pytest.approx(np.mean(pairs))
     assert result.n == 2
+
+
+def test_the_rule_about_lengths_learns_from_rows_in_parts(monkeypatch):
+    monkeypatch.setattr(pair_accuracy, "ROWS_AT_ONCE", 2)
+    rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "b"} for n in (3, 1, 2)]
+    lengths, good = pair_accuracy.lengths_of(rows, tokenizers.characters("ab"), 8)
+    # Each with its end.
+    assert lengths.tolist() == [4, 2, 2, 2, 3, 2]
+    assert good.tolist() == [True, False] * 3
+    held_out = np.array([3, 2, 2, 2, 2, 4])
+    assert pair_accuracy.longer_or_shorter(lengths, held_out).tolist() == [1, 0.5, 0]
+    assert pair_accuracy.longer_or_shorter(lengths[::-1], held_out).tolist() == [0, 0.5, 1]

@@ -10,12 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tpu_rl import data
 from tpu_rl.data import Row
 from tpu_rl.experience.pairs import ToPairs
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.rollout import evaluation
+from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Experience, Pairs, Params
+
+ROWS_AT_ONCE = 1024
+"""Rows that are encoded at once where only their lengths count."""
 
 
 def problems_of(rows: Sequence[Row]) -> list[int]:
@@ -25,7 +30,7 @@ def problems_of(rows: Sequence[Row]) -> list[int]:
 
 def ranking_accuracy(
     algorithm: Algorithm,
-    train: Pairs,
+    train_lengths: np.ndarray,
     held_out: Pairs,
     problems: list[int],
     mesh: Mesh,
@@ -39,7 +44,7 @@ def ranking_accuracy(
     Args:
         algorithm: its loss reports the metric preference/accuracy. Each pair is an optimizer step
             of its own, so that the metric is that of one pair.
-        train: training pairs, from which the rule about lengths is learned.
+        train_lengths: `lengths_of` training pairs, from which the rule about lengths is learned.
         held_out: the pairs to rank.
         problems: the problem of each held-out pair.
         mesh: the run's mesh.
@@ -57,7 +62,7 @@ def ranking_accuracy(
         minibatches=len(problems),
         whole_groups=True,
     )
-    length_rule = by_problem(longer_or_shorter(train, held_out), problems)
+    length_rule = by_problem(longer_or_shorter(train_lengths, mask.sum(-1)), problems)
 
     @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
     def accuracies(params: Params, experience: Experience) -> jax.Array:
@@ -79,7 +84,11 @@ def ranking_accuracy(
 
 
 def graded_accuracy(
-    log_probs: TextLogProbs, train: Pairs, held_out: Sequence[Row], to_pairs: ToPairs
+    log_probs: TextLogProbs,
+    train_lengths: np.ndarray,
+    train_good: np.ndarray,
+    held_out: Sequence[Row],
+    to_pairs: ToPairs,
 ) -> Callable[[Params], dict[str, float]]:
     """Return what computes how often a good held-out completion is ahead of a bad one.
 
@@ -88,7 +97,9 @@ def graded_accuracy(
 
     Args:
         log_probs: of the policy.
-        train: judged completions of training, from which the rule about lengths is learned.
+        train_lengths: `lengths_of` training completions, from which the rule about lengths is
+            learned.
+        train_good: their labels.
         held_out: rows of judged completions of both labels.
         to_pairs: encodes rows, with the reference's log-probs.
     """
@@ -96,8 +107,6 @@ def graded_accuracy(
     good = np.asarray(pairs.preferred)
     mask = np.asarray(pairs.action_mask)
     reference = np.where(mask, np.asarray(pairs.reference_log_probs), 0).sum(-1, dtype=np.float64)
-    train_good = np.asarray(train.preferred)
-    train_lengths = np.asarray(train.action_mask).sum(-1)
     both_in_training = train_good.any() and not train_good.all()
     longer_is_better = not both_in_training or (
         good_above_bad(train_lengths, train_good).value >= 0.5
@@ -125,25 +134,50 @@ def good_above_bad(scores: np.ndarray, good: np.ndarray) -> evaluation.Estimate:
         scores: [completions].
         good: [completions] bool, with both values.
     """
-    above = scores[good][:, None] > scores[~good][None, :]
-    shares = above + 0.5 * (scores[good][:, None] == scores[~good][None, :])
-    rarer = 1 if good.sum() <= (~good).sum() else 0
-    return evaluation.estimate(shares.mean(axis=rarer).tolist())
+
+    def shares_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+        # Sorted, because an array of all pairs may not fit in memory.
+        others = np.sort(others)
+        num_below = np.searchsorted(others, values, "left")
+        num_not_above = np.searchsorted(others, values, "right")
+        return (num_below + num_not_above) / (2 * len(others))
+
+    if good.sum() <= (~good).sum():
+        shares = shares_below(scores[good], scores[~good])
+    else:
+        shares = 1 - shares_below(scores[~good], scores[good])
+    return evaluation.estimate(shares.tolist())
 
 
-def longer_or_shorter(train: Pairs, held_out: Pairs) -> np.ndarray:
+def lengths_of(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of each completion of pairs, [N], and if it is a good one, [N] bool.
+
+    A part of the rows is encoded at a time, because arrays of all of them may not fit in memory.
+    """
+    lengths = []
+    good = []
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        pairs = data.pairs(rows[first : first + ROWS_AT_ONCE], tokenizer, max_length)
+        lengths.append(np.asarray(pairs.action_mask).sum(-1))
+        good.append(np.asarray(pairs.preferred))
+    return np.concatenate(lengths), np.concatenate(good)
+
+
+def longer_or_shorter(train_lengths: np.ndarray, held_out_lengths: np.ndarray) -> np.ndarray:
     """Return [pairs] how well one rule ranks the held-out pairs: 1 right, 0 wrong, 0.5 a tie.
 
     The rule is "the longer completion is better" or its opposite, whichever is right more often in
-    training.
+    training. Lengths are [2 * pairs], with that of the chosen completion first.
     """
 
-    def longer_wins(pairs: Pairs) -> np.ndarray:
-        chosen, rejected = np.asarray(pairs.action_mask).sum(-1).reshape(-1, 2).T
+    def longer_wins(lengths: np.ndarray) -> np.ndarray:
+        chosen, rejected = lengths.reshape(-1, 2).T
         return (chosen > rejected) + 0.5 * (chosen == rejected)
 
-    right = longer_wins(held_out)
-    return right if longer_wins(train).mean() >= 0.5 else 1 - right
+    right = longer_wins(held_out_lengths)
+    return right if longer_wins(train_lengths).mean() >= 0.5 else 1 - right
 
 
 def as_metrics(prefix: str, estimate: evaluation.Estimate) -> dict[str, float]:

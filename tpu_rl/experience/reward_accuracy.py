@@ -21,7 +21,7 @@ import numpy as np
 from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
 from tpu_rl.experience import pair_accuracy, pairing
-from tpu_rl.experience.pair_accuracy import by_problem, longer_or_shorter, problems_of
+from tpu_rl.experience.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
 from tpu_rl.rewards import reward_model
 from tpu_rl.rollout import evaluation
 from tpu_rl.rollout.scoring import Scored
@@ -126,11 +126,11 @@ def given_pairs(
     """
     if not held_out:
         return None
-    train_pairs = data.pairs(train, tokenizer, max_length)
+    train_lengths = lengths_of(train, tokenizer, max_length)[0]
     pairs = data.pairs(held_out, tokenizer, max_length)
     problems = problems_of(held_out)
     rules = {
-        "length_only": longer_or_shorter(train_pairs, pairs),
+        "length_only": longer_or_shorter(train_lengths, np.asarray(pairs.action_mask).sum(-1)),
         "majority": by_vote(held_out, problems),
     }
     return HeldOutPairs(pairs, problems, with_lengths(column_slices(held_out), pairs), rules)
@@ -153,8 +153,10 @@ def sampled_pairs(
         return None
     problems = pairs.group_id[::2].tolist()
     slices = with_lengths([slices_of(rows[problem]) for problem in problems], pairs)
+    lengths = np.asarray(pairs.action_mask).sum(-1)
     # The rule learns from the held-out pairs themselves, which can only flatter it.
-    return HeldOutPairs(pairs, problems, slices, {"length_only": longer_or_shorter(pairs, pairs)})
+    rules = {"length_only": longer_or_shorter(lengths, lengths)}
+    return HeldOutPairs(pairs, problems, slices, rules)
 
 
 def by_vote(rows: Sequence[Row], problems: Sequence[int]) -> np.ndarray:
