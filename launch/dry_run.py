@@ -105,12 +105,14 @@ def check_encoding(
         return []
     max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
-    # One column more shows which texts are cut.
-    encoded = [
-        encode([rows[index]], tokenizer, max_length + 1).action_mask[0] for index in range(num_rows)
-    ]
-    num_cut = sum(bool(mask[max_length]) for mask in encoded)
-    num_empty = sum(not mask[:max_length].any() for mask in encoded)
+    num_cut = num_empty = 0
+    for index in range(num_rows):
+        # One column more shows which texts are cut. Their next token may be of the user, or may be
+        # the one that also serves as padding.
+        texts = encode([rows[index]], tokenizer, max_length + 1)
+        learned = texts.action_mask[0]
+        num_cut += bool(learned[max_length] or texts.tokens[0, max_length] != tokenizer.pad_id)
+        num_empty += not learned[:max_length].any()
     flags = "--sampling.max-prompt-tokens and --sampling.max-new-tokens"
     limit = f"{max_length} tokens, the sum of {flags}"
     of_rows = f"of {num_rows:,} rows" if num_rows == len(rows) else f"of {num_rows:,} checked rows"

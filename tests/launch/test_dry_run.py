@@ -126,7 +126,7 @@ def test_texts_that_are_cut_and_rewards_that_fail_now_and_then_are_said(
     long = [{"prompt": "a", "completion": "b" * 40}, {"prompt": "a" * 40, "completion": "b"}]
     assert inspect(checkpoint, tmp_path, "sft", ROWS["sft"] + long) == 0
     printed = capsys.readouterr().err
-    assert "1 of 10 rows are longer than 40 tokens" in printed
+    assert "2 of 10 rows are longer than 40 tokens" in printed
     assert "1 of 10 rows have nothing to learn within 40 tokens" in printed
     assert inspect(checkpoint, tmp_path, "grpo", ROWS["grpo"], "--reward", "{reward}:picky") == 0
     printed = capsys.readouterr().err
