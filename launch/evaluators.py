@@ -21,6 +21,7 @@ from tpu_rl.experience.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.rewards import named, reward_model
 from tpu_rl.rewards import terms as reward_terms
+from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import evaluation, scoring
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.evaluation import Estimate
@@ -156,13 +157,16 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
     correct = next(iter(functions))
     asked_for = {correct, *map(named.display_name, config.evaluation.metrics)}
     columns = scoring.repeat_rows(rows, 1)[1]
-    for name in [name for name in functions if name not in asked_for]:
-        function = functions[name]
+    for name, function in list(functions.items()):
+        if name in asked_for:
+            continue
         try:
             rewards.require_columns(name, function, columns, rewards.ROLLOUT_COLUMNS)
         except InputError as error:
             print(f"note: evaluations leave out the reward {name}: {error.what}", file=sys.stderr)
             del functions[name]
+            if isinstance(function, IsolatedReward):
+                function.stop()
     terms = named.displayed(config.reward_terms)
     is_total = terms and not any(term.schedule for term in terms)
     if not is_total or not functions.keys() >= set(reward_terms.names_of(terms)):

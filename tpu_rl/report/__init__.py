@@ -372,8 +372,12 @@ def _held_out_loss(run: Run) -> str:
 def _held_out_rewards(run: Run) -> str:
     """Return the means of several rewards on held-out problems; empty if there is one only."""
     start = "eval/reward/"
-    names = [name for name in run.metric_names() if f"{name}_n" in run.metric_names()]
-    labels = {name: name.removeprefix(start) for name in names if name.startswith(start)}
+    names = dict.fromkeys(run.metric_names())
+    labels = {
+        name: name.removeprefix(start)
+        for name in names
+        if name.startswith(start) and f"{name}_n" in names
+    }
     note = "Means over problems."
     return _chart_html(run, Chart("Rewards on held-out problems", note, labels))
 
