@@ -430,6 +430,8 @@ def report_ranking(flags: Flags) -> None:
         algorithm = compose.build_algorithm(context, stage)
         to_pairs = compose.trained_pairs(context, stage, given.usable)
         measured = evaluators.ranking(context, stage, algorithm, given, to_pairs)(params)
+    if not measured:
+        return  # A note has said why.
     table = Table("", "ranked as labeled", "95 % interval", "n", title=escape(flags.model))
     for prefix, label in (("eval/", "policy"), ("eval/length_only_", "length only")):
         names = ("accuracy", "accuracy_low", "accuracy_high", "n")

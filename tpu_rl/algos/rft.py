@@ -60,6 +60,7 @@ class RftConfig:
             raise InputError(
                 f"max_per_prompt {self.max_per_prompt} is below 1",
                 where="--algorithm.max-per-prompt",
+                fix="use at least 1, or None to learn from all",
             )
         if self.keep == "best" and self.max_per_prompt is None:
             raise InputError(
@@ -69,7 +70,9 @@ class RftConfig:
             )
         if self.round_steps < 0:
             raise InputError(
-                f"round_steps {self.round_steps} is negative", where="--algorithm.round-steps"
+                f"round_steps {self.round_steps} is negative",
+                where="--algorithm.round-steps",
+                fix="use 0 for no rounds, or the steps of a round",
             )
         if self.round_steps and self.sampled_by != "reference":
             raise InputError(
