@@ -104,7 +104,16 @@ def test_rewards_that_differ_by_rounding_are_one_bar():
     assert chart.count('<span class="x"') == 2
     narrow = [("early", np.linspace(1.0, 1.0001, 30)), ("late", np.ones(3))]
     labels = re.findall(r'<span class="x"[^>]*>([^<]*)<', charts.histogram(narrow, "reward"))
-    assert len(labels) == len(set(labels)) == 5
+    assert labels == ["1", "1.00002", "1.00004", "1.00006", "1.00008", "1.0001"]
+
+
+def test_bins_have_round_borders_and_hold_every_value():
+    values = np.linspace(0.0978, 1.0, 40)
+    chart = charts.histogram([("early", values), ("late", values)], "reward")
+    labels = re.findall(r'<span class="x"[^>]*>([^<]*)<', chart)
+    assert labels == ["0.2", "0.4", "0.6", "0.8", "1"]
+    shares = [float(share) for share in re.findall(r"early: ([\d.]+)%", chart)]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
 
 
 @pytest.mark.parametrize(

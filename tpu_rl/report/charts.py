@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -179,7 +180,7 @@ def stacked_areas(
 def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> str:
     """Return the shares of values in two groups, each (label, values).
 
-    Few distinct values have one bar each; many fall into equal bins.
+    Few distinct values have one bar each; many fall into equal bins with round borders.
     """
     # Rewards are float32: what differs by rounding is one value.
     groups = [(label, np.round(values, 6)) for label, values in groups]
@@ -189,11 +190,18 @@ def histogram(groups: Sequence[tuple[str, np.ndarray]], x_name: str) -> str:
         names = axes.names_of(distinct)
         ticks = dict(enumerate(names))
     else:
-        edges = np.linspace(distinct[0], distinct[-1], BINS + 1)
-        counts = [np.histogram(values, edges)[0].tolist() for _, values in groups]
+        width = axes.nice_step((distinct[-1] - distinct[0]) / BINS)
+        # A value at an edge may differ from it by rounding.
+        first = math.floor(distinct[0] / width + 1e-6)
+        last = math.ceil(distinct[-1] / width - 1e-6)
+        edges = width * np.arange(first, last + 1)
         edge_names = axes.names_of(edges)
+        edges[0] = min(edges[0], distinct[0])
+        edges[-1] = max(edges[-1], distinct[-1])
+        counts = [np.histogram(values, edges)[0].tolist() for _, values in groups]
         names = [f"{low} to {high}" for low, high in itertools.pairwise(edge_names)]
-        ticks = {i - 0.5: edge_names[i] for i in range(0, BINS + 1, BINS // 4)}
+        every = math.ceil((last - first) / 5)
+        ticks = {i - 0.5: name for i, name in enumerate(edge_names) if (first + i) % every == 0}
     shares = [
         np.array(group_counts) / len(values)
         for group_counts, (_, values) in zip(counts, groups, strict=True)
