@@ -62,14 +62,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     rows, warnings = check_rows(config)
     require_reward(config)
     check_rewards(config, rows)
-    find = models.find_directory if needs_weights else models.find_configuration
-    find_base = models.find_configuration if config.model.random_init else find
-    directory = find_base(roles.model_path(config.model.path))
-    role_directories = {
-        name: find(roles.model_path(spec.path))
-        for name, spec in roles.specs(config).items()
-        if spec.path is not None
-    }
+    directory, role_directories = find_models(config, needs_weights)
     model = check_models(config, directory, list(role_directories.values()), needs_weights)
     host_agreement.require_same_models(
         [directory, *role_directories.values(), *reward_directories(config)]
@@ -80,6 +73,25 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
     warnings += check_tokenizer(config, tokenizer, model, rows)
     return warnings
+
+
+def find_models(
+    config: ExperimentConfig, needs_weights: bool = True
+) -> tuple[Path, dict[str, Path]]:
+    """Return the directory of --model.path, and those of the roles that start as other models.
+
+    Raises:
+        InputError: if one is neither a directory nor a model of the hub.
+    """
+    find = models.find_directory if needs_weights else models.find_configuration
+    find_base = models.find_configuration if config.model.random_init else find
+    directory = find_base(roles.model_path(config.model.path))
+    role_directories = {
+        name: find(roles.model_path(spec.path))
+        for name, spec in roles.specs(config).items()
+        if spec.path is not None
+    }
+    return directory, role_directories
 
 
 def check_models(

@@ -140,7 +140,7 @@ def test_only_plans_accept_model_names_without_weights(flags, role, tmp_path, mo
         shapes = roles.param_shapes(config, plan_steps.read_model(config))
     assert shapes[role]["embedding"].shape == (151_936, 896)
     with pytest.raises(InputError, match="neither a directory nor a model"):
-        preflight.check_models(given, roles.model_directory(given))
+        preflight.find_models(given)
 
 
 def test_plan_covers_every_step_of_a_run():
