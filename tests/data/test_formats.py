@@ -51,9 +51,9 @@ def test_several_files_patterns_and_a_name_with_a_comma(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "what", "where"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES.encode())[:-9], "damaged", ""),
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "damaged", ""),
         ("a.jsonl.gz", b"{}", "damaged", ""),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n3\n'), "JSON object", ":2"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n3\n', mtime=0), "JSON object", ":2"),
         ("a.json", '[{"prompt": "a"}, 3]', "not an object", ", item 2"),
         ("a.json", '[{"prompt": "a"}, {"prompt": "b"', "cut off", ", item 2"),
         ("a.json", '[{"prompt": "a"}', "cut off", ", item 1"),
