@@ -78,9 +78,13 @@ def test_two_steps_in_which_programs_really_run(checkpoint, tmp_path, monkeypatc
         return outcomes[-1]
 
     monkeypatch.setattr(unit_tests, "run", spied)
-    monkeypatch.setattr(
-        Tokenizer, "decode", lambda self, ids: decode(self, ids) if next(turn) % 2 else program
-    )
+
+    def decode_every_other(self, ids, skip_special=True):
+        if skip_special and next(turn) % 2 == 0:
+            return program
+        return decode(self, ids, skip_special)
+
+    monkeypatch.setattr(Tokenizer, "decode", decode_every_other)
     flags = (
         "--data.evaluation-path",
         str(PROBLEMS),

@@ -52,6 +52,7 @@ def halved(tmp_path):
     return f"{file}:halved"
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_a_file_trains_and_its_run_is_read_again(halved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = ["--algorithm", "my_method.py:halved", "--algorithm.share", "0.5"]
