@@ -19,6 +19,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "license.md",
     "recipes/README.md": "recipes.md",
+    "recipes/grpo_from_parts.py": "grpo_from_parts.md",
 }
 """File in the root of the repository -> its page on the site."""
 
@@ -32,7 +33,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        if not name.endswith(".md"):
+        if name.endswith(".py"):
+            text = f"# {Path(name).name}\n\n```python\n{text}```\n"
+        elif not name.endswith(".md"):
             # Not a fenced block: its [brackets] would be read as references.
             escaped = html.escape(text).replace("[", "&#91;").replace("\n\n", "\n&#8203;\n")
             text = f"# License\n\n<pre>{escaped}</pre>\n"
