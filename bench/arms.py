@@ -10,7 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,17 @@ def print_row(*cells: object) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def table(folder: Path, arms: Arms, seeds: Sequence[int]) -> None:
-    """Run all arms, and print the accuracy of each on held-out problems, before and after."""
+def table(
+    folder: Path,
+    arms: Arms,
+    seeds: Sequence[int],
+    columns: Sequence[str] = (),
+    cells: Callable[[Path], list[str]] = lambda run_dir: [],
+) -> None:
+    """Run all arms, and print the accuracy of each on held-out problems, before and after.
+
+    `cells` returns the cells of further `columns` for a run folder.
+    """
     print_heading(
         "arm",
         "seed",
@@ -76,21 +85,29 @@ def table(folder: Path, arms: Arms, seeds: Sequence[int]) -> None:
         "sampled after",
         "greedy before",
         "greedy after",
+        *columns,
         "seconds",
     )
     for arm, flags in arms.items():
         for seed in seeds:
-            summary = run(folder / f"{arm}_{seed}", [*flags, "--seed", str(seed)])
+            run_dir = folder / f"{arm}_{seed}"
+            summary = run(run_dir, [*flags, "--seed", str(seed)])
             before, after = summary["eval"]["before"], summary["eval"]["after"]
             evaluations = (before, after, before.get("greedy", {}), after.get("greedy", {}))
-            print_row(arm, seed, *map(percent, evaluations), f"{summary['seconds']:.0f}")
+            seconds = f"{summary['seconds']:.0f}"
+            print_row(arm, seed, *map(percent, evaluations), *cells(run_dir), seconds)
 
 
-def main(description: str | None, arms: Arms) -> None:
-    """Run a script that consists of arms only."""
+def main(
+    description: str | None,
+    arms: Arms,
+    columns: Sequence[str] = (),
+    cells: Callable[[Path], list[str]] = lambda run_dir: [],
+) -> None:
+    """Run a script that prints `table`."""
     parser = make_parser(description)
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
     flags = parser.parse_args()
-    table(flags.to, {arm: arms[arm] for arm in flags.arms}, flags.seeds)
+    table(flags.to, {arm: arms[arm] for arm in flags.arms}, flags.seeds, columns, cells)

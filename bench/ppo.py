@@ -27,18 +27,7 @@ ARMS = {
     "long_ppo": ["arithmetic_ppo", *SMALL_LAMBDA, "--algorithm.critic.lam", "0.8"],
     "long_vc_ppo": ["arithmetic_vc_ppo", *SMALL_LAMBDA],
 }
-COLUMNS = (
-    "arm",
-    "seed",
-    "sampled before",
-    "sampled after",
-    "greedy before",
-    "greedy after",
-    "explained at first, %",
-    "explained at last, %",
-    "tokens per answer",
-    "seconds",
-)
+COLUMNS = ("explained at first, %", "explained at last, %", "tokens per answer")
 LAST_STEPS = 10
 
 
@@ -58,27 +47,5 @@ def critic_cells(run_dir: Path) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = arms.make_parser(__doc__)
-    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    flags = parser.parse_args()
-    arms.print_heading(*COLUMNS)
-    for arm in flags.arms:
-        for seed in flags.seeds:
-            run_dir = flags.to / f"{arm}_{seed}"
-            summary = arms.run(run_dir, [*ARMS[arm], "--seed", str(seed)])
-            before, after = summary["eval"]["before"], summary["eval"]["after"]
-            evaluations = (before, after, before["greedy"], after["greedy"])
-            arms.print_row(
-                arm,
-                seed,
-                *map(arms.percent, evaluations),
-                *critic_cells(run_dir),
-                f"{summary['seconds']:.0f}",
-            )
-
-
 if __name__ == "__main__":
-    main()
+    arms.main(__doc__, ARMS, COLUMNS, critic_cells)

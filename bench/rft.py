@@ -26,17 +26,7 @@ ARMS = {
     ],
     "all": ["arithmetic_rft", "--algorithm.max-per-prompt", "None"],
 }
-COLUMNS = (
-    "arm",
-    "seed",
-    "sampled before",
-    "sampled after",
-    "greedy before",
-    "greedy after",
-    "accepted at first, %",
-    "accepted at last, %",
-    "seconds",
-)
+COLUMNS = ("accepted at first, %", "accepted at last, %")
 STEPS = 10
 
 
@@ -49,27 +39,5 @@ def accepted_cells(run_dir: Path) -> list[str]:
     return [f"{100 * sum(part) / len(part):.0f}" for part in (shares[:STEPS], shares[-STEPS:])]
 
 
-def main() -> None:
-    parser = arms.make_parser(__doc__)
-    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    flags = parser.parse_args()
-    arms.print_heading(*COLUMNS)
-    for seed in flags.seeds:
-        for arm in flags.arms:
-            run_dir = flags.to / f"{arm}_{seed}"
-            summary = arms.run(run_dir, [*ARMS[arm], "--seed", str(seed)])
-            before, after = summary["eval"]["before"], summary["eval"]["after"]
-            evaluations = (before, after, before["greedy"], after["greedy"])
-            arms.print_row(
-                arm,
-                seed,
-                *map(arms.percent, evaluations),
-                *accepted_cells(run_dir),
-                f"{summary['seconds']:.0f}",
-            )
-
-
 if __name__ == "__main__":
-    main()
+    arms.main(__doc__, ARMS, COLUMNS, accepted_cells)

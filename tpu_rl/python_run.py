@@ -40,7 +40,7 @@ Reward = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left in its folder."""
+    """The results of a run, as its folder holds them."""
 
     run_dir: Path
     metrics: list[dict[str, Any]]

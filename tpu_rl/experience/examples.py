@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
     text: str
     note: str
-    """What is learned of it; "" if nothing is."""
+    """The part of it that is learned; "" if nothing is."""
 
 
 class Example(NamedTuple):
@@ -93,7 +93,8 @@ def _noted(title: str, tokens: Any, notes: Sequence[str], tokenizer: Tokenizer) 
     before = ""
     stop = 0
     for note, group in itertools.groupby(notes[: last + 1]):
-        start, stop = stop, stop + len(list(group))
+        start = stop
+        stop += len(list(group))
         # What a token adds to a text can depend on the tokens before it.
         text = tokenizer.decode(ids[:stop], skip_special=False)
         is_longer = text.startswith(before)

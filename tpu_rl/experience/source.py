@@ -21,9 +21,9 @@ class StepExperience(NamedTuple):
     warnings: list[str]
     """Lines for the console, such as reward functions that failed."""
     rollouts: tuple[Rollout, ...] = ()
-    """Where the tokens of `records` are: their rows, in order, are those of the records."""
+    """The tokens of `records`: their rows, in order, are those of the records."""
     samples: Sequence[dict[str, Any]] = ()
-    """What samples.jsonl keeps of the records, after the update."""
+    """The records that samples.jsonl keeps, after the update."""
 
 
 class Source(NamedTuple):

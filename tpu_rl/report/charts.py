@@ -49,7 +49,7 @@ class Hover(NamedTuple):
     place: float
     text: str
     link: str = ""
-    """Where a click leads: "#step-40", or nowhere."""
+    """The target of a click, such as "#step-40"; "" for none."""
 
 
 def line_chart(

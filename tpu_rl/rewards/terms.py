@@ -23,7 +23,7 @@ from tpu_rl.errors import InputError
 
 EXAMPLE = 'write [WEIGHT*]NAME[?OTHER>NUMBER], as in "0.2*my.py:format?gsm8k>0.5"'
 PYTHON = "python:"
-"""How the name of a function begins that a Python program has registered."""
+"""The beginning of the name of a function that a Python program has registered."""
 _COMPARISON = re.compile(r"(.*)([<>])([^<>]*)", re.DOTALL)
 
 

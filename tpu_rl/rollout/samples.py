@@ -64,10 +64,11 @@ def keep(
         record = {**records[index], "row": index}
         if index < len(places):
             rollout, row = places[index]
-            known = numbers if rollout is rollouts[0] else {}
-            values = {name: array[row] for name, array in known.items()}
-            values = {LOG_PROB: np.asarray(rollout.log_probs[row]), **values}
-            ids, mask = np.asarray(rollout.tokens[row]), np.asarray(rollout.action_mask[row])
+            values = {LOG_PROB: np.asarray(rollout.log_probs[row])}
+            if rollout is rollouts[0]:
+                values |= {name: array[row] for name, array in numbers.items()}
+            ids = np.asarray(rollout.tokens[row])
+            mask = np.asarray(rollout.action_mask[row])
             actions = np.flatnonzero(mask)
             if len(actions):
                 start = int(actions[0])

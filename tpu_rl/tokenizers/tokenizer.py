@@ -74,8 +74,8 @@ class Demonstration(NamedTuple):
 
     ids: list[int]
     weights: list[float]
-    """What each id counts: 0 if it is not learned. Learned are those that the assistant wrote, the
-    ends of its turns included."""
+    """The weight of each id; 0 if it is not learned. The ids of the assistant's messages are
+    learned, the ends of its turns included."""
 
     @property
     def learned(self) -> list[bool]:
