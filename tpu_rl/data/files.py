@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from tpu_rl.data import formats, python_rows, stored_rows
-from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows
+from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows, half_a_character
 from tpu_rl.errors import InputError
 
 Row = dict[str, Any]
@@ -409,12 +409,7 @@ def _json_row(line: bytes, where: str, is_last: bool) -> Row:
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(
-            "a text holds half of a surrogate pair",
-            where=where,
-            why=str(error),
-            fix="correct the text: it was cut inside a character",
-        ) from error
+        raise half_a_character(error, where) from error
     except (ValueError, RecursionError) as error:
         if is_last and isinstance(error, json.JSONDecodeError):
             raise InputError(

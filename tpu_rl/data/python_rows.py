@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tpu_rl.data.stored_rows import Given
+from tpu_rl.data.stored_rows import Given, half_a_character, require_finite
 from tpu_rl.errors import InputError
 
 PYTHON = "python:"
-"""How such a name begins; the rest is the name of the argument that has the rows."""
+"""The beginning of such a name; the rest is the name of the argument that has the rows."""
 
 _ROWS: dict[str, Any] = {}
 
@@ -75,20 +74,8 @@ def _check(row: Any, where: str) -> None:
             why=f"this is {repr(row)[:60]}",
             fix='as in {"prompt": "..."}; of a pandas table, pass table.to_dict("records")',
         )
-    for column, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(
-                f"`{column}` is {value}",
-                where=where,
-                why="it is not a finite number",
-                fix="give a number, or drop the row",
-            )
+    require_finite(row, where)
     try:
         json.dumps(dict(row), ensure_ascii=False, default=repr).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(
-            "a text holds half of a surrogate pair",
-            where=where,
-            why=str(error),
-            fix="correct the text: it was cut inside a character",
-        ) from error
+        raise half_a_character(error, where) from error

@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, overload
 
@@ -123,6 +123,28 @@ class Given:
         return dict(self._rows[index])
 
 
+def require_finite(row: Mapping[str, Any], where: str) -> None:
+    """Raise InputError if a column holds a number that is not finite."""
+    for column, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(
+                f"`{column}` is {value}",
+                where=where,
+                why="it is not a finite number",
+                fix="give a number, or drop the row",
+            )
+
+
+def half_a_character(error: UnicodeEncodeError, where: str) -> InputError:
+    """Return the error of a text that no tokenizer takes."""
+    return InputError(
+        "a text holds half of a surrogate pair",
+        where=where,
+        why=str(error),
+        fix="correct the text: it was cut inside a character",
+    )
+
+
 class ArrowRows:
     """Rows of batches of Arrow, in memory or mapped into it."""
 
@@ -137,14 +159,7 @@ class ArrowRows:
         for index in range(len(self)):
             where = self._where.format(index + 1)
             row = self[index]
-            for column, value in row.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise InputError(
-                        f"`{column}` is {value}",
-                        where=where,
-                        why="it is not a finite number",
-                        fix="give a number, or drop the row",
-                    )
+            require_finite(row, where)
             yield where, row
 
     def __len__(self) -> int:
