@@ -178,6 +178,16 @@ class Rollout:
     scored: Array
     """[N] bool: True if `rewards` are valid. False if no reward function scored the row, or if one
     failed on it."""
+    parent: Array | None = None
+    """[N] int32: an earlier row of the same group whose first `shared` tokens this row repeats; a
+    row without one names itself. None: the rows of a group share their prompt. A token that a row
+    repeats is an action of its first row at most, so that nothing is learned twice."""
+    shared: Array | None = None
+    """[N] int32: how many leading tokens a row shares with its parent; 0 without one."""
+    episode_id: Array | None = None
+    """[N] int32: rows of one episode are neighbors and have one number: an episode whose history
+    was rewritten has several rows, its branches. Each of them carries the rewards of its own
+    actions, and the return of an episode is the sum over its rows. None: each row is an episode."""
     baseline: Array | None = None
     """[N] float32: value of the row's prompt, estimated from completions that are not learned from.
     Only for algorithms that ask for it (ReMax: reward of the greedy completion; A*-PO: optimal
