@@ -23,6 +23,7 @@ COMMANDS_LIMIT = 24
 BASICS = {"types", "errors"}
 STATE = BASICS | {"train.sharding"}
 MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
+WORKERS = {"runtime.workers", "runtime.worker_child"}
 ALLOWED: dict[str, set[str]] = {
     # Modules of tpu_rl itself.
     "types": set(),
@@ -51,8 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "metrics", "redaction"},
     # Experience.
     "sandbox": {"errors"},
-    "environments": BASICS,
-    "rewards": MODEL_CODE | {"user_code", "environments", "sandbox", "runtime.child_processes"},
+    "environments": BASICS | {"user_code"} | WORKERS,
+    "rewards": MODEL_CODE | {"user_code", "environments", "sandbox"} | WORKERS,
     "rollout": STATE
     | {
         "losses.return_distributions",

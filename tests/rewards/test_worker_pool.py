@@ -202,7 +202,7 @@ def test_the_reply_of_an_interrupted_call_is_not_read_by_the_next(tmp_path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tpu_rl.rewards.worker_pool._read_frame", interrupted)
+        patch.setattr("tpu_rl.runtime.workers.read_frame", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.call({"prompts": ["p"], "completions": ["3"]}, 1, 20.0)
     assert worker.call({"prompts": ["p"], "completions": ["4"]}, 1, 20.0) == [4.0]

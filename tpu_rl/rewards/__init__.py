@@ -52,11 +52,8 @@ from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.terms import PYTHON as PYTHON
 from tpu_rl.rewards.terms import RewardTerm as RewardTerm
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
-from tpu_rl.rewards.worker_process import (
-    RewardFailure,
-    as_number,
-    shorten,
-)
+from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.runtime.worker_child import as_number, shorten
 from tpu_rl.sandbox import unit_tests
 
 DEFAULT_LIMITS = RewardLimits()

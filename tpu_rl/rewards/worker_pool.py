@@ -7,47 +7,26 @@ stderr, up to a limit. Nothing that it does can end the run.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import json
 import math
-import os
 import pickle
-import select
-import signal
 import struct
-import subprocess
-import sys
-import threading
 import time
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.worker_process import RewardFailure
-from tpu_rl.runtime import child_processes
+from tpu_rl.runtime import worker_child, workers
 
 START_SECONDS = 120.0
 """Time for a reward file to load, because it may import large packages."""
-MAX_OUTPUT_BYTES = 64 * 1024
-"""Bytes that a worker may print. The rest is read and dropped."""
-MAX_VALUE_BYTES = 4 * worker_process.MAX_TEXT
+MAX_VALUE_BYTES = 4 * worker_child.MAX_TEXT
 """Bytes of a reply, per completion."""
-PROGRAM = """
-import importlib.util, json, sys
-*numbers, path, program, sys.path[:] = map(json.loads, sys.argv[1:])
-spec = importlib.util.spec_from_file_location("worker_process", program)
-worker_process = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker_process)
-worker_process.main(*numbers, path)
-"""
-"""The program of a worker. It loads `worker_process` by its file: to import the package would load
-numpy, and each start of a worker would take several times as long."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +74,6 @@ class RewardLimits:
             )
 
 
-class _Process(NamedTuple):
-    """A worker's process, and this side's ends of the pipes to it."""
-
-    popen: subprocess.Popen[bytes]
-    requests: int
-    replies: int
-    crash: int
-    """The text that faulthandler writes about a fatal signal."""
-
-
 class Worker:
     """A process that runs one function of a file.
 
@@ -124,7 +93,7 @@ class Worker:
         """
         self.path = path
         self._memory_bytes = memory_bytes
-        self._output = _Output()
+        self._output = workers.Output("a reward function")
         self._process, parameters = self._start(START_SECONDS)
         self.signature = _signature(parameters)
 
@@ -156,8 +125,8 @@ class Worker:
         process = self._process
         values = None
         try:
-            if _write(process, struct.pack("<Q", len(request)) + request, deadline):
-                reply = _read_frame(process, deadline, MAX_VALUE_BYTES * (size + 2))
+            if workers.write(process, struct.pack("<Q", len(request)) + request, deadline):
+                reply = workers.read_frame(process, deadline, MAX_VALUE_BYTES * (size + 2))
                 values = _checked(reply, size) if reply is not None else None
         except BaseException:
             # After Ctrl-C in a notebook, the reply would be read by the next call.
@@ -169,14 +138,14 @@ class Worker:
         """End the process, and all that it started in its group."""
         self._reaper()
 
-    def _start(self, seconds: float) -> tuple[_Process, list[list[Any]] | None]:
+    def _start(self, seconds: float) -> tuple[workers.Process, list[list[Any]] | None]:
         deadline = time.monotonic() + seconds
-        process = _spawn(self.path, self._memory_bytes)
+        process = workers.spawn(worker_process.__file__, self._memory_bytes, [self.path])
         self._output.follow(process.popen)
-        self._reaper = weakref.finalize(self, _reap, process)
+        self._reaper = weakref.finalize(self, workers.reap, process)
         self._process = process
-        reply = _read_frame(process, deadline, 1 << 20)
-        loaded = None if reply is None else _parsed(reply)
+        reply = workers.read_frame(process, deadline, 1 << 20)
+        loaded = None if reply is None else workers.parsed(reply)
         match loaded:
             case {"parameters": list() | None as parameters, "whole_batch": bool() as whole_batch}:
                 self.whole_batch = whole_batch
@@ -194,29 +163,11 @@ class Worker:
 
     def _end(self, seconds: float, deadline: float) -> RewardFailure:
         """Kill a process that did not reply, and return what is known about the reason."""
-        popen = self._process.popen
         in_time = time.monotonic() < deadline
-        if in_time:
-            # The pipe of a dying process closes a moment before it can be waited for.
-            _wait(popen, 1.0)
-        code = popen.poll()
-        if code is None:
-            # faulthandler then writes the line that is running, even in C.
-            popen.send_signal(signal.SIGABRT)
-            _wait(popen, 0.5)
-        frames = _crash_frames(self._process.crash)
+        user_file = self.path.rpartition(":")[0]
+        reason, frames = workers.reason_of_end(self._process, user_file, seconds, in_time)
         self.stop()
-        user_frames = [frame for frame in frames if self.path.rpartition(":")[0] in frame]
-        where = f" ({_short_frame((user_frames or frames)[0])})" if frames else ""
-        if code is None and in_time:
-            reason = "its process broke the protocol"
-        elif code is None:
-            reason = f"no answer within {seconds:.3g} s"
-        elif code < 0:
-            reason = f"its process was killed by {signal.Signals(-code).name}"
-        else:
-            reason = f"its process ended with exit code {code}"
-        return RewardFailure(reason + where, "\n".join(frames[:6]))
+        return RewardFailure(reason, "\n".join(frames[:6]))
 
 
 class IsolatedReward:
@@ -285,144 +236,12 @@ class IsolatedReward:
         self._worker.stop()
 
 
-# --- processes and pipes ---
-
-
-def _spawn(path: str, memory_bytes: int) -> _Process:
-    worker_requests, our_requests = os.pipe()
-    our_replies, worker_replies = os.pipe()
-    our_crash, worker_crash = os.pipe()
-    worker_ends = (worker_requests, worker_replies, worker_crash)
-    numbers = [*worker_ends, os.getpid(), memory_bytes]
-    command = [
-        sys.executable,
-        "-u",
-        "-c",
-        PROGRAM,
-        *(json.dumps(value) for value in (*numbers, path, worker_process.__file__, sys.path)),
-    ]
-    popen = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=worker_ends,
-        start_new_session=True,
-        # If the function uses JAX, it must not claim the accelerators.
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    for descriptor in worker_ends:
-        os.close(descriptor)
-    os.set_blocking(our_requests, False)
-    os.set_blocking(our_crash, False)
-    child_processes.groups.add(popen.pid)
-    return _Process(popen, our_requests, our_replies, our_crash)
-
-
-def _reap(process: _Process) -> None:
-    child_processes.groups.discard(process.popen.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.popen.pid, signal.SIGKILL)
-    process.popen.wait()
-    for descriptor in (process.requests, process.replies, process.crash):
-        os.close(descriptor)
-
-
-def _wait(popen: subprocess.Popen[bytes], seconds: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        popen.wait(seconds)
-
-
-class _Output:
-    """Copies to stderr what a worker's processes print, up to one limit for all of them."""
-
-    def __init__(self):
-        self._bytes_left = MAX_OUTPUT_BYTES
-
-    def follow(self, popen: subprocess.Popen[bytes]) -> None:
-        threading.Thread(target=self._drain, args=(popen.stdout,), daemon=True).start()
-
-    def _drain(self, pipe: Any) -> None:
-        with pipe:
-            while data := os.read(pipe.fileno(), 1 << 16):
-                if self._bytes_left > 0:
-                    sys.stderr.write(data[: self._bytes_left].decode(errors="replace"))
-                    self._bytes_left -= len(data)
-                    if self._bytes_left <= 0:
-                        sys.stderr.write(
-                            "\nnote: a reward function prints too much; the rest is dropped\n"
-                        )
-
-
-def _crash_frames(crash: int) -> list[str]:
-    """Return the traceback that a fatal signal left: lines 'File "...", line N in f', innermost
-    first."""
-    try:
-        text = os.read(crash, 1 << 16).decode(errors="replace")
-    except BlockingIOError:
-        return []
-    lines = (line.strip() for line in text.splitlines())
-    hidden = (*worker_process.MACHINERY, "<string>")
-    return [
-        line
-        for line in lines
-        if line.startswith("File ") and not any(f'"{name}"' in line for name in hidden)
-    ]
-
-
-def _short_frame(frame: str) -> str:
-    """Return the place of a frame: 'File "/a/mine.py", line 3 in f' -> 'mine.py:3'."""
-    name, _, rest = frame.removeprefix('File "').partition('", line ')
-    return f"{Path(name).name}:{rest.partition(' ')[0]}"
-
-
-def _write(process: _Process, data: bytes, deadline: float) -> bool:
-    """Write data to the worker. Return True if it took everything in time."""
-    rest = memoryview(data)
-    while rest:
-        _, ready, _ = select.select([], [process.requests], [], max(deadline - time.monotonic(), 0))
-        if not ready:
-            return False
-        try:
-            rest = rest[os.write(process.requests, rest) :]
-        except BrokenPipeError:
-            return False
-    return True
-
-
-def _read_frame(process: _Process, deadline: float, max_bytes: int) -> bytes | None:
-    """Return one reply, or None if it came too late or is too long, or if the process ended."""
-    header = _read(process, 8, deadline)
-    size = struct.unpack("<Q", header)[0] if header else max_bytes + 1
-    return _read(process, size, deadline) if size <= max_bytes else None
-
-
-def _read(process: _Process, size: int, deadline: float) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        # A child that the function left behind may keep the pipe open after the worker ended, so
-        # check the process as well.
-        seconds_left = deadline - time.monotonic()
-        is_over = seconds_left <= 0 or process.popen.poll() is not None
-        timeout = 0 if is_over else min(seconds_left, 0.2)
-        ready, _, _ = select.select([process.replies], [], [], timeout)
-        part = os.read(process.replies, size - len(data)) if ready else b""
-        if not part and (ready or is_over):
-            return None
-        data += part
-    return data
-
-
-def _parsed(reply: bytes) -> Any:
-    try:
-        return json.loads(reply)
-    except (ValueError, RecursionError):
-        return None
+# --- replies ---
 
 
 def _checked(reply: bytes, size: int) -> list[Any] | RewardFailure | None:
     """Return the content of a reply, or None if it is not a valid reply."""
-    match _parsed(reply):
+    match workers.parsed(reply):
         case {"failure": [str() as message, str() as frames]}:
             return RewardFailure(message, frames)
         case {"values": list() as values} if len(values) == size:

@@ -1,0 +1,225 @@
+"""Worker processes that may crash, hang or print anything: their start, their pipes and their end.
+
+What a worker does is its own module's business, for example `tpu_rl.rewards.worker_process`.
+Requests and replies are frames: eight bytes of length, then the data. Workers answer in JSON, so
+that this process never builds an object from what they send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpu_rl.runtime import child_processes, worker_child
+
+MAX_OUTPUT_BYTES = 64 * 1024
+"""Bytes that a worker may print. The rest is read and dropped."""
+
+
+PROGRAM = """
+import importlib.util, json, sys
+program, sys.path[:], arguments = map(json.loads, sys.argv[1:])
+spec = importlib.util.spec_from_file_location("worker_process", program)
+worker_process = importlib.util.module_from_spec(spec)
+sys.modules["worker_process"] = worker_process
+spec.loader.exec_module(worker_process)
+worker_process.main(*arguments)
+"""
+"""The program of a worker."""
+
+
+class Process(NamedTuple):
+    """A worker's process, and this side's ends of the pipes to it."""
+
+    popen: subprocess.Popen[bytes]
+    requests: int
+    replies: int
+    crash: int
+    """The text that faulthandler writes about a fatal signal."""
+
+
+def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
+    """Start a worker, which ends with the thread that calls this.
+
+    Args:
+        program: file of a module with `main(*numbers, *arguments)`. The numbers are the parameters
+            of `worker_child.begin`. The file is loaded by itself: importing its package may take
+            several times as long.
+        memory_bytes: limit of the address space; 0 for no limit.
+        arguments: values that JSON can write.
+    """
+    worker_requests, our_requests = os.pipe()
+    our_replies, worker_replies = os.pipe()
+    our_crash, worker_crash = os.pipe()
+    worker_ends = (worker_requests, worker_replies, worker_crash)
+    numbers = [*worker_ends, os.getpid(), memory_bytes]
+    values = (program, sys.path, [*numbers, *arguments])
+    popen = subprocess.Popen(
+        [sys.executable, "-u", "-c", PROGRAM, *(json.dumps(value) for value in values)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=worker_ends,
+        start_new_session=True,
+        # If the user's code uses JAX, it must not claim the accelerators.
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    for descriptor in worker_ends:
+        os.close(descriptor)
+    os.set_blocking(our_requests, False)
+    os.set_blocking(our_crash, False)
+    child_processes.groups.add(popen.pid)
+    return Process(popen, our_requests, our_replies, our_crash)
+
+
+def reap(process: Process) -> None:
+    """End a worker and all that it started in its group, and close its pipes."""
+    child_processes.groups.discard(process.popen.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.popen.pid, signal.SIGKILL)
+    process.popen.wait()
+    for descriptor in (process.requests, process.replies, process.crash):
+        os.close(descriptor)
+
+
+def reason_of_end(
+    process: Process, user_file: str, seconds: float, in_time: bool
+) -> tuple[str, list[str]]:
+    """Return why a worker did not reply, and the frames that it was in, innermost first.
+
+    A worker that still lives is aborted.
+
+    Args:
+        process: the worker.
+        user_file: the file whose line is named, if one of the frames is in it.
+        seconds: the limit of the call.
+        in_time: whether the limit was not yet reached.
+    """
+    popen = process.popen
+    if in_time:
+        # The pipe of a dying process closes a moment before it can be waited for.
+        _wait(popen, 1.0)
+    code = popen.poll()
+    if code is None:
+        # faulthandler then writes the line that is running, even in C.
+        popen.send_signal(signal.SIGABRT)
+        _wait(popen, 0.5)
+    frames = _crash_frames(process.crash)
+    user_frames = [frame for frame in frames if user_file in frame]
+    where = f" ({_short_frame((user_frames or frames)[0])})" if frames else ""
+    if code is None and in_time:
+        reason = "its process broke the protocol"
+    elif code is None:
+        reason = f"no answer within {seconds:.3g} s"
+    elif code < 0:
+        reason = f"its process was killed by {signal.Signals(-code).name}"
+    else:
+        reason = f"its process ended with exit code {code}"
+    return reason + where, frames
+
+
+def _wait(popen: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        popen.wait(seconds)
+
+
+class Output:
+    """Copies to stderr what a worker's processes print, up to one limit for all of them."""
+
+    def __init__(self, kind: str):
+        """`kind` says what prints, for the note about the limit: "a reward function"."""
+        self._kind = kind
+        self._bytes_left = MAX_OUTPUT_BYTES
+
+    def follow(self, popen: subprocess.Popen[bytes]) -> None:
+        """Copy what this process prints, in a thread of its own."""
+        threading.Thread(target=self._drain, args=(popen.stdout,), daemon=True).start()
+
+    def _drain(self, pipe: Any) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                if self._bytes_left > 0:
+                    sys.stderr.write(data[: self._bytes_left].decode(errors="replace"))
+                    self._bytes_left -= len(data)
+                    if self._bytes_left <= 0:
+                        sys.stderr.write(
+                            f"\nnote: {self._kind} prints too much; the rest is dropped\n"
+                        )
+
+
+def _crash_frames(crash: int) -> list[str]:
+    """Return the traceback that a fatal signal left: lines 'File "...", line N in f', innermost
+    first."""
+    try:
+        text = os.read(crash, 1 << 16).decode(errors="replace")
+    except BlockingIOError:
+        return []
+    lines = (line.strip() for line in text.splitlines())
+    hidden = (*worker_child.MACHINERY, "<string>")
+    return [
+        line
+        for line in lines
+        if line.startswith("File ") and not any(f'"{name}"' in line for name in hidden)
+    ]
+
+
+def _short_frame(frame: str) -> str:
+    """Return the place of a frame: 'File "/a/mine.py", line 3 in f' -> 'mine.py:3'."""
+    name, _, rest = frame.removeprefix('File "').partition('", line ')
+    return f"{Path(name).name}:{rest.partition(' ')[0]}"
+
+
+def write(process: Process, data: bytes, deadline: float) -> bool:
+    """Write data to the worker. Return True if it took everything in time."""
+    rest = memoryview(data)
+    while rest:
+        _, ready, _ = select.select([], [process.requests], [], max(deadline - time.monotonic(), 0))
+        if not ready:
+            return False
+        try:
+            rest = rest[os.write(process.requests, rest) :]
+        except BrokenPipeError:
+            return False
+    return True
+
+
+def read_frame(process: Process, deadline: float, max_bytes: int) -> bytes | None:
+    """Return one reply, or None if it came too late or is too long, or if the process ended."""
+    header = _read(process, 8, deadline)
+    size = struct.unpack("<Q", header)[0] if header else max_bytes + 1
+    return _read(process, size, deadline) if size <= max_bytes else None
+
+
+def _read(process: Process, size: int, deadline: float) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        # A child that the function left behind may keep the pipe open after the worker ended, so
+        # check the process as well.
+        seconds_left = deadline - time.monotonic()
+        is_over = seconds_left <= 0 or process.popen.poll() is not None
+        timeout = 0 if is_over else min(seconds_left, 0.2)
+        ready, _, _ = select.select([process.replies], [], [], timeout)
+        part = os.read(process.replies, size - len(data)) if ready else b""
+        if not part and (ready or is_over):
+            return None
+        data += part
+    return data
+
+
+def parsed(reply: bytes) -> Any:
+    """Return what a reply says, or None if it is not JSON."""
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        return None
