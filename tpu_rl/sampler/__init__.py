@@ -17,6 +17,7 @@ Modules:
     requests        the arguments of `sample` as checked arrays
     queues          the order in which each device decodes its rows
     scheduler       the host's part: `sample`, and what happens between segments
+    live            `LiveSampler`: turns of conversations, which keep their caches in between
     guided_policy   a policy guided by a model of returns
 
 Words:
@@ -40,6 +41,7 @@ order or number of rows, or on other rows.
 
 from tpu_rl.sampler.cache_ops import take_rows
 from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation
+from tpu_rl.sampler.live import LiveSampler, Turn, TurnRequest
 from tpu_rl.sampler.partial import (
     PartialCompletion,
     completions_from_json,
@@ -50,6 +52,7 @@ from tpu_rl.sampler.scheduler import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.token_sampling import invert_cdf, row_keys, run_key, sample_tokens
 
 __all__ = [
+    "LiveSampler",
     "OnFinished",
     "OnVerified",
     "PartialCompletion",
@@ -57,6 +60,8 @@ __all__ = [
     "SegmentConfig",
     "Speculation",
     "StopAt",
+    "Turn",
+    "TurnRequest",
     "completions_from_json",
     "completions_to_json",
     "invert_cdf",
