@@ -1,6 +1,6 @@
-"""Functions of Python files of the user, named FILE.py:FUNCTION.
+"""Functions and classes of Python files of the user, named FILE.py:NAME.
 
-This imports the standard library only, because every reward worker starts with it.
+This imports the standard library only, because every worker process starts with it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,32 @@ def load_function(path: str, kind: str) -> Callable[..., Any]:
         InputError: if there is no such file, it does not load, or it has no such function.
     """
     file_name, _, name = path.rpartition(":")
+    members = load_members(file_name, kind, f"as in --{kind} my_{kind}.py:{name or 'function'}")
+    if not callable(members.get(name)):
+        functions = [
+            key
+            for key, value in members.items()
+            if inspect.isfunction(value) and value.__module__ == members["__name__"]
+        ]
+        raise InputError(
+            f"no function {name!r} in the {kind} file",
+            where=f"{file_name} defines {', '.join(functions) or 'no function'}",
+            fix=did_you_mean(name, functions),
+        )
+    return members[name]
+
+
+def load_members(file_name: str, kind: str, example: str = "") -> dict[str, Any]:
+    """Return everything that a Python file defines, by name. The file is run.
+
+    Args:
+        file_name: a path, absolute or from the working folder.
+        kind: the thing that the file defines, for messages.
+        example: a hint for a file that is not Python source.
+
+    Raises:
+        InputError: if there is no such file, or it does not load.
+    """
     file = Path(file_name).expanduser().absolute()
     require_file(file, kind, file_name)
     # Two files may have the same name.
@@ -40,7 +66,7 @@ def load_function(path: str, kind: str) -> Callable[..., Any]:
         raise InputError(
             f"the {kind} file is not Python source, whose name ends in .py",
             where=file_name,
-            fix=f"as in --{kind} my_{kind}.py:{name or 'function'}",
+            fix=example,
         )
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up here.
@@ -56,19 +82,7 @@ def load_function(path: str, kind: str) -> Callable[..., Any]:
             why=f"{type(error).__name__}: {error}",
             fix=FIX_FILE,
         ) from None
-    members = vars(module)
-    if not callable(members.get(name)):
-        functions = [
-            key
-            for key, value in members.items()
-            if inspect.isfunction(value) and value.__module__ == module_name
-        ]
-        raise InputError(
-            f"no function {name!r} in the {kind} file",
-            where=f"{file_name} defines {', '.join(functions) or 'no function'}",
-            fix=did_you_mean(name, functions),
-        )
-    return members[name]
+    return vars(module)
 
 
 def require_file(file: Path, kind: str, given: str) -> None:

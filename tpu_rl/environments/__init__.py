@@ -1,4 +1,8 @@
-"""Tasks that need no data files, each registered once, in `TASKS`."""
+"""Tasks that need no data files, and environments: programs that a model talks to.
+
+Every task is registered once, in `TASKS`, and every built-in environment in
+`named.ENVIRONMENTS`. What a class must be to be an environment is in `contract`; `pool` runs them.
+"""
 
 from __future__ import annotations
 

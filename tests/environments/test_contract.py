@@ -1,0 +1,220 @@
+"""What a class must be to be an environment, and the schemas of its tools."""
+
+import enum
+from typing import Any, Literal
+
+import pytest
+
+from tpu_rl.environments import contract, named, tool_schemas
+from tpu_rl.errors import InputError
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Tools:
+    """Methods with every kind of hint and docstring."""
+
+    def plain(self, first: int, second: float = 1.5):
+        """Add two numbers.
+
+        Args:
+            first: One number.
+            second (`float`, *optional*): Another number,
+                described in two lines.
+        """
+
+    def nested(
+        self, items: list[dict[str, int]], pair: tuple[int, str], any_value: Any, bare: list
+    ) -> dict[str, list[str]]:
+        """
+        Take containers.
+
+        They may be nested. See https://example.com: a colon.
+
+        Args:
+            items: A list.
+              deeper: still the list.
+            pair: A pair.
+
+            any_value: Anything.
+            bare: A list of anything.
+
+        Returns:
+            A mapping.
+
+        Raises:
+            ValueError: never.
+        """
+        raise NotImplementedError
+
+    async def optional(
+        self,
+        text: str | None,
+        either: int | str | None = None,
+        color: Color = Color.RED,
+        size: Literal["s", 2] = "s",
+        mixed: list[int] | str = "",
+    ) -> str:
+        """Choose.
+
+        Args:
+            text: A text or nothing.
+            either: One of two.
+            color: A color.
+            size: A size.
+            mixed: A list or a text.
+
+        Returns:
+            The text.
+        """
+        raise NotImplementedError
+
+    def choice(self, drink: str) -> bytes:
+        """Drink.
+
+        Args:
+            drink: The drink (choices: ["tea", " coffee "])
+        """
+        raise NotImplementedError
+
+    def none(self):
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("name", ["plain", "nested", "optional", "choice", "none"])
+def test_schemas_are_those_of_transformers(name):
+    from transformers.utils import get_json_schema
+
+    schema = tool_schemas.schema_of(getattr(Tools, name), skip_first=True)
+    assert schema == get_json_schema(getattr(Tools(), name))
+
+
+def no_docstring(x: int): ...
+
+
+def no_hint(x):
+    """Take x.
+
+    Args:
+        x: A value.
+    """
+
+
+def no_description(x: int):
+    """Take x."""
+
+
+def odd_hint(x: range):
+    """Take x.
+
+    Args:
+        x: A range.
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (no_docstring, "it has no docstring"),
+        (no_hint, "its parameter 'x' has no type hint"),
+        (no_description, "its docstring does not describe the parameter 'x'"),
+        (odd_hint, "JSON has no type for the hint <class 'range'>"),
+    ],
+)
+def test_a_method_that_is_no_tool_is_refused_by_its_class(function, reason):
+    environment = type("Env", (), {"reset": lambda self: None, "act": staticmethod(function)})
+    with pytest.raises(InputError, match="the method `act` of Env is no tool") as error:
+        contract.describe(environment(), "mine.py:Env")
+    assert error.value.what.endswith(reason)
+    assert error.value.where == "mine.py:Env"
+
+
+def test_a_class_without_reset_is_refused():
+    with pytest.raises(InputError, match="the environment Tools has no method `reset`"):
+        contract.describe(Tools(), "mine.py:Tools")
+
+
+def test_an_unknown_name_is_refused_with_what_there_is():
+    with pytest.raises(InputError, match="there is no environment 'serch'") as error:
+        named.load("serch")
+    assert "FILE.py:Class" in error.value.why
+
+
+class Guess:
+    """A text game."""
+
+    def reset(self, answer: str, seed: int, hint: str = ""):
+        self.answer = answer
+        self.first = f"seed {seed}, hint {hint}"
+        return self.first, {}
+
+    def step(self, text):
+        return "right" if text == self.answer else "wrong", float(text == self.answer), True, {}
+
+    def render(self):
+        raise AssertionError("no tool")
+
+
+class StepTool:
+    """TRL allows a tool of this name."""
+
+    def reset(self, **row) -> str | None: ...
+
+    def step(self, action: str) -> str:
+        """Act.
+
+        Args:
+            action: The action.
+        """
+        return action
+
+
+def test_a_step_is_a_game_unless_it_is_a_tool():
+    game = contract.describe(Guess(), "")
+    assert (game.form, game.tools, game.columns) == ("game", [], ["answer"])
+    tools = contract.describe(StepTool(), "")
+    assert (tools.form, [tool["function"]["name"] for tool in tools.tools]) == ("tools", ["step"])
+    declared = type("Declared", (StepTool,), {"text_game": True})
+    assert contract.describe(declared(), "").form == "game"
+
+
+def test_reset_gets_the_columns_that_it_names():
+    row = {"answer": "7", "prompt": "?", "hint": "h"}
+    assert contract.reset(Guess(), row, seed=3) == "seed 3, hint h"
+    assert contract.reset(Guess(), {**row, "seed": 5}, seed=3) == "seed 5, hint h"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (("text", 1, True, {}), ("text", 1.0, True)),
+        (("text", None, False, True, {}), ("text", None, True)),
+        ((7, 0.5, False, False, {}), ("7", 0.5, False)),
+        (
+            {"observations": [{"role": "user", "content": "a"}], "reward": 1, "done": False},
+            ("a", 1.0, False),
+        ),
+        ({"observation": None, "reward": 0.0, "done": True}, ("", 0.0, True)),
+    ],
+)
+def test_every_form_of_a_step_is_read(value, expected):
+    game = type("Game", (), {"step": lambda self, text: value})()
+    assert contract.step(game, "") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("text", "`step` returned 'text' and not"),
+        (("text", float("nan"), True, {}), "it returned NaN"),
+        ({"reward": 1.0, "observation": ""}, "`step` returned a mapping without 'done'"),
+        (("x" * 1_000_001, 0.0, True, {}), "an observation has 1,000,001 characters"),
+    ],
+)
+def test_a_step_that_returns_something_else_says_so(value, message):
+    game = type("Game", (), {"step": lambda self, text: value})()
+    with pytest.raises(ValueError, match=message):
+        contract.step(game, "")

@@ -1,0 +1,294 @@
+"""Classes of environments: their two forms, and how their methods are called.
+
+Tools, as TRL's `environment_factory` has them. A class written for TRL runs unchanged:
+
+    class Store:
+        def reset(self, **row) -> str | None: ...
+        def search(self, query: str) -> str: ...
+        def get_reward(self) -> float | None: ...
+
+`reset` gets the columns of the data row, or those that it names. A text that it returns follows the
+last message of the prompt. Every other public method that is a function of the class is a tool,
+described to the model by its type hints and its Google docstring. What a tool returns, or the
+message of what it raises, is the observation. A turn without a call ends the episode. `get_reward`
+is optional; None means "not scored".
+
+Text games. `step` gets what the model wrote, and no method is a tool:
+
+    class Game:
+        def reset(self, **row) -> str | None: ...
+        def step(self, text: str) -> tuple[str, float | None, bool, dict]: ...
+
+`step` returns (observation, reward, done, info), gymnasium's five values, or a mapping with
+`observations`, `reward` and `done`; `reset` may return (observation, info). A class is a game if it
+has a `step`, unless that is a tool: one that is described as tools are, and returns a text. The
+attribute `text_game = True` or `False` decides it outright.
+
+All methods may be `async def`. If `reset` names `seed`, it gets a number that belongs to the
+episode. The episodes of one data row share it, because their rewards are compared. What a model
+sees must be a function of the row, the seed and the model's actions: resume relies on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from tpu_rl.environments import tool_schemas
+from tpu_rl.errors import InputError
+from tpu_rl.runtime import worker_child
+
+Factory = Callable[[], Any]
+"""A class, or anything that returns an instance."""
+Factories = Mapping[str | None, Factory]
+"""Value of the column `environment` -> factory. A single environment has the key None."""
+
+MAX_OBSERVATION_CHARACTERS = 1_000_000
+"""The longest text of one observation. Limits in tokens are far lower."""
+MAX_STATE_CHARACTERS = 10_000
+"""The longest JSON of an attribute that reward functions see."""
+
+
+class Description(NamedTuple):
+    """What is known about a class before its first episode. JSON can write it."""
+
+    name: str
+    """The name of the class."""
+    form: Literal["tools", "game"]
+    tools: list[dict[str, Any]]
+    """The schemas of its tools, by name."""
+    is_scored: bool
+    """True if it has `get_reward`."""
+    columns: list[str]
+    """The columns that `reset` cannot do without."""
+
+
+def describe(instance: Any, where: str) -> Description:
+    """Return the description of an environment.
+
+    Raises:
+        InputError: if it has no `reset`, or a method is no tool; `where` says where it is from.
+    """
+    environment = type(instance)
+    functions = dict(inspect.getmembers(environment, inspect.isfunction))
+    if "reset" not in functions:
+        raise InputError(
+            f"the environment {environment.__name__} has no method `reset`",
+            where=where,
+            why="each episode begins with it",
+            fix="def reset(self, **row) -> str | None: ...",
+        )
+    is_scored = "get_reward" in functions
+    columns = _required(functions["reset"])
+    if _is_game(environment, functions):
+        return Description(environment.__name__, "game", [], is_scored, columns)
+    tools = []
+    for name, function in functions.items():
+        if name.startswith("_") or name in ("reset", "get_reward"):
+            continue
+        try:
+            tools.append(tool_schemas.schema_of(function, _is_bound(environment, name)))
+        except tool_schemas.SchemaError as error:
+            raise InputError(
+                f"the method `{name}` of {environment.__name__} is no tool: {error}",
+                where=where,
+                why="every public method is a tool, which the model knows by its type hints and "
+                "its Google docstring with the section Args",
+                fix=f"add them, or rename the method to _{name}",
+            ) from None
+    return Description(environment.__name__, "tools", tools, is_scored, columns)
+
+
+def _is_game(environment: type, functions: Mapping[str, Callable[..., Any]]) -> bool:
+    """Return True for a text game."""
+    declared = getattr(environment, "text_game", None)
+    if declared is not None:
+        return bool(declared)
+    if "step" not in functions:
+        return False
+    try:
+        schema = tool_schemas.schema_of(functions["step"], _is_bound(environment, "step"))
+    except tool_schemas.SchemaError:
+        return True
+    return schema["function"].get("return", {}).get("type") != "string"
+
+
+def _is_bound(environment: type, name: str) -> bool:
+    """Return True if the first parameter of a method is the instance."""
+    return not isinstance(inspect.getattr_static(environment, name), staticmethod)
+
+
+def _required(reset: Callable[..., Any]) -> list[str]:
+    """Return the parameters of `reset` that must be given."""
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name != "seed"
+    ]
+
+
+# --- calls ---
+
+
+def reset(instance: Any, row: Mapping[str, Any], seed: int) -> str | None:
+    """Begin an episode, and return its first observation."""
+    parameters = inspect.signature(instance.reset).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {name: value for name, value in row.items() if takes_all or name in parameters}
+    if "seed" in parameters:
+        arguments.setdefault("seed", seed)
+    value = _finished(instance.reset(**arguments))
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value = value[0]  # gymnasium's (observation, info)
+    return None if value is None else as_text(value)
+
+
+def call(
+    instance: Any, tools: Sequence[str], calls: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[tuple[str, str, bool]]:
+    """Call tools one after the other, and return (name, observation, is an error) of each.
+
+    Raises:
+        ValueError: if the observations are too long.
+    """
+    results = []
+    for name, arguments in calls:
+        try:
+            if name not in tools:
+                raise ValueError(f"Tool {name} not found.")
+            value = _finished(getattr(instance, name)(**arguments))
+            results.append((name, as_text(value), False))
+        except MemoryError:
+            raise
+        # The model reads what went wrong, and may try again.
+        except Exception as error:
+            results.append((name, as_text({"error": str(error)}), True))
+    characters = sum(len(content) for _, content, _ in results)
+    if characters > MAX_OBSERVATION_CHARACTERS:
+        raise ValueError(f"the observations of a turn have {characters:,} characters")
+    return results
+
+
+def step(instance: Any, text: str) -> tuple[str, float | None, bool]:
+    """Give a game the model's text, and return (observation, reward, done).
+
+    Raises:
+        ValueError: if it returns something else.
+    """
+    value = _finished(instance.step(text))
+    if isinstance(value, Mapping):
+        try:
+            observation = value["observations" if "observations" in value else "observation"]
+            reward, done = value["reward"], value["done"]
+        except KeyError as error:
+            raise ValueError(f"`step` returned a mapping without {error}") from None
+    elif isinstance(value, tuple) and len(value) == 4:
+        observation, reward, done, _ = value
+    elif isinstance(value, tuple) and len(value) == 5:
+        observation, reward, terminated, truncated, _ = value
+        done = terminated or truncated
+    else:
+        raise ValueError(
+            f"`step` returned {worker_child.shorten(value)} and not (observation, reward, done, "
+            "info)"
+        )
+    return "" if observation is None else as_text(observation), number(reward), bool(done)
+
+
+def reward(instance: Any) -> float | None:
+    """Return the reward of the episode; None if it is not scored here.
+
+    Raises:
+        ValueError: if it is not a finite number.
+    """
+    if not inspect.isfunction(getattr(type(instance), "get_reward", None)):
+        return None
+    return number(_finished(instance.get_reward()))
+
+
+def number(value: Any) -> float | None:
+    """Return a reward as a number, or None. Raises ValueError for anything else, also for NaN."""
+    if value is None:
+        return None
+    checked = worker_child.as_number(value)
+    if isinstance(checked, str):
+        raise ValueError(checked)
+    return checked
+
+
+def state_of(instance: Any) -> dict[str, Any]:
+    """Return the public attributes that JSON can write, for TRL's `environments` of rewards."""
+    state = {}
+    for name, value in getattr(instance, "__dict__", {}).items():
+        if name.startswith("_"):
+            continue
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            continue
+        if len(text) <= MAX_STATE_CHARACTERS:
+            state[name] = json.loads(text)
+    return state
+
+
+def as_text(value: Any) -> str:
+    """Return an observation as text. Messages and blocks of content give their texts.
+
+    Raises:
+        ValueError: if it is too long.
+    """
+    if isinstance(value, (list, tuple)) and value and all(map(_is_block, value)):
+        value = "\n".join(str(block.get("content", block.get("text"))) for block in value)
+    text = str(value)
+    if len(text) > MAX_OBSERVATION_CHARACTERS:
+        raise ValueError(f"an observation has {len(text):,} characters")
+    return text
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("content" in value or value.get("type") == "text")
+
+
+def _finished(value: Any) -> Any:
+    """Return the value, or the result of an async function."""
+    return worker_child.wait_for(value) if inspect.isawaitable(value) else value
+
+
+# --- loading ---
+
+
+def as_factories(value: Any, where: str) -> Factories:
+    """Return the factories that a user gave: a class, or a dict of classes by name.
+
+    Raises:
+        InputError: if it is neither.
+    """
+    factories = dict(value) if isinstance(value, Mapping) else {None: value}
+    if not factories or not all(callable(factory) for factory in factories.values()):
+        raise InputError(
+            f"an environment is a class, not {worker_child.shorten(value)}",
+            where=where,
+            fix="name a class, or a dict of classes by the values of the column `environment`",
+        )
+    return typing.cast(Factories, factories)
+
+
+def make(factory: Factory, where: str) -> Any:
+    """Return an instance. Raises InputError if the user's code fails."""
+    try:
+        return factory()
+    # The user's program may raise anything.
+    except (Exception, SystemExit) as error:
+        message, frames = worker_child.failure_of(error)
+        raise InputError(
+            "the environment cannot be made",
+            where=where,
+            why=f"{message}\n{frames}",
+            fix="its class takes no arguments; repair it until it can be called",
+        ) from None

@@ -1,0 +1,63 @@
+"""Environments by name: `--environment NAME`, FAMILY:NAME or FILE.py:Class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tpu_rl import user_code
+from tpu_rl.environments import contract
+from tpu_rl.environments.contract import Factories, Factory
+from tpu_rl.errors import InputError
+
+ENVIRONMENTS: dict[str, Factory] = {}
+"""Every built-in environment by its name. To add one, write its file and add its row here."""
+
+FAMILIES: Mapping[str, Callable[[str], Factory]] = {}
+"""Name before the colon -> what makes the factory of the name after it: packages of many
+environments."""
+
+
+def load(name: str) -> Factories:
+    """Return the factories of a name.
+
+    Raises:
+        InputError: if there is no such environment, or its file does not load.
+    """
+    if is_file(name):
+        return contract.as_factories(_member(name), name)
+    family, colon, rest = name.partition(":")
+    if colon and family in FAMILIES:
+        return contract.as_factories(FAMILIES[family](rest), name)
+    if name in ENVIRONMENTS:
+        return contract.as_factories(ENVIRONMENTS[name], name)
+    names = [*ENVIRONMENTS, *(f"{family}:NAME" for family in FAMILIES), "FILE.py:Class"]
+    raise InputError(
+        f"there is no environment {name!r}",
+        where="--environment",
+        why=f"known are {', '.join(names)}",
+        fix=user_code.did_you_mean(name, names),
+    )
+
+
+def is_file(name: str) -> bool:
+    """Return True if a name is that of a class in a file."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def _member(path: str) -> Any:
+    """Return what a path FILE.py:NAME names."""
+    file, _, name = path.rpartition(":")
+    members = user_code.load_members(file, "environment")
+    if name not in members:
+        classes = [
+            key
+            for key, value in members.items()
+            if isinstance(value, type) and value.__module__ == members["__name__"]
+        ]
+        raise InputError(
+            f"no class {name!r} in the environment file",
+            where=f"{file} defines {', '.join(classes) or 'no class'}",
+            fix=user_code.did_you_mean(name, classes),
+        )
+    return members[name]
