@@ -296,26 +296,59 @@ REINFORCE = [name for name in GRPO if not CASES[name].config.kl_loss_coef]
 def plain_advantages(
     config: GrpoConfig, data: Rollout, reference_log_probs: np.ndarray
 ) -> np.ndarray:
-    """[N], one completion after the other."""
+    """[N, T], one completion and one turn after the other."""
     mask, group_id = np.asarray(data.action_mask), np.asarray(data.group_id)
     rewards = np.asarray(data.rewards) - config.kl_reward_coef * (
         np.asarray(data.log_probs) - reference_log_probs
     )
-    returns = np.array([reward[row].sum() for reward, row in zip(rewards, mask, strict=True)])
     if config.overlong_buffer:
         limit, buffer = tiny.SAMPLING.max_new_tokens, config.overlong_buffer
-        returns += [min(0.0, max(-1.0, (limit - buffer - row.sum()) / buffer)) for row in mask]
-    scored = mask.any(1)
-    result = np.zeros(len(mask))
-    for n in np.flatnonzero(scored):
-        group = returns[scored & (group_id == group_id[n])]
-        others = returns[scored & (group_id == group_id[n]) & (np.arange(len(mask)) != n)]
-        result[n] = {
-            "group": (returns[n] - group.mean()) / (group.std(ddof=1) + 1e-6),
-            "batch": (returns[n] - group.mean()) / (returns[scored].std(ddof=1) + 1e-6),
-            "centered": returns[n] - group.mean(),
-            "leave_one_out": returns[n] - others.mean(),
-        }[config.advantages]
+        for row in np.flatnonzero(mask.any(1)):
+            penalty = (limit - buffer - mask[row].sum()) / buffer
+            rewards[row, np.flatnonzero(mask[row])[-1]] += min(0.0, max(-1.0, penalty))
+
+    def against_peers(returns: dict[Any, float], peers: dict[Any, Any]) -> dict[Any, float]:
+        """Compare the returns that have the same value in `peers`."""
+        result = {}
+        for key, value in returns.items():
+            group = np.array([returns[other] for other in returns if peers[other] == peers[key]])
+            every, center = np.array([*returns.values()]), value - group.mean()
+            if len(group) == 1:
+                result[key] = 0.0
+                continue
+            result[key] = {
+                "group": center / (group.std(ddof=1) + 1e-6),
+                "batch": center / (every.std(ddof=1) + 1e-6),
+                "centered": center,
+                "leave_one_out": value - (group.sum() - value) / (len(group) - 1),
+            }[config.advantages]
+        return result
+
+    episodes, turns, columns, observations = {}, {}, {}, {}
+    for row in np.flatnonzero(mask.any(1)):
+        episodes[row] = rewards[row][mask[row]].sum()
+        starts = [t for t in np.flatnonzero(mask[row]) if not mask[row, t - 1]]
+        following = 0.0
+        for k in reversed(range(len(starts))):
+            stop = starts[k]
+            while stop < mask.shape[1] and mask[row, stop]:
+                stop += 1
+            columns[row, k] = slice(starts[k], stop)
+            following = rewards[row, columns[row, k]].sum() + config.gamma * following
+            turns[row, k] = following
+            before = np.flatnonzero(mask[row, : starts[k]])
+            first = before[-1] + 1 if len(before) else 0
+            observations[row, k] = (group_id[row], *np.asarray(data.tokens)[row, first : starts[k]])
+    result = np.zeros(mask.shape)
+    if config.credit != "turn":
+        for row, value in against_peers(episodes, dict(enumerate(group_id))).items():
+            result[row, mask[row]] = value
+    if config.credit != "episode":
+        same_turn = {(row, k): (group_id[row], k) for row, k in turns}
+        peers = observations if config.credit == "step" else same_turn
+        scale = config.step_coef if config.credit == "step" else 1.0
+        for turn, value in against_peers(turns, peers).items():
+            result[turn[0], columns[turn]] += scale * value
     return result
 
 
@@ -358,7 +391,7 @@ def test_the_loss_is_its_formula(float64, name):
     weights, advantages = plain_weights(config, data), plain_advantages(config, data, reference)
     expected = 0.0
     for n, t in np.argwhere(weights > 0):
-        ratio, advantage = np.exp(log_probs[n, t] - old[n, t]), advantages[n]
+        ratio, advantage = np.exp(log_probs[n, t] - old[n, t]), advantages[n, t]
         clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         loss = -min(ratio * advantage, clipped * advantage)
         if config.dual_clip and advantage < 0:
@@ -397,8 +430,8 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
     reference = tiny.plain_log_probs(
         MODEL, params["reference"], data.tokens, tiny.SAMPLING.temperature
     )
-    coefficients = (
-        plain_weights(config, data) * plain_advantages(config, data, np.asarray(reference))[:, None]
+    coefficients = plain_weights(config, data) * plain_advantages(
+        config, data, np.asarray(reference)
     )
     expected = plain_policy_gradient()(params["policy"], data.tokens, jnp.asarray(coefficients))
     for a, b in zip(*map(jax.tree.leaves, (step.gradients["policy"], expected)), strict=True):
@@ -423,6 +456,6 @@ def test_the_cases_reach_every_branch_of_the_loss(float64):
         assert metrics["policy/clip_high"] > 0.02, name
     data, config = off_policy(), CASES["batch_scaled"].config
     ratio = np.exp(plain_policy()[0] - np.asarray(data.log_probs))
-    bad = plain_advantages(config, data, np.zeros(ratio.shape))[:, None] < 0
+    bad = plain_advantages(config, data, np.zeros(ratio.shape)) < 0
     assert np.mean(ratio[data.action_mask & bad] > config.dual_clip) > 0.05
     assert 2 < data.truncated.sum() < len(data.truncated)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures import tiny
-from tpu_rl.algos import GrpoConfig, grpo
+from tpu_rl.algos import GrpoConfig, GspoConfig, PpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.train import packing
 from tpu_rl.types import Array, Experience, Params, Rollout, Sampling
@@ -165,3 +165,16 @@ def test_training_ends_at_the_reference_tilted_by_the_reward(completions, coeffi
 def test_settings_out_of_range_are_refused(values):
     with pytest.raises(InputError):
         GrpoConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gamma": 0.9}, {"step_coef": 0.5}, {"credit": "turn", "gamma": 1.1}],
+)
+def test_settings_of_turns_without_turns_are_refused(settings):
+    with pytest.raises(InputError):
+        GrpoConfig(**settings)
+    with pytest.raises(InputError, match="whole completion"):
+        GspoConfig(credit="turn")
+    with pytest.raises(InputError, match="turns"):
+        PpoConfig(credit="turn", lam_alpha=0.05)

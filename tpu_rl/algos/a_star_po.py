@@ -83,6 +83,13 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
         """Give every token the advantage r(x, y) - V*(x), and every completion the same weight."""
         rollout, layout = experience
         assert rollout.baseline is not None
+        if rollout.episode_id is not None:
+            raise InputError(
+                "A*-PO does not learn from episodes whose history was rewritten",
+                where="--algorithm",
+                why="its loss needs the log-prob of an episode in one row",
+                fix="use grpo, ppo or reinforce",
+            )
         learned = learned_tokens(rollout)
         advantage = masked.total(rollout.rewards, rollout.action_mask, axis=-1) - rollout.baseline
         advantage = jnp.where(learned, advantage[:, None], 0.0)

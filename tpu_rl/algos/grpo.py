@@ -19,10 +19,18 @@ into the reward (k1), or into the loss (with its exact gradient).
                the ratio is to the proximal policy, and a weight
                corrects for the policy that sampled (AReaL)              arXiv 2505.24298
 
+In conversations of several turns, `credit` says what A is about: the episode; the return from each
+turn on, compared with the same turn of the group's other episodes; or, in addition to the
+episode's, the return from each turn on, compared with turns that began in the same state.
+
+    per turn   credit "turn"
+    GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
+
 `group_policy_gradient` is the same algorithm with any surrogate: see `gspo` and `cispo`.
 
 Deviations: the default weights are "token_mean", as in TRL and verl, also in the presets named
-after GRPO. The standard deviation of a group is the sample one (n - 1), as there.
+after GRPO. The standard deviation of a group is the sample one (n - 1), as there. Two states of
+GiGPO are the same if the observations have the same tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.losses.policy_batch import PolicyBatch, make_policy_batch
+from tpu_rl.losses.policy_batch import Credit, PolicyBatch, make_policy_batch
 from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling
 
@@ -78,6 +86,14 @@ class GroupPolicyConfig:
     mask_truncated: bool = False
     """Do not learn from completions that reached the length limit. They stay in their group's
     baseline."""
+    credit: Credit = "episode"
+    """The returns that a group compares. episode: of whole episodes. turn: from a turn on, among
+    turns with the same number. step: of episodes and, among turns that answer the same observation,
+    from a turn on (GiGPO)."""
+    gamma: float = 1.0
+    """Discount per turn of the returns from a turn on."""
+    step_coef: float = 1.0
+    """Coefficient of the advantages among turns that answer the same observation; GiGPO's omega."""
 
     def __post_init__(self):
         coefficients = (
@@ -90,6 +106,20 @@ class GroupPolicyConfig:
             raise _invalid("a coefficient or the overlong buffer is negative")
         if self.importance_sampling_cap is not None and self.importance_sampling_cap <= 0:
             raise _invalid("the importance sampling cap is not above 0")
+        if not 0 < self.gamma <= 1 or self.step_coef < 0:
+            raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
+        if self.credit == "episode" and self.gamma != 1:
+            raise InputError(
+                f"gamma {self.gamma} discounts turns, and credit is given to whole episodes",
+                where="--algorithm.gamma, --algorithm.credit",
+                fix="use --algorithm.credit turn or step, or --algorithm.gamma 1",
+            )
+        if self.credit != "step" and self.step_coef != 1:
+            raise InputError(
+                "there is no coefficient of steps without step groups",
+                where="--algorithm.step-coef, --algorithm.credit",
+                fix="use --algorithm.credit step",
+            )
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -163,6 +193,9 @@ def group_policy_gradient(
             mask_truncated=config.mask_truncated,
             recompute_log_probs=config.old_log_probs == "recomputed",
             importance_sampling_cap=config.importance_sampling_cap,
+            credit=config.credit,
+            gamma=config.gamma,
+            step_coef=config.step_coef,
         )
         return batch, state
 

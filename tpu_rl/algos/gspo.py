@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.algos.grpo import GroupPolicyConfig, check_clip_range, group_policy_gradient
+from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
 from tpu_rl.types import Algorithm, Array, Roles, Rows, Sampling
@@ -50,6 +51,13 @@ class GspoConfig(GroupPolicyConfig):
     def __post_init__(self):
         super().__post_init__()
         check_clip_range(self.clip_low, self.clip_high)
+        if self.credit != "episode" and self.importance_sampling_level == "sequence":
+            raise InputError(
+                "the ratio of a whole completion cannot give credit to its turns",
+                where="--algorithm.credit, --algorithm.importance-sampling-level",
+                why="its gradient is the same at all tokens, so their advantages would average",
+                fix="use --algorithm.importance-sampling-level sequence_token",
+            )
 
 
 def sequence_ratio(log_probs: Array, old_log_probs: Array, rows: Rows) -> Array:

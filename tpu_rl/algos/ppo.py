@@ -12,7 +12,9 @@ answers.
               - positive_coef sum_t u_t log pi(y_t)
 
 A is whitened after R is computed. The weights w count every token of an optimizer step alike; the
-weights u count every token of the step's right answers alike.
+weights u count every token of the step's right answers alike. With `credit` "turn", t counts turns:
+r_t is the sum of a turn's rewards, V_t the value before its first token, the only one that learns
+R_t, and every token of the turn gets A_t.
 
     PPO      lam = critic.lam = 0.95
     VC-PPO   critic.lam = 1, after a phase of `value_pretraining`         arXiv 2503.01491
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -82,6 +85,9 @@ class PpoConfig:
     """Coefficient of the entropy bonus."""
     positive_coef: float = 0.0
     """Coefficient of the negative log-likelihood of right answers."""
+    credit: Literal["token", "turn"] = "token"
+    """Unit of the critic's gamma and of lambda: a token, or a turn. With turn, values are learned
+    and used at the first token of each turn only."""
 
     def __post_init__(self):
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
@@ -95,6 +101,12 @@ class PpoConfig:
                 "a KL target without a KL coefficient",
                 where="--algorithm.kl-target",
                 fix="give a KL coefficient, too",
+            )
+        if self.credit == "turn" and self.lam_alpha is not None:
+            raise InputError(
+                "a lambda that depends on the number of tokens does not suit turns",
+                where="--algorithm.lam-alpha, --algorithm.credit",
+                fix="give --algorithm.lam alone",
             )
 
     @property
@@ -140,17 +152,23 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         values = layout.unpack(
             packing.over_micro_batches(partial(value_loss.values, roles["value"], params), rows)
         )
+        episode_id = rollout.episode_id
         lam = config.lam
         if config.lam_alpha is not None:
-            lam = advantages.length_adaptive_lambda(mask.sum(-1), config.lam_alpha)
-        advantage = advantages.gae(rewards, values, mask, critic.gamma, lam)
-        returns = values + advantages.gae(rewards, values, mask, critic.gamma, critic.lam)
+            lengths = advantages.episode_totals(mask.sum(-1), episode_id)
+            lam = advantages.length_adaptive_lambda(lengths, config.lam_alpha)
+        by_turn = config.credit == "turn"
+        estimate = advantages.turn_gae if by_turn else advantages.gae
+        advantage = estimate(rewards, values, mask, critic.gamma, lam, episode_id)
+        returns = values + estimate(rewards, values, mask, critic.gamma, critic.lam, episode_id)
         learned = learned_tokens(rollout)
+        valued = learned & advantages.turn_starts(mask) if by_turn else learned
         if config.whiten:
             advantage = masked.whiten(advantage, learned)
         else:
             advantage = jnp.where(learned, advantage, 0.0)
-        right = learned & (masked.total(rollout.rewards, learned, axis=-1) > 0)[:, None]
+        earned = masked.total(rollout.rewards, learned, axis=-1)
+        right = learned & (advantages.episode_totals(earned, episode_id) > 0)[:, None]
         weighting = partial(
             masked.token_mean, minibatch=layout.minibatch, minibatches=layout.minibatches
         )
@@ -159,13 +177,13 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             rows=rows,
             weights={
                 "policy": weights,
-                "value": weights,
+                "value": layout.pack(weighting(valued)),
                 "positive": layout.pack(weighting(right)),
                 "kl": weights * kl_scale,
             },
             action_mask=layout.pack(mask),
             advantages=layout.pack(advantage),
-            targets=value_loss.targets(returns, values, learned, layout),
+            targets=value_loss.targets(returns, values, valued, layout),
             old_log_probs=layout.pack(rollout.log_probs),
             reference_log_probs=reference_log_probs,
             importance=None,

@@ -9,6 +9,8 @@
     REINFORCE++            b = 0, whitened                       arXiv 2501.03262, eq. 4 and 5
     REINFORCE++-baseline   b = the mean reward of the prompt's
                            completions, whitened                 the same, section 3.3
+    per turn               credit "turn": t counts turns, and b is
+                           the mean return of the group's turns t
     ReMax                  b = the reward of the greedy
                            completion, not whitened; weights
                            "constant_length": sums over a
@@ -51,7 +53,7 @@ class ReinforceConfig:
     """Scale advantages to mean 0 and variance 1 over the batch."""
     loss_aggregation: Literal["token_mean", "constant_length"] = "token_mean"
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount per token, or per turn if `credit` is."""
     clip_low: float = 0.2
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
@@ -64,6 +66,9 @@ class ReinforceConfig:
     its exact gradient."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+    credit: Literal["token", "turn"] = "token"
+    """Return of a token: the rewards from it on (token), or from its turn on (turn). With turn, the
+    group's baseline is the mean return of the same turn of the group's episodes."""
 
     def __post_init__(self):
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
@@ -91,6 +96,8 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
     """Build REINFORCE. It learns from a Rollout, whose `baseline` is the greedy baseline."""
     weighting = masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens)
     surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
+    by_turn = config.credit == "turn"
+    returns_of = advantages.turn_returns if by_turn else advantages.returns_to_go
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
@@ -108,8 +115,8 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
                 layout.unpack(reference_log_probs),
                 config.kl_reward_coef,
             )
-        returns = advantages.returns_to_go(rewards, learned, config.gamma)
-        advantage = returns - baseline(rollout)[:, None]
+        advantage = returns_of(rewards, learned, config.gamma, rollout.episode_id)
+        advantage -= baseline(rollout, learned)
         if config.whiten:
             advantage = masked.whiten(advantage, learned)
         else:
@@ -118,18 +125,36 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
         batch = pack_policy_batch(rollout, layout, advantage, weights, reference_log_probs)
         return batch, state
 
-    def baseline(rollout: Rollout) -> Array:
-        """Return b(x) of each row, [N]."""
-        returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+    def baseline(rollout: Rollout, learned: Array) -> Array:
+        """Return b of each token, [N, T] or [N, 1]."""
+        scored = learned.any(-1)
         match config.baseline:
             case "none":
-                return jnp.zeros_like(returns)
+                return jnp.zeros_like(rollout.rewards[:, :1])
+            case "group" if config.credit == "turn":
+                returns = returns_of(rollout.rewards, learned, config.gamma, rollout.episode_id)
+                return returns - advantages.per_turn(
+                    advantages.group_centered,
+                    returns,
+                    learned,
+                    rollout.group_id,
+                    scored,
+                    rollout.episode_id,
+                )
             case "group":
-                centered = advantages.group_centered(returns, rollout.group_id, rollout.scored)
-                return returns - centered
+                row_returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+                returns = advantages.episode_totals(row_returns, rollout.episode_id)
+                centered = advantages.per_episode(
+                    advantages.group_centered,
+                    row_returns,
+                    rollout.group_id,
+                    scored,
+                    rollout.episode_id,
+                )
+                return (returns - centered)[:, None]
             case "greedy":
                 assert rollout.baseline is not None
-                return rollout.baseline
+                return rollout.baseline[:, None]
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         policy = token_log_probs(

@@ -86,7 +86,9 @@ def value_pretraining(
         rows = layout.rows(rollout.tokens)
         learned = learned_tokens(rollout)
         old_values = layout.unpack(packing.over_micro_batches(partial(values, params), rows))
-        returns = advantages.returns_to_go(rollout.rewards, learned, config.critic.gamma)
+        returns = advantages.returns_to_go(
+            rollout.rewards, learned, config.critic.gamma, rollout.episode_id
+        )
         weights = masked.token_mean(learned, layout.minibatch, layout.minibatches)
         batch = Batch(
             rows=rows,

@@ -81,8 +81,9 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     steps = np.zeros_like(group)
     keys = np.zeros((len(group), 2), np.uint32)
     value = None if spec.prompt_value is None else floats[:, 0]
+    rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
     fields: dict[type, tuple[Any, ...]] = {
-        Rollout: (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags, value),
+        Rollout: (*rollout, None, None, None, value),
         Demonstrations: (tokens, mask, group, floats),
         Completions: (tokens, mask, group, flags),
         Pairs: (tokens, mask, group, flags, floats[:, 0], floats),

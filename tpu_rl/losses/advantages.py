@@ -6,9 +6,18 @@ and scored [N] bool, and return [N] float32. Rows that are not scored count in n
 Token advantages take rewards, values and mask [N, T] and return [N, T]. Tokens that the policy did
 not choose (tool output) are skipped as if they were not there: they use up neither discount nor
 trace.
+
+A turn is a maximal run of actions: what the policy says between two observations. Turn advantages
+discount per turn. They are computed at the first action of each turn, whose state is the one that
+the turn answers, and every token of the turn gets them.
+
+`episode_id` [N] numbers episodes that have several rows (see `Rollout.episode_id`). Their rows are
+neighbors in the order of time. None: each row is an episode.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +28,21 @@ from tpu_rl.types import Array
 EPSILON = 1e-6
 """Standard deviations up to this count as zero."""
 
+Advantage = Callable[[Array, Array, Array], Array]
+"""(returns [N], group_id [N], scored [N]) -> advantages [N]: a group baseline."""
+
+
+def _dense_ids(ids: Array) -> Array:
+    """Return numbers below N that are equal where `ids` [N] are."""
+    return jnp.searchsorted(jnp.sort(ids), ids)
+
 
 def _group_moments(returns: Array, group_id: Array, scored: Array) -> tuple[Array, Array, Array]:
     """Return the count of each row's group, the return minus the group's mean, and the group's
     standard deviation, each [N]."""
     size = group_id.shape[0]
     # Group ids may be of any size; segments are below N.
-    segment = jnp.searchsorted(jnp.sort(group_id), group_id)
+    segment = _dense_ids(group_id)
 
     def group_total(values: Array) -> Array:
         return jax.ops.segment_sum(values, segment, num_segments=size)[segment]
@@ -91,13 +108,21 @@ def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
 # --- tokens ---
 
 
-def gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: float | Array) -> Array:
+def gae(
+    rewards: Array,
+    values: Array,
+    mask: Array,
+    gamma: float,
+    lam: float | Array,
+    episode_id: Array | None = None,
+) -> Array:
     """Compute generalized advantage estimates (arXiv 1506.02438, eq. 16), [N, T].
 
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1}
 
-    A row ends with its last token, also if it ran into its length limit: nothing is bootstrapped.
-    TRL, verl and OpenRLHF do the same; the limit is part of the task that the reward judges.
+    An episode ends with its last token, also if it ran into its length limit: nothing is
+    bootstrapped. TRL, verl and OpenRLHF do the same; the limit is part of the task that the reward
+    judges. After a row of an episode comes the first action of its next row.
 
     Args:
       rewards: [N, T].
@@ -105,8 +130,13 @@ def gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: float | A
       mask: [N, T] bool; the sums are over these tokens, and the result is zero at others.
       gamma: discount.
       lam: lambda, a number or [N].
+      episode_id: [N] or None.
     """
     lam = jnp.broadcast_to(jnp.asarray(lam, values.dtype), values.shape[:1])
+    last_values = jnp.zeros_like(values[:, 0])
+    if episode_id is not None:
+        is_empty = ~mask.any(-1)
+        last_values = _of_next_row(_at_first(values, mask), is_empty * 1.0, episode_id)
 
     def step(
         carry: tuple[Array, Array], token: tuple[Array, Array, Array]
@@ -120,15 +150,25 @@ def gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: float | A
         )
         return carry, jnp.where(chosen, advantage, 0.0)
 
-    end = jnp.zeros_like(values[:, 0])
+    start = (last_values, jnp.zeros_like(last_values))
     rewards = jnp.where(mask, rewards, 0.0).astype(values.dtype)
     columns = (rewards.T, values.T, mask.T)
-    return jax.lax.scan(step, (end, end), columns, reverse=True)[1].T
+    advantage = jax.lax.scan(step, start, columns, reverse=True)[1].T
+    if episode_id is None:
+        return advantage
+    # The recursion is linear: what follows a row reaches its token t with the weight
+    # (gamma lam)^(number of actions from t on).
+    num_actions = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+    decay = (gamma * lam)[:, None] ** num_actions
+    following = _of_next_row(_at_first(advantage, mask), decay[:, 0], episode_id)
+    return jnp.where(mask, advantage + decay * following[:, None], 0.0)
 
 
-def returns_to_go(rewards: Array, mask: Array, gamma: float = 1.0) -> Array:
+def returns_to_go(
+    rewards: Array, mask: Array, gamma: float = 1.0, episode_id: Array | None = None
+) -> Array:
     """Compute G_t = r_t + gamma G_{t+1}, [N, T]: `gae` without a critic."""
-    return gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0)
+    return gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode_id)
 
 
 def length_adaptive_lambda(lengths: Array, alpha: float) -> Array:
@@ -148,3 +188,218 @@ def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
     """
     exponents = jnp.where(scored, returns / beta, -jnp.inf)
     return beta * (jax.nn.logsumexp(exponents, axis=-1) - jnp.log(scored.sum(-1)))
+
+
+# --- turns ---
+
+
+def turn_starts(action_mask: Array) -> Array:
+    """Return True at the first action of each turn, [N, T]."""
+    return action_mask & ~jnp.pad(action_mask, ((0, 0), (1, 0)))[:, :-1]
+
+
+def turn_ids(action_mask: Array, episode_id: Array | None = None) -> Array:
+    """Return the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
+    ids = jnp.cumsum(turn_starts(action_mask), axis=1)
+    if episode_id is not None:
+        so_far = jnp.cumsum(ids[:, -1])
+        before_row = so_far - ids[:, -1]
+        segment = _episode_segments(episode_id)
+        before_episode = jax.ops.segment_min(before_row, segment, num_segments=len(segment))
+        ids += (before_row - before_episode[segment])[:, None]
+    return jnp.where(action_mask, ids, 0)
+
+
+def turn_sums(values: Array, action_mask: Array) -> Array:
+    """Return, at the first action of each turn, the sum over the turn; 0 elsewhere, [N, T]."""
+
+    def step(following: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
+        value, chosen = token
+        rest_of_turn = jnp.where(chosen, value + following, 0.0)
+        return rest_of_turn, rest_of_turn
+
+    columns = (values.T, action_mask.T)
+    sums = jax.lax.scan(step, jnp.zeros_like(values[:, 0]), columns, reverse=True)[1].T
+    return jnp.where(turn_starts(action_mask), sums, 0.0)
+
+
+def over_turns(values: Array, action_mask: Array) -> Array:
+    """Give every token of a turn the value at the turn's first action; 0 elsewhere, [N, T]."""
+    columns = jnp.arange(action_mask.shape[1])[None]
+    start = jax.lax.cummax(jnp.where(turn_starts(action_mask), columns, 0), axis=1)
+    return jnp.where(action_mask, jnp.take_along_axis(values, start, axis=1), 0.0)
+
+
+def turn_gae(
+    rewards: Array,
+    values: Array,
+    mask: Array,
+    gamma: float,
+    lam: float | Array,
+    episode_id: Array | None = None,
+) -> Array:
+    """Compute `gae` with turns in place of tokens, [N, T].
+
+        delta_k = R_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}
+
+    R_k is the sum of the rewards in turn k, and V_k the value of the state before its first action.
+    Every token of the turn gets A_k.
+    """
+    starts = turn_starts(mask)
+    advantage = gae(turn_sums(rewards, mask), values, starts, gamma, lam, episode_id)
+    return over_turns(advantage, mask)
+
+
+def turn_returns(
+    rewards: Array, mask: Array, gamma: float = 1.0, episode_id: Array | None = None
+) -> Array:
+    """Compute G_k = R_k + gamma G_{k+1} of turns k, at every token of the turn, [N, T]."""
+    return turn_gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode_id)
+
+
+def per_turn(
+    advantage: Advantage,
+    returns: Array,
+    mask: Array,
+    group_id: Array,
+    scored: Array,
+    episode_id: Array | None = None,
+) -> Array:
+    """Compare the returns of turn k with those of the group's other turns k, [N, T].
+
+    Episodes without a turn k are no part of the comparison. A turn that only one episode of its
+    group reached has advantage 0.
+
+    Args:
+      advantage: a group baseline, such as `group_scaled`.
+      returns: [N, T]; the one at a turn's first action counts.
+      mask: [N, T] bool, the actions.
+      group_id: [N].
+      scored: [N] bool.
+      episode_id: [N] or None.
+    """
+    turns = turn_ids(mask, episode_id)
+    compared = _dense_ids(group_id)[:, None] * (turns.max() + 1) + turns
+    return _compare_turns(advantage, returns, mask, compared, scored)
+
+
+def per_state(
+    advantage: Advantage,
+    returns: Array,
+    tokens: Array,
+    mask: Array,
+    group_id: Array,
+    scored: Array,
+) -> Array:
+    """Compare the returns of turns that answer the same observation, within a group, [N, T].
+
+    These are the step groups of GiGPO (arXiv 2505.10978, section 4.2): an episode that comes to a
+    state twice is in the state's step group twice. The observation is the run of tokens before the
+    turn that are no actions; before the first turn it is the prompt. A turn whose observation is
+    the only one of its kind has advantage 0.
+
+    The arguments are those of `per_turn`, and tokens [N, T].
+    """
+    states = jnp.where(turn_starts(mask), observation_ids(tokens, mask, group_id), -1)
+    return _compare_turns(advantage, returns, mask, states, scored)
+
+
+def _compare_turns(
+    advantage: Advantage, returns: Array, mask: Array, compared: Array, scored: Array
+) -> Array:
+    """Return `advantage` of turns among those with the same number in `compared` [N, T]."""
+    counted = turn_starts(mask) & scored[:, None]
+    values = advantage(returns.reshape(-1), compared.reshape(-1), counted.reshape(-1))
+    return over_turns(values.reshape(mask.shape), mask)
+
+
+def observation_ids(tokens: Array, mask: Array, group_id: Array) -> Array:
+    """Return numbers that are equal where the same observation precedes a turn of a group, [N, T].
+
+    Only those at the first actions of turns have a meaning. Observations are compared by two hashes
+    of 32 bits each.
+    """
+    seeds = jnp.array([0x811C9DC5, 0x9747B28C], jnp.uint32)[:, None]
+    factors = jnp.array([0x01000193, 0x85EBCA6B], jnp.uint32)[:, None]
+
+    def step(hashes: Array, column: tuple[Array, Array]) -> tuple[Array, Array]:
+        token, chosen = column
+        mixed = (hashes ^ token.astype(jnp.uint32)[None]) * factors
+        mixed ^= mixed >> 15
+        return jnp.where(chosen[None], seeds, mixed), hashes
+
+    start = jnp.broadcast_to(seeds, (2, len(tokens)))
+    hashes = jax.lax.scan(step, start, (tokens.T, mask.T))[1]  # [T, 2, N]
+    group = jnp.broadcast_to(_dense_ids(group_id)[:, None], tokens.shape).reshape(-1)
+    keys = (hashes[:, 0].T.reshape(-1), hashes[:, 1].T.reshape(-1), group)
+    order = jnp.lexsort(keys)
+    differs = [key[order][1:] != key[order][:-1] for key in keys]
+    is_new = jnp.pad(differs[0] | differs[1] | differs[2], (1, 0))
+    ids = jnp.zeros(len(order), jnp.int32).at[order].set(jnp.cumsum(is_new, dtype=jnp.int32))
+    return ids.reshape(tokens.shape)
+
+
+# --- episodes of several rows ---
+
+
+def per_episode(
+    advantage: Advantage,
+    returns: Array,
+    group_id: Array,
+    scored: Array,
+    episode_id: Array | None = None,
+) -> Array:
+    """Compare the returns of episodes with those of their group, [N].
+
+    The return of an episode is the sum over its scored rows. It counts once, and each of these rows
+    gets its advantage. A row that is not scored counts nothing, whatever its episode.
+    """
+    if episode_id is None:
+        return advantage(returns, group_id, scored)
+    size = len(returns)
+    totals = episode_totals(jnp.where(scored, returns, 0.0), episode_id)
+    rows = jnp.arange(size)
+    segment = _episode_segments(episode_id)
+    scored_rows = jnp.where(scored, rows, size)
+    first = jax.ops.segment_min(scored_rows, segment, num_segments=size)[segment]
+    values = advantage(totals, group_id, rows == first)
+    return jnp.where(scored, values[jnp.minimum(first, size - 1)], 0.0)
+
+
+def episode_totals(values: Array, episode_id: Array | None) -> Array:
+    """Return the sum of `values` [N] over the rows of each row's episode, [N]."""
+    if episode_id is None:
+        return values
+    segment = _episode_segments(episode_id)
+    return jax.ops.segment_sum(values, segment, num_segments=len(segment))[segment]
+
+
+def _episode_segments(episode_id: Array) -> Array:
+    """Return the number of each row's episode in the order of rows, from 0, [N].
+
+    Padding rows at the end may have any id: rows that are no neighbors are no episode.
+    """
+    return jnp.cumsum(jnp.pad(episode_id[1:] != episode_id[:-1], (1, 0)))
+
+
+def _of_next_row(values: Array, decay: Array, episode_id: Array) -> Array:
+    """Return x of the row after each row of an episode, 0 after its last, [N].
+
+    x is values + decay x of the next row. All arrays are [N].
+    """
+    continues = jnp.pad(episode_id[1:] == episode_id[:-1], (0, 1))
+
+    def step(following: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        value, weight, has_next = row
+        following = jnp.where(has_next, following, 0.0)
+        return value + weight * following, following
+
+    decay = decay.astype(values.dtype)
+    start = jnp.zeros((), values.dtype)
+    return jax.lax.scan(step, start, (values, decay, continues), reverse=True)[1]
+
+
+def _at_first(values: Array, mask: Array) -> Array:
+    """Return the value at the first token of each row's mask, 0 if it is empty, [N]."""
+    first = jnp.take_along_axis(values, mask.argmax(-1)[:, None], axis=1)[:, 0]
+    return jnp.where(mask.any(-1), first, 0.0)

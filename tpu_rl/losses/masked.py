@@ -26,6 +26,12 @@ def mean(values: Array, mask: Array, axis: int | tuple[int, ...] | None = None) 
     return total(values, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
 
 
+def last(mask: Array) -> Array:
+    """Return True at the last token of each row's mask, [N, T]."""
+    following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+    return mask & (following == 1)
+
+
 def average(values: Array, mask: Array) -> Sum:
     """Return a metric: the mean of `values` where `mask` is True."""
     return Sum(total(values, mask), mask.sum().astype(jnp.float32))

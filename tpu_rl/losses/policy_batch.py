@@ -2,12 +2,12 @@
 
 Everything here runs once per batch and without gradients. Each part is a function of small
 arguments, so that an algorithm can use one and replace another. `make_policy_batch` puts them
-together for methods with one advantage per completion (GRPO, GSPO, CISPO).
+together for methods with a group baseline (GRPO, GSPO, CISPO).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -16,8 +16,9 @@ from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
 from tpu_rl.types import Array, Experience, Layout, Params, Role, Rollout, Rows
 
-Advantage = Callable[[Array, Array, Array], Array]
-"""(returns [N], group_id [N], scored [N]) -> advantages [N], as in `advantages`."""
+Credit = Literal["episode", "turn", "step"]
+"""What a group compares: episodes, their k-th turns, or GiGPO's step groups (see
+`credited_advantages`)."""
 
 
 @struct.dataclass
@@ -88,6 +89,49 @@ def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> Arra
     return advantages.soft_overlong_penalty(lengths, max_new_tokens, buffer)
 
 
+def credited_advantages(
+    rollout: Rollout,
+    rewards: Array,
+    returns: Array,
+    advantage: advantages.Advantage,
+    credit: Credit,
+    gamma: float,
+    step_coef: float,
+) -> Array:
+    """Return the advantages of actions relative to their group, [N, T].
+
+        episode   A_i of the whole return R_i, the same at all tokens of the episode
+        turn      A_ik of the return G_ik from turn k on, among the turns k of the group
+        step      A_i of R_i + step_coef x A_ik of G_ik, among the turns of the group that begin in
+                  the same state (GiGPO, arXiv 2505.10978, eq. 8)
+
+    Args:
+      rollout: the completions.
+      rewards: [N, T], from which returns of turns are computed.
+      returns: [N], the sums of the rows' rewards.
+      advantage: a group baseline, e.g. `advantages.group_scaled`.
+      credit: what is compared.
+      gamma: discount per turn in G.
+      step_coef: coefficient of the advantages of step groups.
+    """
+    mask = rollout.action_mask
+    episode_id = rollout.episode_id
+    group_id = rollout.group_id
+    scored = learned_tokens(rollout).any(-1)
+    if credit == "turn":
+        turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
+        return advantages.per_turn(advantage, turn_returns, mask, group_id, scored, episode_id)
+    of_episodes = advantages.per_episode(advantage, returns, group_id, scored, episode_id)
+    result = jnp.where(mask, of_episodes[:, None], 0.0)
+    if credit == "step":
+        turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
+        of_steps = advantages.per_state(
+            advantage, turn_returns, rollout.tokens, mask, group_id, scored
+        )
+        result += step_coef * of_steps
+    return result
+
+
 def importance_weights(log_probs: Array, behaviour_log_probs: Array, cap: float) -> Array:
     """Return min(old policy / behavior, cap) of each token: truncated importance sampling (Ionides
     2008).
@@ -151,7 +195,7 @@ def make_policy_batch(
     *,
     policy: Role,
     reference: Role | None,
-    advantage: Advantage,
+    advantage: advantages.Advantage,
     weighting: masked.Weighting,
     temperature: float,
     max_new_tokens: int,
@@ -160,8 +204,11 @@ def make_policy_batch(
     mask_truncated: bool = False,
     recompute_log_probs: bool = False,
     importance_sampling_cap: float | None = None,
+    credit: Credit = "episode",
+    gamma: float = 1.0,
+    step_coef: float = 1.0,
 ) -> PolicyBatch:
-    """Make the batch of a method with one advantage per completion, from a Rollout.
+    """Make the batch of a method with a group baseline, from a Rollout.
 
     return = sum of rewards + overlong penalty - kl_reward_coef x KL to the reference
 
@@ -179,19 +226,25 @@ def make_policy_batch(
       mask_truncated: whether truncated completions get no weight. They still count in baselines.
       recompute_log_probs: whether the ratio's old log-probs come from `recomputed_log_probs`.
       importance_sampling_cap: see `pack_policy_batch`.
+      credit: what a group compares, see `credited_advantages`.
+      gamma: discount per turn, likewise.
+      step_coef: coefficient of the advantages of step groups, likewise.
     """
     rollout, layout = experience
     assert isinstance(rollout, Rollout)
-    returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+    rewards = rollout.rewards
+    returns = masked.total(rewards, rollout.action_mask, axis=-1)
     if overlong_buffer:
-        returns += overlong_penalty(rollout, max_new_tokens, overlong_buffer)
+        penalty = overlong_penalty(rollout, max_new_tokens, overlong_buffer)
+        returns += penalty
+        rewards += jnp.where(masked.last(rollout.action_mask), penalty[:, None], 0.0)
     reference_log_probs = None
     if reference is not None:
         rows = layout.rows(rollout.tokens)
         reference_log_probs = frozen_log_probs(reference, params, rows, temperature)
-        kl = completion_kl(rollout, layout.unpack(reference_log_probs))
-        returns -= kl_reward_coef * kl
-    completion_advantages = advantage(returns, rollout.group_id, rollout.scored)
+        unpacked = layout.unpack(reference_log_probs)
+        returns -= kl_reward_coef * completion_kl(rollout, unpacked)
+        rewards = kl_penalized_rewards(rewards, rollout.log_probs, unpacked, kl_reward_coef)
     learned = learned_tokens(rollout, mask_truncated=mask_truncated)
     weights = weighting(learned, layout.minibatch, layout.minibatches)
     old_log_probs = None
@@ -200,7 +253,7 @@ def make_policy_batch(
     return pack_policy_batch(
         rollout,
         layout,
-        jnp.where(rollout.action_mask, completion_advantages[:, None], 0.0),
+        credited_advantages(rollout, rewards, returns, advantage, credit, gamma, step_coef),
         weights,
         reference_log_probs,
         old_log_probs=old_log_probs,
