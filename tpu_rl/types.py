@@ -48,8 +48,9 @@ class Model(NamedTuple):
     """A language model as pure functions of its own params.
 
     Attention in `hidden`: token i sees token j if both have the same segment id, j is not later in
-    the row, and j is either prompt (branch 0) or of i's own branch. Sliding windows and rotary
-    angles depend on `positions`, not on slots.
+    the row, and j is either prompt (branch 0) or of i's own branch. Segments and branches are
+    contiguous. In rows that hold deeper trees `visible_until` decides in place of segments and
+    branches (see `Rows`). Sliding windows and rotary angles depend on `positions`, not on slots.
     """
 
     config: Any
@@ -57,7 +58,8 @@ class Model(NamedTuple):
     init: Callable[[Array], Params]
     """key -> random params."""
     hidden: Callable[..., Array]
-    """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None) -> [R, S, D].
+    """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None, visible_until=None) ->
+    [R, S, D].
 
     All inputs are [R, S] int32, except `key_tiles` (see `Rows`). `key_tiles` changes no result: it
     only says which attention scores need not be computed.
@@ -98,8 +100,9 @@ class Policy(NamedTuple):
     [B, T, V], cache).
 
     Each token sees the cache and, among these T tokens, the earlier ones that are trunk (branch 0)
-    or of its own branch. The first commit[b] tokens of row b stay in the cache and must be trunk.
-    The remaining tokens get logits but leave no trace in the cache. This one call covers:
+    or of its own branch; tokens of a branch are neighbors. The first commit[b] tokens of row b stay
+    in the cache and must be trunk. The remaining tokens get logits but leave no trace in the cache.
+    This one call covers:
 
         prefill of ragged prompts    T = longest prompt, commit = prompt lengths
         decoding                     T = 1, commit = 1 (commit = 0 freezes a row)
@@ -274,7 +277,9 @@ class Rows:
     """Packed rows, the input of models and losses. All arrays are [..., R, S] int32 unless noted.
 
     A group (a prompt with its completions) is a segment of a packed row. The prompt is stored once,
-    and the completions, its branches, follow it.
+    and the completions, its branches, follow it. In general a group is a tree of any depth, stored
+    depth first: tokens that several completions share stand once, before everything that follows
+    them in any completion.
     """
 
     tokens: Array
@@ -283,19 +288,26 @@ class Rows:
     segment_ids: Array
     """Number of the group within this row, from 1; 0 is padding."""
     branch_ids: Array
-    """Number of the completion within its group, from 1; 0 is the prompt."""
+    """Number of the completion within its group, from 1; 0 is the prompt. Where a group is a deeper
+    tree, completions share tokens with branch numbers, and `visible_until` says who sees them."""
     sequence_ids: Array
     """Number of the completion within this row, from 1, over all its groups; 0 is prompt and
-    padding."""
+    padding. A token that several completions share has the number of the first one, the only one
+    of which it may be an action. So a sum over a sequence is one over the completion's own
+    actions."""
     previous: Array
     """Slot of the preceding token of the sequence, in the same row. The first token of each
-    completion points to the last token of the prompt."""
+    completion points to the last token of the prompt; where completions branch off later, to the
+    last token before the branch."""
     actions: Array | None = None
     """[..., R, A] int32: slots of the row's action tokens, then S as padding. Log-probs are
     computed for these slots only. None: all slots."""
     key_tiles: Array | None = None
     """[..., R, S / t, n] int32: for each tile of t query slots, the tiles that hold every key that
     its tokens see, then -1 as padding. None: all tiles."""
+    visible_until: Array | None = None
+    """The slot after the last one whose token sees this one: the end of its subtree. Token i sees
+    token j if j <= i < visible_until[j]. None: segments and branches say the same."""
 
 
 @struct.dataclass
@@ -308,8 +320,8 @@ class Layout:
     source: Array
     """[M, K, R, S] int32: flat index into [N, T] of the token in each slot; -1 is padding."""
     slot: Array
-    """[N, T] int32: flat index into [M, K, R, S] of each token; -1 if it has no slot. Rows of one
-    group share the slots of their prompt."""
+    """[N, T] int32: flat index into [M, K, R, S] of each token; -1 if it has no slot. Rows that
+    share tokens share their slots."""
     minibatch: Array
     """[N] int32: index, below M, of the optimizer step that learns from this row; M if none
     does."""
@@ -319,6 +331,7 @@ class Layout:
     branch_ids: Array
     sequence_ids: Array
     previous: Array
+    visible_until: Array
     actions: Array | None = None
     key_tiles: Array | None = None
 
@@ -330,7 +343,7 @@ class Layout:
     def pack(self, array: Array, fill: Any = 0) -> Array:
         """[N, T] -> [M, K, R, S], with `fill` in padding.
 
-        Prompt slots hold the values of the first row of the group.
+        Slots that rows share hold the values of the first of these rows.
         """
         values = jnp.take(array.reshape(-1), jnp.maximum(self.source, 0))
         return jnp.where(self.source >= 0, values, jnp.asarray(fill, array.dtype))
@@ -351,6 +364,7 @@ class Layout:
             previous=self.previous,
             actions=self.actions,
             key_tiles=self.key_tiles,
+            visible_until=self.visible_until,
         )
 
 

@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from launch import config as configuration
 from launch import roles
 from tests.fixtures import several
-from tests.fixtures.attention_rows import ROWS, heads, of_model, require_same
+from tests.fixtures.attention_rows import ROWS, heads, hidden_of, of_model, require_same
 from tests.fixtures.decoders import tiny
 from tpu_rl import models
 from tpu_rl.errors import InputError
@@ -104,7 +104,7 @@ def test_bfloat16_model_with_key_tiles_is_lowered_for_cuda(monkeypatch):
     slots, tokens = ROWS["shared prompts"], jnp.zeros((2, 384), jnp.int32)
 
     def total(params):
-        return model.hidden(params, tokens, *slots[1:], TILES).astype(jnp.float32).sum()
+        return hidden_of(model, params, tokens, slots, TILES).astype(jnp.float32).sum()
 
     params = jax.eval_shape(model.init, jax.random.key(0))
     program = jax.jit(jax.grad(total)).trace(params).lower(lowering_platforms=("cuda",)).as_text()
@@ -166,7 +166,13 @@ def test_trial_accepts_correct_attention(by_xla):
 WRONG = {
     "no window": lambda queries, keys, window: layers.attention_mask(queries, keys, None),
     "no branches": lambda queries, keys, window: layers.attention_mask(
-        *(slots._replace(branch_ids=0 * slots.branch_ids) for slots in (queries, keys)), window
+        *(
+            slots._replace(
+                visible_until=layers.visible_until(slots.segment_ids, 0 * slots.segment_ids)
+            )
+            for slots in (queries, keys)
+        ),
+        window,
     ),
     "one key more": lambda queries, keys, window: layers.attention_mask(
         queries, keys, window and window + 1

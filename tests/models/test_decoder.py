@@ -227,11 +227,12 @@ def test_product_has_the_gradients_of_einsum():
 
 def test_attention_mask_by_hand():
     """One row: prompt p p, branch 1 a a, branch 2 b b, then another segment q, then padding."""
+    segments = jnp.array([[1, 1, 1, 1, 1, 1, 2, 0]])
     slots = layers.TokenIndex(
         jnp.arange(8)[None],
         jnp.array([[0, 1, 2, 3, 2, 3, 0, 0]]),
-        jnp.array([[1, 1, 1, 1, 1, 1, 2, 0]]),
-        jnp.array([[0, 0, 1, 1, 2, 2, 0, 0]]),
+        segments,
+        layers.visible_until(segments, jnp.array([[0, 0, 1, 1, 2, 2, 0, 0]])),
     )
     full = [
         "10000000",

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from launch import config as configuration
 from launch import roles
 from tests.fixtures import several
-from tests.fixtures.attention_rows import ROWS, WIDTH, heads, of_model, require_same
+from tests.fixtures.attention_rows import ROWS, TREES, WIDTH, heads, of_model, require_same
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
@@ -25,6 +25,7 @@ from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.train import sharding
 
+ROWS_AND_TREES = ROWS | {"tree": TREES}
 CONFIGS_BY_NAME = {
     "plain": FlashConfig(0.35, interpret=True),
     "window": FlashConfig(0.35, sliding_window=50, interpret=True),
@@ -80,11 +81,13 @@ def require_alike(found, wanted, tolerance=3e-6):
         ("shared prompts", "window", 1),
         ("plain", "softcap", 2),
         ("plain", "window", 4),
+        ("tree", "window", 2),
     ],
 )
 def test_values_and_gradients_equal_dense_attention(rows, how, kv_heads, small_blocks):
     key, value = (heads(seed, kv_heads, 384).swapaxes(1, 2) for seed in (1, 2))
-    require_alike(*both(heads(0, 4, 384), key, value, ROWS[rows], ROWS[rows], CONFIGS_BY_NAME[how]))
+    slots = ROWS_AND_TREES[rows]
+    require_alike(*both(heads(0, 4, 384), key, value, slots, slots, CONFIGS_BY_NAME[how]))
 
 
 def test_bfloat16_differs_by_rounding_only(small_blocks):
@@ -140,12 +143,16 @@ TAKEN = {
     ("shared prompts", "window"): [5, 5],  # positions begin anew with each completion
     ("plain", "plain"): [6, 6],
     ("plain", "window"): [5, 5],
+    ("tree", "plain"): [5, 6],
 }
 
 
 @pytest.mark.parametrize(("rows", "how"), TAKEN)
 def test_visible_blocks_cover_the_mask_and_skip_hidden_ones(rows, how, small_blocks):
-    slots, grid = ROWS[rows], flash_kernels.make_grid(*[heads(0, 1, 384).swapaxes(1, 2)] * 2)
+    slots, grid = (
+        ROWS_AND_TREES[rows],
+        flash_kernels.make_grid(*[heads(0, 1, 384).swapaxes(1, 2)] * 2),
+    )
     taken = np.asarray(flash_kernels.visible_blocks(CONFIGS_BY_NAME[how], grid, slots, slots))
     sees = (
         np.asarray(layers.attention_mask(slots, slots, CONFIGS_BY_NAME[how].sliding_window))
@@ -165,7 +172,7 @@ def blocks_of_one_text(how: FlashConfig, grid: flash_kernels.Grid) -> int:
         how.token_shards, own
     ):
         query, key = (
-            TokenIndex(at, at, np.ones_like(at), np.zeros_like(at))
+            TokenIndex(at, at, np.ones_like(at), np.full_like(at, keys.size))
             for at in (queries[:, None], keys[None, :])
         )
         shape = (grid.num_query_blocks, grid.query_block, grid.num_key_blocks, grid.key_block)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.fixtures.attention_rows import ROWS, of_model, require_same
+from tests.fixtures.attention_rows import ROWS, hidden_of, of_model, require_same
 from tests.fixtures.decoders import tiny
 from tpu_rl import cost_model, models
 
@@ -40,9 +40,7 @@ def gradient_of(policy: str) -> jax.stages.Compiled:
     )
 
     def total(params):
-        return model.hidden(
-            params, tokens, slots.positions, slots.segment_ids, slots.branch_ids
-        ).sum()
+        return hidden_of(model, params, tokens, slots).sum()
 
     return jax.jit(jax.grad(total)).lower(params).compile()
 

@@ -14,6 +14,7 @@ from launch import config, preflight, run
 from tests.fixtures.decoders import LENGTH, plain, tiny, tokens_of
 from tpu_rl import environments, models, tokenizers
 from tpu_rl.errors import InputError
+from tpu_rl.models import layers
 from tpu_rl.models.decoder import Decoder, packed_context
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.models.moe import router
@@ -47,7 +48,8 @@ ALGORITHM = Algorithm(lambda experience, params, state: (experience, state), los
 def usage_of(params, rows) -> router.Usage:
     """Return the usage that the module itself returns."""
     index = jnp.broadcast_to(jnp.arange(LENGTH)[None, :], rows.tokens.shape)
-    slots = TokenIndex(index, rows.positions, rows.segment_ids, rows.branch_ids)
+    until = layers.visible_until(rows.segment_ids, rows.branch_ids)
+    slots = TokenIndex(index, rows.positions, rows.segment_ids, until)
     seen = packed_context(MODEL.config, slots)
     out: Any = Decoder(MODEL.config).apply({"params": params["policy"]}, rows.tokens, None, seen)
     return out[2]

@@ -307,13 +307,13 @@ def tiled_case(seed: int, monkeypatch: pytest.MonkeyPatch) -> Layout:
 
 def slots_of(layout: Layout) -> layers.TokenIndex:
     """Of all rows, [R, S]."""
-    fields = (layout.positions, layout.segment_ids, layout.branch_ids)
-    positions, segments, branches = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in fields)
+    fields = (layout.positions, layout.segment_ids, layout.visible_until)
+    positions, segments, until = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in fields)
     return layers.TokenIndex(
         jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape),
         positions,
         segments,
-        branches,
+        until,
     )
 
 

@@ -49,6 +49,8 @@ def layout_of(batch: BatchConfig, data: Any) -> Layout:
         micro_batch_rows=batch.micro_batch_rows,
         minibatches=batch.num_minibatches,
         whole_groups=isinstance(data, Pairs),
+        parent=getattr(data, "parent", None),
+        shared=getattr(data, "shared", None),
     )
 
 

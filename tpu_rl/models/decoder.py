@@ -497,10 +497,13 @@ def decoder(config: DecoderConfig) -> Model:
         segment_ids: Array,
         branch_ids: Array,
         key_tiles: Array | None = None,
+        visible_until: Array | None = None,
     ) -> Array:
+        if visible_until is None:
+            visible_until = layers.visible_until(segment_ids, branch_ids)
         length = tokens.shape[1]
         index = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
-        token_index = TokenIndex(index, positions, segment_ids, branch_ids)
+        token_index = TokenIndex(index, positions, segment_ids, visible_until)
         token_shards = spread(PACKED.tokens, length)
         order = layers.balanced_order(length, token_shards)
         if token_shards > 1:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tpu_rl.models import layers
 from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.types import Array
@@ -93,7 +94,9 @@ class CacheView(NamedTuple):
 def query_index(lengths: Array, positions: Array, branch_ids: Array) -> TokenIndex:
     """Return the index of new tokens [B, T] that follow `lengths` [B] committed tokens."""
     index = lengths[:, None] + jnp.arange(positions.shape[1])[None, :]
-    return TokenIndex(index, positions, jnp.ones_like(index), branch_ids)
+    segment_ids = jnp.ones_like(index)
+    until = lengths[:, None] + layers.visible_until(segment_ids, branch_ids)
+    return TokenIndex(index, positions, segment_ids, until)
 
 
 def view(
@@ -142,7 +145,7 @@ def ring_view(lengths: Array, commit: Array, capacity: int, new: TokenIndex) -> 
 def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
     """Return the index of the tokens with numbers `index` [B, S], committed or new.
 
-    Numbers that no token has get segment 0.
+    Numbers that no token has get segment 0, and are visible to none.
     """
     num_new = new.index.shape[1]
     # 0 for the first new token, negative for committed ones.
@@ -153,11 +156,13 @@ def _cached_tokens(lengths: Array, index: Array, new: TokenIndex) -> TokenIndex:
         return jnp.where(offset < 0, of_committed, of_new)
 
     exists = (index >= 0) & (offset < num_new)
+    # Committed tokens are visible to all new ones.
+    until = select(lengths[:, None] + num_new, new.visible_until)
     return TokenIndex(
         index,
         select(index, new.positions),
         jnp.int32(exists),
-        select(jnp.zeros_like(index), new.branch_ids),
+        jnp.where(exists, until, 0),
     )
 
 

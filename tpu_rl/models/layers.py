@@ -85,18 +85,40 @@ class TokenIndex(NamedTuple):
     positions: Array
     """Position in the sequence; only sliding windows depend on it."""
     segment_ids: Array
-    branch_ids: Array
+    """0 is padding."""
+    visible_until: Array
+    """No token at this place or later attends to the token."""
+
+
+def visible_until(segment_ids: Array, branch_ids: Array) -> Array:
+    """Return `TokenIndex.visible_until` [B, T] of prompts with branches, counted from the first
+    token.
+
+    A token is visible to the rest of its segment if it is trunk (branch 0), else to the rest of its
+    branch. Segments are contiguous, and so are branches.
+    """
+    length = segment_ids.shape[1]
+
+    def ends(is_new: Array) -> Array:
+        """[B, T - 1], True where the next token begins a part -> [B, T], the ends of the parts."""
+        borders = jnp.where(is_new, jnp.arange(1, length), length)
+        borders = jnp.pad(borders, ((0, 0), (0, 1)), constant_values=length)
+        return jax.lax.cummin(borders, axis=1, reverse=True)
+
+    new_segment = segment_ids[:, 1:] != segment_ids[:, :-1]
+    new_branch = branch_ids[:, 1:] != branch_ids[:, :-1]
+    return jnp.where(branch_ids == 0, ends(new_segment), ends(new_segment | new_branch))
 
 
 def can_attend(query: TokenIndex, key: TokenIndex, sliding_window: int | None) -> Array:
     """Return True where a query may attend to a key; fields of the two indices broadcast.
 
-    A token attends to tokens of its own segment that are not later, that are trunk (branch 0) or of
-    its own branch, and that are less than `sliding_window` positions back. Padding is a segment
-    like any other (0), so every token attends to at least itself.
+    A token attends to tokens that are not later, whose subtree it belongs to, and that are less
+    than `sliding_window` positions back. Packed rows store trees depth first, so the subtree of a
+    token is what follows it up to `visible_until`. Every token attends to at least itself, also in
+    padding.
     """
-    allowed = (query.segment_ids == key.segment_ids) & (key.index <= query.index)
-    allowed &= (key.branch_ids == 0) | (key.branch_ids == query.branch_ids)
+    allowed = (key.index <= query.index) & (query.index < key.visible_until)
     if sliding_window is None:
         return allowed
     return allowed & (query.positions - key.positions < sliding_window)
@@ -199,7 +221,7 @@ def tiled_attention(
 
     absent = jnp.repeat(key_tiles.reshape(rows * tiles, listed) < 0, tile_size, axis=1)
     keys = TokenIndex(*map(to_key_tiles, tokens))
-    keys = keys._replace(segment_ids=jnp.where(absent, -1, keys.segment_ids))
+    keys = keys._replace(visible_until=jnp.where(absent, 0, keys.visible_until))
     key, value = (to_key_tiles(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (key, value))
     attended = attend(
         to_query_tiles(query),

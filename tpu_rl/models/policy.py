@@ -80,6 +80,7 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
             rows.segment_ids,
             rows.branch_ids,
             rows.key_tiles,
+            rows.visible_until,
         )
 
     def logits(params: Params, hidden: Array) -> Array:

@@ -5,6 +5,12 @@ A packed row stores the prompt of a group once and the completions of the group 
 log-probs and gradients equal those of one row per completion. With a prompt of P tokens and G
 completions of C tokens, that takes P + G x C tokens instead of G x (P + C).
 
+In general a group is a tree: rows of the [N, T] arrays may share any number of leading tokens
+(`types.Rollout.parent`). The shared tokens stand once. The tree is stored depth first and cut into
+runs where rows branch off: a run, then the rest of the same row, then the rows that branch off at
+the end of the run. So the tokens that see a token are neighbors, from the token to the end of its
+subtree (`types.Rows.visible_until`).
+
 The assignment happens on the host with numpy, once per batch. Only `one_per_row` and
 `over_micro_batches` are for use inside jit.
 """
@@ -13,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +37,95 @@ WORTH_TILES = 0.75
 instead."""
 
 
-@dataclass
-class _Group:
-    """Completions (rows of the [N, T] arrays) that share a prompt."""
+class _Texts(NamedTuple):
+    """Facts about the rows of the [N, T] arrays, one list element per row."""
 
-    prompt_length: int
-    members: list[int]
-    """Row indices into the [N, T] arrays."""
-    lengths: list[int]
-    """Tokens of each completion, without the prompt."""
+    starts: list[int]
+    """Number of tokens before the first action."""
+    ends: list[int]
+    """Number of tokens up to the last action; 0 without actions."""
+    parents: list[int]
+    """The row that this row branches off from; -1 if from none."""
+    shared: list[int]
+    """Number of tokens before the branch: more than the parent itself shares, and 0 without a
+    parent."""
+
+
+class _Run(NamedTuple):
+    """Tokens of one row of [N, T] that stand together in a packed row."""
+
+    row: int
+    start: int
+    """Column of the first token."""
+    stop: int
+    """Column after the last token."""
+    slot: int
+    """Slot of the first token, counted from the first slot of the group."""
+    path: tuple[int, ...]
+    """Numbers of the runs before it on the way from the root of the tree."""
 
     @property
-    def size(self) -> int:
-        """Number of slots that the group takes."""
-        return self.prompt_length + sum(self.lengths)
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class _Group:
+    """Rows of the [N, T] arrays that stand together: a group, or a part of a group."""
+
+    texts: _Texts
+    members: list[int] = field(default_factory=list)
+    """Rows that are learned from."""
+    extents: dict[int, int] = field(default_factory=dict)
+    """Row -> number of its leading tokens that are needed: all tokens of a member, and of another
+    row those that members share."""
+    size: int = 0
+    """Number of slots that the group takes."""
+
+    def growth(self, row: int) -> tuple[dict[int, int], int]:
+        """Return what a new member would change: extents, and by how much the size grows."""
+        changed: dict[int, int] = {}
+        slots = 0
+        extent = self.texts.ends[row]
+        # If enough of a row is there, so are the rows that it branches off from.
+        while row >= 0 and self.extents.get(row, 0) < extent:
+            changed[row] = extent
+            slots += extent - self.extents.get(row, self.texts.shared[row])
+            extent = self.texts.shared[row]
+            row = self.texts.parents[row]
+        return changed, slots
+
+    def add(self, row: int) -> None:
+        """Make a row a member."""
+        changed, slots = self.growth(row)
+        self.members.append(row)
+        self.extents |= changed
+        self.size += slots
+
+    def runs(self) -> list[_Run]:
+        """Return the tree as runs, in the order of their slots."""
+        shared = self.texts.shared
+        roots: list[int] = []
+        children: dict[int, list[int]] = {row: [] for row in self.extents}
+        for row in sorted(self.extents):
+            parent = self.texts.parents[row]
+            (roots if parent < 0 else children[parent]).append(row)
+        runs: list[_Run] = []
+        slot = 0
+        # What to place next is at the end: (row, column to continue at, runs before it).
+        waiting: list[tuple[int, int, tuple[int, ...]]] = [(row, 0, ()) for row in reversed(roots)]
+        while waiting:
+            row, start, path = waiting.pop()
+            later = [shared[child] for child in children[row] if shared[child] > start]
+            stop = min(later, default=self.extents[row])
+            runs.append(_Run(row, start, stop, slot, path))
+            slot += stop - start
+            path = (*path, len(runs) - 1)
+            branches = [child for child in children[row] if shared[child] == stop]
+            waiting.extend((child, stop, path) for child in reversed(branches))
+            if stop < self.extents[row]:
+                waiting.append((row, stop, path))
+        return runs
 
 
 @dataclass
@@ -68,13 +149,16 @@ def lay_out(
     minibatches: int = 1,
     row_limit: int | None = None,
     whole_groups: bool = False,
+    parent: Any = None,
+    shared: Any = None,
 ) -> Layout:
     """Assign the rows of action_mask [N, T] and group_id [N] to packed rows.
 
     Groups are split, in order, into `minibatches` optimizer steps with the same number of groups
     each. Within a step they are packed into rows first-fit by decreasing size. If there are fewer
     groups than minibatches, some steps are all padding. A group that is longer than a row is split:
-    its prompt is repeated and its branches are numbered anew.
+    the tokens that its parts share are repeated and its branches are numbered anew. Repeated
+    actions are actions in one of the parts only.
 
     The number of micro-batches is that of the fullest step. It is rounded up to one of few values,
     as are the lengths of the lists in `Rows.actions` and `Rows.key_tiles`, so that few programs are
@@ -86,13 +170,15 @@ def lay_out(
         minibatches: optimizer steps per batch.
         row_limit: room for at least this many packed rows per step, even if fewer are needed.
         whole_groups: never split a group.
+        parent, shared: [N] each, the leading tokens that rows share (see `types.Rollout`). None:
+            the rows of a group share their prompt.
 
     Raises:
         InputError: a prompt with one completion is longer than a row, or a group is and
             `whole_groups` is set.
     """
     mask = np.asarray(action_mask)
-    groups = _groups(mask, np.asarray(group_id))
+    groups = _groups(mask, np.asarray(group_id), parent, shared)
     if whole_groups:
         _require_fit(groups, row_length)
     packed: list[list[_PackedRow]] = []
@@ -112,33 +198,87 @@ def lay_out(
     )
 
 
-def _groups(mask: np.ndarray, group_id: np.ndarray) -> list[_Group]:
-    """Return the groups in order of appearance. Rows without actions are left out."""
-    groups: dict[int, _Group] = {}
+def _groups(mask: np.ndarray, group_id: np.ndarray, parent: Any, shared: Any) -> list[_Group]:
+    """Return the groups in order of appearance. Rows without actions are no members."""
+    is_member = np.asarray(mask.any(1))
     # argmax finds the first True: the first action, and the last one in the reversed rows.
     starts = mask.argmax(1)
-    ends = mask.shape[1] - mask[:, ::-1].argmax(1)
-    for row in np.flatnonzero(mask.any(1)):
-        prompt_length = int(starts[row])
-        length = int(ends[row] - starts[row])
-        group = groups.setdefault(int(group_id[row]), _Group(prompt_length, [], []))
-        if group.prompt_length != prompt_length:
-            raise ValueError(
-                f"rows of group {group_id[row]} have prompts of {group.prompt_length} and "
-                f"{prompt_length} tokens"
-            )
-        group.members.append(int(row))
-        group.lengths.append(length)
+    ends = np.where(is_member, mask.shape[1] - mask[:, ::-1].argmax(1), 0)
+    if parent is None or shared is None:
+        parent, shared = _shared_prompts(is_member, starts, group_id)
+    else:
+        parent, shared = np.asarray(parent), np.asarray(shared)
+        _require_trees(mask, group_id, parent, shared)
+    parents, branches = _branches(parent, shared)
+    texts = _Texts(starts.tolist(), ends.tolist(), parents, branches)
+    groups: dict[int, _Group] = {}
+    for row in np.flatnonzero(is_member):
+        groups.setdefault(int(group_id[row]), _Group(texts)).add(int(row))
     return list(groups.values())
+
+
+def _shared_prompts(
+    is_member: np.ndarray, starts: np.ndarray, group_id: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `parent` and `shared` [N] if the members of a group share their prompt."""
+    parent = np.arange(len(group_id))
+    shared = np.zeros_like(parent)
+    first_members: dict[int, int] = {}
+    for row in np.flatnonzero(is_member):
+        first = first_members.setdefault(int(group_id[row]), int(row))
+        if starts[first] != starts[row]:
+            raise ValueError(
+                f"rows of group {group_id[row]} have prompts of {starts[first]} and "
+                f"{starts[row]} tokens"
+            )
+        if first != row:
+            parent[row] = first
+            shared[row] = starts[row]
+    return parent, shared
+
+
+def _require_trees(
+    mask: np.ndarray, group_id: np.ndarray, parent: np.ndarray, shared: np.ndarray
+) -> None:
+    """Raise ValueError if `parent` or `shared` break the rules of `types.Rollout`."""
+    row = np.arange(len(mask))
+    in_order = (parent >= 0) & (parent <= row)
+    same_group = group_id[np.where(in_order, parent, row)] == group_id
+    in_range = (shared >= 0) & (shared <= np.where(parent == row, 0, mask.shape[1]))
+    repeats_action = (mask & (np.arange(mask.shape[1]) < shared[:, None])).any(1)
+    wrong = np.flatnonzero(~(in_order & same_group & in_range) | repeats_action)
+    if len(wrong):
+        first = wrong[0]
+        raise ValueError(
+            f"row {first} cannot share {shared[first]} tokens with row {parent[first]}: a parent "
+            "is an earlier row of the same group, and shared tokens are no actions of the later row"
+        )
+
+
+def _branches(parent: np.ndarray, shared: np.ndarray) -> tuple[list[int], list[int]]:
+    """Return `_Texts.parents` and `_Texts.shared`.
+
+    A row that shares no more with its parent than the parent shares with its own branches off from
+    the parent's parent.
+    """
+    parents: list[int] = []
+    lengths = shared.tolist()
+    for row, ancestor in enumerate(parent.tolist()):
+        ancestor = -1 if ancestor == row else ancestor
+        while ancestor >= 0 and lengths[row] <= lengths[ancestor]:
+            ancestor = parents[ancestor]
+        parents.append(ancestor)
+    return parents, lengths
 
 
 def _require_fit(groups: list[_Group], row_length: int) -> None:
     """Raise InputError if a group is longer than a packed row."""
     for group in groups:
         if group.size > row_length:
+            prompt_length = group.texts.starts[group.members[0]]
             raise InputError(
-                f"a prompt of {group.prompt_length} tokens and its {len(group.members)} "
-                f"completions of {sum(group.lengths)} exceed a row",
+                f"a prompt of {prompt_length} tokens and its {len(group.members)} "
+                f"completions of {group.size - prompt_length} exceed a row",
                 why=f"packed rows hold {row_length} tokens, and completions that are compared must "
                 "be in one row",
                 fix="raise --batch.row-length, or limit prompts and completions",
@@ -161,20 +301,21 @@ def _first_fit(groups: list[_Group], row_length: int) -> list[_PackedRow]:
 
 
 def _split(group: _Group, row_length: int) -> list[_Group]:
-    """Split a group into pieces that fit into a row each, every piece with the prompt."""
-    pieces = [_Group(group.prompt_length, [], [])]
-    for member, length in zip(group.members, group.lengths, strict=True):
-        if group.prompt_length + length > row_length:
+    """Split a group into pieces that fit into a row each, every piece with all that it needs."""
+    pieces = [_Group(group.texts)]
+    for member in group.members:
+        prompt_length = group.texts.starts[member]
+        end = group.texts.ends[member]
+        if end > row_length:
             raise InputError(
-                f"a prompt of {group.prompt_length} and a completion of {length} tokens exceed a "
-                "row",
+                f"a prompt of {prompt_length} and a completion of {end - prompt_length} tokens "
+                "exceed a row",
                 why=f"packed rows hold {row_length} tokens",
                 fix="raise --batch.row-length, or limit prompts and completions",
             )
-        if pieces[-1].size + length > row_length:
-            pieces.append(_Group(group.prompt_length, [], []))
-        pieces[-1].members.append(member)
-        pieces[-1].lengths.append(length)
+        if pieces[-1].size + pieces[-1].growth(member)[1] > row_length:
+            pieces.append(_Group(group.texts))
+        pieces[-1].add(member)
     return pieces
 
 
@@ -200,6 +341,7 @@ def _index(
     segment_ids = np.zeros(total_slots, np.int32)
     branch_ids = np.zeros(total_slots, np.int32)
     sequence_ids = np.zeros(total_slots, np.int32)
+    visible_until = np.full(total_slots, row_length, np.int32)
     # `previous` counts slots within a row. First tokens and padding point to themselves.
     previous = np.tile(np.arange(row_length, dtype=np.int32), total_slots // row_length)
 
@@ -209,32 +351,41 @@ def _index(
             cursor = row_start
             sequence_id = 0
             for segment_id, group in enumerate(row.groups, start=1):
-                prompt_columns = np.arange(group.prompt_length)
-                prompt_slots = cursor + prompt_columns
-                # All members have the same prompt, so it is read from the first one's row.
-                source[prompt_slots] = group.members[0] * width + prompt_columns
-                positions[prompt_slots] = prompt_columns
-                segment_ids[prompt_slots] = segment_id
-                previous[prompt_slots[1:]] = prompt_slots[:-1] - row_start
-                cursor += group.prompt_length
-                prompt_end = max(cursor - row_start - 1, 0)
-                members = zip(group.members, group.lengths, strict=True)
-                for branch_id, (member, length) in enumerate(members, start=1):
+                texts = group.texts
+                end = cursor + group.size
+                segment_ids[cursor:end] = segment_id
+                # Row -> slots of the tokens that are needed of it.
+                slots_of = {
+                    needed: np.zeros(extent, np.int64) for needed, extent in group.extents.items()
+                }
+                runs = group.runs()
+                for run in runs:
+                    if run.start == texts.shared[run.row] > 0:
+                        shared = slots_of[texts.parents[run.row]][: run.start]
+                        slots_of[run.row][: run.start] = shared
+                    first = cursor + run.slot
+                    slots_of[run.row][run.start : run.stop] = np.arange(first, first + run.length)
+                    # Runs come depth first, so the last one that sets it ends the subtree.
+                    for ancestor in (*(runs[number] for number in run.path), run):
+                        start = cursor + ancestor.slot
+                        until = first + run.length - row_start
+                        visible_until[start : start + ancestor.length] = until
+                for branch_id, member in enumerate(group.members, start=1):
                     sequence_id += 1
-                    columns = group.prompt_length + np.arange(length)
-                    slots = cursor + np.arange(length)
-                    source[slots] = member * width + columns
+                    slots = slots_of[member][: texts.ends[member]]
+                    columns = np.arange(len(slots))
+                    # Shared tokens are read from the first member that has them: there they are
+                    # actions, if they are actions at all.
+                    is_first = source[slots] < 0
+                    source[slots[is_first]] = member * width + columns[is_first]
                     positions[slots] = columns
-                    segment_ids[slots] = segment_id
-                    branch_ids[slots] = branch_id
-                    sequence_ids[slots] = sequence_id
-                    # Every completion follows the prompt, not the completion stored before it.
-                    previous[slots[0]] = prompt_end
                     previous[slots[1:]] = slots[:-1] - row_start
+                    completion = slots[texts.starts[member] :]
+                    branch_ids[completion] = branch_id
+                    sequence_ids[completion] = sequence_id
                     slot[member, columns] = slots
-                    slot[member, prompt_columns] = prompt_slots
                     minibatch[member] = step
-                    cursor += length
+                cursor = end
 
     # Layout's fields are declared as jax arrays; these numpy arrays are placed on devices later.
     fields: dict[str, Any] = {
@@ -246,6 +397,7 @@ def _index(
         "branch_ids": branch_ids.reshape(packed_shape),
         "sequence_ids": sequence_ids.reshape(packed_shape),
         "previous": previous.reshape(packed_shape),
+        "visible_until": visible_until.reshape(packed_shape),
     }
     return Layout(**fields)
 
@@ -302,14 +454,12 @@ def _mark_needed_tiles(is_needed: np.ndarray, row: _PackedRow, tile_size: int) -
 
     cursor = 0
     for group in row.groups:
-        prompt = tiles_of(cursor, group.prompt_length)
-        is_needed[prompt, prompt] = True
-        cursor += group.prompt_length
-        for length in group.lengths:
-            completion = tiles_of(cursor, length)
-            is_needed[completion, completion] = True
-            is_needed[completion, prompt] = True
-            cursor += length
+        tiles: list[slice] = []
+        for run in group.runs():
+            tiles.append(tiles_of(cursor + run.slot, run.length))
+            for number in (*run.path, -1):
+                is_needed[tiles[-1], tiles[number]] = True
+        cursor += group.size
 
 
 def _tile_size(row_length: int) -> int | None:

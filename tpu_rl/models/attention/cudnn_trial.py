@@ -153,4 +153,8 @@ def _trial_tokens(rows: int) -> TokenIndex:
         np.repeat(segments, lengths),
         np.repeat(branches, lengths),
     )
-    return TokenIndex(*(jnp.tile(jnp.asarray(field, jnp.int32), (rows, 1)) for field in fields))
+    index, position, segment_ids, branch_ids = (
+        jnp.tile(jnp.asarray(field, jnp.int32), (rows, 1)) for field in fields
+    )
+    until = layers.visible_until(segment_ids, branch_ids)
+    return TokenIndex(index, position, segment_ids, until)

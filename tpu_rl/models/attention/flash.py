@@ -1,7 +1,7 @@
 """Flash attention for TPUs by Pallas kernels: scores stay in the vector memory of the chip.
 
 `flash_attention` computes the same function as `layers.dense_attention`, gradients included, for
-any `TokenIndex`: shared prompts, branches and sliding windows follow from one rule
+any `TokenIndex`: prefix trees and sliding windows follow from one rule
 (`layers.can_attend`), which the kernels apply to the indices of a block's queries and keys. Blocks
 in which no query attends to any key are neither loaded nor multiplied. The softmax is computed
 online (Milakov and Gimelshein, arXiv 1805.02867), and gradients from the saved log-sum-exp (Dao et

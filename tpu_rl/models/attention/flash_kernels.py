@@ -94,13 +94,6 @@ def visible_blocks(config: FlashConfig, grid: Grid, queries: TokenIndex, keys: T
     """
 
     def extremes(tokens: TokenIndex, num_blocks: int, axis: int) -> tuple[TokenIndex, TokenIndex]:
-        # Segment and branch numbers rise along a row, and padding comes last. Here it gets a
-        # segment and a branch that are greater than all others.
-        is_padding = tokens.segment_ids == 0
-        tokens = tokens._replace(
-            segment_ids=jnp.where(is_padding, 2**30, tokens.segment_ids),
-            branch_ids=jnp.where(is_padding, 2**30, tokens.branch_ids),
-        )
         blocks = [
             jnp.expand_dims(field.reshape(grid.rows, num_blocks, -1), axis) for field in tokens
         ]
@@ -110,9 +103,7 @@ def visible_blocks(config: FlashConfig, grid: Grid, queries: TokenIndex, keys: T
 
     low, high = extremes(queries, grid.num_query_blocks, 2)
     key_low, key_high = extremes(keys, grid.num_key_blocks, 1)
-    segments = (low.segment_ids <= key_high.segment_ids) & (key_low.segment_ids <= high.segment_ids)
-    branches = (low.branch_ids <= key_high.branch_ids) & (key_low.branch_ids <= high.branch_ids)
-    visible = segments & (key_low.index <= high.index) & (branches | (key_low.branch_ids == 0))
+    visible = (key_low.index <= high.index) & (low.index < key_high.visible_until)
     if config.sliding_window is None:
         return visible
     return visible & (low.positions - key_high.positions < config.sliding_window)
