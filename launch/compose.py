@@ -173,12 +173,15 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     engine = rollout_engine(context)
     stream = row_stream(context, stage)
     values = _prompt_values(context, stage)
+    share = settings.keep_variance_share
     if settings.partial:
-        return partial_rollouts.partial_source(engine, stream, batch, settings.partial, values)
+        return partial_rollouts.partial_source(
+            engine, stream, batch, settings.partial, values, share
+        )
     if settings.one_step_off:
-        return one_step_off.one_step_off_source(engine, stream, batch, values)
+        return one_step_off.one_step_off_source(engine, stream, batch, values, share)
     rounds = settings.dynamic_sampling_rounds
-    return rollouts.rollout_source(engine, stream, batch, rounds, values)
+    return rollouts.rollout_source(engine, stream, batch, rounds, values, share)
 
 
 def _prompt_values(context: RunContext, stage: Stage) -> rollouts.PromptValues | None:

@@ -9,6 +9,7 @@ from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.checkpoint import gcs
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
+from tpu_rl.rollout.dynamic_sampling import num_kept
 
 
 def check_positive(values: Mapping[str, int]) -> None:
@@ -234,4 +235,39 @@ def check_dynamic_sampling(rollout: RolloutConfig, batch: BatchConfig) -> None:
             where="--rollout.dynamic-sampling-rounds, --batch.group-size",
             why="dynamic sampling replaces groups whose rewards are all equal",
             fix="use --rollout.dynamic-sampling-rounds 0",
+        )
+
+
+def check_variance_filter(
+    rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
+) -> None:
+    """Check that the filter by variance has groups to choose from, and leaves enough of them."""
+    share = rollout.keep_variance_share
+    where = "--rollout.keep-variance-share"
+    if share == 1:
+        return
+    if not 0 < share < 1:
+        raise InputError(
+            f"{share} is not a share of the prompts", where=where, fix="use a number from 0 to 1"
+        )
+    if batch.group_size == 1:
+        raise InputError(
+            "the rewards of one completion have no variance",
+            where=f"{where}, --batch.group-size",
+            fix=f"use {where} 1",
+        )
+    if any(spec.source != "rollouts" for spec in specs):
+        raise InputError(
+            "this algorithm does not learn from scored completions alone",
+            where=where,
+            why="the filter leaves out prompts of online rollouts",
+            fix="leave it out",
+        )
+    kept = num_kept(batch.prompts, share)
+    if kept % batch.num_minibatches:
+        raise InputError(
+            f"{kept} of {batch.prompts} prompts are kept, which cannot be cut into "
+            f"{batch.num_minibatches} equal minibatches",
+            where=f"{where}, --batch.num-minibatches",
+            fix="change the share, --batch.prompts or --batch.num-minibatches",
         )

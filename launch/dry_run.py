@@ -26,6 +26,7 @@ from tpu_rl.data import Row, Rows
 from tpu_rl.experience import examples, step_labels, tasks
 from tpu_rl.experience.examples import Example
 from tpu_rl.rollout import scoring
+from tpu_rl.rollout.dynamic_sampling import num_kept
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import optimizers
 
@@ -287,7 +288,8 @@ def batch_table(config: ExperimentConfig) -> Table:
     rollouts = batch.prompts * batch.group_size
     # A packed group has its prompt once.
     group_tokens = sampling.max_prompt_tokens + batch.group_size * sampling.max_new_tokens
-    tokens = batch.prompts * group_tokens // batch.num_minibatches
+    prompts_learned = num_kept(batch.prompts, config.rollout.keep_variance_share)
+    tokens = prompts_learned * group_tokens // batch.num_minibatches
     rows = math.ceil(tokens / batch.row_length)
     micro_batches = math.ceil(rows / batch.micro_batch_rows)
     sizes = {

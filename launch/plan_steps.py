@@ -39,6 +39,7 @@ from tpu_rl.planner.steps import (
     output_shapes,
     with_shardings,
 )
+from tpu_rl.rollout.dynamic_sampling import num_kept
 from tpu_rl.rollout.engine import Decoding
 from tpu_rl.rollout.weights import reshard_for_sampling
 from tpu_rl.sampler import Speculation
@@ -287,8 +288,11 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
     The layout holds arrays on the host; the experience holds shapes with shardings.
     """
     config, mesh = planned.context.config, planned.context.mesh
-    data = longest_texts(config.batch, config.sampling, planned.stage.algorithm.experience)
-    layout = layout_of(config.batch, data)
+    batch = replace(
+        config.batch, prompts=num_kept(config.batch.prompts, config.rollout.keep_variance_share)
+    )
+    data = longest_texts(batch, config.sampling, planned.stage.algorithm.experience)
+    layout = layout_of(batch, data)
 
     def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:
         placement = experience_sharding(mesh, array.shape)

@@ -28,6 +28,23 @@ MISFITS = {
         ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],
         "--rollout.dynamic-sampling-rounds, --batch.group-size",
     ),
+    "one reward has no variance": (
+        ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.keep-variance-share", "0.5"],
+        "--rollout.keep-variance-share, --batch.group-size",
+    ),
+    "more than all": (
+        ["arithmetic_grpo", "--rollout.keep-variance-share", "1.5"],
+        "--rollout.keep-variance-share",
+    ),
+    "pairs are another choice": (
+        ["arithmetic_dpo", "--rollout.keep-variance-share", "0.5"],
+        "--rollout.keep-variance-share",
+    ),
+    "three kept, two minibatches": (
+        ["arithmetic_grpo", "--batch.prompts", "12", "--batch.num-minibatches", "2"]
+        + ["--rollout.keep-variance-share", "0.25"],
+        "--rollout.keep-variance-share, --batch.num-minibatches",
+    ),
     "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
     "a rounded reference": (
         ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],

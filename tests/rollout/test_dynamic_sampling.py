@@ -1,12 +1,15 @@
-"""Dynamic sampling: groups whose rewards are all equal are replaced."""
+"""Dynamic sampling replaces groups whose rewards are all equal; the filter drops groups whose
+rewards hardly differ."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.fixtures.echo import digit, score_prompts
-from tpu_rl.rollout import dynamic_sampling, records
+from tpu_rl.errors import InputError
+from tpu_rl.rollout import dynamic_sampling, records, scoring
 from tpu_rl.rollout.scoring import Scored
 
 
@@ -64,3 +67,96 @@ def test_metrics_describe_all_rounds():
     # The fault is in a group that was passed over: there is a warning, but no record in the batch.
     assert records.warnings(scored) == ["1 of 12 completions not scored: digit: no 8 here"]
     assert not any("error" in record for record in records.records(scored, 1))
+
+
+# --- the filter by variance ---
+
+
+def test_groups_with_the_largest_deviations_are_kept_in_their_order():
+    scored = collect([["12", "33", "40", "13"]], max_rounds=0)
+    kept = dynamic_sampling.keep_most_varied(scored, 0.5)
+    assert kept.prompts == ["40", "40", "13", "13"]
+    np.testing.assert_array_equal(kept.rewards, [4, 0, 1, 3])
+    np.testing.assert_array_equal(kept.rollout.group_id, [0, 0, 1, 1])
+    metrics = records.metrics(kept)
+    assert metrics["rollout/kept"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx(17 / 8)
+    # Of groups with equal deviations the first is kept, and at least one in all.
+    assert dynamic_sampling.keep_most_varied(scored, 0.01).prompts == ["40", "40"]
+    equal = collect([["33", "12", "21"]], max_rounds=0)
+    assert dynamic_sampling.keep_most_varied(equal, 1 / 3).prompts == ["12", "12"]
+
+
+def test_a_share_of_one_is_no_filter():
+    scored = collect([["12", "33"]], max_rounds=0)
+    assert dynamic_sampling.keep_most_varied(scored, 1.0) is scored
+
+
+def test_a_completion_without_a_reward_counts_in_no_deviation():
+    """Group 28 has one reward, and so no deviation."""
+    scored = collect([["28", "10", "33"]], max_rounds=0)
+    assert np.isnan(scored.rewards[1])
+    assert dynamic_sampling.keep_most_varied(scored, 0.3).prompts == ["10", "10"]
+
+
+def test_the_filter_chooses_from_what_dynamic_sampling_returns():
+    scored = collect([["11", "10"], ["40", "44"]], max_rounds=1)
+    kept = dynamic_sampling.keep_most_varied(scored, 0.5)
+    assert kept.prompts == ["40", "40"]
+    metrics = records.metrics(kept)
+    assert metrics["rollout/kept"] == 1 / 4
+    assert metrics["rollout/tokens"] == 2 * 6
+
+
+# --- episodes of several rows ---
+
+
+def with_episodes(scored: Scored, episode_id: list[int]) -> Scored:
+    rollout = scored.rollout
+    rows = np.arange(len(episode_id), dtype=np.int32)
+    parent = np.where(np.diff(episode_id, prepend=-1) == 0, rows - 1, rows).astype(np.int32)
+    return replace(
+        scored,
+        rollout=replace(
+            rollout,
+            episode_id=np.array(episode_id, np.int32),
+            parent=parent,
+            shared=np.zeros_like(rows),
+        ),
+    )
+
+
+def test_groups_of_episodes_with_several_rows_are_taken_whole():
+    """Two episodes a group: of rows 0 1 | 2, then 3 | 4 5. The rewards of rows add up."""
+    scored = score_prompts(["123", "201"], {"digit": digit}, 3)
+    scored = with_episodes(scored, [0, 0, 1, 2, 3, 3])
+    np.testing.assert_array_equal(scoring.by_episode(scored).rewards, [3, 3, 2, 1])
+    kept = dynamic_sampling.keep_most_varied(scored, 0.5)
+    np.testing.assert_array_equal(kept.rewards, [2, 0, 1])
+    np.testing.assert_array_equal(kept.rollout.group_id, [0, 0, 0])
+    np.testing.assert_array_equal(kept.rollout.episode_id, [0, 1, 1])
+    np.testing.assert_array_equal(kept.rollout.parent, [0, 1, 1])
+    metrics = records.metrics(kept)
+    expected = {
+        "reward/mean": 9 / 4,
+        "reward/digit/mean": 9 / 4,
+        "reward/zero_std_groups": 0.5,
+        "rollout/kept": 0.5,
+        "rollout/length_max": 4,
+        "rollout/tokens": scored.lengths.sum(),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    with pytest.raises(InputError, match="several rows"):
+        scoring.group_size(scored)
+
+
+def test_a_row_for_each_episode_changes_no_metric():
+    scored = score_prompts(["12", "33", "18"], {"digit": digit}, 2)
+    numbered = with_episodes(scored, [*range(6)])
+    expected = records.metrics(scored)
+    np.testing.assert_equal(records.metrics(numbered), expected)
+    assert scoring.by_episode(numbered).faults == scored.faults
+    empty = replace(numbered.rollout, action_mask=np.asarray(numbered.rollout.action_mask).copy())
+    empty.action_mask[5] = False
+    padded = scoring.by_episode(replace(numbered, rollout=empty))
+    np.testing.assert_array_equal(padded.rewards, scored.rewards[:5])

@@ -83,6 +83,9 @@ class RolloutConfig:
     dynamic_sampling_rounds: int = 0
     """Dynamic sampling (DAPO): the largest number of further batches that are sampled to replace
     groups whose rewards are all equal. 0 turns it off."""
+    keep_variance_share: float = 1.0
+    """Learn only from this share of the prompts, those whose rewards have the largest standard
+    deviations (StarPO-S); 1 keeps all. The other prompts count in metrics alone."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every

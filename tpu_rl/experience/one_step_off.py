@@ -25,6 +25,7 @@ from tpu_rl.experience.partial_rollouts import STALE, groups_from_json, groups_t
 from tpu_rl.experience.rollouts import PromptValues, with_baseline
 from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.rollout import records
+from tpu_rl.rollout.dynamic_sampling import keep_most_varied
 from tpu_rl.rollout.engine import Engine, RolloutRequest, in_groups
 from tpu_rl.rollout.scoring import PartialGroup, Sampled
 from tpu_rl.types import TrainState
@@ -35,6 +36,7 @@ def one_step_off_source(
     stream: data.RowStream,
     batch: BatchConfig,
     prompt_values: PromptValues | None = None,
+    keep_variance_share: float = 1.0,
 ) -> Source:
     """Return the source of rollouts that are one update old."""
     num_completions = batch.prompts * batch.group_size
@@ -71,7 +73,7 @@ def one_step_off_source(
             scored = with_baseline(scored, values)
         pending = following
         restored = []
-        experience = from_scored(scored, step)
+        experience = from_scored(keep_most_varied(scored, keep_variance_share), step)
         experience.metrics.update(records.sampling_speed(following))
         stale = np.asarray(scored.rollout.policy_step) != int(state.step)
         num_tokens = max(int(scored.lengths.sum()), 1)

@@ -16,7 +16,7 @@ from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.losses import advantages
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored
+from tpu_rl.rollout.scoring import Scored, first_of_runs
 from tpu_rl.types import TrainState
 
 PromptValues = Callable[[int, TrainState, list[Row], int], np.ndarray]
@@ -29,6 +29,7 @@ def rollout_source(
     batch: BatchConfig,
     dynamic_sampling_rounds: int = 0,
     prompt_values: PromptValues | None = None,
+    keep_variance_share: float = 1.0,
 ) -> Source:
     """Return the source of online rollouts.
 
@@ -38,6 +39,7 @@ def rollout_source(
         batch: the size of a batch.
         dynamic_sampling_rounds: see `dynamic_sampling.collect`.
         prompt_values: computes each prompt's value, for algorithms that subtract it.
+        keep_variance_share: see `dynamic_sampling.keep_most_varied`.
     """
     num_completions = batch.prompts * batch.group_size
 
@@ -52,7 +54,7 @@ def rollout_source(
         scored = dynamic_sampling.collect(
             lambda: next(stream)[1], roll_out, dynamic_sampling_rounds
         )
-        return from_scored(scored, step)
+        return from_scored(dynamic_sampling.keep_most_varied(scored, keep_variance_share), step)
 
     return Source(draw, stream.get_state, stream.set_state)
 
@@ -76,7 +78,9 @@ def with_baseline(scored: Scored, values: np.ndarray) -> Scored:
     Completions of a prompt whose value is NaN are marked as not scored, so that training skips
     them.
     """
-    baseline = np.repeat(values, len(scored.rewards) // len(values)).astype(np.float32)
+    group_id = np.asarray(scored.rollout.group_id)
+    rows_of_groups = np.diff([*first_of_runs(group_id), len(group_id)])
+    baseline = np.repeat(values, rows_of_groups).astype(np.float32)
     known = np.isfinite(baseline)
     rollout = replace(
         scored.rollout,

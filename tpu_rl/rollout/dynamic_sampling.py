@@ -1,6 +1,10 @@
-"""Dynamic sampling: replace groups whose rewards are all equal, which teach nothing.
+"""The groups that a step learns from: dynamic sampling, and a filter by the variance of rewards.
 
-Source: DAPO, arXiv 2503.14476, section 3.2.
+Dynamic sampling replaces groups whose rewards are all equal, which teach nothing. Source: DAPO,
+arXiv 2503.14476, section 3.2.
+
+The filter keeps the groups whose rewards differ most, and gives up the others: StarPO-S, arXiv
+2504.20073, section 4.2. A step then learns from fewer completions than it sampled.
 """
 
 from __future__ import annotations
@@ -12,7 +16,13 @@ import jax
 import numpy as np
 
 from tpu_rl.data import Row
-from tpu_rl.rollout.scoring import Scored, group_size, zero_variance
+from tpu_rl.rollout.scoring import (
+    Scored,
+    by_episode,
+    first_of_runs,
+    group_size,
+    zero_variance,
+)
 
 
 def collect(
@@ -31,33 +41,75 @@ def collect(
     if not max_rounds:
         return first
     rounds = [first]
-    batch_size = len(first.rewards)
-    while _informative(rounds).sum() < batch_size and len(rounds) <= max_rounds:
+    num_groups = len(_informative(rounds))
+    while _informative(rounds).sum() < num_groups and len(rounds) <= max_rounds:
         rounds.append(roll_out(next_rows(), len(rounds)))
     informative = _informative(rounds)
     order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
-    return replace(take(rounds, order[:batch_size]), chosen_from=tuple(rounds))
+    return replace(take(rounds, order[:num_groups]), chosen_from=tuple(rounds))
 
 
 def _informative(rounds: list[Scored]) -> np.ndarray:
-    """Return [completions of all rounds] bool: the row's group has different rewards."""
-    return np.concatenate([~zero_variance(scored) for scored in rounds])
+    """Return [groups of all rounds] bool: the group has different rewards."""
+    episodes = [by_episode(scored) for scored in rounds]
+    return np.concatenate([~zero_variance(scored)[:: group_size(scored)] for scored in episodes])
 
 
-def take(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
-    """Return some rows, in whole groups, of several rounds as one; groups are renumbered."""
+def keep_most_varied(scored: Scored, share: float) -> Scored:
+    """Return the `share` of the groups with the largest standard deviations of rewards.
+
+    Groups keep their order; of equal ones the first are kept. With a share of 1 nothing changes.
+    """
+    if share == 1:
+        return scored
+    episodes = by_episode(scored)
+    grouped = episodes.rewards.reshape(-1, group_size(episodes))
+    is_scored = np.isfinite(grouped)
+    counts = np.maximum(is_scored.sum(1, keepdims=True), 1)
+    means = np.sum(grouped, axis=1, where=is_scored, keepdims=True) / counts
+    squares = np.square(grouped - means)
+    variances = np.sum(squares, axis=1, where=is_scored) / counts[:, 0]
+    order = np.argsort(-variances, kind="stable")
+    kept = np.sort(order[: num_kept(len(grouped), share)])
+    return replace(take([scored], kept), chosen_from=scored.chosen_from or (scored,))
+
+
+def num_kept(num_groups: int, share: float) -> int:
+    """Return how many groups `keep_most_varied` keeps, at least one."""
+    return max(1, round(share * num_groups))
+
+
+def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
+    """Return some groups of several rounds as one batch; groups and episodes are renumbered.
+
+    Groups count from 0, over all rounds.
+    """
+    group_id = _unique_ids(rounds, "group_id")
+    num_rows = len(group_id)
+    starts = first_of_runs(group_id)
+    rows_of_groups = np.split(np.arange(num_rows), starts[1:])
+    rows = np.concatenate([rows_of_groups[group] for group in groups])
     rollout = jax.tree.map(
         lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds]
     )
-    size = group_size(rounds[0])
-    group_id = np.repeat(np.arange(len(rows) // size, dtype=np.int32), size)
+    renumbered = {"group_id": _renumber(group_id[rows])}
+    if rollout.episode_id is not None:
+        renumbered["episode_id"] = _renumber(_unique_ids(rounds, "episode_id")[rows])
+    if rollout.parent is not None:
+        offsets = np.cumsum([0, *(len(scored.rewards) for scored in rounds[:-1])])
+        parents = np.concatenate(
+            [scored.rollout.parent + offset for scored, offset in zip(rounds, offsets, strict=True)]
+        )
+        places = np.zeros(num_rows, np.int32)
+        places[rows] = np.arange(len(rows))
+        renumbered["parent"] = places[parents[rows]]
 
     def texts(select: Callable[[Scored], list[str]]) -> list[str]:
         all_texts = [text for scored in rounds for text in select(scored)]
         return [all_texts[row] for row in rows]
 
     return Scored(
-        rollout=replace(rollout, group_id=group_id),
+        rollout=replace(rollout, **renumbered),
         prompts=texts(lambda scored: scored.prompts),
         completions=texts(lambda scored: scored.completions),
         lengths=np.concatenate([scored.lengths for scored in rounds])[rows],
@@ -74,9 +126,22 @@ def take(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
     )
 
 
+def _unique_ids(rounds: Sequence[Scored], name: str) -> np.ndarray:
+    """Return ids of the rows of all rounds that differ between rounds."""
+    ids = [np.asarray(getattr(scored.rollout, name), np.int64) for scored in rounds]
+    return np.concatenate([values + (number << 32) for number, values in enumerate(ids)])
+
+
+def _renumber(ids: np.ndarray) -> np.ndarray:
+    """Return the number of the run of equal neighbors that each id is in."""
+    starts = first_of_runs(ids)
+    return np.repeat(np.arange(len(starts), dtype=np.int32), np.diff([*starts, len(ids)]))
+
+
 def all_sampled(scored: Scored) -> Scored:
-    """Return the completions together with those that dynamic sampling passed over."""
+    """Return the completions together with those that were passed over."""
     rounds = scored.chosen_from
     if not rounds:
         return scored
-    return take(rounds, np.arange(sum(len(part.rewards) for part in rounds)))
+    num_groups = sum(len(np.unique(part.rollout.group_id)) for part in rounds)
+    return take(rounds, np.arange(num_groups))

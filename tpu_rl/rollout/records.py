@@ -9,22 +9,23 @@ import numpy as np
 
 from tpu_rl.redaction import redact
 from tpu_rl.rollout.dynamic_sampling import all_sampled
-from tpu_rl.rollout.scoring import Sampled, Scored, group_size, zero_variance
+from tpu_rl.rollout.scoring import Sampled, Scored, by_episode, group_size, zero_variance
 
 
 def metrics(scored: Scored) -> dict[str, float]:
     """Return the rollout's and the rewards' part of a metrics row. Lengths are in tokens.
 
-    The values describe everything that was sampled, also groups that dynamic sampling passed over.
-    "rollout/kept" is the share of the sampled groups that training uses: those in the batch with a
-    scored completion. "reward/zero_std_groups" is the share of groups whose rewards are all equal;
-    it is present if groups have several completions. "rollout/tokens_per_draft", at least 1, is
-    present if decoding was speculative.
+    The values describe everything that was sampled, also groups that dynamic sampling or the filter
+    by variance passed over. An episode of several rows counts once. "rollout/kept" is the share of
+    the sampled groups that training uses: those in the batch with a scored completion.
+    "reward/zero_std_groups" is the share of groups whose rewards are all equal; it is present if
+    groups have several completions. "rollout/tokens_per_draft", at least 1, is present if decoding
+    was speculative.
     """
-    sampled = all_sampled(scored)
+    sampled = by_episode(all_sampled(scored))
     size = group_size(sampled)
     finite = sampled.rewards[np.isfinite(sampled.rewards)]
-    learned = np.asarray(scored.rollout.scored).reshape(-1, size).any(1)
+    learned = np.asarray(by_episode(scored).rollout.scored).reshape(-1, size).any(1)
     row = {
         "reward/mean": _finite_mean(sampled.rewards),
         "reward/std": float(finite.std()) if finite.size else float("nan"),

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from tpu_rl import rewards
 from tpu_rl.data import Row
+from tpu_rl.errors import InputError
 from tpu_rl.rollout.prompts import as_text
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import PartialCompletion
@@ -85,8 +87,8 @@ class Scored:
     drafts: int = 0
     tokens_of_drafts: int = 0
     chosen_from: tuple[Scored, ...] = ()
-    """With dynamic sampling: everything that was sampled, from which these groups were chosen.
-    Metrics describe all of it."""
+    """With dynamic sampling or a filter: everything that was sampled, from which these groups were
+    chosen. Metrics describe all of it."""
 
     @property
     def errors(self) -> list[str]:
@@ -268,8 +270,66 @@ def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
     return replace(rollout, rewards=placed, scored=scored)
 
 
+def by_episode(scored: Scored) -> Scored:
+    """Return one entry per episode: sums over its rows, and the tokens and texts of its last row.
+
+    Rows without actions are padding and left out. Without `Rollout.episode_id` nothing changes.
+    """
+    rollout = scored.rollout
+    if rollout.episode_id is None:
+        return scored
+    rows = np.flatnonzero(np.asarray(rollout.action_mask).any(1))
+    starts = first_of_runs(np.asarray(rollout.episode_id)[rows])
+    last = rows[np.append(starts[1:], len(rows)) - 1]
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values[rows], starts)
+
+    episodes = jax.tree.map(lambda array: np.asarray(array)[last], rollout)
+    texts = {
+        name: [getattr(scored, name)[row] for row in last] for name in ("prompts", "completions")
+    }
+    faults = [
+        "; ".join(fault for row in rows_of_episode if (fault := scored.faults[row]))
+        for rows_of_episode in np.split(rows, starts[1:])
+    ]
+    return replace(
+        scored,
+        rollout=replace(
+            episodes,
+            episode_id=None,
+            parent=None,
+            shared=None,
+            truncated=np.logical_or.reduceat(np.asarray(rollout.truncated)[rows], starts),
+            scored=np.logical_and.reduceat(np.asarray(rollout.scored)[rows], starts),
+        ),
+        lengths=total(scored.lengths),
+        rewards=total(scored.rewards),
+        parts={name: total(part) for name, part in scored.parts.items()},
+        faults=faults,
+        **texts,
+    )
+
+
+def first_of_runs(ids: np.ndarray) -> np.ndarray:
+    """Return the indices at which runs of equal neighbors begin."""
+    return np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+
+
 def group_size(scored: Scored) -> int:
-    """Return how many completions each prompt has."""
+    """Return how many completions each prompt has.
+
+    Raises:
+        InputError: if an episode has several rows, which only `by_episode` takes together.
+    """
+    episode_id = scored.rollout.episode_id
+    if episode_id is not None and len(first_of_runs(np.asarray(episode_id))) < len(episode_id):
+        raise InputError(
+            "completions are compared one by one, and an episode has several rows",
+            where="--algorithm",
+            why="the history of a conversation was rewritten on the way",
+            fix="use grpo, ppo or reinforce",
+        )
     return len(scored.rewards) // len(np.unique(scored.rollout.group_id))
 
 
