@@ -68,6 +68,15 @@ class _HuggingFace:
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
+    def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
+        if getattr(self.tokenizer, "response_template", None) is None:
+            return None
+        try:
+            message = self.tokenizer.parse_response(text, prefix=prefix, tools=tools)
+        except Exception:  # The library raises many types for what a model may write.
+            return None
+        return message if isinstance(message, dict) else None
+
     @property
     def special_texts(self) -> dict[str, Any]:
         return self.tokenizer.special_tokens_map

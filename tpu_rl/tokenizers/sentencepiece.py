@@ -40,6 +40,10 @@ class _SentencePiece:
                 ordinary.append(i)
         return text + self.processor.decode(ordinary)
 
+    def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
+        del text, prefix, tools
+        return None
+
     @property
     def special_texts(self) -> dict[str, Any]:
         ids = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence
+from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence, tool_calls
 from tpu_rl.tokenizers.conversations import Conversation, Message, Tools, Turn
 
 AssistantTurns = Literal["all", "last"]
@@ -39,6 +39,11 @@ class Backend(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control tokens included."""
+        ...
+
+    def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
+        """Return the message that the model wrote after a prefix, as the tokenizer's own files
+        describe it. Returns None if they do not, or if it cannot be read."""
         ...
 
     @property
@@ -346,6 +351,91 @@ class Tokenizer:
             weights.append(turn_weights[-1])
         return Demonstration(ids, weights)
 
+    # --- conversations of several turns ---
+
+    @property
+    def shows_tools(self) -> bool:
+        """True if the chat template tells the model about tools."""
+        return self.chat_template is not None and "tools" in self.chat_template
+
+    def parse_turn(
+        self, token_ids: Sequence[int], tools: tool_calls.Tools, is_chat: bool
+    ) -> tool_calls.ParsedTurn:
+        """Return a turn that the model wrote, and the calls of tools in it.
+
+        Args:
+            token_ids: the turn, with its end.
+            tools: the schemas of the tools.
+            is_chat: whether the turn follows a chat template. Otherwise the plain protocol of
+                `tool_calls` is read.
+        """
+        ids = list(token_ids)
+        while ids and ids[-1] in self.eos_ids:
+            ids.pop()
+        # Some marks of calls are control tokens.
+        text = self.decode(ids, skip_special=False)
+        if not is_chat:
+            return tool_calls.parse(text, "plain", tools)
+        message = self.backend.parse_response(text, self._turn_prompt, [*tools])
+        if message is not None:
+            return tool_calls.from_message(message)
+        return tool_calls.parse(text, tool_calls.format_of(self.chat_template), tools)
+
+    def encode_observation(
+        self, messages: Sequence[Message], ended: bool, is_chat: bool = True
+    ) -> list[int]:
+        """Return the ids that follow the model's turn: messages, and the prompt of the next turn.
+
+        With a chat template, they are what it writes after a turn of the assistant with some fixed
+        content. So the model's own text is not needed, and how a template renders earlier turns
+        once others follow does not matter. A message of a tool becomes the user's if the template
+        has no such role.
+
+        Args:
+            messages: the messages, of the role "tool" or "user".
+            ended: whether the model has written the token that ends its turn. Otherwise, as after
+                a stop string, the ids begin with it.
+            is_chat: whether there is a chat template. Without it the ids are those of the contents.
+
+        Raises:
+            InputError: if the template refuses the messages, or rewrites the assistant's turn.
+        """
+        if not is_chat:
+            text = _joined(messages)
+            _require_encodable(text)
+            return self._encode_after(text, follows_control=True)
+        try:
+            return self._encode_next_turn(list(messages), ended)
+        except InputError:
+            if all(message["role"] == "user" for message in messages):
+                raise
+        return self._encode_next_turn([{"role": "user", "content": _joined(messages)}], ended)
+
+    def _encode_next_turn(self, messages: list[Message], ended: bool) -> list[int]:
+        conversation = self._conversation([*TURN, *messages], None)
+        text = conversation.render(len(conversation.messages), True).text
+        _, found, after = text.partition(TURN[-1]["content"])
+        ends = {text for text, token_id in self.control.items() if token_id in self.eos_ids}
+        matches = conversation.pattern.finditer(after)
+        end = next((match for match in matches if match[0] in ends), None)
+        if not found or end is None:
+            raise InputError(
+                "the chat template rewrites the assistant's turns",
+                where="--tokenizer.chat-template",
+                why="it does not write a turn as it is, and after it an end-of-sequence token",
+                fix="use a template that does, or episodes of one turn",
+            )
+        start = end.end() if ended else end.start()
+        return self._encode_marked(after[start:], conversation.mark, follows=True)
+
+    @functools.cached_property
+    def _turn_prompt(self) -> str:
+        """What the template writes before a turn of the assistant."""
+        conversation = self._conversation(TURN[:1], None)
+        count = len(conversation.messages)
+        before = conversation.render(count, False).text
+        return conversation.render(count, True).text.removeprefix(before)
+
     def save_pretrained(self, directory: str | Path) -> None:
         """Write files that `load`, and transformers or sentencepiece, can read.
 
@@ -428,6 +518,17 @@ class Tokenizer:
         literal = next(iter(self.control))
         ids = self.backend.encode_control(literal + "a")
         return ids is not None and ids[1:] != self._encode_text("a")
+
+
+TURN: list[Message] = [
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "answer-of-the-assistant"},
+]
+"""A conversation whose last turn stands for any turn of the model."""
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "\n".join(str(message["content"]) for message in messages)
 
 
 def message_weight(message: Message) -> float:

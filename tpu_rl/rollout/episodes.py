@@ -1,0 +1,433 @@
+"""The host's side of conversations: environments that answer what the policy wrote.
+
+A turn is the policy's tokens up to its stop. What follows it:
+
+    environment with tools    a turn that calls tools is followed by their results; one without a
+                              call ends the episode
+    text game                 the turn is a step of the game, whose observation follows it
+    the turn was cut off      the episode ends: nothing follows a turn without an end
+    max_turns                 the last turn still acts, but nothing follows it
+
+An observation longer than `max_observation_tokens` is a fault, as is everything that
+`environments.pool` calls one. An episode with a fault is over; it has a reason and no reward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tpu_rl.data import Row
+from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
+from tpu_rl.errors import InputError
+from tpu_rl.rollout import prompts
+from tpu_rl.tokenizers import Tokenizer, tool_calls
+from tpu_rl.tokenizers.tool_calls import BadCall, ToolCall
+
+WAIT_SECONDS = 1.0
+"""The longest that `Episodes.poll` waits, so that signals are looked at."""
+
+_pool_ids = itertools.count()
+"""Ids of episodes in pools: evaluations and trainings may share a pool."""
+
+Message = dict[str, Any]
+
+
+class EpisodeResult(NamedTuple):
+    """What became of an episode. JSON can write it."""
+
+    prompt: str | list[Message]
+    """The prompt that the policy read, with the first observation."""
+    messages: list[Message]
+    """The turns of the policy and the messages between them, as reward functions see them."""
+    turn_rewards: list[float | None]
+    """The reward of each turn. None: the environment gave none. 0 for a turn of a game that was cut
+    off, which earned nothing."""
+    reward: float | None
+    """What `get_reward` returned. None: not scored."""
+    fault: str
+    """The reason why the episode could not go on; "" if it could."""
+    tool_calls: int
+    errors: int
+    """Calls that could not be read, and tools that raised."""
+    observation_tokens: int
+    state: Mapping[str, Any]
+    """The environment's public attributes at the end."""
+
+    @property
+    def turns(self) -> int:
+        """The number of turns that the policy took."""
+        return len(self.turn_rewards)
+
+
+@dataclass
+class _Episode:
+    """An episode in the making."""
+
+    row: Row
+    pool_id: int
+    is_game: bool
+    is_chat: bool
+    tools: list[dict[str, Any]]
+    prompt: str | list[Message]
+    waits_for: str = "reset"
+    """What `pending` is the answer to; "" while the policy writes, or after the end."""
+    pending: Future[Reply] | None = None
+    calls: list[ToolCall | BadCall] = field(default_factory=list)
+    """The calls of the last turn."""
+    ended: bool = True
+    """Whether the last turn has its end-of-sequence token."""
+    is_over: bool = False
+    messages: list[Message] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    reward: float | None = None
+    fault: str = ""
+    tool_calls: int = 0
+    errors: int = 0
+    observation_tokens: int = 0
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Episodes:
+    """The conversations of N rows, of which this process runs the local ones.
+
+    A context manager: environments are given back at its end.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        group_size: int,
+        pool: EnvironmentPool,
+        tokenizer: Tokenizer,
+        *,
+        max_turns: int,
+        max_observation_tokens: int,
+        max_prompt_tokens: int,
+        step: int,
+        local: slice | None = None,
+        first_row_id: int = 0,
+        seed: int = 0,
+        stop_strings: Sequence[str] = (),
+    ):
+        """Prepare for N = len(rows) * group_size episodes.
+
+        Args:
+            rows: the data row of each group.
+            group_size: episodes per row.
+            pool: the environments.
+            tokenizer: reads turns and writes observations.
+            max_turns: turns of the policy in an episode, at least 1.
+            max_observation_tokens: tokens that may follow a turn.
+            max_prompt_tokens: tokens of a prompt, with the first observation.
+            step: the step of the run. Seeds depend on it.
+            local: the episodes, in whole groups, that this process runs; by default all.
+            first_row_id: id of the first episode; the others count up. Seeds depend on it.
+            seed: the seed of the run.
+            stop_strings: texts that end a turn. They are no part of a game's step.
+
+        Raises:
+            InputError: if a row belongs to no environment.
+        """
+        self.local = slice(0, len(rows) * group_size) if local is None else local
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._group_size = group_size
+        self._max_turns = max_turns
+        self._max_observation_tokens = max_observation_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        self._stop_strings = stop_strings
+        self._seed_of = lambda row: _seed(seed, step, first_row_id + row - row % group_size)
+        self._episodes = {
+            row: self._new_episode(rows[row // group_size])
+            for row in range(self.local.start, self.local.stop)
+        }
+
+    def _new_episode(self, row: Row) -> _Episode:
+        description = self._pool.description(row)
+        prompt = row.get("prompt")
+        if prompt is None:
+            has_template = self._tokenizer.has_chat_template
+            prompt = [{"role": "user", "content": ""}] if has_template else ""
+        is_chat = not isinstance(prompt, str) or self._tokenizer.wraps(prompt)
+        if is_chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return _Episode(
+            row=row,
+            pool_id=next(_pool_ids),
+            is_game=description.form == "game",
+            is_chat=is_chat,
+            tools=description.tools,
+            prompt=prompt,
+        )
+
+    def __enter__(self) -> Episodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for episode in self._episodes.values():
+            if not episode.is_over:
+                self._pool.release(episode.pool_id)
+
+    def begin(self) -> dict[int, list[int]]:
+        """Reset all environments at once, and return local row -> token ids of its prompt.
+
+        An episode whose reset fails has the prompt of its data row, and ends with its first turn.
+
+        Raises:
+            InputError: if a prompt of the data is too long, with the tools that it shows.
+        """
+        for row, episode in self._episodes.items():
+            episode.pending = self._pool.reset(episode.pool_id, episode.row, self._seed_of(row))
+        known: dict[tuple[int, str | None], tuple[Any, list[int], str]] = {}
+        prompt_ids = {}
+        for row, episode in self._episodes.items():
+            reply = _reply(episode)
+            key = (row // self._group_size, reply.text)
+            if key not in known:
+                known[key] = self._first_prompt(episode, reply.text)
+            episode.prompt, token_ids, fault = known[key]
+            episode.fault = reply.fault or fault
+            prompt_ids[row] = list(token_ids)
+        return prompt_ids
+
+    def on_turn(self, row: int, token_ids: Sequence[int], stopped: bool) -> None:
+        """Take a turn that the policy ended, and begin what follows it. This does not wait.
+
+        Args:
+            row: the local episode.
+            token_ids: the turn, with its end.
+            stopped: whether it ended by itself. Otherwise it was cut off at a limit.
+        """
+        episode = self._episodes[row]
+        episode.ended = bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
+        episode.turn_rewards.append(None)
+        if episode.is_game:
+            self._begin_step(episode, token_ids, stopped)
+        else:
+            self._begin_calls(episode, token_ids, stopped)
+
+    def end(self, row: int) -> None:
+        """End an episode that has no room for another turn. `poll` reports when it is over."""
+        self._begin_reward(self._episodes[row])
+
+    def poll(self, wait: bool = False) -> dict[int, list[int] | None]:
+        """Return local row -> token ids to append, or None if the episode is over.
+
+        Only rows with news since the last call are in it. It is empty if there are none; with
+        `wait` only after a while.
+        """
+        news = self._news()
+        if not news and wait:
+            pending = [episode.pending for episode in self._episodes.values() if episode.pending]
+            futures.wait(pending, WAIT_SECONDS, futures.FIRST_COMPLETED)
+            news = self._news()
+        return news
+
+    def results(self) -> dict[int, EpisodeResult]:
+        """Return local row -> what became of its episode. All must be over."""
+        return {
+            row: EpisodeResult(
+                prompt=episode.prompt,
+                messages=episode.messages,
+                turn_rewards=episode.turn_rewards,
+                reward=episode.reward,
+                fault=episode.fault,
+                tool_calls=episode.tool_calls,
+                errors=episode.errors,
+                observation_tokens=episode.observation_tokens,
+                state=episode.state,
+            )
+            for row, episode in self._episodes.items()
+        }
+
+    # --- what begins ---
+
+    def _begin_calls(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
+        """Call the tools that a turn asks for, or end the episode."""
+        turn = self._tokenizer.parse_turn(token_ids, episode.tools, episode.is_chat)
+        episode.messages.append(turn.message)
+        if not stopped or not turn.calls or episode.fault:
+            self._begin_reward(episode)
+            return
+        episode.calls = turn.calls
+        good = [call for call in turn.calls if isinstance(call, ToolCall)]
+        episode.tool_calls += len(good)
+        if good:
+            self._wait_for(episode, "call", self._pool.call(episode.pool_id, good))
+        else:
+            nothing: Future[Reply] = Future()
+            nothing.set_result(Reply())
+            self._wait_for(episode, "call", nothing)
+
+    def _begin_step(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
+        """Give a game the text of a turn."""
+        text = self._tokenizer.decode(token_ids)
+        for stop_string in self._stop_strings:
+            text = text.removesuffix(stop_string)
+        episode.messages.append({"role": "assistant", "content": text})
+        if stopped and not episode.fault:
+            self._wait_for(episode, "step", self._pool.step(episode.pool_id, text))
+        else:
+            episode.turn_rewards[-1] = 0.0
+            self._begin_reward(episode)
+
+    def _begin_reward(self, episode: _Episode) -> None:
+        """Ask for the reward of an episode that has ended."""
+        if episode.fault:
+            nothing: Future[Reply] = Future()
+            nothing.set_result(Reply(fault=episode.fault))
+            self._wait_for(episode, "reward", nothing)
+        else:
+            self._wait_for(episode, "reward", self._pool.reward(episode.pool_id))
+
+    def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
+        episode.waits_for = ask
+        episode.pending = future
+
+    # --- what is answered ---
+
+    def _news(self) -> dict[int, list[int] | None]:
+        """Return what all answers that have arrived make of their episodes."""
+        news = {}
+        for row, episode in self._episodes.items():
+            # One answer may lead to another question, which is answered at once.
+            while episode.pending is not None and episode.pending.done():
+                token_ids = self._follow(episode)
+                if token_ids is not None or episode.is_over:
+                    news[row] = token_ids
+        return news
+
+    def _follow(self, episode: _Episode) -> list[int] | None:
+        """Return the ids that an answer appends; None if it is none, or ends the episode."""
+        asked = episode.waits_for
+        reply = _reply(episode)
+        if reply.fault:
+            self._finish(episode, reply.fault)
+            return None
+        if asked == "reward":
+            episode.reward = reply.reward
+            episode.state = reply.state
+            self._finish(episode, "")
+            return None
+        if asked == "call":
+            messages = self._tool_messages(episode, reply.results)
+            episode.errors += sum(result.is_error for result in reply.results)
+        else:
+            episode.turn_rewards[-1] = reply.reward
+            messages = [{"role": "user", "content": reply.text or ""}]
+        if not (reply.done and not reply.text):
+            episode.messages += messages
+        if reply.done or len(episode.turn_rewards) >= self._max_turns:
+            self._begin_reward(episode)
+            return None
+        return self._encode_observation(episode, messages)
+
+    def _tool_messages(
+        self, episode: _Episode, results: Sequence[ToolResult]
+    ) -> list[dict[str, Any]]:
+        """Return a message for each call of a turn, in order."""
+        remaining = list(results)
+        messages = []
+        for call in episode.calls:
+            if isinstance(call, BadCall):
+                episode.errors += 1
+                content = str({"error": f"The call cannot be read: {call.reason}"})
+                messages.append({"role": "tool", "name": "", "content": content})
+            else:
+                name, content, _ = remaining.pop(0)
+                messages.append({"role": "tool", "name": name, "content": content})
+        return messages
+
+    def _encode_observation(self, episode: _Episode, messages: list[Message]) -> list[int] | None:
+        """Return the ids of an observation; None if it ends the episode by a fault."""
+        if not episode.is_chat and not episode.is_game:
+            messages = [
+                {**message, "content": tool_calls.RESULT.format(message["content"])}
+                for message in messages
+            ]
+        try:
+            token_ids = self._tokenizer.encode_observation(messages, episode.ended, episode.is_chat)
+        except InputError as error:
+            self._finish(episode, f"an observation cannot be written: {error.what}")
+            return None
+        if len(token_ids) > self._max_observation_tokens:
+            reason = (
+                f"an observation has {len(token_ids)} tokens, and "
+                f"{self._max_observation_tokens} are allowed"
+            )
+            self._finish(episode, reason)
+            return None
+        episode.observation_tokens += len(token_ids)
+        return token_ids
+
+    def _finish(self, episode: _Episode, fault: str) -> None:
+        episode.fault = fault
+        episode.is_over = True
+        self._pool.release(episode.pool_id)
+
+    def _first_prompt(
+        self, episode: _Episode, text: str | None
+    ) -> tuple[str | list[Message], list[int], str]:
+        """Return an episode's prompt with the text that `reset` returned, its ids, and a fault."""
+        fault = ""
+        if text is not None:
+            prompt = _with_text(episode.prompt, text)
+            try:
+                return prompt, self._encode_prompt(episode, prompt), ""
+            except InputError as error:
+                fault = f"the text that `reset` returned: {error.what}"
+        return episode.prompt, self._encode_prompt(episode, episode.prompt), fault
+
+    def _encode_prompt(self, episode: _Episode, prompt: str | list[Message]) -> list[int]:
+        """Return the ids of a prompt, with the tools that it shows."""
+        if not prompt:
+            # Only where `reset` should have given the prompt, and gave none.
+            return [*self._tokenizer.prefix_ids] or [self._tokenizer.eos_ids[0]]
+        row = {**episode.row, "prompt": prompt}
+        if episode.tools:
+            row["tools"] = episode.tools
+        (token_ids,) = prompts.encode([row], self._tokenizer, self._max_prompt_tokens)
+        return token_ids
+
+
+def _reply(episode: _Episode) -> Reply:
+    """Return the answer that an episode waits for."""
+    assert episode.pending is not None
+    reply = episode.pending.result()
+    episode.pending = None
+    episode.waits_for = ""
+    return reply
+
+
+def _with_text(prompt: str | list[Message], text: str) -> str | list[Message]:
+    """Return a prompt with a text after it, or after its last message."""
+    if isinstance(prompt, str):
+        return prompt + text
+    *earlier, last = prompt
+    content = last.get("content") or ""
+    if isinstance(content, list):
+        return [*earlier, {**last, "content": [*content, {"type": "text", "text": text}]}]
+    return [*earlier, {**last, "content": content + text}]
+
+
+def _seed(seed: int, step: int, group_id: int) -> int:
+    """Return the seed of a group's episodes, below 2**31."""
+    return zlib.crc32(f"{seed} {step} {group_id}".encode()) & 0x7FFFFFFF
+
+
+def require_fit(tokenizer: Tokenizer, pool: EnvironmentPool, is_chat: bool) -> None:
+    """Raise InputError if the tokenizer cannot write what environments answer.
+
+    Call this before a device is claimed. `is_chat` says whether prompts are conversations.
+    """
+    if not is_chat:
+        return
+    for description in pool.descriptions.values():
+        role = "user" if description.form == "game" else "tool"
+        tokenizer.encode_observation([{"role": role, "name": "tool", "content": "answer"}], True)
