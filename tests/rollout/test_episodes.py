@@ -102,7 +102,7 @@ def test_tools_answer_until_a_turn_calls_none():
         {"prompt": [{"role": "user", "content": "who?"}], "found": "x", "first": " Begin."},
         {"prompt": "never wrapped", "found": "y"},
     ]
-    with episodes_of(Store, rows, group_size=2) as episodes:
+    with episodes_of(Store, rows, group_size=2, max_observation_tokens=200) as episodes:
         prompts = episodes.begin()
         assert CHAT.decode(prompts[0], skip_special=False) == (
             "tools: search <bos>user\nwho? Begin.<eos>\n<bos>assistant\n"
