@@ -450,3 +450,49 @@ def test_a_star_pos_loss_by_hand():
 def test_settings_out_of_range_are_refused(kind, values):
     with pytest.raises(InputError):
         kind(**values)
+
+
+# --- several turns ---
+
+
+def test_by_turn_the_critic_is_read_and_taught_at_the_first_token_of_a_turn():
+    data = tiny.rollout()
+    config = PpoConfig(Critic(gamma=0.9, lam=0.8), lam=0.5, credit="turn", whiten=False)
+    roles, params = tiny.cast(config.roles)
+    experience = tiny.experience(data)
+    layout = experience.layout
+    algorithm = ppo(config, roles, tiny.SAMPLING)
+    batch = jax.jit(lambda params: algorithm.make_batch(experience, params, jnp.ones(()))[0])(
+        params
+    )
+    starts = np.asarray(advantages.turn_starts(data.action_mask))
+    weights = layout.unpack(batch.weights["value"])
+    np.testing.assert_allclose(weights, starts / starts.sum(), rtol=1e-6)
+    assert starts.sum() < data.action_mask.sum()
+    values = layout.unpack(batch.targets.old_values)
+    arguments = (data.rewards, values, data.action_mask, 0.9)
+    np.testing.assert_allclose(
+        layout.unpack(batch.advantages), advantages.turn_gae(*arguments, 0.5), rtol=0, atol=1e-6
+    )
+    returns = values + advantages.turn_gae(*arguments, 0.8)
+    np.testing.assert_allclose(
+        layout.unpack(batch.targets.returns), np.where(starts, returns, 0), rtol=0, atol=1e-6
+    )
+
+
+def test_by_turn_the_baseline_of_reinforce_is_the_mean_of_the_same_turn():
+    data = tiny.rollout()
+    config = ReinforceConfig("group", credit="turn", gamma=0.9, whiten=False)
+    roles, params = tiny.cast(config.roles)
+    experience = tiny.experience(data)
+    batch = reinforce(config, roles, tiny.SAMPLING).make_batch(experience, params, ())[0]
+    actual = np.asarray(experience.layout.unpack(batch.advantages))
+    returns = np.asarray(advantages.turn_returns(data.rewards, data.action_mask, 0.9))
+    turns = np.asarray(advantages.turn_ids(data.action_mask))
+    group, starts = np.asarray(data.group_id), np.asarray(advantages.turn_starts(data.action_mask))
+    for row, column in np.argwhere(starts):
+        peers = starts & (turns == turns[row, column]) & (group == group[row])[:, None]
+        expected = returns[row, column] - returns[peers].mean()
+        np.testing.assert_allclose(
+            actual[row, turns[row] == turns[row, column]], expected, rtol=0, atol=1e-6
+        )

@@ -9,6 +9,7 @@ import pytest
 
 from tests.fixtures.echo import digit, score_prompts
 from tpu_rl.errors import InputError
+from tpu_rl.experience import pairing
 from tpu_rl.rollout import dynamic_sampling, records, scoring
 from tpu_rl.rollout.scoring import Scored
 
@@ -146,8 +147,9 @@ def test_groups_of_episodes_with_several_rows_are_taken_whole():
         "rollout/tokens": scored.lengths.sum(),
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    with pytest.raises(InputError, match="several rows"):
-        scoring.group_size(scored)
+    for compare in (pairing.pair_up, pairing.grade):
+        with pytest.raises(InputError, match="several rows"):
+            compare(scored)
 
 
 def test_a_row_for_each_episode_changes_no_metric():

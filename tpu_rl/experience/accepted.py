@@ -12,7 +12,7 @@ from tpu_rl import data
 from tpu_rl.algorithm_spec import Acceptance
 from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored
+from tpu_rl.rollout.scoring import Scored, require_single_rows
 from tpu_rl.types import Completions, TrainState
 
 
@@ -46,6 +46,7 @@ def accepted_source(
 
 def accept(scored: Scored, step: int, rule: Acceptance, on_policy: bool) -> StepExperience:
     """Return the accepted completions. The others stay in the arrays, with an empty mask."""
+    require_single_rows(scored)
     tokens = np.asarray(scored.rollout.tokens)
     mask = np.asarray(scored.rollout.action_mask)
     group_id = np.asarray(scored.rollout.group_id)

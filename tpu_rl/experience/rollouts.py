@@ -16,7 +16,7 @@ from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.losses import advantages
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored, first_of_runs
+from tpu_rl.rollout.scoring import Scored, by_episode, first_of_runs
 from tpu_rl.types import TrainState
 
 PromptValues = Callable[[int, TrainState, list[Row], int], np.ndarray]
@@ -65,7 +65,8 @@ def make_prompt_values(engine: Engine, spec: PromptValue) -> PromptValues:
     def prompt_values(step: int, state: TrainState, rows: list[Row], round_: int) -> np.ndarray:
         first_row_id = round_ * len(rows) * spec.samples
         request = RolloutRequest(rows, step, first_row_id, int(state.step))
-        rewards = engine.roll_out(state.params, request).rewards.reshape(-1, spec.samples)
+        scored = by_episode(engine.roll_out(state.params, request))
+        rewards = scored.rewards.reshape(-1, spec.samples)
         values = advantages.optimal_value(jnp.asarray(rewards), jnp.isfinite(rewards), spec.beta)
         return np.asarray(values)
 

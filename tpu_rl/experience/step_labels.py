@@ -15,7 +15,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import DataConfig, FileData
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored
+from tpu_rl.rollout.scoring import Scored, require_single_rows
 from tpu_rl.types import QExamples, TrainState
 
 ToExamples = Callable[[list[Row]], QExamples]
@@ -86,6 +86,7 @@ def label_steps(
 
     A completion without text is left out.
     """
+    require_single_rows(scored)
     group_size = len(scored.completions) // len(rows)
     labeled = []
     for index, completion in enumerate(scored.completions):

@@ -19,6 +19,7 @@ from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.environments import TASKS
 from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.scoring import by_episode
 from tpu_rl.types import Params, Rollout
 
 ReadAnswer = Callable[[str], Hashable | None]
@@ -118,7 +119,7 @@ def evaluate(
     Raises:
         InputError: if the reward function fails on too large a share of the completions.
     """
-    scored = engine.roll_out(params, RolloutRequest(list(rows), step=0))
+    scored = by_episode(engine.roll_out(params, RolloutRequest(list(rows), step=0)))
     judged = next(iter(scored.parts.values()), scored.rewards)
     group_size = len(scored.completions) // len(rows)
     errors = list(scored.errors)

@@ -316,12 +316,8 @@ def first_of_runs(ids: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
 
 
-def group_size(scored: Scored) -> int:
-    """Return how many completions each prompt has.
-
-    Raises:
-        InputError: if an episode has several rows, which only `by_episode` takes together.
-    """
+def require_single_rows(scored: Scored) -> None:
+    """Raise InputError if an episode has several rows, which only `by_episode` takes together."""
     episode_id = scored.rollout.episode_id
     if episode_id is not None and len(first_of_runs(np.asarray(episode_id))) < len(episode_id):
         raise InputError(
@@ -330,6 +326,15 @@ def group_size(scored: Scored) -> int:
             why="the history of a conversation was rewritten on the way",
             fix="use grpo, ppo or reinforce",
         )
+
+
+def group_size(scored: Scored) -> int:
+    """Return how many completions each prompt has.
+
+    Raises:
+        InputError: see `require_single_rows`.
+    """
+    require_single_rows(scored)
     return len(scored.rewards) // len(np.unique(scored.rollout.group_id))
 
 
