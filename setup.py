@@ -19,6 +19,8 @@ EXTRAS = {
     "datasets": ["datasets", "pyarrow"],
     "wandb": ["wandb"],
     "trackio": ["trackio"],
+    # For launch/serve.py and --agent: the server itself, of two small packages.
+    "serve": ["uvicorn>=0.30"],
     # For recipes/smollm2.py.
     "recipes": ["gguf"],
     "test": [
@@ -28,6 +30,8 @@ EXTRAS = {
         "ruff>=0.12",
         "pyright[nodejs]>=1.1.400",
         "pyarrow",
+        "uvicorn>=0.30",
+        "openai",
     ],
     # The documentation site, mkdocs.yml.
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2"],

@@ -23,7 +23,7 @@ import arms
 import jax
 import numpy as np
 
-from launch import compose, config, evaluate, evaluate_q_sharp, run
+from launch import compose, config, evaluate, evaluate_q_sharp, run, saved_run
 from launch.config import ExperimentConfig, MeshConfig, Phase
 from tpu_rl import models, sampler
 from tpu_rl.experience import tasks
@@ -102,7 +102,7 @@ def sweep(
     mesh = compose.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
         flags = evaluate.Flags(model=run_config.model.path or "")
-        language, params = evaluate.load_language(run_config, flags)
+        language, params = saved_run.load_language(flags.model, run_config)
         guided, _ = evaluate_q_sharp.load(run_config.run_dir, language, params)
         settings = sampler_config(run_config.sampling, language.tokenizer, samples)
         task = guided_evaluation.Task(

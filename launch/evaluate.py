@@ -25,11 +25,11 @@ from rich.table import Table
 
 from launch import compose, evaluate_q_sharp, evaluators, mesh_checks, preflight, roles, stages
 from launch import config as configuration
-from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig, ModelConfig
-from launch.saved_run import load_run
+from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
+from launch.saved_run import load_language, load_run
 from tpu_rl import data, models, sampler
 from tpu_rl.algorithm_spec import ExperienceSpec
-from tpu_rl.checkpoint import gcs, remote_run
+from tpu_rl.checkpoint import remote_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.experience import held_out_loss, tasks, text_log_probs
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
             return 0
         rows = held_out(config, flags)
         config = with_reward(config, rows, flags)
-        language, params = load_language(config, flags)
+        language, params = load_language(flags.model, config)
         problems = tasks.problems(rows)
         preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
         demonstrations = [row for row in rows if held_out_loss.brings_text(row)]
@@ -190,20 +190,6 @@ def load_base_settings(flags: Flags) -> ExperimentConfig:
                 return configuration.load(remote_run.fetch(run_dir) / "config.yaml")
     default = FILE_PRESET if flags.data.path else DEFAULT_PRESET
     return configuration.preset(flags.preset or default)
-
-
-def load_language(config: ExperimentConfig, flags: Flags) -> tuple[roles.Language, Params]:
-    """Return the model to evaluate: a run's at its newest checkpoint, any other in float32."""
-    if gcs.is_address(flags.model) or remote_run.is_run(flags.model):
-        context, params, step = load_run(flags.model)
-        print(f"{flags.model}, step {step}")
-        tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)
-        language = roles.Language(context.models["policy"], tokenizer)
-        return language, context.params_of("policy")(params)
-    config = replace(config, model=ModelConfig(path=flags.model, attention=config.model.attention))
-    mesh = compose.make_mesh(MeshConfig())
-    language, params = roles.language(config, mesh)
-    return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 
 def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:

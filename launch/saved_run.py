@@ -7,11 +7,11 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from launch import compose, stages
+from launch import compose, roles, stages
 from launch import config as configuration
-from launch.config import ExperimentConfig, MeshConfig
+from launch.config import ExperimentConfig, MeshConfig, ModelConfig
 from launch.roles import RunContext
-from tpu_rl.checkpoint import manager, remote_run, train_state_io
+from tpu_rl.checkpoint import gcs, manager, remote_run, train_state_io
 from tpu_rl.errors import InputError
 from tpu_rl.types import Params
 
@@ -52,6 +52,26 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
     state, _ = train_state_io.restore(checkpoints, step, abstract_state)
     checkpoints.close()
     return context, state.params, step
+
+
+def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:
+    """Load the model of a run at its newest checkpoint, or any other in float32.
+
+    The tokenizer has the settings of `config`.
+
+    Raises:
+      InputError: there is no such run or model.
+    """
+    if gcs.is_address(address) or remote_run.is_run(address):
+        context, params, step = load_run(address)
+        print(f"{address}, step {step}")
+        tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)
+        language = roles.Language(context.models["policy"], tokenizer)
+        return language, context.params_of("policy")(params)
+    config = replace(config, model=ModelConfig(path=address, attention=config.model.attention))
+    mesh = compose.make_mesh(MeshConfig())
+    language, params = roles.language(config, mesh)
+    return language._replace(model=roles.fast_model(config, language.model, mesh)), params
 
 
 def _fit_to_mesh(config: ExperimentConfig, mesh: Mesh) -> ExperimentConfig:

@@ -17,7 +17,7 @@ COMMANDS = Path(launch.__file__).parent
 TESTS = Path(__file__).parent
 
 LIBRARY_LIMIT = 12
-COMMANDS_LIMIT = 24
+COMMANDS_LIMIT = 25
 """How many modules may lie directly in tpu_rl and in launch."""
 
 BASICS = {"types", "errors"}
@@ -65,6 +65,9 @@ ALLOWED: dict[str, set[str]] = {
         "models",
     }
     | {"runtime", "redaction"},
+    "serving": BASICS
+    | WORKERS
+    | {"user_code", "redaction", "sampler", "tokenizers", "data", "rollout", "rewards", "runtime"},
     "diagnosis": MODEL_CODE
     | {"untrusted_files"}
     | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience"},

@@ -1,0 +1,296 @@
+"""The server with a sampler that writes fixed texts: routes, keys, errors and what is recorded."""
+
+import itertools
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from launch import serve
+from tpu_rl import tokenizers
+from tpu_rl.errors import InputError
+from tpu_rl.sampler import Turn
+from tpu_rl.serving import app, server
+from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.serving.record import Record, call_key
+
+TEMPLATE = (
+    "{% for m in messages %}<bos>{{ m['role'][0] }}"
+    "{% for c in m.get('tool_calls', []) %}{{ c['function']['name'] }}{% endfor %}"
+    "{{ m['content'] or '' }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>a{% endif %}"
+)
+TOKENIZER = tokenizers.characters('abcdefghijklmnopqrstuvwxyz <>/_{}":,', TEMPLATE)
+LIMITS = app.Limits(max_model_len=120, max_new_tokens=100)
+HOT = Distribution(1.0)
+ROW_KEY = np.array([3, 4], np.uint32)
+CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+class Writer:
+    """A sampler that ends each turn in one step, with a text that the last letter chooses."""
+
+    is_idle = False
+    keys: list = []
+
+    def __init__(self, distribution):
+        self.waiting = []
+        self.texts = {"t": CALL, "w": "a stop b"}
+
+    def submit(self, requests):
+        self.waiting += requests
+        self.keys += [request.key for request in requests]
+
+    def close(self, conversation):
+        pass
+
+    def step(self):
+        turns = [self.answer(request) for request in self.waiting]
+        self.waiting = []
+        return turns
+
+    def answer(self, request):
+        letter = TOKENIZER.decode([i for i in request.token_ids if i > 2][-2:-1])
+        tokens = [*TOKENIZER.encode(self.texts.get(letter, "yes")), *TOKENIZER.eos_ids]
+        is_cut = len(tokens) > request.max_new_tokens
+        tokens = tokens[: request.max_new_tokens]
+        log_probs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
+        return Turn(request.conversation, tokens, log_probs, log_probs, not is_cut)
+
+
+class Running:
+    """A server, with an episode by the key "episode" and no other."""
+
+    def __init__(self):
+        self.pump = Pump(Writer)
+        self.numbers = itertools.count()
+        self.begin()
+        accounts = {"episode": lambda: self.account}
+        application = app.App(
+            self.pump,
+            TOKENIZER,
+            "tiny",
+            LIMITS,
+            HOT,
+            lambda key: accounts.get(key, lambda: None)(),
+        )
+        self.server = server.Server(application, server.bind("127.0.0.1", 0))
+        self.server.start()
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.decode, daemon=True)
+        self.thread.start()
+
+    def begin(self, most_calls=8):
+        self.account = app.EpisodeAccount(
+            TOKENIZER,
+            self.numbers,
+            row_key=ROW_KEY,
+            first_prompt=TOKENIZER.render([{"role": "user", "content": "hello"}]),
+            distribution=HOT,
+            most_calls=most_calls,
+        )
+        Writer.keys.clear()
+        return self.account
+
+    def decode(self):
+        while not self.is_over.is_set():
+            self.pump.step(0.05)
+
+    def ask(self, path, body, key="episode", kind="application/json"):
+        """Return (status, answer)."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {"Content-Type": kind} | ({"Authorization": f"Bearer {key}"} if key else {})
+        root = self.server.url.removesuffix("/v1")
+        request = urllib.request.Request(root + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["error"]
+
+    def chat(self, messages, **options):
+        return self.ask("/v1/chat/completions", {"messages": messages, **options})
+
+
+@pytest.fixture(scope="module")
+def running():
+    running = Running()
+    yield running
+    running.is_over.set()
+    running.thread.join()
+    running.server.stop()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_openai_client_with_tools_over_two_turns(running):
+    openai = pytest.importorskip("openai")
+    account = running.begin()
+    client = openai.OpenAI(base_url=running.server.url, api_key="episode")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    first = client.chat.completions.create(
+        model="policy", messages=[user("hello t")], tools=tools, logprobs=True
+    )
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert message.tool_calls[0].function.name == "look"
+    assert first.choices[0].logprobs.content[0].logprob == -1
+    reply = {"role": "tool", "content": "found", "tool_call_id": message.tool_calls[0].id}
+    second = client.chat.completions.create(
+        model="policy", messages=[user("hello t"), message, reply], tools=tools
+    )
+    assert second.choices[0].message.content == "yes"
+    whole = first.model_extra["prompt_token_ids"] + first.choices[0].model_extra["token_ids"]
+    # What the model wrote is not what the template renders for it.
+    added = second.model_extra["prompt_token_ids"][len(whole) :]
+    assert second.model_extra["prompt_token_ids"][: len(whole)] == whole
+    assert TOKENIZER.decode(added, skip_special=False) == "<bos>tfound<eos><bos>a"
+    [branch] = account.record.branches
+    assert branch.tokens == whole + added + second.choices[0].model_extra["token_ids"]
+    chosen = [
+        TOKENIZER.decode(branch.tokens[: i + 1])[-1:] for i, a in enumerate(branch.is_action) if a
+    ]
+    assert len(chosen) == len(CALL) + 1 + len("yes") + 1
+    assert sum(branch.log_probs[: len(whole)]) == -sum(range(1, len(CALL) + 2))
+    events = list(
+        client.chat.completions.create(model="policy", messages=[user("hi")], stream=True)
+    )
+    assert "".join(e.choices[0].delta.content or "" for e in events) == "yes"
+
+
+def test_rewritten_history_and_repeated_prompts_are_branches(running):
+    account = running.begin()
+    assert running.chat([user("hello")])[0] == 200
+    assert running.chat([user("hello")])[0] == 200
+    said = {"role": "assistant", "content": "yes"}
+    assert running.chat([user("hello"), said, user("more")])[0] == 200
+    changed = {"role": "assistant", "content": "no"}
+    assert running.chat([user("hello"), changed, user("more")])[0] == 200
+    first, again, rewritten = account.record.branches
+    prompt = len(TOKENIZER.render([user("hello")]))
+    assert (again.parent, again.shared) == (0, prompt)
+    # The third call continued the second: a message names no call, and that one is the last.
+    assert sum(again.is_action) == 2 * sum(first.is_action)
+    assert (rewritten.parent, rewritten.shared) == (0, prompt)
+    assert TOKENIZER.decode(rewritten.tokens).startswith("uhelloanoumorea")
+    assert sum(rewritten.is_action) == len("yes") + 1
+    # The first call draws what a run without an agent draws; the others have keys of their own.
+    np.testing.assert_array_equal(Writer.keys[0], ROW_KEY)
+    assert len({tuple(key) for key in Writer.keys}) == 4
+
+
+def test_token_ids_in_and_out(running):
+    account = running.begin()
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3, "logprobs": 1}}
+    status, answer = running.ask("/inference/v1/generate", body)
+    [choice] = answer["choices"]
+    assert status == 200
+    assert choice["token_ids"] == TOKENIZER.encode("yes")
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["content"][1] == {
+        "token": f"token_id:{choice['token_ids'][1]}",
+        "logprob": -2.0,
+    }
+    assert account.record.branches[0].truncated
+    stop = {"prompt": [5, 26, 6], "stop": "stop"}
+    text = running.ask("/v1/completions", stop)[1]["choices"][0]
+    assert (text["text"], text["finish_reason"]) == ("a ", "stop")
+    assert TOKENIZER.decode(text["token_ids"]) == "a stop"
+    status, models = running.ask("/v1/models", None)
+    assert models["data"][0]["max_model_len"] == LIMITS.max_model_len
+
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [user("hello")]}
+BAD_REQUESTS = {
+    "no key": (CHAT, HELLO, {"key": None}, 401, "key"),
+    "wrong key": (CHAT, HELLO, {"key": "other"}, 401, "key"),
+    "unknown setting": (CHAT, HELLO | {"tempreature": 1}, {}, 400, "unknown key tempreature"),
+    "unknown key of a message": (
+        CHAT,
+        {"messages": [user("a") | {"rule": "b"}]},
+        {},
+        400,
+        r"messages[0].rule",
+    ),
+    "other temperature": (CHAT, HELLO | {"temperature": 0.5}, {}, 400, "temperature = 1.0"),
+    "seed": (CHAT, HELLO | {"seed": 1}, {}, 400, "own seed"),
+    "wrong type": (CHAT, HELLO | {"max_tokens": True}, {}, 400, "max_tokens"),
+    "two answers": (CHAT, HELLO | {"n": 2}, {}, 400, "n = 2"),
+    "picture": (
+        CHAT,
+        {"messages": [user([{"type": "image_url", "image_url": {}}])]},
+        {},
+        400,
+        "no text",
+    ),
+    "too long": (CHAT, {"messages": [user("a" * 200)]}, {}, 400, "at most 120"),
+    "unknown id": ("/inference/v1/generate", {"token_ids": [999]}, {}, 400, "999"),
+    "no JSON": (CHAT, b"{", {}, 400, "not JSON"),
+    "form": (CHAT, b"{}", {"kind": "text/plain"}, 415, "application/json"),
+    "large": (CHAT, b" " * (app.MAX_BODY_BYTES + 1), {}, 413, "bytes"),
+    "unknown route": ("/v1/responses", HELLO, {}, 404, "/v1/chat/completions"),
+    "wrong method": (CHAT, None, {}, 405, "POST"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests_get_one_message(running, name):
+    account = running.begin()
+    path, body, settings, status, text = BAD_REQUESTS[name]
+    answer = running.ask(path, body, **settings)
+    assert answer[0] == status
+    assert text in answer[1]["message"]
+    assert not account.record.branches
+
+
+def test_an_episode_has_a_limited_number_of_calls(running):
+    running.begin(most_calls=1)
+    assert running.chat([user("hello")])[0] == 200
+    status, error = running.chat([user("hello")])
+    assert (status, error["code"]) == (429, "too_many_calls")
+
+
+def test_keys_depend_on_the_prompt_and_not_on_the_order():
+    key = call_key(ROW_KEY, [1, 2], 0)
+    assert key.dtype == np.uint32
+    np.testing.assert_array_equal(key, call_key(ROW_KEY, [1, 2], 0))
+    others = [
+        call_key(ROW_KEY, [1, 2], 1),
+        call_key(ROW_KEY, [1, 3], 0),
+        call_key(ROW_KEY + 1, [1, 2], 0),
+    ]
+    assert all((key != other).any() for other in others)
+
+
+def test_a_prompt_extends_the_branch_that_it_repeats_as_a_whole():
+    def turn(*tokens):
+        zeros = np.zeros(len(tokens), np.float32)
+        return Turn(0, list(tokens), zeros, zeros, True)
+
+    record = Record()
+    record.add([1, 2], turn(7, 8))
+    record.add([1, 2], turn(7))
+    # Both begin with 1, 2, 7: only the second one is extended as a whole.
+    record.add([1, 2, 7, 5], turn(9))
+    record.add([4], turn(9))
+    first, second, third = record.branches
+    assert first.tokens == [1, 2, 7, 8]
+    assert second.tokens == [1, 2, 7, 5, 9]
+    assert second.is_action == [False, False, True, False, True]
+    assert (second.parent, second.shared) == (0, 2)
+    assert (third.parent, third.shared) == (2, 0)
+
+
+def test_a_taken_port_and_an_open_host_are_one_message(capsys):
+    bound = server.bind("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    with pytest.raises(InputError, match=f"port {port} is taken"):
+        server.bind("127.0.0.1", port)
+    bound.close()
+    assert serve.main(["builtin:arithmetic", "--host", "0.0.0.0"]) == 2
+    assert "without a key" in capsys.readouterr().err

@@ -1,0 +1,401 @@
+"""The routes of the server, as an ASGI application.
+
+    GET  /health
+    GET  /v1/models
+    POST /v1/chat/completions      messages, with token ids and log-probs in the answer
+    POST /v1/completions           a text, or token ids
+    POST /inference/v1/generate    token ids in, token ids out
+
+Each request belongs to an account, which its API key names. Accounts share nothing: training has
+one for each episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_rl.errors import TpuRlError
+from tpu_rl.rollout.prompts import stop_at
+from tpu_rl.sampler import Turn, TurnRequest
+from tpu_rl.serving import chat, protocol
+from tpu_rl.serving.protocol import ApiError, Options
+from tpu_rl.serving.pump import Closed, Conversations, Distribution, Pump
+from tpu_rl.serving.record import Record, call_key
+from tpu_rl.tokenizers import Tokenizer
+
+MAX_BODY_BYTES = 8 * 2**20
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+MOST_EXCHANGES = 256
+"""Exchanges that a server without episodes remembers."""
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Account:
+    """A user of the server: what was said so far, and which conversations are kept."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        numbers: itertools.count[int],
+        *,
+        most_idle: int,
+        most_exchanges: int | None = MOST_EXCHANGES,
+    ):
+        self.history = chat.History(tokenizer, most_exchanges)
+        self.conversations = Conversations(numbers, most_idle)
+
+    def check(self, options: Options) -> None:
+        """Raise ApiError if this account may not ask for such a completion."""
+
+    def key(self, prompt: list[int], options: Options) -> np.ndarray:
+        """Return the random key [2] uint32 of the next call."""
+        del prompt
+        seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
+        return np.array(divmod(seed, 2**32), np.uint32)
+
+    def on_answer(self, prompt: list[int], turn: Turn) -> None:
+        """Note what the policy wrote."""
+
+
+class EpisodeAccount(Account):
+    """An episode of a run, all of whose calls are recorded.
+
+    It is used in the thread of the server, until no call of it is answered any more.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        numbers: itertools.count[int],
+        *,
+        row_key: np.ndarray,
+        first_prompt: list[int] | None,
+        distribution: Distribution,
+        most_calls: int,
+    ):
+        """Start without calls.
+
+        Args:
+            tokenizer: the tokenizer of the run.
+            numbers: yields a new number for each conversation.
+            row_key: the random key of the episode.
+            first_prompt: the ids of the data row's prompt. The first call with them has the
+                episode's own key, so that it draws what a run without an agent draws.
+            distribution: that of the run; requests for another one are refused.
+            most_calls: further calls are refused.
+        """
+        super().__init__(tokenizer, numbers, most_idle=4, most_exchanges=None)
+        self.record = Record()
+        self._row_key = row_key
+        self._first_prompt = first_prompt
+        self._distribution = distribution
+        self._most_calls = most_calls
+        self._calls: Counter[tuple[int, ...]] = Counter()
+
+    def check(self, options: Options) -> None:
+        if options.seed is not None:
+            raise ApiError(400, "the run's own seed decides what is drawn", "seed")
+        asked = options.distribution(self._distribution)
+        for name, mine, other in zip(asked._fields, self._distribution, asked, strict=True):
+            if mine != other:
+                raise ApiError(
+                    400, f"{name} is {other}, but the run samples with {name} = {mine}", name
+                )
+        if self._calls.total() >= self._most_calls:
+            raise ApiError(
+                429,
+                f"the episode has had its {self._most_calls} calls (--sampling.max-turns)",
+                code="too_many_calls",
+            )
+
+    def key(self, prompt: list[int], options: Options) -> np.ndarray:
+        del options
+        name = tuple(prompt)
+        repeats = self._calls[name]
+        self._calls[name] += 1
+        if prompt == self._first_prompt and not repeats:
+            return self._row_key
+        return call_key(self._row_key, prompt, repeats)
+
+    def on_answer(self, prompt: list[int], turn: Turn) -> None:
+        self.record.add(prompt, turn)
+
+
+class Limits(NamedTuple):
+    """How long conversations may be, in tokens."""
+
+    max_model_len: int
+    """Prompt and completion."""
+    max_new_tokens: int
+    """One completion."""
+
+
+@dataclass
+class App:
+    """The application."""
+
+    pump: Pump
+    tokenizer: Tokenizer
+    model: str
+    """The name of the model, for people."""
+    limits: Limits
+    default: Distribution
+    find_account: Callable[[str | None], Account | None]
+    """API key, or None without one -> account; None if the key is wrong."""
+    is_open: bool = False
+    """True if no key is needed. Then only requests to a loopback name are answered, so that no page
+    in a browser reaches the server by a name of its own."""
+
+    def __post_init__(self):
+        self._created = int(time.time())
+        self._ids = itertools.count(1)
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        assert scope["type"] == "http"
+        try:
+            status, answer = 200, await self._answer(scope, receive)
+        except ApiError as error:
+            status, answer = error.status, error.body
+        except TpuRlError as error:
+            status, answer = 400, ApiError(400, str(error)).body
+        except Closed:
+            status, answer = 410, ApiError(410, "the episode is over", code="closed").body
+        kind = b"application/json"
+        parts = answer
+        if isinstance(answer, list):
+            kind = b"text/event-stream"
+        else:
+            parts = [json.dumps(answer).encode()]
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
+        )
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _answer(
+        self, scope: Mapping[str, Any], receive: Receive
+    ) -> dict[str, Any] | list[bytes]:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        method, path = scope["method"], scope["path"]
+        host = re.sub(r":\d+$", "", headers.get("host", ""))
+        if self.is_open and host not in LOOPBACK_NAMES:
+            raise ApiError(403, "a server without a key answers requests to a loopback name only")
+        routes: dict[str, tuple[str, Callable[..., Any]]] = {
+            "/health": ("GET", self._health),
+            "/v1/models": ("GET", self._models),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._complete),
+            "/inference/v1/generate": ("POST", self._generate),
+        }
+        if path not in routes:
+            raise ApiError(404, f"there is no {path}; there is {', '.join(routes)}")
+        expected, handler = routes[path]
+        if method != expected:
+            raise ApiError(405, f"{path} is asked by {expected}")
+        if path == "/health":
+            return handler()
+        account = self.find_account(_api_key(headers))
+        if account is None:
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if method == "GET":
+            return handler()
+        return await handler(account, await _read_json(headers, receive))
+
+    # --- routes ---
+
+    def _health(self) -> dict[str, Any]:
+        return {"status": "ok"}
+
+    def _models(self) -> dict[str, Any]:
+        model = {"id": self.model, "object": "model", "created": self._created}
+        model |= {"owned_by": "tpu_rl", "max_model_len": self.limits.max_model_len}
+        return {"object": "list", "data": [model]}
+
+    async def _chat(self, account: Account, body: Any) -> dict[str, Any] | list[bytes]:
+        request = protocol.parse_chat(body)
+        options = request.options
+        prompt = account.history.encode(request.messages, request.tools)
+        turn = await self._turn(account, prompt, options)
+        message = chat.as_message(
+            self.tokenizer, turn.tokens, options.stop, request.tools is not None
+        )
+        account.history.add(request.messages, request.tools, message, prompt + turn.tokens)
+        finish = _finish_reason(turn)
+        shown = {"content": None, "tool_calls": None, **message}
+        if message.get("tool_calls"):
+            finish = "tool_calls"
+            shown["tool_calls"] = [_as_json_text(call) for call in message["tool_calls"]]
+        else:
+            del shown["tool_calls"]
+        choice = {"index": 0, "message": shown, "finish_reason": finish}
+        choice["token_ids"] = turn.tokens
+        choice["logprobs"] = protocol.log_probs(self.tokenizer, turn) if options.logprobs else None
+        answer = self._envelope("chatcmpl", "chat.completion", prompt, turn)
+        answer |= {"prompt_token_ids": prompt, "choices": [choice]}
+        return protocol.as_events(answer, options.stream_usage) if options.stream else answer
+
+    async def _complete(self, account: Account, body: Any) -> dict[str, Any]:
+        request = protocol.parse_completion(body)
+        if request.options.stream:
+            raise ApiError(400, "completions of texts are not streamed", "stream")
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = [*self.tokenizer.prefix_ids, *self.tokenizer.encode(prompt)]
+        turn = await self._turn(account, prompt, request.options)
+        message = chat.as_message(self.tokenizer, turn.tokens, request.options.stop, False)
+        choice = {"index": 0, "text": message["content"], "finish_reason": _finish_reason(turn)}
+        choice |= {"token_ids": turn.tokens, "logprobs": None}
+        if request.options.logprobs:
+            shown = protocol.log_probs(self.tokenizer, turn)["content"]
+            choice["logprobs"] = {
+                "tokens": [token["token"] for token in shown],
+                "token_logprobs": [token["logprob"] for token in shown],
+                "top_logprobs": None,
+                "text_offset": None,
+            }
+        answer = self._envelope("cmpl", "text_completion", prompt, turn)
+        return answer | {"prompt_token_ids": prompt, "choices": [choice]}
+
+    async def _generate(self, account: Account, body: Any) -> dict[str, Any]:
+        request = protocol.parse_generate(body)
+        assert isinstance(request.prompt, list)
+        turn = await self._turn(account, request.prompt, request.options)
+        choice = {"index": 0, "token_ids": turn.tokens, "finish_reason": _finish_reason(turn)}
+        choice["logprobs"] = protocol.id_log_probs(turn) if request.options.logprobs else None
+        return {
+            "request_id": f"generate-{next(self._ids)}",
+            "choices": [choice],
+            "usage": protocol.usage(request.prompt, turn),
+        }
+
+    def _envelope(self, prefix: str, kind: str, prompt: list[int], turn: Turn) -> dict[str, Any]:
+        return {
+            "id": f"{prefix}-{next(self._ids)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "usage": protocol.usage(prompt, turn),
+        }
+
+    # --- turns ---
+
+    async def _turn(self, account: Account, prompt: list[int], options: Options) -> Turn:
+        """Let the policy continue a prompt, and note it in the account."""
+        account.check(options)
+        self._check_prompt(prompt)
+        room = min(self.limits.max_model_len - len(prompt), self.limits.max_new_tokens)
+        request = TurnRequest(
+            account.conversations.take(prompt),
+            prompt,
+            account.key(prompt, options),
+            min(options.max_tokens or room, room),
+        )
+        future = self.pump.ask(options.distribution(self.default), request)
+        try:
+            turn = await asyncio.wrap_future(future)
+        except BaseException:
+            account.conversations.drop(request.conversation)
+            self.pump.close(request.conversation)
+            raise
+        for closed in account.conversations.give_back(request.conversation, prompt + turn.tokens):
+            self.pump.close(closed)
+        turn = _cut(turn, self._find_end(options))
+        account.on_answer(prompt, turn)
+        return turn
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens")
+        if len(prompt) >= self.limits.max_model_len:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens, which leaves no room for a completion: "
+                f"conversations have at most {self.limits.max_model_len}",
+                code="context_length_exceeded",
+            )
+        unknown = [i for i in prompt if not 0 <= i < self.tokenizer.vocab_size]
+        if unknown:
+            raise ApiError(400, f"{unknown[0]} is no token id of the model")
+
+    def _find_end(self, options: Options) -> Callable[[list[int]], int | None]:
+        """Return a function that returns how many tokens a completion has, or None: all."""
+        find_string = stop_at(self.tokenizer, options.stop)
+        stop_ids = set(options.stop_token_ids)
+
+        def find_end(tokens: list[int]) -> int | None:
+            ends = [index + 1 for index, token in enumerate(tokens) if token in stop_ids][:1]
+            if find_string is not None:
+                ends.append(find_string(tokens) or len(tokens) + 1)
+            return min(ends, default=None)
+
+        return find_end
+
+
+def _cut(turn: Turn, find_end: Callable[[list[int]], int | None]) -> Turn:
+    """Return the turn up to its first stop string or stop token.
+
+    The tokens up to there are those that would have been drawn in any case.
+    """
+    end = find_end(turn.tokens)
+    if end is None or end > len(turn.tokens):
+        return turn
+    return Turn(
+        turn.conversation,
+        turn.tokens[:end],
+        turn.log_probs[:end],
+        turn.behaviour_log_probs[:end],
+        True,
+    )
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "stop" if turn.stopped else "length"
+
+
+def _as_json_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool with its arguments as a text, as clients expect them."""
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {"name": function["name"], "arguments": text}}
+
+
+def _api_key(headers: Mapping[str, str]) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+
+
+async def _read_json(headers: Mapping[str, str], receive: Receive) -> Any:
+    """Return the body. Browsers send other kinds of content without asking first."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the content type is not application/json")
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client has gone")
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        if not message.get("more_body"):
+            break
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON") from None

@@ -1,0 +1,196 @@
+"""The sampler's side of a server: turns that many calls ask for are decoded together.
+
+Calls come from the threads of a server. One thread, which owns the devices, decodes them: it calls
+`Pump.step` again and again.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from tpu_rl.errors import TpuRlError
+from tpu_rl.sampler import LiveSampler, Turn, TurnRequest
+from tpu_rl.sampler.live import common_prefix
+
+MOST_SAMPLERS = 4
+"""Distributions for which caches and programs are kept."""
+
+
+class Distribution(NamedTuple):
+    """The distribution of tokens; see `SamplerConfig`. Each has compiled programs of its own."""
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+class Closed(Exception):
+    """The conversation was closed before its turn ended."""
+
+
+class _Ask(NamedTuple):
+    distribution: Distribution
+    request: TurnRequest
+    future: Future[Turn]
+
+
+class Pump:
+    """Decodes the turns that calls ask for."""
+
+    def __init__(self, make_sampler: Callable[[Distribution], LiveSampler]):
+        self._make_sampler = make_sampler
+        self._samplers: dict[Distribution, LiveSampler] = {}
+        """Those that were used last come last."""
+        self._asked: dict[int, _Ask] = {}
+        """By conversation: the turns that are being decoded."""
+        self._sampler_of: dict[int, LiveSampler] = {}
+        self._incoming: queue.SimpleQueue[_Ask | int | None] = queue.SimpleQueue()
+        """Turns to decode, and conversations to close; None only wakes the thread."""
+
+    # --- any thread ---
+
+    def ask(self, distribution: Distribution, request: TurnRequest) -> Future[Turn]:
+        """Ask for the next turn of a conversation. It has one turn at a time."""
+        future: Future[Turn] = Future()
+        self._incoming.put(_Ask(distribution, request, future))
+        return future
+
+    def close(self, conversation: int) -> None:
+        """Forget a conversation. A turn of it that is being decoded fails with `Closed`."""
+        self._incoming.put(conversation)
+
+    def wake(self) -> None:
+        """Let `step` return soon."""
+        self._incoming.put(None)
+
+    # --- the thread that owns the devices ---
+
+    def step(self, wait_seconds: float) -> None:
+        """Decode one segment, and answer the turns that ended in it.
+
+        If there is nothing to decode, wait so long for a call.
+        """
+        self._take(wait_seconds)
+        for sampler in list(self._samplers.values()):
+            if sampler.is_idle:
+                continue
+            for turn in sampler.step():
+                self._asked.pop(turn.conversation).future.set_result(turn)
+
+    def fail_all(self, error: Exception) -> None:
+        """Answer all turns that are asked for with an error."""
+        self._drain(0.0)
+        for ask in self._asked.values():
+            ask.future.set_exception(error)
+        self._asked.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no turn is being decoded."""
+        return not self._asked
+
+    def _take(self, wait_seconds: float) -> None:
+        for item in self._drain(wait_seconds if self.is_idle else 0.0):
+            if isinstance(item, int):
+                self._close(item)
+                continue
+            try:
+                sampler = self._sampler(item)
+                sampler.submit([item.request])
+            except TpuRlError as error:
+                self._asked.pop(item.request.conversation)
+                item.future.set_exception(error)
+
+    def _drain(self, wait_seconds: float) -> list[_Ask | int]:
+        items: list[_Ask | int] = []
+        timeout = wait_seconds
+        while True:
+            try:
+                item = self._incoming.get(timeout=timeout) if timeout else self._incoming.get(False)
+            except queue.Empty:
+                return items
+            timeout = 0.0
+            if item is None:
+                continue
+            if not isinstance(item, int):
+                item.future.set_running_or_notify_cancel()
+                self._asked[item.request.conversation] = item
+            items.append(item)
+
+    def _sampler(self, ask: _Ask) -> LiveSampler:
+        """Return the sampler of a distribution. The conversation's cache may be in another one."""
+        sampler = self._samplers.pop(ask.distribution, None)
+        if sampler is None:
+            idle = [key for key, other in self._samplers.items() if other.is_idle]
+            if len(self._samplers) >= MOST_SAMPLERS and idle:
+                dropped = self._samplers.pop(idle[0])
+                rest = self._sampler_of.items()
+                self._sampler_of = {key: other for key, other in rest if other is not dropped}
+            sampler = self._make_sampler(ask.distribution)
+        self._samplers[ask.distribution] = sampler
+        conversation = ask.request.conversation
+        before = self._sampler_of.get(conversation)
+        if before is not None and before is not sampler:
+            before.close(conversation)
+        self._sampler_of[conversation] = sampler
+        return sampler
+
+    def _close(self, conversation: int) -> None:
+        sampler = self._sampler_of.pop(conversation, None)
+        if sampler is not None:
+            sampler.close(conversation)
+        ask = self._asked.pop(conversation, None)
+        if ask is not None:
+            ask.future.set_exception(Closed())
+
+
+class Conversations:
+    """The conversations of one user of the server, whose caches may be continued."""
+
+    def __init__(self, numbers: Iterator[int], most_idle: int):
+        """Start without conversations.
+
+        Args:
+            numbers: yields a new number for each conversation; all users share it.
+            most_idle: conversations that are kept although no call uses them.
+        """
+        self._numbers = numbers
+        self._most_idle = most_idle
+        self._idle: dict[int, list[int]] = {}
+        """Conversation -> its tokens; the one that was used last comes last."""
+        self._busy: set[int] = set()
+
+    @property
+    def open(self) -> list[int]:
+        """All conversations."""
+        return [*self._idle, *self._busy]
+
+    def take(self, token_ids: list[int]) -> int:
+        """Return the conversation that has the most tokens in common with these.
+
+        It is a new one if half of the tokens or more would have to be read in any case.
+        """
+        common = {number: common_prefix(tokens, token_ids) for number, tokens in self._idle.items()}
+        best = max(common, key=lambda number: common[number], default=None)
+        if best is None or 2 * common[best] < len(token_ids):
+            best = next(self._numbers)
+        self._idle.pop(best, None)
+        self._busy.add(best)
+        return best
+
+    def give_back(self, conversation: int, token_ids: list[int]) -> list[int]:
+        """End a call of a conversation, which has these tokens now; return those to be closed."""
+        self._busy.discard(conversation)
+        self._idle[conversation] = token_ids
+        closed = list(self._idle)[: max(len(self._idle) - self._most_idle, 0)]
+        for number in closed:
+            del self._idle[number]
+        return closed
+
+    def drop(self, conversation: int) -> None:
+        """Forget a conversation whose call failed."""
+        self._busy.discard(conversation)

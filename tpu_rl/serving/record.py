@@ -1,0 +1,93 @@
+"""All calls of an episode, as rows of token ids that share prefixes.
+
+Each call continues a prompt. A prompt that begins with a whole row extends it: what is new in the
+prompt was observed, and the completion was chosen. Any other prompt begins a row of its own, a
+branch of the row with which it has the most tokens in common. So an agent that only appends makes
+one row. One that drops or rewrites its history, asks twice, or has helpers makes several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tpu_rl.sampler import Turn
+from tpu_rl.sampler.live import common_prefix
+
+
+@dataclass
+class Branch:
+    """A row in the making. Lists have one entry for each token."""
+
+    parent: int
+    """Index of an earlier branch that begins with the same tokens; its own index without one."""
+    shared: int
+    """The number of these tokens."""
+    tokens: list[int]
+    is_action: list[bool]
+    """True where this branch chose the token. The tokens that it shares were chosen, if at all, by
+    the branch that had them first."""
+    log_probs: list[float]
+    behaviour_log_probs: list[float]
+    truncated: bool = False
+    """True if the last completion ended at its limit."""
+
+    def _observe(self, token_ids: list[int]) -> None:
+        self.tokens += token_ids
+        self.is_action += [False] * len(token_ids)
+        zeros = [0.0] * len(token_ids)
+        self.log_probs += zeros
+        self.behaviour_log_probs += zeros
+
+    def add(self, observed: list[int], turn: Turn) -> None:
+        """Append what was observed, and then what the policy wrote."""
+        self._observe(observed)
+        self.tokens += turn.tokens
+        self.is_action += [True] * len(turn.tokens)
+        self.log_probs += turn.log_probs.tolist()
+        self.behaviour_log_probs += turn.behaviour_log_probs.tolist()
+        self.truncated = not turn.stopped
+
+
+class Record:
+    """The branches of an episode, in the order in which they began."""
+
+    def __init__(self):
+        self.branches: list[Branch] = []
+        self.num_calls = 0
+
+    def add(self, prompt: list[int], turn: Turn) -> None:
+        """Add a call: the prompt's ids, and what the policy wrote."""
+        self.num_calls += 1
+        parent, shared = self._longest_match(prompt)
+        if shared and shared == len(self.branches[parent].tokens):
+            self.branches[parent].add(prompt[shared:], turn)
+            return
+        branch = Branch(parent, shared, [], [], [], [])
+        branch.add(prompt, turn)
+        self.branches.append(branch)
+
+    def _longest_match(self, prompt: list[int]) -> tuple[int, int]:
+        """Return (index of the branch, tokens in common). The branch that the prompt extends is
+        preferred to others that have as much in common."""
+        best = (len(self.branches), 0)
+        for index, branch in enumerate(self.branches):
+            common = common_prefix(branch.tokens, prompt)
+            extends = common == len(branch.tokens)
+            if common > best[1] or (common == best[1] > 0 and extends):
+                best = (index, common)
+        return best
+
+
+def call_key(row_key: np.ndarray, prompt: list[int], repeats: int) -> np.ndarray:
+    """Return the random key [2] uint32 of a call.
+
+    It depends on the episode's key, the prompt, and the number of earlier calls with this prompt.
+    It does not depend on when calls arrive, nor on other episodes.
+    """
+    numbers: list[Any] = [row_key, np.asarray([repeats, *prompt])]
+    data = b"".join(np.asarray(part, "<i8").tobytes() for part in numbers)
+    return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), "<u4").astype(np.uint32)

@@ -1,0 +1,109 @@
+"""The socket of the server, and the thread in which it answers."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import threading
+import time
+from typing import Any
+
+from tpu_rl.errors import InputError, MachineError
+
+LOOPBACK = "127.0.0.1"
+START_SECONDS = 30.0
+END_SECONDS = 3.0
+"""Time for the answers that are under way when the server ends."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 is any free port.
+
+    Raises:
+        InputError: if the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(128)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        raise InputError(
+            f"port {port} is taken" if is_taken else f"the server cannot use {host}:{port}",
+            where="--host, --port",
+            why=str(error),
+            fix="end the program that has it, or give another --port",
+        ) from None
+    return bound
+
+
+class Server:
+    """Answers requests in a thread of its own."""
+
+    def __init__(self, app: Any, bound: socket.socket):
+        """Prepare the server of an ASGI application.
+
+        Raises:
+            MachineError: if uvicorn is not installed.
+        """
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise MachineError(
+                "the server needs the package uvicorn, which is not installed",
+                fix='pip install "tpu_rl[serve]"',
+            ) from error
+        self._bound = bound
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(END_SECONDS),
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """The address that OpenAI's clients call `base_url`."""
+        host, port = self._bound.getsockname()[:2]
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    def start(self) -> None:
+        """Return once requests are answered."""
+        self._thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise MachineError("the server does not start", fix="python launch/doctor.py")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End the thread, and free the port."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(2 * END_SECONDS)
+        self._bound.close()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._bound])
