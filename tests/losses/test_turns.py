@@ -236,6 +236,22 @@ def test_gae_goes_on_in_the_next_row_of_an_episode(estimate, lam):
     )
 
 
+def test_compared_turns_are_those_with_others_of_their_kind():
+    """By state, 8 answers to nobody else; by turn, only one row has a third turn."""
+    tokens, mask, rewards = turns_of_one_token([[7, 5], [7, 5], [7, 6, 6], [8]], np.zeros((4, 1)))
+    rollout = replace(
+        tiny.rollout(groups=((2, (1, 1, 1, 1)),)),
+        tokens=tokens,
+        action_mask=mask,
+        rewards=rewards,
+    )
+    assert policy_batch.compared_turns(rollout, "episode") is None
+    by_turn = policy_batch.compared_turns(rollout, "turn")
+    by_state = policy_batch.compared_turns(rollout, "step")
+    np.testing.assert_array_equal(by_turn, mask & (jnp.arange(6) != 5)[None])
+    np.testing.assert_array_equal(by_state, mask.at[3].set(False))
+
+
 def test_padding_rows_count_nothing():
     """Neither inside the batch nor at its end, whatever their numbers are."""
     split, _ = as_rows_of_turns(tiny.rollout())

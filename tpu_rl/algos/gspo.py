@@ -10,8 +10,8 @@ With `importance_sampling_level` "sequence_token" the ratio is GSPO-token's (eq.
 
     s_t = stop_gradient(s) policy(y_t) / stop_gradient(policy(y_t))
 
-Its value is s. Where all tokens of a completion share A and a weight, as here, its gradient is that
-of s too. It is for surrogates with advantages of their own for each token.
+Its value is s. Where all tokens of a completion share A and a weight, its gradient is that of s
+too. It is for advantages that differ between the turns of an episode (`credit`).
 
 Deviations: clip_low and clip_high are the paper's; TRL's default of 0.2 is far outside the usual
 range of s. The metrics policy/clip_low and policy/clip_high are shares of tokens, so long

@@ -92,6 +92,11 @@ def leave_one_out(returns: Array, group_id: Array, scored: Array) -> Array:
     return centered * count / jnp.maximum(count - 1.0, 1.0)
 
 
+def group_count(returns: Array, group_id: Array, scored: Array) -> Array:
+    """Return the number of scored completions in each row's group, [N]."""
+    return _group_moments(returns, group_id, scored)[0]
+
+
 def zero_variance_groups(returns: Array, group_id: Array, scored: Array) -> Array:
     """Return True for rows whose group has equal scored returns, and so teaches nothing, [N]."""
     return _group_moments(returns, group_id, scored)[2] <= EPSILON

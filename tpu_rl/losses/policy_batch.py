@@ -7,6 +7,7 @@ together for methods with a group baseline (GRPO, GSPO, CISPO).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
@@ -42,6 +43,9 @@ class PolicyBatch:
     sampler_log_probs: Array | None
     """The sampler's log-probs if `old_log_probs` are others, for the gap between sampler and
     trainer."""
+    compared: Array | None = struct.field(default=None, kw_only=True)
+    """1 at actions whose turn has others to be compared with, 0 at other tokens; None if a group
+    compares episodes. For the metric policy/compared."""
 
 
 def learned_tokens(rollout: Rollout, *, mask_truncated: bool = False) -> Array:
@@ -130,6 +134,27 @@ def credited_advantages(
         )
         result += step_coef * of_steps
     return result
+
+
+def compared_turns(rollout: Rollout, credit: Credit) -> Array | None:
+    """Return 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T].
+
+    None if a group compares episodes.
+    """
+    mask = rollout.action_mask
+    group_id = rollout.group_id
+    scored = learned_tokens(rollout).any(-1)
+    anything = jnp.zeros(mask.shape, jnp.float32)
+    count = advantages.group_count
+    match credit:
+        case "episode":
+            return None
+        case "turn":
+            episode_id = rollout.episode_id
+            peers = advantages.per_turn(count, anything, mask, group_id, scored, episode_id)
+        case "step":
+            peers = advantages.per_state(count, anything, rollout.tokens, mask, group_id, scored)
+    return (peers > 1).astype(jnp.float32)
 
 
 def importance_weights(log_probs: Array, behaviour_log_probs: Array, cap: float) -> Array:
@@ -250,7 +275,7 @@ def make_policy_batch(
     old_log_probs = None
     if recompute_log_probs:
         old_log_probs = recomputed_log_probs(policy, params, rollout, layout, temperature)
-    return pack_policy_batch(
+    batch = pack_policy_batch(
         rollout,
         layout,
         credited_advantages(rollout, rewards, returns, advantage, credit, gamma, step_coef),
@@ -259,3 +284,7 @@ def make_policy_batch(
         old_log_probs=old_log_probs,
         importance_sampling_cap=importance_sampling_cap,
     )
+    compared = compared_turns(rollout, credit)
+    if compared is None:
+        return batch
+    return dataclasses.replace(batch, compared=layout.pack(compared))
