@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
+from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.experience import (
     accepted,
@@ -42,6 +43,7 @@ from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.models import Select
 from tpu_rl.rewards import named
+from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
@@ -129,7 +131,24 @@ def decoding(
         config.seed if seed is None else seed,
         purpose,
         config.sampling.stop_strings,
+        environment(config),
     )
+
+
+def environment(config: ExperimentConfig) -> Environment | None:
+    """Return what answers the policy; None if completions are single turns.
+
+    All engines of a process share its worker processes.
+    """
+    if not config.environment:
+        return None
+    pool = _environment_pool(config.environment, config.environment_limits)
+    return Environment(pool, config.sampling.max_turns, config.sampling.max_observation_tokens)
+
+
+@lru_cache(maxsize=1)
+def _environment_pool(name: str, limits: EnvironmentLimits) -> EnvironmentPool:
+    return EnvironmentPool(name, limits)
 
 
 def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -> Engine:

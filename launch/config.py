@@ -25,6 +25,7 @@ import yaml
 
 from launch import config_checks, help_text, presets
 from tpu_rl.algos import AlgorithmConfig, plugins
+from tpu_rl.environments.pool import EnvironmentLimits
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import (
     BatchConfig,
@@ -87,6 +88,9 @@ class EvaluationConfig:
     """The reward that says what is correct (above 0.5). The default is the first --reward."""
     metrics: tuple[str, ...] = ()
     """Further rewards to measure on the same completions. Those of --reward always are."""
+    turns: tuple[int, ...] = ()
+    """With --environment: evaluate also with at most so many turns, as in --evaluation.turns 1 2,
+    when the run begins and when it ends."""
     greedy: bool = True
     """Before and after the run, also evaluate the most likely completions."""
 
@@ -160,6 +164,11 @@ class ExperimentConfig:
     FILE.py:function, or the directory of a reward model. With ?OTHER>NUMBER (or <) the term is 0
     where the reward OTHER is not above (below) the number. Quote *, ?, < and > for the shell."""
     reward_limits: RewardLimits = RewardLimits()
+    environment: str = ""
+    """What answers the policy, over several turns: FILE.py:Class with the methods of TRL's
+    environment_factory or of a text game, a built-in environment, or FAMILY:NAME. A class with
+    `get_reward` needs no --reward."""
+    environment_limits: EnvironmentLimits = EnvironmentLimits()
     allow_unsandboxed_code: bool = False
     """Run model-written programs (reward python_tests) unconfined if the kernel cannot confine
     them."""
@@ -459,6 +468,7 @@ MAY_CHANGE = (
     "wandb",
     "trackio",
     "reward_limits",
+    "environment_limits",
     "accept_dataset_change",
     "watchdog",
     "debug_nans",

@@ -296,6 +296,7 @@ def answer(
             flags.seed,
             Purpose.EVALUATION,
             config.sampling.stop_strings,
+            compose.environment(config),
         )
         engine = make_engine(decoding, scorer)
         votes = read_groups if sampler_settings.samples_per_prompt > 1 else None

@@ -102,7 +102,9 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     config = context.config
     tokenizer = context.language.tokenizer
     rows = _problems(context)
-    if not rows or config.evaluation_reward is None:
+    environment = compose.environment(config)
+    judges = environment is not None and environment.is_scored
+    if not rows or (config.evaluation_reward is None and not judges):
         return None
     scorer = answer_scorer(config, tokenizer, rows)
     # Accuracy is the model's own, so nothing of its distribution is cut off.
@@ -115,7 +117,10 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
         logit_bias=(),
     )
 
-    def engine(temperature: float) -> Engine:
+    def engine(temperature: float, max_turns: int | None = None) -> Engine:
+        environment = compose.environment(config)
+        if environment is not None and max_turns is not None:
+            environment = environment._replace(max_turns=max_turns)
         # The same random keys whatever the step or seed: what differs is the model.
         decoding = Decoding(
             policy._replace(drafter=None),
@@ -123,12 +128,16 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
             config.sampling.max_prompt_tokens,
             purpose=Purpose.EVALUATION,
             stop_strings=config.sampling.stop_strings,
+            environment=environment,
         )
         return make_engine(decoding, scorer)
 
     sampled = engine(temperature=1.0)
     greedy = engine(temperature=0.0)
-    read_answer = evaluation.ANSWER_READERS.get(config.evaluation_reward)
+    by_turns = {
+        turns: (engine(1.0, turns), engine(0.0, turns)) for turns in config.evaluation.turns
+    }
+    read_answer = evaluation.ANSWER_READERS.get(config.evaluation_reward or "")
 
     def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
         result = evaluation.evaluate(engine, params, rows, read_answer)
@@ -138,6 +147,10 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
         metrics = measure(sampled, params, "eval/")
         if in_full and config.evaluation.greedy:
             metrics |= measure(greedy, params, "eval/greedy_")
+        for turns, (sampled_turns, greedy_turns) in by_turns.items() if in_full else ():
+            metrics |= measure(sampled_turns, params, f"eval/turns_{turns}_")
+            if config.evaluation.greedy:
+                metrics |= measure(greedy_turns, params, f"eval/turns_{turns}_greedy_")
         return metrics
 
     return evaluate
@@ -148,12 +161,14 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
 
     The first one says what is correct. Those of --reward are left out that need a column which
     held-out rows lack. The total is that of --reward, unless a weight depends on the step: then
-    totals of two steps would not compare.
+    totals of two steps would not compare. Without rewards, an environment judges.
     """
     limits = config.reward_limits
     functions = named.reward_functions(
         config.evaluation_rewards, limits, config.allow_unsandboxed_code
     )
+    if not functions:
+        return Scorer(tokenizer, max_fault_share=limits.fault_share)
     correct = next(iter(functions))
     asked_for = {correct, *map(named.display_name, config.evaluation.metrics)}
     columns = scoring.repeat_rows(rows, 1)[1]
@@ -177,7 +192,8 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
 def further_rewards(scorer: Scorer, result: evaluation.Evaluation) -> dict[str, Estimate]:
     """Return the mean of each reward, if there are several, and of the total if it is another."""
     measured = dict(result.rewards) if len(result.rewards) > 1 else {}
-    if tuple(scorer.terms) != (rewards.RewardTerm(next(iter(scorer.reward_functions))),):
+    correct = next(iter(scorer.reward_functions), None)
+    if correct is not None and tuple(scorer.terms) != (rewards.RewardTerm(correct),):
         measured["total"] = result.total
     return measured
 

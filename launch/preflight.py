@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from launch import compose, mesh_checks, roles
+from launch import compose, config_checks, mesh_checks, roles
 from launch.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl import data, metrics, models, rewards, tokenizers
 from tpu_rl.algorithm_spec import SourceName
@@ -60,6 +60,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
                 metrics.require(dashboard)
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
+    check_environment(config, rows)
     require_reward(config)
     check_rewards(config, rows)
     directory, role_directories = find_models(config, needs_weights)
@@ -299,13 +300,56 @@ REWARDED: set[SourceName] = {"rollouts", "accepted", "q_examples"}
 def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
+    environment = compose.environment(config)
+    if environment is not None and environment.is_scored:
+        return
     if not config.reward and sources & REWARDED:
         raise InputError(
             "no reward given",
             where="--reward",
             why="the algorithm learns from the rewards of completions",
-            fix="give a built-in reward, FILE.py:function or the model folder of a reward model",
+            fix="give a built-in reward, FILE.py:function or the model folder of a reward model"
+            + (", or an environment with get_reward" if environment else ""),
         )
+
+
+CONVERSING: set[SourceName] = {"rollouts", "accepted", "pairs", "completions"}
+"""Sources whose completions may be conversations."""
+
+
+def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
+    """Check the environment of a run.
+
+    Raises InputError if it does not load, needs a column that the rows lack, or does not go
+    together with other settings.
+    """
+    environment = compose.environment(config)
+    if environment is None:
+        return
+    if config.rollout.partial:
+        raise InputError(
+            "partial rollouts do not go together with an environment",
+            where="--rollout.partial, --environment",
+            why="an unfinished episode would need the state of its environment in checkpoints",
+            fix="leave out --rollout.partial",
+        )
+    sources = {stage.algorithm.experience.source for stage in config.stages}
+    others = sorted(sources - CONVERSING)
+    if not sources & CONVERSING:
+        raise InputError(
+            "the algorithm holds no conversations",
+            where="--environment",
+            why=f"its experience is {' and '.join(others)}",
+            fix="choose one that samples, such as grpo, or leave out --environment",
+        )
+    config_checks.check_positive(
+        {
+            "--sampling.max-turns": config.sampling.max_turns,
+            "--sampling.max-observation-tokens": config.sampling.max_observation_tokens,
+        }
+    )
+    for row in rows[:1]:
+        environment.pool.require_columns(row)
 
 
 def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:

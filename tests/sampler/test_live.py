@@ -1,6 +1,7 @@
 """Conversations of several turns: the same tokens and log-probs as one text, whatever waits for
 what."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.fixtures import several
 from tests.fixtures.sampling import KEY, PROMPTS, ROOT, STOP, TWO_KINDS, completions, decoder
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import SamplerConfig, SegmentConfig, row_keys, sample
+from tpu_rl.sampler import SamplerConfig, SegmentConfig, live, row_keys, sample, slots
 from tpu_rl.sampler.live import LiveSampler, TurnRequest, common_prefix
+from tpu_rl.train import sharding
 
 TURN = 6
 OBSERVATIONS = ([7, 8], [9] * 20, [])
@@ -45,7 +49,7 @@ def live_sampler(model, params, num_slots=NUM_ROWS, max_length=LENGTH, **setting
     )
 
 
-def converse(live, late=()):
+def converse(sampler, late=()):
     """Hold four turns with every row -> its tokens, mask and log-probs. Rows in `late` get their
     observations only once nothing else is to be decoded."""
     texts = [list(PROMPTS[row // 2]) for row in range(NUM_ROWS)]
@@ -57,16 +61,16 @@ def converse(live, late=()):
     def ask(row):
         return TurnRequest(row, list(texts[row]), KEYS[row], TURN)
 
-    live.submit([ask(row) for row in range(NUM_ROWS)])
-    while not live.is_idle:
+    sampler.submit([ask(row) for row in range(NUM_ROWS)])
+    while not sampler.is_idle:
         asked = []
-        for turn in live.step():
+        for turn in sampler.step():
             row = turn.conversation
             texts[row] += turn.tokens
             masks[row] += [True] * len(turn.tokens)
             log_probs[row] += turn.log_probs.tolist()
             if turns[row] == len(OBSERVATIONS):
-                live.close(row)
+                sampler.close(row)
                 continue
             observation = OBSERVATIONS[turns[row]]
             turns[row] += 1
@@ -74,9 +78,9 @@ def converse(live, late=()):
             masks[row] += [False] * len(observation)
             log_probs[row] += [0.0] * len(observation)
             (held if row in late else asked).append(row)
-        live.submit([ask(row) for row in asked])
-        if live.is_idle and held:
-            live.submit([ask(row) for row in held])
+        sampler.submit([ask(row) for row in asked])
+        if sampler.is_idle and held:
+            sampler.submit([ask(row) for row in held])
             held = []
     return texts, masks, log_probs
 
@@ -116,11 +120,13 @@ def test_log_probs_of_turns_are_those_of_the_whole_text(changes):
 def test_one_turn_has_the_bits_of_the_single_turn_sampler(llama):
     model, params = llama
     rollout = sample(models.policy(model), params, PROMPTS, KEY, CONFIG)
-    live = live_sampler(model, params, max_length=5 + TURN)
-    live.submit([TurnRequest(row, PROMPTS[row // 2], KEYS[row], TURN) for row in range(NUM_ROWS)])
+    sampler = live_sampler(model, params, max_length=5 + TURN)
+    sampler.submit(
+        [TurnRequest(row, PROMPTS[row // 2], KEYS[row], TURN) for row in range(NUM_ROWS)]
+    )
     turns = {}
-    while not live.is_idle:
-        turns |= {turn.conversation: turn for turn in live.step()}
+    while not sampler.is_idle:
+        turns |= {turn.conversation: turn for turn in sampler.step()}
     assert [turns[row].tokens for row in range(NUM_ROWS)] == completions(rollout)
     for row in range(NUM_ROWS):
         mask = rollout.action_mask[row]
@@ -141,14 +147,14 @@ def test_late_tools_and_few_slots_change_nothing(llama):
 
 def test_a_turn_that_rewrites_history_continues_what_is_common(llama):
     model, params = llama
-    live = live_sampler(model, params, num_slots=1)
-    live.submit([TurnRequest(0, [5, 6, 7, 8, 9], KEYS[0], TURN)])
-    while not live.is_idle:
-        turns = live.step()
+    sampler = live_sampler(model, params, num_slots=1)
+    sampler.submit([TurnRequest(0, [5, 6, 7, 8, 9], KEYS[0], TURN)])
+    while not sampler.is_idle:
+        turns = sampler.step()
     history = [5, 6, 7, 8, 9, *turns[0].tokens[:1], 4, 4]
-    live.submit([TurnRequest(0, history, KEYS[1], TURN)])
-    while not live.is_idle:
-        again = live.step()
+    sampler.submit([TurnRequest(0, history, KEYS[1], TURN)])
+    while not sampler.is_idle:
+        again = sampler.step()
     fresh = live_sampler(model, params, num_slots=1)
     fresh.submit([TurnRequest(3, history, KEYS[1], TURN)])
     while not fresh.is_idle:
@@ -159,23 +165,23 @@ def test_a_turn_that_rewrites_history_continues_what_is_common(llama):
 
 def test_a_closed_conversation_frees_its_slot(llama):
     model, params = llama
-    live = live_sampler(model, params, num_slots=1)
-    live.submit([TurnRequest(row, [1, 2], KEYS[row], TURN) for row in range(3)])
-    live.step()
-    live.close(0)
-    live.close(2)
+    sampler = live_sampler(model, params, num_slots=1)
+    sampler.submit([TurnRequest(row, [1, 2], KEYS[row], TURN) for row in range(3)])
+    sampler.step()
+    sampler.close(0)
+    sampler.close(2)
     turns = []
-    while not live.is_idle:
-        turns += live.step()
+    while not sampler.is_idle:
+        turns += sampler.step()
     assert [turn.conversation for turn in turns if turn.conversation] == [1]
 
 
 def test_turns_that_do_not_fit_are_refused(llama):
     model, params = llama
-    live = live_sampler(model, params)
+    sampler = live_sampler(model, params)
     for tokens, limit in (([], 3), ([1], 0), ([1] * LENGTH, 3), ([1], TURN + 1)):
         with pytest.raises(InputError):
-            live.submit([TurnRequest(0, tokens, KEYS[0], limit)])
+            sampler.submit([TurnRequest(0, tokens, KEYS[0], limit)])
 
 
 def test_common_prefix():
@@ -215,3 +221,62 @@ def test_several_devices_hold_the_same_conversations(llama):
         timeout=several.LIMIT,
     )
     assert ended.stdout.strip() == "same", ended.stderr
+
+
+@needs_libtpu
+def test_its_programs_compile_for_tpus_without_gathering_caches():
+    """No program moves caches between chips, however long they are."""
+    model, _ = decoder(hidden_size=256, intermediate_size=512, max_position_embeddings=2048)
+    policy = models.policy(model)
+    mesh = sharding.make_mesh(2, 2, 1, devices=tpu_devices("v5e:2x2"))
+    rows, chunk, length = 32, 64, 1024
+    by_row = PartitionSpec(slots.slot_axes(mesh))
+
+    def placed(tree, specs):
+        return jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    def vector(dtype=jnp.int32, *shape):
+        return placed(jax.ShapeDtypeStruct(shape or (rows,), dtype), by_row)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        sharding.shardings(model.axes, mesh, shapes),
+    )
+    with jax.set_mesh(mesh):
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        empty = jax.eval_shape(
+            lambda params, keys: slots.empty_slots(policy, CONFIG, params, keys, length, None),
+            params,
+            keys,
+        )
+        begun = placed(empty, slots._specs(slots.slot_axes(mesh), empty))
+        place = live._Place(vector(), vector(), vector(jnp.int32, 4))
+        extended = live._extend_rows.lower(
+            policy,
+            mesh,
+            params,
+            begun,
+            place,
+            vector(),
+            vector(jnp.int32, rows, chunk),
+            vector(),
+            length,
+        ).compile()
+        started = live._start_turns.lower(
+            begun, vector(jnp.bool_), vector(), vector(), vector(), begun.key, vector()
+        ).compile()
+    cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty.cache))
+    gathers = re.findall(r"= (.*) all-gather(?:-start)?\(", extended.as_text())
+    assert gathers  # Of weights, which are sharded.
+    gathered = [result for result in gathers if f"{length}" in result]
+    assert not gathered
+    assert extended.memory_analysis().temp_size_in_bytes < 2 * cache_bytes
+    assert started.memory_analysis().temp_size_in_bytes < cache_bytes

@@ -49,5 +49,11 @@ class Task(NamedTuple):
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a completion: the completion itself, or its last message's content."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """Return the text of a completion: the completion itself, or what the model said last.
+
+    A conversation may end with what a tool answered.
+    """
+    if isinstance(completion, str):
+        return completion
+    said = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    return (said or completion)[-1].get("content") or ""

@@ -99,6 +99,12 @@ class RolloutConfig:
 class SamplingConfig:
     max_prompt_tokens: int = 256
     max_new_tokens: int = 256
+    """Length limit of a completion. With --environment it counts all turns of an episode, and what
+    the environment answers."""
+    max_turns: int = 8
+    """Turns of the policy in an episode. Only with --environment."""
+    max_observation_tokens: int = 256
+    """Tokens of one answer of the environment. A longer one is a fault of its episode."""
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None

@@ -268,6 +268,9 @@ def _completion_page(sample: dict[str, Any], place: int, count: int, num_tokens:
         advantage = sample["tokens"].get("advantage")
         if isinstance(advantage, (int, float)):
             facts["advantage"] = html_page.number(advantage)
+    episode = sample.get("episode")
+    if isinstance(episode, dict):
+        facts |= {str(name).replace("_", " "): str(value) for name, value in episode.items()}
     facts |= {name: str(sample[name]) for name in ("by", "error") if sample.get(name)}
     table = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"

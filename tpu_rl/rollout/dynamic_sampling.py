@@ -17,10 +17,13 @@ import numpy as np
 
 from tpu_rl.data import Row
 from tpu_rl.rollout.scoring import (
+    EpisodeOutcomes,
     Scored,
     by_episode,
     first_of_runs,
     group_size,
+    renumbered,
+    with_parents,
     zero_variance,
 )
 
@@ -84,6 +87,8 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
 
     Groups count from 0, over all rounds.
     """
+    if len({scored.rollout.parent is None for scored in rounds}) > 1:
+        rounds = [replace(x, rollout=with_parents(x.rollout)) for x in rounds]
     group_id = _unique_ids(rounds, "group_id")
     num_rows = len(group_id)
     starts = first_of_runs(group_id)
@@ -92,24 +97,23 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
     rollout = jax.tree.map(
         lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds]
     )
-    renumbered = {"group_id": _renumber(group_id[rows])}
+    episodes = _all_episodes([scored.episodes for scored in rounds])
+    changed = {"group_id": _renumber(group_id[rows])}
     if rollout.episode_id is not None:
-        renumbered["episode_id"] = _renumber(_unique_ids(rounds, "episode_id")[rows])
+        changed["episode_id"] = _renumber(_unique_ids(rounds, "episode_id")[rows])
     if rollout.parent is not None:
         offsets = np.cumsum([0, *(len(scored.rewards) for scored in rounds[:-1])])
         parents = np.concatenate(
             [scored.rollout.parent + offset for scored, offset in zip(rounds, offsets, strict=True)]
         )
-        places = np.zeros(num_rows, np.int32)
-        places[rows] = np.arange(len(rows))
-        renumbered["parent"] = places[parents[rows]]
+        changed["parent"] = renumbered(parents, rows)
 
     def texts(select: Callable[[Scored], list[str]]) -> list[str]:
         all_texts = [text for scored in rounds for text in select(scored)]
         return [all_texts[row] for row in rows]
 
     return Scored(
-        rollout=replace(rollout, **renumbered),
+        rollout=replace(rollout, **changed),
         prompts=texts(lambda scored: scored.prompts),
         completions=texts(lambda scored: scored.completions),
         lengths=np.concatenate([scored.lengths for scored in rounds])[rows],
@@ -123,6 +127,26 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
         seconds_reward=sum(scored.seconds_reward for scored in rounds),
         drafts=sum(scored.drafts for scored in rounds),
         tokens_of_drafts=sum(scored.tokens_of_drafts for scored in rounds),
+        episodes=None if episodes is None else episodes.take(rows),
+    )
+
+
+def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes | None:
+    """Return what the environment said about all rows of several rounds."""
+    known = [episodes for episodes in rounds if episodes is not None]
+    if not known:
+        return None
+    return replace(
+        known[0],
+        names=[name for episodes in known for name in episodes.names],
+        rewards=np.concatenate([episodes.rewards for episodes in known]),
+        turn_rewards=np.concatenate([episodes.turn_rewards for episodes in known]),
+        faults=[fault for episodes in known for fault in episodes.faults],
+        messages=[messages for episodes in known for messages in episodes.messages],
+        counts={
+            name: np.concatenate([episodes.counts[name] for episodes in known])
+            for name in known[0].counts
+        },
     )
 
 

@@ -25,12 +25,13 @@ import numpy as np
 
 from tpu_rl import rewards, sampler
 from tpu_rl.data import Row
-from tpu_rl.rollout import prompts, scoring
+from tpu_rl.rollout import conversations, prompts, scoring, signals
+from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.group_selection import FirstGroups
 from tpu_rl.rollout.scoring import PartialGroup, Sampled, Scored
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.rollout.weights import RolloutPolicy
-from tpu_rl.runtime import preemption, processes, watchdog
+from tpu_rl.runtime import processes
 from tpu_rl.sampler import PartialCompletion, SamplerConfig
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Purpose, Rollout
@@ -128,6 +129,8 @@ class Decoding:
     purpose: Purpose = Purpose.ROLLOUT
     """Random keys depend on the seed, the purpose and the step."""
     stop_strings: tuple[str, ...] = ()
+    environment: Environment | None = None
+    """What answers the policy. None: a completion is a single turn."""
 
     def sample(
         self,
@@ -158,7 +161,7 @@ class Decoding:
                 mesh=self.policy.mesh,
                 on_finished=on_finished,
                 stop_at=stop_at,
-                on_segment=between_segments,
+                on_segment=signals.between_segments,
                 drafter=self.policy.drafter,
                 on_verified=on_verified,
                 resumed=resumed,
@@ -167,6 +170,13 @@ class Decoding:
 
 
 def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
+    """Return the engine that answers each prompt, in a conversation if there is an environment."""
+    if decoding.environment is None:
+        return _single_turn_engine(decoding, scorer)
+    return Engine(functools.partial(conversations.generate, decoding, scorer), scorer)
+
+
+def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
     """Return the engine that answers each prompt in a single turn."""
     group_size = decoding.config.samples_per_prompt
     find_end = prompts.stop_at(scorer.tokenizer, decoding.stop_strings)
@@ -182,7 +192,7 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         resumed = request.resumed or [None] * num_rows
         token_ids = prompts.encode(request.rows, scorer.tokenizer, decoding.max_prompt_tokens)
         verified: list[tuple[int, int]] = []
-        _mark(decoding.purpose, "rollout", request.step)
+        signals.mark(decoding.purpose, "rollout", request.step)
         with scorer.streaming(
             request.rows, group_size, request.first_groups, request.step, is_truncated
         ) as streaming:
@@ -205,7 +215,7 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
             )
             if selection is None and streaming.on_finished is not None and request.resumed:
                 streaming.on_finished(_ended_before(resumed))
-        _mark(decoding.purpose, "rewards", request.step)
+        signals.mark(decoding.purpose, "rewards", request.step)
         groups = list(range(len(request.rows)))
         unfinished: list[PartialGroup] = []
         streamed_rewards = streaming.answers
@@ -230,18 +240,6 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         )
 
     return Engine(generate, scorer)
-
-
-def between_segments() -> None:
-    """Tell the watchdog that decoding goes on, and end the rollout if the run was told to stop."""
-    watchdog.beat()
-    preemption.stop_if_requested()
-
-
-def _mark(purpose: Purpose, activity: str, step: int) -> None:
-    """Tell the watchdog what the run does now. Evaluations are marked by whoever starts them."""
-    if purpose is not Purpose.EVALUATION:
-        watchdog.mark(f"the {activity} of step {step}")
 
 
 def _ended_before(resumed: Sequence[PartialCompletion | None]) -> dict[int, list[int]]:
@@ -288,4 +286,6 @@ def take_groups(rollout: Any, groups: Sequence[int], group_size: int) -> Any:
     rows = (np.asarray(groups, int)[:, None] * group_size + np.arange(group_size)).reshape(-1)
     part = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], rollout)
     group_id = np.repeat(np.arange(len(groups), dtype=np.int32), group_size)
+    if getattr(rollout, "parent", None) is not None:
+        part = replace(part, parent=scoring.renumbered(rollout.parent, rows))
     return replace(part, group_id=group_id)

@@ -125,10 +125,13 @@ def evaluate(
     errors = list(scored.errors)
     reads_answers = read_answer is not None or read_groups is not None
     answers: list[Hashable | None] = [None] * len(scored.completions)
+    texts = scored.completions
+    if scored.episodes is not None:
+        texts = [rewards.text_of(messages) for messages in scored.episodes.messages]
     if read_groups is not None:
-        answers = _group_answers(read_groups, scored.completions, group_size, errors)
+        answers = _group_answers(read_groups, texts, group_size, errors)
     elif read_answer is not None:
-        answers = [read_answer(text) for text in scored.completions]
+        answers = [read_answer(text) for text in texts]
     ended = ~np.asarray(scored.rollout.truncated)
     readable = np.array([not reads_answers or answer is not None for answer in answers])
     problems = []

@@ -20,7 +20,8 @@ def metrics(scored: Scored) -> dict[str, float]:
     the sampled groups that training uses: those in the batch with a scored completion.
     "reward/zero_std_groups" is the share of groups whose rewards are all equal; it is present if
     groups have several completions. "rollout/tokens_per_draft", at least 1, is present if decoding
-    was speculative.
+    was speculative. "env/turns", "env/tool_calls", "env/errors" and "env/observation_tokens" are
+    means over episodes with an environment.
     """
     sampled = by_episode(all_sampled(scored))
     size = group_size(sampled)
@@ -41,6 +42,11 @@ def metrics(scored: Scored) -> dict[str, float]:
     row["rollout/tokens"] = float(sampled.lengths.sum())
     if sampled.drafts:
         row["rollout/tokens_per_draft"] = sampled.tokens_of_drafts / sampled.drafts
+    if sampled.episodes is not None:
+        row |= {
+            f"env/{name}": float(np.mean(values))
+            for name, values in sampled.episodes.counts.items()
+        }
     row["time/reward"] = sampled.seconds_reward
     return row | speed(sampled.lengths, sampled.seconds_rollout)
 
@@ -83,7 +89,8 @@ def warnings(scored: Scored, max_lines: int = 3) -> list[str]:
 def records(scored: Scored, step: int) -> list[dict[str, Any]]:
     """Return one samples.jsonl object per completion of the batch.
 
-    A completion that is not scored has the reason in `error`.
+    A completion that is not scored has the reason in `error`. A conversation with an environment
+    has its `messages`, and its numbers of turns, calls, errors and read tokens in `episode`.
     """
     objects = []
     for row, fault in enumerate(scored.faults):
@@ -96,5 +103,9 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
         }
         if fault:
             record["error"] = fault
+        if scored.episodes is not None:
+            record["messages"] = scored.episodes.messages[row]
+            counts = scored.episodes.counts
+            record["episode"] = {name: int(values[row]) for name, values in counts.items()}
         objects.append(record)
     return objects

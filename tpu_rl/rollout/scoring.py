@@ -34,6 +34,39 @@ class PartialGroup:
 
 
 @dataclass(frozen=True)
+class EpisodeOutcomes:
+    """What an environment says about N conversations."""
+
+    names: list[str]
+    """The class of each episode's environment, which names its rewards."""
+    is_scored: bool
+    """True if it gives rewards. If not, only reward functions do."""
+    rewards: np.ndarray
+    """[N] float32: the sum of an episode's rewards; NaN if it gave none."""
+    turn_rewards: np.ndarray
+    """[N, T] float32: rewards of turns, on their last actions. What `rewards` has beyond them
+    belongs to the last action of the episode."""
+    faults: list[str]
+    """Why an episode failed; "" if it did not. Such an episode is not scored."""
+    messages: list[list[dict[str, Any]]]
+    """The messages of each episode after its prompt, the answers of the environment included."""
+    counts: dict[str, np.ndarray]
+    """Name -> [N] numbers: turns, tool calls, errors and tokens of observations."""
+
+    def take(self, rows: np.ndarray) -> EpisodeOutcomes:
+        """Return some of the episodes."""
+        return replace(
+            self,
+            names=[self.names[row] for row in rows],
+            rewards=self.rewards[rows],
+            turn_rewards=self.turn_rewards[rows],
+            faults=[self.faults[row] for row in rows],
+            messages=[self.messages[row] for row in rows],
+            counts={name: values[rows] for name, values in self.counts.items()},
+        )
+
+
+@dataclass(frozen=True)
 class Sampled:
     """Completions without rewards. Unless noted, arrays and lists have one entry per completion."""
 
@@ -63,6 +96,8 @@ class Sampled:
     """Return the rewards that were computed while other rows were decoded, by reward function."""
     cancel_rewards: Callable[[], None] = lambda: None
     """Drop reward computations that have not begun, because nobody will ask for them."""
+    episodes: EpisodeOutcomes | None = None
+    """If the completions are conversations with an environment."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +121,8 @@ class Scored:
     """Time spent waiting for rewards after the last row had ended."""
     drafts: int = 0
     tokens_of_drafts: int = 0
+    episodes: EpisodeOutcomes | None = None
+    """If the completions are conversations with an environment."""
     chosen_from: tuple[Scored, ...] = ()
     """With dynamic sampling or a filter: everything that was sampled, from which these groups were
     chosen. Metrics describe all of it."""
@@ -128,12 +165,16 @@ def score(
     began = time.perf_counter()
     group_size = len(sampled.completions) // len(sampled.rows)
     prompts, columns = repeat_rows(sampled.rows, group_size)
+    if sampled.episodes is not None:
+        answers: list[Any] = sampled.episodes.messages
+    else:
+        answers = rewards.as_answers(prompts, sampled.completions)
     scores = rewards.Scores(np.zeros(len(prompts), np.float32), {}, [])
     if reward_functions:
         scores = score_across_processes(
             reward_functions,
             prompts,
-            rewards.as_answers(prompts, sampled.completions),
+            answers,
             columns,
             max_fault_share,
             group_size,
@@ -141,8 +182,13 @@ def score(
             rewards.at_step(terms, sampled.step),
             rollout_columns(sampled, reward_functions.values()),
         )
+    turn_rewards = None
+    if sampled.episodes is not None:
+        scores = with_episodes(scores, sampled.episodes, bool(reward_functions))
+        rewards.require_few_faults(scores, answers, max_fault_share)
+        turn_rewards = sampled.episodes.turn_rewards
     return Scored(
-        rollout=place_rewards(sampled.rollout, scores.totals),
+        rollout=place_rewards(sampled.rollout, scores.totals, turn_rewards),
         prompts=sampled.prompts,
         completions=sampled.completions,
         lengths=sampled.lengths,
@@ -153,7 +199,37 @@ def score(
         seconds_reward=time.perf_counter() - began,
         drafts=sampled.drafts,
         tokens_of_drafts=sampled.tokens_of_drafts,
+        episodes=sampled.episodes,
     )
+
+
+def with_episodes(
+    scores: rewards.Scores, episodes: EpisodeOutcomes, are_judged: bool
+) -> rewards.Scores:
+    """Return the scores with the rewards and the faults of an environment.
+
+    Its rewards are one more term with the weight 1, as in TRL. An episode without such a reward has
+    the total of the reward functions, if there are any (`are_judged`). An episode that failed has
+    no total.
+    """
+    totals = scores.totals
+    parts = dict(scores.parts)
+    if episodes.is_scored:
+        judged = totals if are_judged else np.zeros_like(totals)
+        known = np.isfinite(episodes.rewards)
+        alone = totals if are_judged else np.full_like(totals, np.nan)
+        totals = np.where(known, judged + np.where(known, episodes.rewards, 0), alone)
+        names = np.array(episodes.names)
+        for name in dict.fromkeys(episodes.names):
+            parts[name] = np.where(names == name, episodes.rewards, np.float32(np.nan))
+    failed = np.array([bool(fault) for fault in episodes.faults])
+    faults = [
+        rewards.RewardFault(episodes.names[row], row, fault)
+        for row, fault in enumerate(episodes.faults)
+        if fault
+    ]
+    totals = np.where(failed, np.nan, totals).astype(np.float32)
+    return rewards.Scores(totals, parts, [*scores.faults, *faults])
 
 
 def score_across_processes(
@@ -258,15 +334,22 @@ def _fault_messages(faults: Sequence[rewards.RewardFault], num_rows: int) -> lis
     return messages
 
 
-def place_rewards(rollout: Rollout, scores: np.ndarray) -> Rollout:
+def place_rewards(
+    rollout: Rollout, scores: np.ndarray, turn_rewards: np.ndarray | None = None
+) -> Rollout:
     """Return the rollout with each score [N] on its row's last action.
 
-    A row whose score is NaN is marked as not scored.
+    A part of a score that belongs to turns stays where `turn_rewards` [N, T] has it. A row whose
+    score is NaN is marked as not scored.
     """
     scored = np.isfinite(scores)
     last = rollout.action_mask.shape[1] - 1 - np.asarray(rollout.action_mask)[:, ::-1].argmax(1)
     placed = np.zeros(rollout.action_mask.shape, np.float32)
-    placed[np.arange(len(scores)), last] = np.where(scored, scores, 0.0)
+    finite_scores = np.where(scored, scores, 0.0)
+    if turn_rewards is not None:
+        placed += np.where(scored[:, None], turn_rewards, 0)
+        finite_scores = finite_scores - placed.sum(1)
+    placed[np.arange(len(scores)), last] += finite_scores
     return replace(rollout, rewards=placed, scored=scored)
 
 
@@ -307,6 +390,7 @@ def by_episode(scored: Scored) -> Scored:
         rewards=total(scored.rewards),
         parts={name: total(part) for name, part in scored.parts.items()},
         faults=faults,
+        episodes=None if scored.episodes is None else scored.episodes.take(last),
         **texts,
     )
 
@@ -314,6 +398,31 @@ def by_episode(scored: Scored) -> Scored:
 def first_of_runs(ids: np.ndarray) -> np.ndarray:
     """Return the indices at which runs of equal neighbors begin."""
     return np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+
+
+def with_parents(rollout: Rollout) -> Rollout:
+    """Return a rollout that states what its rows share, as `Rollout.parent` and `shared` do.
+
+    Without them, the rows of a group share their prompt.
+    """
+    if rollout.parent is not None:
+        return rollout
+    rows = np.arange(len(rollout.tokens), dtype=np.int32)
+    starts = first_of_runs(np.asarray(rollout.group_id))
+    parent = np.repeat(rows[starts], np.diff([*starts, len(rows)]))
+    prompt_lengths = np.asarray(rollout.action_mask).argmax(1)
+    shared = np.where(parent == rows, 0, prompt_lengths).astype(np.int32)
+    return replace(rollout, parent=parent, shared=shared)
+
+
+def renumbered(parent: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return `Rollout.parent` [N] of some of the rows, which become rows 0, 1, ...
+
+    Each row's parent is one of them.
+    """
+    new_row = np.zeros(len(parent), np.int32)
+    new_row[rows] = np.arange(len(rows))
+    return new_row[np.asarray(parent)[rows]]
 
 
 def require_single_rows(scored: Scored) -> None:

@@ -41,7 +41,7 @@ order or number of rows, or on other rows.
 
 from tpu_rl.sampler.cache_ops import take_rows
 from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation
-from tpu_rl.sampler.live import LiveSampler, Turn, TurnRequest
+from tpu_rl.sampler.live import LiveSampler, Turn, TurnRequest, common_prefix
 from tpu_rl.sampler.partial import (
     PartialCompletion,
     completions_from_json,
@@ -62,6 +62,7 @@ __all__ = [
     "StopAt",
     "Turn",
     "TurnRequest",
+    "common_prefix",
     "completions_from_json",
     "completions_to_json",
     "invert_cdf",

@@ -1,0 +1,237 @@
+"""Conversations through the engine: sampler, environments, rewards and the trainer's log-probs."""
+
+import json
+import random
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launch import compose, config
+from tests.fixtures import several
+from tpu_rl.errors import InputError
+from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.rollout import records
+from tpu_rl.rollout.engine import RolloutRequest, make_engine
+from tpu_rl.train import packing
+from tpu_rl.types import Purpose
+
+GAMES = """
+import time
+
+class AtOnce:
+    def reset(self, **row):
+        pass
+    def step(self, text):
+        return "", 1.0, True, {}
+
+class Long:
+    '''Rewards 1, 2, 3, ... for turns; the answers differ in length. The last one raises.'''
+    def reset(self, answer, **row):
+        self.turn = 0
+        self.fails = answer == "3"
+    def step(self, text):
+        self.turn += 1
+        if self.fails and self.turn == 2:
+            raise ValueError("out of order")
+        return "=;" * self.turn, float(self.turn), self.turn == 4, {}
+    def get_reward(self):
+        return 10.0
+
+class Slow(Long):
+    def step(self, text):
+        time.sleep(0.05 * (hash(text) % 3))
+        return super().step(text)
+"""
+ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("games") / "games.py"
+    file.write_text(GAMES)
+    return file
+
+
+def context_of(games: Path, name: str, *flags: str):
+    """Return a run with a game, and its params."""
+    run_dir = games.parent / "run"
+    run_config = config.parse(
+        [
+            "arithmetic_grpo",
+            "--batch.group-size=2",
+            "--sampling.max-new-tokens=96",
+            "--reward",
+            *(["--environment", f"{games}:{name}"] if name else []),
+            *flags,
+            "--run-dir",
+            str(run_dir),
+        ]
+    )
+    return compose.make_context(run_config, run_dir, compose.make_mesh(run_config.mesh))
+
+
+def roll_out(games: Path, name: str, *flags: str):
+    context, params = context_of(games, name, *flags)
+    with jax.set_mesh(context.mesh):
+        scored = compose.rollout_engine(context).roll_out(params, RolloutRequest(ROWS, step=1))
+    return context, params, scored
+
+
+def test_an_environment_that_ends_at_once_has_the_bits_of_a_single_turn(games):
+    _, _, alone = roll_out(games, "")
+    _, _, scored = roll_out(games, "AtOnce")
+    assert scored.rewards.tolist() == [1.0] * 8
+    rewarded = replace(scored.rollout, rewards=alone.rollout.rewards)
+    jax.tree.map(np.testing.assert_array_equal, rewarded, alone.rollout)
+    assert scored.rollout.parent is None
+
+
+def test_log_probs_over_turns_are_the_trainers(games):
+    """The gap between sampler and trainer over four turns is at most 2e-5."""
+    context, params, scored = roll_out(games, "Long")
+    rollout = scored.rollout
+    assert scored.episodes.counts["turns"].tolist() == [4, 4, 2, 2, 4, 4, 4, 4]
+    mask = rollout.action_mask
+    one_per_row = packing.one_per_row(jnp.asarray(rollout.tokens), jnp.asarray(mask), 8)
+    rows = jax.tree.map(lambda leaf: leaf[0, 0], one_per_row)
+    exact = token_log_probs(context.role("policy"), params, rows).log_probs
+    gaps = np.abs(np.asarray(exact) - rollout.log_probs)[mask]
+    assert gaps.max() <= 2e-5
+    assert not rollout.log_probs[~mask].any()
+    # Observations stand between turns, and nothing is behind the last action.
+    inside = (np.cumsum(mask, 1) > 0) & (np.cumsum(mask[:, ::-1], 1)[:, ::-1] > 0)
+    assert (inside & ~mask).sum(1).tolist() == scored.episodes.counts["observation_tokens"].tolist()
+    texts = [
+        context.language.tokenizer.decode(tokens[row_inside & ~row_mask].tolist())
+        for tokens, row_inside, row_mask in zip(rollout.tokens, inside, mask, strict=True)
+    ]
+    assert texts[0] == "=;" * 6
+    assert texts[2] == "=;"
+
+
+def test_rewards_of_turns_are_on_their_last_actions(games):
+    _, _, scored = roll_out(games, "Long")
+    rewards = scored.rollout.rewards
+    for row in (0, 1, 4, 5, 6, 7):
+        assert rewards[row][rewards[row] != 0].tolist() == [1.0, 2.0, 3.0, 14.0]
+        mask = scored.rollout.action_mask[row]
+        ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
+        assert np.flatnonzero(rewards[row]).tolist() == ends.tolist()
+    assert scored.rewards[0] == 20.0
+    # An episode that failed has a reason and no reward.
+    assert not scored.rollout.scored[2:4].any()
+    assert np.isnan(scored.rewards[2:4]).all()
+    assert "out of order" in scored.faults[2]
+    metrics = records.metrics(scored)
+    assert metrics["env/turns"] == 3.5
+    assert metrics["reward/errors"] == 2
+    record = records.records(scored, step=1)[0]
+    roles = [message["role"] for message in record["messages"]]
+    assert roles[:3] == ["assistant", "user", "assistant"]
+    assert record["episode"]["turns"] == 4
+
+
+def test_reward_functions_add_to_the_environments(games):
+    _, _, scored = roll_out(games, "Long", "--reward", "0.5*arithmetic")
+    expected = 0.5 * scored.parts["arithmetic"] + scored.parts["Long"]
+    np.testing.assert_array_equal(scored.rewards, np.where(scored.rollout.scored, expected, np.nan))
+
+
+def test_an_episode_without_room_for_another_turn_ends_and_is_judged(games):
+    _, _, scored = roll_out(games, "Long", "--sampling.max-new-tokens", "12")
+    judged = [0, 1, 4, 5, 6, 7]
+    cut = scored.episodes.counts["turns"][judged] < 4
+    assert cut.any()
+    assert scored.rollout.truncated[judged][cut].all()
+    assert scored.rollout.scored[judged].all()
+
+
+def test_slow_answers_and_few_slots_change_no_bit(games):
+    _, _, scored = roll_out(games, "Long", "--sampling.max-num-seqs", "4")
+    _, _, slow = roll_out(games, "Slow", "--sampling.max-num-seqs", "4")
+    jax.tree.map(np.testing.assert_array_equal, slow.rollout, scored.rollout)
+
+
+def test_evaluations_repeat_themselves(games):
+    context, params = context_of(games, "Long")
+    decoding = compose.decoding(context, purpose=Purpose.EVALUATION, seed=0)
+    engine = make_engine(decoding, compose.scorer(context))
+    with jax.set_mesh(context.mesh):
+        first = engine.roll_out(params, RolloutRequest(ROWS, step=0))
+        second = engine.roll_out(params, RolloutRequest(ROWS, step=0))
+    jax.tree.map(np.testing.assert_array_equal, first.rollout, second.rollout)
+
+
+def test_partial_requests_are_refused(games):
+    context, params = context_of(games, "Long")
+    engine = compose.rollout_engine(context)
+    with pytest.raises(InputError, match="unfinished"):
+        engine.generate(params, RolloutRequest(ROWS, step=1, first_groups=2))
+
+
+RUN = ["launch/run.py", "arithmetic_grpo", "--batch.prompts=4", "--batch.group-size=2", "--steps=2"]
+
+
+@pytest.mark.nightly
+def test_two_processes_hold_the_conversations_of_one(games, tmp_path):
+    """Each runs the environments of its own rows; metrics and weights are those of one process."""
+    command = [
+        *RUN,
+        "--environment",
+        f"{games}:Long",
+        "--sampling.max-new-tokens=96",
+        "--evaluation.rows=0",
+    ]
+    digests = []
+    for count in (1, 2):
+        run_dir = tmp_path / str(count)
+        devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"}
+        ended = several.run(count, [*command, "--run-dir", str(run_dir)], **devices)
+        assert [process.code for process in ended] == [0] * count, ended[0].err
+        digests.append((run_dir / "metrics.jsonl").read_text())
+    rewards = [
+        [row["reward/mean"] for row in map(json.loads, text.splitlines()) if "reward/mean" in row]
+        for text in digests
+    ]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 2
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(games, tmp_path):
+    """Ten times, at random moments."""
+    command = [
+        *RUN[:-1],
+        "--steps=6",
+        "--checkpoint-every=1",
+        "--environment",
+        f"{games}:Slow",
+        "--sampling.max-new-tokens=96",
+        "--evaluation.rows=0",
+    ]
+
+    def start(run_dir: Path) -> subprocess.Popen:
+        return several.start(1, [*command, "--run-dir", str(run_dir)])[0]
+
+    def digest(run_dir: Path) -> str:
+        return json.loads((run_dir / "summary.json").read_text())["params_digest"]
+
+    began = time.monotonic()
+    whole = tmp_path / "whole"
+    assert several.wait([start(whole)])[0].code == 0
+    seconds = time.monotonic() - began
+    moments = random.Random(0)
+    for number in range(10):
+        run_dir = tmp_path / str(number)
+        process = start(run_dir)
+        time.sleep(moments.uniform(0.4, 0.95) * seconds)
+        process.kill()
+        process.communicate()
+        assert several.wait([start(run_dir)])[0].code == 0
+        assert digest(run_dir) == digest(whole)
