@@ -6,7 +6,7 @@ G is the Monte-Carlo return (lambda = 1) of completions of the policy as it is. 
 a phase of a run that PPO follows. It may also be a run by itself, whose critic then starts many PPO
 runs (`--algorithm.critic.model`). The policy does not train here: it keeps its bits and has no
 optimizer state, and the phase of PPO starts with a fresh optimizer. `critic.lam`, `critic.clip`
-and `critic.coef` have no effect here.
+and `critic.coef` have no effect here. With `credit` "turn", as for PPO, t counts turns.
 
 When to stop: when `value/explained_variance` no longer rises. It is measured on fresh completions,
 before the critic has seen them. `ends_when_flat` of a phase does this.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from flax import struct
 
@@ -46,6 +46,8 @@ class ValuePretrainingConfig:
     """
 
     critic: Critic = Critic()
+    credit: Literal["token", "turn"] = "token"
+    """Unit of the critic's gamma: a token, or a turn, whose value is learned at its first token."""
 
     def __post_init__(self):
         if self.critic.trunk == "shared":
@@ -86,14 +88,15 @@ def value_pretraining(
         rows = layout.rows(rollout.tokens)
         learned = learned_tokens(rollout)
         old_values = layout.unpack(packing.over_micro_batches(partial(values, params), rows))
-        returns = advantages.returns_to_go(
-            rollout.rewards, learned, config.critic.gamma, rollout.episode_id
-        )
-        weights = masked.token_mean(learned, layout.minibatch, layout.minibatches)
+        by_turn = config.credit == "turn"
+        returns_of = advantages.turn_returns if by_turn else advantages.returns_to_go
+        returns = returns_of(rollout.rewards, learned, config.critic.gamma, rollout.episode_id)
+        valued = advantages.turn_starts(learned) if by_turn else learned
+        weights = masked.token_mean(valued, layout.minibatch, layout.minibatches)
         batch = Batch(
             rows=rows,
             weights={"value": layout.pack(weights)},
-            targets=value_loss.targets(returns, old_values, learned, layout),
+            targets=value_loss.targets(returns, old_values, valued, layout),
         )
         return batch, state
 

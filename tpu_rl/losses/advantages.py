@@ -298,8 +298,8 @@ def per_state(
 ) -> Array:
     """Compare the returns of turns that answer the same observation, within a group, [N, T].
 
-    These are the step groups of GiGPO (arXiv 2505.10978, section 4.2): an episode that comes to a
-    state twice is in the state's step group twice. The observation is the run of tokens before the
+    These are the step groups of GiGPO (arXiv 2505.10978): an episode that comes to a state twice is
+    in the state's step group twice. The observation is the run of tokens before the
     turn that are no actions; before the first turn it is the prompt. A turn whose observation is
     the only one of its kind has advantage 0.
 

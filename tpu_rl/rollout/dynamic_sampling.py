@@ -3,8 +3,8 @@
 Dynamic sampling replaces groups whose rewards are all equal, which teach nothing. Source: DAPO,
 arXiv 2503.14476, section 3.2.
 
-The filter keeps the groups whose rewards differ most, and gives up the others: StarPO-S, arXiv
-2504.20073, section 4.2. A step then learns from fewer completions than it sampled.
+The filter keeps the groups whose rewards differ most, and gives up the others: StarPO-S of RAGEN,
+arXiv 2504.20073. A step then learns from fewer completions than it sampled.
 """
 
 from __future__ import annotations
