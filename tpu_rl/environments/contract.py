@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tpu_rl.environments import tool_schemas
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.runtime import worker_child
 
 Factory = Callable[[], Any]
@@ -198,7 +198,8 @@ def step(instance: Any, text: str) -> tuple[str, float | None, bool]:
             f"`step` returned {worker_child.shorten(value)} and not (observation, reward, done, "
             "info)"
         )
-    return "" if observation is None else as_text(observation), number(reward), bool(done)
+    is_empty = observation is None or (isinstance(observation, list) and not observation)
+    return "" if is_empty else as_text(observation), number(reward), bool(done)
 
 
 def reward(instance: Any) -> float | None:
@@ -283,6 +284,8 @@ def make(factory: Factory, where: str) -> Any:
     """Return an instance. Raises InputError if the user's code fails."""
     try:
         return factory()
+    except TpuRlError:
+        raise
     # The user's program may raise anything.
     except (Exception, SystemExit) as error:
         message, frames = worker_child.failure_of(error)

@@ -7,15 +7,29 @@ from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.environments import contract
+from tpu_rl.environments.adapters import (
+    gem,
+    gymnasium,
+    openenv,
+    reasoning_gym,
+    skyrl_gym,
+    textarena,
+)
 from tpu_rl.environments.contract import Factories, Factory
 from tpu_rl.errors import InputError
 
 ENVIRONMENTS: dict[str, Factory] = {}
 """Every built-in environment by its name. To add one, write its file and add its row here."""
 
-FAMILIES: Mapping[str, Callable[[str], Factory]] = {}
-"""Name before the colon -> what makes the factory of the name after it: packages of many
-environments."""
+FAMILIES: dict[str, Callable[[str], Factory | Mapping[str, Factory]]] = {
+    "gem": gem.factory,
+    "gymnasium": gymnasium.factory,
+    "openenv": openenv.factory,
+    "reasoning_gym": reasoning_gym.factory,
+    "skyrl_gym": skyrl_gym.factory,
+    "textarena": textarena.factory,
+}
+"""Name before the colon -> what makes a factory of the name after it: packages of environments."""
 
 
 def load(name: str) -> Factories:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from tpu_rl import user_code
 from tpu_rl.environments import contract, named, worker_process
 from tpu_rl.environments.contract import Description, Factories, Factory
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, MachineError
 from tpu_rl.runtime import workers
 
 START_SECONDS = 120.0
@@ -134,6 +134,7 @@ class EnvironmentPool:
 
         Raises:
             InputError: if it does not load, or does not fulfill the contract.
+            MachineError: if it needs a package that is not installed.
         """
         self.limits = limits or EnvironmentLimits()
         self.name = environment if isinstance(environment, str) else _name_of(environment)
@@ -387,6 +388,8 @@ class _Worker:
                 return ""
             case {"input_error": [what, where, why, fix]}:
                 error = InputError(what, where=where, why=why, fix=fix)
+            case {"machine_error": [what, where, why, fix]}:
+                error = MachineError(what, where=where, why=why, fix=fix)
             case _:
                 in_time = time.monotonic() < deadline
                 reason, frames = self._reason(process, START_SECONDS, in_time)

@@ -26,7 +26,7 @@ from typing import Any
 
 from tpu_rl.environments import contract, named
 from tpu_rl.environments.contract import Factories
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, MachineError
 from tpu_rl.runtime import worker_child
 
 worker_child.MACHINERY.update({__file__, contract.__file__})
@@ -167,7 +167,8 @@ def main(
 ) -> None:
     """Load the environment, then answer requests.
 
-    The first reply is {"descriptions": [[name, description], ...]} or {"input_error": [...]}.
+    The first reply is {"descriptions": [[name, description], ...]}, {"input_error": [...]} or
+    {"machine_error": [...]}.
 
     Args:
         requests: see `worker_child.begin`, as for the next four.
@@ -183,6 +184,10 @@ def main(
         descriptions = describe_all(factories, environment)
     except InputError as error:
         worker_child.reply(replies, worker_child.as_lists(error))
+        return
+    except MachineError as error:
+        reply = worker_child.as_lists(error)
+        worker_child.reply(replies, {"machine_error": reply["input_error"]})
         return
     worker_child.reply(replies, {"descriptions": list(descriptions.items())})
     host = Host(factories)

@@ -24,7 +24,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_rl.errors import InputError
+from tpu_rl.errors import TpuRlError
 
 if TYPE_CHECKING:
     import asyncio  # Functions import it: most workers never need it, and each start counts.
@@ -179,8 +179,8 @@ def failure_of(error: BaseException) -> tuple[str, str]:
     return f"{describe(error)}{where}"[:MAX_TEXT], text[-MAX_TEXT:]
 
 
-def as_lists(error: InputError) -> dict[str, list[str]]:
-    """Return an error of the user as the first reply of a worker, which could not begin."""
+def as_lists(error: TpuRlError) -> dict[str, list[str]]:
+    """Return an error as the first reply of a worker that could not begin."""
     texts = [error.what, error.where, error.why, error.fix]
     return {"input_error": [text[:MAX_TEXT] for text in texts]}
 

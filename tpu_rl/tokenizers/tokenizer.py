@@ -374,12 +374,14 @@ class Tokenizer:
             ids.pop()
         # Some marks of calls are control tokens.
         text = self.decode(ids, skip_special=False)
-        if not is_chat:
-            return tool_calls.parse(text, "plain", tools)
-        message = self.backend.parse_response(text, self._turn_prompt, [*tools])
+        message = None
+        if is_chat:
+            message = self.backend.parse_response(text, self._turn_prompt, [*tools])
         if message is not None:
             return tool_calls.from_message(message)
-        return tool_calls.parse(text, tool_calls.format_of(self.chat_template), tools)
+        format_name = tool_calls.format_of(self.chat_template) if is_chat else "plain"
+        turn = tool_calls.parse(text, format_name, tools)
+        return turn if turn.calls else turn._replace(content=self.decode(ids))
 
     def encode_observation(
         self, messages: Sequence[Message], ended: bool, is_chat: bool = True
