@@ -496,3 +496,11 @@ def test_by_turn_the_baseline_of_reinforce_is_the_mean_of_the_same_turn():
         np.testing.assert_allclose(
             actual[row, turns[row] == turns[row, column]], expected, rtol=0, atol=1e-6
         )
+
+
+def test_a_star_po_refuses_episodes_of_several_rows():
+    config = AStarPoConfig()
+    roles, params = tiny.cast(config.roles)
+    data = replace(tiny.rollout(), baseline=jnp.zeros(18), episode_id=jnp.zeros(18, jnp.int32))
+    with pytest.raises(InputError, match="rewritten"):
+        a_star_po(config, roles, tiny.SAMPLING).make_batch(tiny.experience(data), params, ())
