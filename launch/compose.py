@@ -21,7 +21,9 @@ from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.data import Row
+from tpu_rl.environments import named as named_environments
 from tpu_rl.environments import task_of
+from tpu_rl.environments.contract import Factory
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.experience import (
@@ -48,6 +50,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
 from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers.conversations import Message
 from tpu_rl.train import optimizers, sharding, update_step
 from tpu_rl.types import Algorithm, Model, Params, Probe, Purpose, Sampling, TrainState
 
@@ -142,13 +145,13 @@ def environment(config: ExperimentConfig) -> Environment | None:
     """
     if not config.environment:
         return None
-    pool = _environment_pool(config.environment, config.environment_limits)
+    pool = _environment_pool(named_environments.lent(config.environment), config.environment_limits)
     return Environment(pool, config.sampling.max_turns, config.sampling.max_observation_tokens)
 
 
 @lru_cache(maxsize=1)
-def _environment_pool(name: str, limits: EnvironmentLimits) -> EnvironmentPool:
-    return EnvironmentPool(name, limits)
+def _environment_pool(given: str | Factory, limits: EnvironmentLimits) -> EnvironmentPool:
+    return EnvironmentPool(given, limits)
 
 
 def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -> Engine:
@@ -168,6 +171,25 @@ def make_source(context: RunContext, stage: Stage, params: Params) -> Source:
     return SOURCES[stage.algorithm.experience.source](context, stage, params)
 
 
+def prompt_room(config: ExperimentConfig, tokenizer: Tokenizer) -> int:
+    """Return how many tokens the prompt of a row may have, beside the tools of an environment."""
+    room = config.sampling.max_prompt_tokens
+    answering = environment(config)
+    if answering is None or not tokenizer.has_chat_template:
+        return room
+    return room - tool_tokens(answering, tokenizer)
+
+
+def tool_tokens(answering: Environment, tokenizer: Tokenizer) -> int:
+    """Return how many tokens the chat template adds to a prompt to show the environment's tools."""
+    message: list[Message] = [{"role": "user", "content": "a"}]
+    alone = len(tokenizer.render(message))
+    tools_of = [known.tools for known in answering.pool.descriptions.values() if known.tools]
+    return max(
+        (len(tokenizer.render(message, tools=tools)) - alone for tools in tools_of), default=0
+    )
+
+
 def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> data.RowStream:
     """Return the stage's training rows; `batch` of them at a time, by default `batch.prompts`."""
     config = context.config
@@ -178,7 +200,7 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
         batch_size=batch or config.batch.prompts,
         seed=config.seed,
         num_held_out=config.evaluation.rows,
-        max_prompt_tokens=config.sampling.max_prompt_tokens,
+        max_prompt_tokens=prompt_room(config, context.language.tokenizer),
         run_dir=context.run_dir,
         accept_dataset_change=config.accept_dataset_change,
         rows_in_checkpoints=bool(config.rollout.partial or config.rollout.one_step_off),

@@ -23,10 +23,12 @@ from launch import compose, preflight, roles
 from launch.config import ExperimentConfig, FileData, Stage, to_dict
 from tpu_rl import data, models, rewards
 from tpu_rl.data import Row, Rows
+from tpu_rl.errors import InputError
 from tpu_rl.experience import examples, step_labels, tasks
-from tpu_rl.experience.examples import Example
+from tpu_rl.experience.examples import Example, Span
 from tpu_rl.rollout import scoring
 from tpu_rl.rollout.dynamic_sampling import num_kept
+from tpu_rl.rollout.episodes import Episodes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import optimizers
 
@@ -55,6 +57,8 @@ def inspect(config: ExperimentConfig) -> None:
         limits = (sampling.max_prompt_tokens, sampling.max_new_tokens)
         texts = examples.of_row(rows[0], stage.algorithm.experience, tokenizer, *limits)
         shown += [example for example in texts if example not in shown]
+        if stage.algorithm.experience.source in preflight.CONVERSING and config.environment:
+            shown.append(first_prompt(config, rows[0], tokenizer))
         if stage.algorithm.experience.source in preflight.REWARDED:
             first_rows = [rows[index] for index in range(min(len(rows), 2))]
     held_out = check_held_out(config, tokenizer)
@@ -67,6 +71,41 @@ def inspect(config: ExperimentConfig) -> None:
         print_example(console, example)
     if trial is not None:
         console.print(trial)
+
+
+def first_prompt(config: ExperimentConfig, row: Row, tokenizer: Tokenizer) -> Example:
+    """Reset the environment with a row, and return the prompt that the policy then reads.
+
+    Raises:
+        InputError: if the reset fails, or the prompt is too long.
+    """
+    environment = compose.environment(config)
+    assert environment is not None
+    with Episodes(
+        [row],
+        1,
+        environment.pool,
+        tokenizer,
+        max_turns=environment.max_turns,
+        max_observation_tokens=environment.max_observation_tokens,
+        max_prompt_tokens=config.sampling.max_prompt_tokens,
+        step=1,
+        seed=config.seed,
+    ) as episodes:
+        token_ids = episodes.begin()[0]
+        fault = episodes.fault(0)
+    description = environment.pool.description(row)
+    if fault:
+        raise InputError(
+            f"the environment {description.name} cannot begin with the first row",
+            where="--environment, --data.path",
+            why=fault,
+            fix="repair `reset`, or the row",
+        )
+    names = [tool["function"]["name"] for tool in description.tools]
+    tools = f" with the tools {', '.join(names)}" if names else ""
+    text = tokenizer.decode(token_ids, skip_special=False)
+    return Example(f"its prompt in {description.name}{tools}", [Span(text, "")])
 
 
 # --- what a run reads before its first step ---
@@ -85,7 +124,7 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
         tokenizer,
         seed=config.seed,
         num_held_out=config.evaluation.rows,
-        max_prompt_tokens=config.sampling.max_prompt_tokens,
+        max_prompt_tokens=compose.prompt_room(config, tokenizer),
         rows_in_checkpoints=bool(config.rollout.partial or config.rollout.one_step_off),
     )
 
@@ -166,7 +205,8 @@ def try_rewards(
     Raises:
         InputError: if a function fails on all of them.
     """
-    if not rows:
+    untrained = preflight.untrained_rewards(config)
+    if not rows or not untrained:
         return None, []
     answers = ("completion", "solution", "answer")
     texts = [
@@ -186,7 +226,7 @@ def try_rewards(
         "step": [1] * len(flat),
     }
     completions = rewards.as_answers(prompts, flat)
-    with preflight.open_rewards(config, preflight.untrained_rewards(config)) as functions:
+    with preflight.open_rewards(config, untrained) as functions:
         scores = rewards.score(
             functions, prompts, completions, columns, 1.0, rollout_columns=of_rollout
         )

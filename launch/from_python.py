@@ -12,6 +12,7 @@ from launch import run
 from tpu_rl import rewards as reward_registry
 from tpu_rl.data import files, python_rows
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
+from tpu_rl.environments import named
 from tpu_rl.errors import InputError
 from tpu_rl.runtime.host import explain_full_disk
 from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
@@ -26,6 +27,7 @@ def train(
     rows: Any,
     rewards: Sequence[Any] | None,
     evaluation_rows: Any,
+    environment: Any = None,
 ) -> str:
     """Run `tpu_rl.train` and return the address of the run folder."""
     arguments = {"rows": rows, "evaluation_rows": evaluation_rows}
@@ -37,6 +39,12 @@ def train(
         stack.enter_context(reward_registry.lend(functions))
         stack.enter_context(explain_full_disk())
         passed: dict[str, Any] = {}
+        if isinstance(environment, str):
+            passed["environment"] = environment
+        elif environment is not None:
+            name = getattr(environment, "__name__", type(environment).__name__)
+            stack.enter_context(named.lend({name: environment}))
+            passed["environment"] = f"{named.PYTHON}{name}"
         if rows is not None:
             passed["data.path"] = f"{python_rows.PYTHON}rows"
         if evaluation_rows is not None:
@@ -96,7 +104,7 @@ def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[
     """
     functions: dict[str, Callable[..., Any]] = {}
 
-    def named(name: str, function: Callable[..., Any]) -> str:
+    def registered(name: str, function: Callable[..., Any]) -> str:
         if functions.setdefault(name, function) is not function:
             raise InputError(
                 f"two reward functions are called {name}",
@@ -120,10 +128,10 @@ def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[
         text = reward
         if not isinstance(reward, str):
             name = getattr(reward, "__name__", type(reward).__name__)
-            text = named(name if name.isidentifier() else f"reward_{number}", reward)
+            text = registered(name if name.isidentifier() else f"reward_{number}", reward)
         if callable(weight):
             body = text.partition("?")[0].rpartition(":")[2]
             schedule = f"weight_of_{body}" if body.isidentifier() else f"weight_{number}"
-            weight = named(schedule, weight)
+            weight = registered(schedule, weight)
         terms.append(text if weight is None else f"{weight}*{text}")
     return terms, functions

@@ -30,6 +30,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
 from tpu_rl.rewards import named, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
+from tpu_rl.rollout import episodes
 from tpu_rl.runtime import compilation_cache, processes
 from tpu_rl.runtime.host import claim_devices, warn_of_unused_accelerators
 from tpu_rl.types import Model, QExamples
@@ -73,6 +74,18 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
     warnings += check_tokenizer(config, tokenizer, model, rows)
+    environment = compose.environment(config)
+    prompts = [row["prompt"] for row in rows if "prompt" in row]
+    if environment is not None and prompts:
+        is_chat = not isinstance(prompts[0], str) or tokenizer.wraps(prompts[0])
+        episodes.require_fit(tokenizer, environment.pool, is_chat)
+        has_tools = any(known.tools for known in environment.pool.descriptions.values())
+        if is_chat and has_tools and compose.tool_tokens(environment, tokenizer) == 0:
+            warnings.append(
+                "the chat template does not show tools, so the model does not know them; describe "
+                "them in --data.system, or give a template that shows them "
+                "(--tokenizer.chat-template)"
+            )
     return warnings
 
 

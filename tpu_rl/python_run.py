@@ -68,6 +68,7 @@ def train(
     rows: Rows | None = None,
     rewards: Sequence[Reward | tuple[Weight, Reward]] | None = None,
     evaluation_rows: Rows | None = None,
+    environment: str | Callable[[], Any] | None = None,
 ) -> Run:
     """Train, and return what the run has left in its folder.
 
@@ -82,6 +83,8 @@ def train(
         rows: training rows, in place of `data.path`. A run that is continued must have the same.
         rewards: reward functions and texts as `--reward` takes them, each alone or as
             (weight, reward). They run in this process, without limits on time and memory.
+        environment: a class that answers the policy over several turns (`environments.contract`),
+            which runs in this process, or a text as `--environment` takes it.
         evaluation_rows: held-out rows. By default the last rows are held out, as of a file.
 
     Raises:
@@ -93,7 +96,7 @@ def train(
         KeyboardInterrupt: after Ctrl-C.
     """
     train_in_process = launch_module("from_python").train
-    run_dir = train_in_process(preset, overrides or {}, rows, rewards, evaluation_rows)
+    run_dir = train_in_process(preset, overrides or {}, rows, rewards, evaluation_rows, environment)
     return read_run(run_dir)
 
 

@@ -211,3 +211,24 @@ def test_importing_the_package_loads_no_jax():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
     assert printed.split() == ["False", "True"]
+
+
+class Repeat:
+    """An environment that asks again once."""
+
+    def reset(self, answer, **row):
+        self.answer = answer
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "Again: ", score([text], [self.answer])[0], self.turns == 2, {}
+
+
+def test_a_class_is_the_environment(checkpoint, tmp_path):
+    settings = {"sampling.max_new_tokens": 24, "sampling.max-turns": 3}
+    trained = train(checkpoint, tmp_path, settings, given=(), environment=Repeat)
+    steps = [row for row in trained.metrics if "env/turns" in row]
+    assert len(steps) == 2
+    assert all(1 <= row["env/turns"] <= 2 for row in steps)
+    assert all(row["reward/mean"] == row["reward/Repeat/mean"] for row in steps)

@@ -204,6 +204,7 @@ def test_two_processes_hold_the_conversations_of_one(games, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(games, tmp_path):
     """Ten times, at random moments."""
     command = [

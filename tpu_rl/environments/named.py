@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tpu_rl import user_code
@@ -30,6 +31,37 @@ FAMILIES: dict[str, Callable[[str], Factory | Mapping[str, Factory]]] = {
     "textarena": textarena.factory,
 }
 """Name before the colon -> what makes a factory of the name after it: packages of environments."""
+
+PYTHON = "python:"
+"""What the names of classes begin with that a Python program passed."""
+_LENT: dict[str, Any] = {}
+
+
+@contextmanager
+def lend(environments: Mapping[str, Any]) -> Iterator[None]:
+    """Give classes, or dicts of classes, the names python:NAME in this context only."""
+    before = dict(_LENT)
+    _LENT.update(environments)
+    try:
+        yield
+    finally:
+        _LENT.clear()
+        _LENT.update(before)
+
+
+def lent(name: str) -> Any:
+    """Return the class, or the dict of classes, that a Python program passed; else the name."""
+    if not name.startswith(PYTHON):
+        return name
+    key = name.removeprefix(PYTHON)
+    if key not in _LENT:
+        raise InputError(
+            f"the environment {key} is not here",
+            where="--environment",
+            why="the run began in a Python program, which passed its class",
+            fix="make the same call of tpu_rl.train(..., environment=CLASS)",
+        )
+    return _LENT[key]
 
 
 def load(name: str) -> Factories:

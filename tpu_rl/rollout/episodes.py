@@ -229,6 +229,10 @@ class Episodes:
             news = self._news()
         return news
 
+    def fault(self, row: int) -> str:
+        """Return the reason why a local episode cannot go on; "" if it can."""
+        return self._episodes[row].fault
+
     def results(self) -> dict[int, EpisodeResult]:
         """Return local row -> what became of its episode. All must be over."""
         return {
