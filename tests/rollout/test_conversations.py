@@ -143,6 +143,17 @@ def test_reward_functions_add_to_the_environments(games):
     np.testing.assert_array_equal(scored.rewards, np.where(scored.rollout.scored, expected, np.nan))
 
 
+def test_functions_in_other_processes_see_the_messages_while_others_are_decoded(games):
+    file = games.parent / "rewards.py"
+    file.write_text("""
+def last_role(completions, completion_ids, **columns):
+    assert all(len(ids) > 0 for ids in completion_ids)
+    return [float([m["role"] for m in messages].count("user")) for messages in completions]
+""")
+    _, _, scored = roll_out(games, "Long", "--reward", f"{file}:last_role")
+    assert scored.parts["rewards.last_role"].tolist() == [4, 4, 1, 1, 4, 4, 4, 4]
+
+
 def test_an_episode_without_room_for_another_turn_ends_and_is_judged(games):
     _, _, scored = roll_out(games, "Long", "--sampling.max-new-tokens", "12")
     judged = [0, 1, 4, 5, 6, 7]

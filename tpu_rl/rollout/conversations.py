@@ -26,6 +26,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.episodes import EpisodeResult, Episodes
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
+from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest, slots
 from tpu_rl.types import Params, Rollout
@@ -68,6 +69,11 @@ class _Conversation:
     """The number of tokens up to the end of each turn."""
     truncated: bool = True
 
+    @property
+    def actions(self) -> list[int]:
+        """The tokens that the policy chose."""
+        return [token for token, chosen in zip(self.tokens, self.is_action, strict=True) if chosen]
+
     def add_turn(self, turn: sampler.Turn) -> None:
         self.tokens += turn.tokens
         self.is_action += [True] * len(turn.tokens)
@@ -104,27 +110,31 @@ def generate(
     group_size = decoding.config.samples_per_prompt
     num_rows = len(request.rows) * group_size
     signals.mark(decoding.purpose, "rollout", request.step)
-    with Episodes(
-        request.rows,
-        group_size,
-        environment.pool,
-        scorer.tokenizer,
-        max_turns=environment.max_turns,
-        max_observation_tokens=environment.max_observation_tokens,
-        max_prompt_tokens=decoding.max_prompt_tokens,
-        local=scoring.local_rows(num_rows, group_size),
-        step=request.step,
-        first_row_id=request.first_row_id,
-        seed=decoding.seed,
-        stop_strings=decoding.stop_strings,
-    ) as episodes:
+    rewarding = scorer.streaming(request.rows, group_size, step=request.step)
+    with (
+        rewarding as streaming,
+        Episodes(
+            request.rows,
+            group_size,
+            environment.pool,
+            scorer.tokenizer,
+            max_turns=environment.max_turns,
+            max_observation_tokens=environment.max_observation_tokens,
+            max_prompt_tokens=decoding.max_prompt_tokens,
+            local=scoring.local_rows(num_rows, group_size),
+            step=request.step,
+            first_row_id=request.first_row_id,
+            seed=decoding.seed,
+            stop_strings=decoding.stop_strings,
+        ) as episodes,
+    ):
         first_turns = _shared(episodes.begin())
         row_ids = request.first_row_id + np.arange(num_rows)
         run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         conversations = [_Conversation(first_turns[row], keys[row]) for row in range(num_rows)]
         with jax.set_mesh(decoding.policy.mesh):
-            _converse(decoding, scorer, params, conversations, episodes)
+            _converse(decoding, scorer, params, conversations, episodes, streaming)
         signals.mark(decoding.purpose, "rewards", request.step)
         results = _shared(episodes.results())
     columns = _prompt_columns(decoding.config, conversations)
@@ -145,6 +155,8 @@ def generate(
         lengths=np.asarray(rollout.action_mask).sum(-1),
         step=request.step,
         seconds=time.perf_counter() - began,
+        streamed_rewards=streaming.answers,
+        cancel_rewards=streaming.cancel,
         episodes=outcomes,
     )
 
@@ -155,8 +167,12 @@ def _converse(
     params: Params,
     conversations: list[_Conversation],
     episodes: Episodes,
+    streaming: StreamingRewards,
 ) -> None:
-    """Decode turns and wait for answers, until all episodes are over."""
+    """Decode turns and wait for answers, until all episodes are over.
+
+    Reward functions are asked about a group once its episodes are over.
+    """
     config = decoding.config
     live = _live_sampler(decoding, scorer, params, conversations)
     local = episodes.local
@@ -171,12 +187,15 @@ def _converse(
         # Only if no row is decoded there is nothing better to do than to wait.
         answers = _shared(episodes.poll(wait=live.is_idle))
         signals.between_segments()
+        over = {}
         requests = []
         for row, token_ids in sorted(answers.items()):
             conversation = conversations[row]
             if token_ids is None:
                 live.close(row)
                 remaining -= 1
+                if local.start <= row < local.stop:
+                    over[row] = episodes.result(row).messages
             elif len(conversation.tokens) + len(token_ids) >= config.max_new_tokens:
                 # No room for another turn: the episode ends here, and is still judged.
                 conversation.truncated = True
@@ -186,6 +205,7 @@ def _converse(
                 conversation.add_observation(token_ids)
                 requests.append(_next_turn(row, conversation, config))
         live.submit(requests)
+        streaming.on_answered(over, {row: conversations[row].actions for row in over})
 
 
 def _live_sampler(

@@ -235,20 +235,22 @@ class Episodes:
 
     def results(self) -> dict[int, EpisodeResult]:
         """Return local row -> what became of its episode. All must be over."""
-        return {
-            row: EpisodeResult(
-                prompt=episode.prompt,
-                messages=episode.messages,
-                turn_rewards=episode.turn_rewards,
-                reward=episode.reward,
-                fault=episode.fault,
-                tool_calls=episode.tool_calls,
-                errors=episode.errors,
-                observation_tokens=episode.observation_tokens,
-                state=episode.state,
-            )
-            for row, episode in self._episodes.items()
-        }
+        return {row: self.result(row) for row in self._episodes}
+
+    def result(self, row: int) -> EpisodeResult:
+        """Return what became of a local episode that is over."""
+        episode = self._episodes[row]
+        return EpisodeResult(
+            prompt=episode.prompt,
+            messages=episode.messages,
+            turn_rewards=episode.turn_rewards,
+            reward=episode.reward,
+            fault=episode.fault,
+            tool_calls=episode.tool_calls,
+            errors=episode.errors,
+            observation_tokens=episode.observation_tokens,
+            state=episode.state,
+        )
 
     # --- what begins ---
 

@@ -72,7 +72,8 @@ class StreamingRewards:
         self._local = local
         self._decode = decode
         self._max_completions = max_completions or local.stop - local.start
-        self._texts: dict[int, str] = {}
+        self._answers: dict[int, Any] = {}
+        """By row: its completion as reward functions see it."""
         self._questions: list[tuple[list[int], Future[dict[str, FunctionScores]]]] = []
         self._seconds_spent = dict.fromkeys(self._functions, 0.0)
         self._cancelled = threading.Event()
@@ -88,12 +89,22 @@ class StreamingRewards:
 
     def _on_finished(self, ended: dict[int, list[int]]) -> None:
         local = [row for row in ended if self._local.start <= row < self._local.stop]
-        self._texts |= {row: self._decode(ended[row]) for row in local}
-        self._token_ids |= {row: ended[row] for row in local}
+        prompts = [self._prompts[row] for row in local]
+        texts = [self._decode(ended[row]) for row in local]
+        answers = rewards.as_answers(prompts, texts)
+        self.on_answered(dict(zip(local, answers, strict=True)), ended)
+
+    def on_answered(self, answers: Mapping[int, Any], token_ids: Mapping[int, list[int]]) -> None:
+        """Take completions of local rows that have ended: as functions see them, and their ids."""
+        if not self._functions:
+            return
+        local = list(answers)
+        self._answers |= answers
+        self._token_ids |= {row: token_ids[row] for row in local}
         complete: list[int] = []
         for group in sorted({row // self._group_size for row in local}):
             members = self._members(group)
-            if all(row in self._texts for row in members):
+            if all(row in self._answers for row in members):
                 complete += members
         if complete:
             future: Future[dict[str, FunctionScores]] = Future()
@@ -107,7 +118,7 @@ class StreamingRewards:
         if self._cancelled.is_set():
             return {}
         prompts = [self._prompts[row] for row in rows]
-        answers_of_rows = rewards.as_answers(prompts, [self._texts[row] for row in rows])
+        answers_of_rows = [self._answers[row] for row in rows]
         columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
         rollout_columns = self._rollout_columns(rows)
         share = len(rows) / self._max_completions
