@@ -348,7 +348,8 @@ def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
         )
     sources = {stage.algorithm.experience.source for stage in config.stages}
     others = sorted(sources - CONVERSING)
-    if not sources & CONVERSING:
+    only_evaluates = sources == {"demonstrations"} and config.evaluation.rows > 0
+    if not sources & CONVERSING and not only_evaluates:
         raise InputError(
             "the algorithm holds no conversations",
             where="--environment",

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "metrics", "redaction"},
     # Experience.
     "sandbox": {"errors"},
-    "environments": BASICS | {"user_code"} | WORKERS,
+    "environments": BASICS | {"user_code", "sandbox"} | WORKERS,
     "rewards": MODEL_CODE | {"user_code", "environments", "sandbox"} | WORKERS,
     "rollout": STATE
     | {

@@ -347,18 +347,23 @@ def test_a_split_without_strings_is_an_input_error():
 # --- the table of tasks ---
 
 
+JUDGED = {"completions": "completion", "answer": "answer"}
+"""Argument of a reward -> column of a demonstration."""
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_makes_rows_that_its_rewards_judge(name):
     task = TASKS[name]
     settings = task.settings()
     assert task_of(settings) is task
     demonstration = task.demonstrations(settings, 3)[0]
-    columns = {"completions": [demonstration["completion"]], "answer": [demonstration["answer"]]}
-    assert task.rewards[name]([demonstration["prompt"]], **columns) == [1.0]
+    if task.rewards:  # Otherwise an environment judges.
+        answers = {name: [demonstration[column]] for name, column in JUDGED.items()}
+        assert task.rewards[name]([demonstration["prompt"]], **answers) == [1.0]
     assert task.train_rows(settings, 3)[0] != task.train_rows(settings, 4)[0]
     held_out = task.evaluation_rows(settings, 20)
     assert len(held_out) >= 20
-    assert {"prompt", "answer"} <= held_out[19].keys()
+    assert "prompt" in held_out[19]
     assert len(task.slices_of(held_out[0])) <= 1
     assert task.read_answers.keys() <= task.rewards.keys()
     for reward, read_answer in task.read_answers.items():

@@ -451,6 +451,7 @@ def test_bad_topologies_and_a_missing_compiler_are_reported(monkeypatch):
 MODELS = {
     "code": "builtin:gsm8k_scratch",
     "gsm8k": "builtin:gsm8k_scratch",
+    "mini_shell": "builtin:mini_shell",
     "star_graph": "builtin:star_graph",
 }
 """Prefix of a preset -> a model to plan it with, for presets that bring none."""

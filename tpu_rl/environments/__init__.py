@@ -6,7 +6,7 @@ Every task is registered once, in `TASKS`, and every built-in environment in
 
 from __future__ import annotations
 
-from tpu_rl.environments import arithmetic, reverse, star_graph
+from tpu_rl.environments import arithmetic, mini_shell, reverse, star_graph
 from tpu_rl.environments.arithmetic import (
     ALPHABET,
     Arithmetic,
@@ -14,6 +14,7 @@ from tpu_rl.environments.arithmetic import (
     ArithmeticDemonstrations,
     ArithmeticSource,
 )
+from tpu_rl.environments.mini_shell import MiniShellData, MiniShellSource
 from tpu_rl.environments.reverse import ReverseData
 from tpu_rl.environments.star_graph import StarGraph, StarGraphData, StarGraphSource
 from tpu_rl.environments.task import Task, text_of
@@ -25,12 +26,15 @@ __all__ = [
     "ArithmeticData",
     "ArithmeticDemonstrations",
     "ArithmeticSource",
+    "MiniShellData",
+    "MiniShellSource",
     "ReverseData",
     "StarGraph",
     "StarGraphData",
     "StarGraphSource",
     "Task",
     "arithmetic",
+    "mini_shell",
     "reverse",
     "star_graph",
     "task_of",
@@ -39,6 +43,7 @@ __all__ = [
 
 TASKS: dict[str, Task] = {
     "arithmetic": arithmetic.TASK,
+    "mini_shell": mini_shell.TASK,
     "reverse": reverse.TASK,
     "star_graph": star_graph.TASK,
 }
