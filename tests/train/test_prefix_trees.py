@@ -12,6 +12,7 @@ from tests.fixtures.decoders import tiny as tiny_decoder
 from tests.fixtures.trees import Tree, random_tree
 from tpu_rl import models
 from tpu_rl.errors import InputError
+from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.models.attention import flash_kernels
 from tpu_rl.train import packing
@@ -116,6 +117,20 @@ def test_each_token_sees_its_path_and_nothing_else(seed, row_length):
         assert layout.segment_ids.max(-1).sum() > 2
 
 
+def test_sums_over_a_sequence_are_those_of_the_rows_own_actions():
+    tree = random_tree(2)
+    layout = laid_out(tree)
+    values = np.random.default_rng(0).normal(size=tree.tokens.shape)
+    values = jnp.asarray(np.where(tree.action_mask, values, 0.0), jnp.float32)
+    slots = layout.sequence_ids.reshape(-1, 128)
+    sums = masked.sequence_total(layout.pack(values).reshape(slots.shape), jnp.asarray(slots))
+    sums = np.asarray(layout.unpack(sums))
+    expected = np.broadcast_to(values.sum(1, keepdims=True), values.shape)
+    actions = tree.action_mask
+    np.testing.assert_allclose(sums[actions], expected[actions], rtol=1e-5)
+    assert layout.sequence_ids.max(-1).sum() == actions.any(1).sum()
+
+
 def test_shared_prompts_are_trees_of_one_level():
     _, mask, group_id = tiny.texts(
         np.random.default_rng(0), [(3, (4, 2, 5)), (2, (3,)), (5, (1, 7))]
@@ -165,6 +180,23 @@ def test_wrong_trees_are_named(parent, shared, group_id):
     sharing: dict[str, Any] = {"parent": np.array(parent), "shared": np.array(shared)}
     with pytest.raises(ValueError, match="cannot share"):
         packing.lay_out(mask, np.array(group_id), **sharing, **CUT)
+
+
+def test_a_split_keeps_together_what_shares_most():
+    """Two nodes of 20 tokens after a root of 10, whose leaves of 2 tokens take turns."""
+    tree = Tree(
+        np.zeros((6, 32), np.int32),
+        np.tile(np.arange(32) >= 30, (6, 1)),
+        np.zeros(6, int),
+        parent=np.array([0, 0, 0, 1, 2, 3]),
+        shared=np.array([0, 10, 30, 30, 30, 30]),
+    )
+    layout = laid_out(tree, row_length=36)
+    assert (layout.source >= 0).sum(-1).reshape(-1).tolist() == [36, 36]
+    np.testing.assert_array_equal(layout.slot[:, -1] // 36, [0, 1, 0, 1, 0, 1])
+    np.testing.assert_array_equal(
+        layout.sequence_ids[..., -6:].reshape(2, 6), [[1, 1, 2, 2, 3, 3]] * 2
+    )
 
 
 def test_rows_and_groups_that_do_not_fit_are_named():

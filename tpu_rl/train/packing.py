@@ -302,8 +302,12 @@ def _first_fit(groups: list[_Group], row_length: int) -> list[_PackedRow]:
 
 def _split(group: _Group, row_length: int) -> list[_Group]:
     """Split a group into pieces that fit into a row each, every piece with all that it needs."""
+    if group.size <= row_length:
+        return [group]
     pieces = [_Group(group.texts)]
-    for member in group.members:
+    # Depth first, so that neighbors share as much as possible.
+    depth_first = list(dict.fromkeys(run.row for run in group.runs()))
+    for member in sorted(group.members, key=depth_first.index):
         prompt_length = group.texts.starts[member]
         end = group.texts.ends[member]
         if end > row_length:
@@ -370,7 +374,7 @@ def _index(
                         start = cursor + ancestor.slot
                         until = first + run.length - row_start
                         visible_until[start : start + ancestor.length] = until
-                for branch_id, member in enumerate(group.members, start=1):
+                for branch_id, member in enumerate(sorted(group.members), start=1):
                     sequence_id += 1
                     slots = slots_of[member][: texts.ends[member]]
                     columns = np.arange(len(slots))
