@@ -15,7 +15,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.sampler import Turn
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
-from tpu_rl.serving.record import Record, call_key
+from tpu_rl.serving.record import Call, Record, call_key
 
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'][0] }}"
@@ -149,7 +149,7 @@ def test_openai_client_with_tools_over_two_turns(running):
     added = second.model_extra["prompt_token_ids"][len(whole) :]
     assert second.model_extra["prompt_token_ids"][: len(whole)] == whole
     assert TOKENIZER.decode(added, skip_special=False) == "<bos>tfound<eos><bos>a"
-    [branch] = account.record.branches
+    [branch] = account.record.branches()
     assert branch.tokens == whole + added + second.choices[0].model_extra["token_ids"]
     chosen = [
         TOKENIZER.decode(branch.tokens[: i + 1])[-1:] for i, a in enumerate(branch.is_action) if a
@@ -170,7 +170,7 @@ def test_rewritten_history_and_repeated_prompts_are_branches(running):
     assert running.chat([user("hello"), said, user("more")])[0] == 200
     changed = {"role": "assistant", "content": "no"}
     assert running.chat([user("hello"), changed, user("more")])[0] == 200
-    first, again, rewritten = account.record.branches
+    first, again, rewritten = account.record.branches()
     prompt = len(TOKENIZER.render([user("hello")]))
     assert (again.parent, again.shared) == (0, prompt)
     # The third call continued the second: a message names no call, and that one is the last.
@@ -195,7 +195,7 @@ def test_token_ids_in_and_out(running):
         "token": f"token_id:{choice['token_ids'][1]}",
         "logprob": -2.0,
     }
-    assert account.record.branches[0].truncated
+    assert account.record.branches()[0].truncated
     stop = {"prompt": [5, 26, 6], "stop": "stop"}
     text = running.ask("/v1/completions", stop)[1]["choices"][0]
     assert (text["text"], text["finish_reason"]) == ("a ", "stop")
@@ -245,7 +245,7 @@ def test_bad_requests_get_one_message(running, name):
     answer = running.ask(path, body, **settings)
     assert answer[0] == status
     assert text in answer[1]["message"]
-    assert not account.record.branches
+    assert not account.record.calls
 
 
 def test_an_episode_has_a_limited_number_of_calls(running):
@@ -273,12 +273,15 @@ def test_a_prompt_extends_the_branch_that_it_repeats_as_a_whole():
         return Turn(0, list(tokens), zeros, zeros, True)
 
     record = Record()
-    record.add([1, 2], turn(7, 8))
-    record.add([1, 2], turn(7))
-    # Both begin with 1, 2, 7: only the second one is extended as a whole.
-    record.add([1, 2, 7, 5], turn(9))
-    record.add([4], turn(9))
-    first, second, third = record.branches
+    record.calls = [
+        # These two were made at the same time, and the second was answered first.
+        Call(1, [1, 2], 1, turn(7)),
+        Call(1, [1, 2], 0, turn(7, 8)),
+        # Both begin with 1, 2, 7: only one of them is extended as a whole.
+        Call(2, [1, 2, 7, 5], 0, turn(9)),
+        Call(3, [4], 0, turn(9)),
+    ]
+    first, second, third = record.branches()
     assert first.tokens == [1, 2, 7, 8]
     assert second.tokens == [1, 2, 7, 5, 9]
     assert second.is_action == [False, False, True, False, True]

@@ -31,7 +31,7 @@ from tpu_rl.sampler import Turn, TurnRequest
 from tpu_rl.serving import chat, protocol
 from tpu_rl.serving.protocol import ApiError, Options
 from tpu_rl.serving.pump import Closed, Conversations, Distribution, Pump
-from tpu_rl.serving.record import Record, call_key
+from tpu_rl.serving.record import Call, Record, call_key
 from tpu_rl.tokenizers import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -41,6 +41,17 @@ MOST_EXCHANGES = 256
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class BegunCall(NamedTuple):
+    """A call that is under way."""
+
+    prompt: list[int]
+    key: np.ndarray
+    """[2] uint32: its random key."""
+    when: int = 0
+    """See `record.Call`, as for `repeats`."""
+    repeats: int = 0
 
 
 class Account:
@@ -60,14 +71,13 @@ class Account:
     def check(self, options: Options) -> None:
         """Raise ApiError if this account may not ask for such a completion."""
 
-    def key(self, prompt: list[int], options: Options) -> np.ndarray:
-        """Return the random key [2] uint32 of the next call."""
-        del prompt
+    def begin(self, prompt: list[int], options: Options) -> BegunCall:
+        """Return what the next call needs."""
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
-        return np.array(divmod(seed, 2**32), np.uint32)
+        return BegunCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
 
-    def on_answer(self, prompt: list[int], turn: Turn) -> None:
-        """Note what the policy wrote."""
+    def end(self, call: BegunCall, turn: Turn | None) -> None:
+        """Note what the policy wrote; None if the call failed."""
 
 
 class EpisodeAccount(Account):
@@ -104,6 +114,10 @@ class EpisodeAccount(Account):
         self._distribution = distribution
         self._most_calls = most_calls
         self._calls: Counter[tuple[int, ...]] = Counter()
+        self._num_running = 0
+        self._when = 0
+        self.is_over = False
+        """True once the episode is over: what is answered later is not recorded."""
 
     def check(self, options: Options) -> None:
         if options.seed is not None:
@@ -121,17 +135,22 @@ class EpisodeAccount(Account):
                 code="too_many_calls",
             )
 
-    def key(self, prompt: list[int], options: Options) -> np.ndarray:
+    def begin(self, prompt: list[int], options: Options) -> BegunCall:
         del options
+        if not self._num_running:
+            self._when += 1
+        self._num_running += 1
         name = tuple(prompt)
         repeats = self._calls[name]
         self._calls[name] += 1
-        if prompt == self._first_prompt and not repeats:
-            return self._row_key
-        return call_key(self._row_key, prompt, repeats)
+        is_first = prompt == self._first_prompt and not repeats
+        key = self._row_key if is_first else call_key(self._row_key, prompt, repeats)
+        return BegunCall(prompt, key, self._when, repeats)
 
-    def on_answer(self, prompt: list[int], turn: Turn) -> None:
-        self.record.add(prompt, turn)
+    def end(self, call: BegunCall, turn: Turn | None) -> None:
+        self._num_running -= 1
+        if turn is not None and not self.is_over:
+            self.record.calls.append(Call(call.when, call.prompt, call.repeats, turn))
 
 
 class Limits(NamedTuple):
@@ -233,9 +252,7 @@ class App:
         options = request.options
         prompt = account.history.encode(request.messages, request.tools)
         turn = await self._turn(account, prompt, options)
-        message = chat.as_message(
-            self.tokenizer, turn.tokens, options.stop, request.tools is not None
-        )
+        message = chat.as_message(self.tokenizer, turn.tokens, options.stop, request.tools)
         account.history.add(request.messages, request.tools, message, prompt + turn.tokens)
         finish = _finish_reason(turn)
         shown = {"content": None, "tool_calls": None, **message}
@@ -259,7 +276,7 @@ class App:
         if isinstance(prompt, str):
             prompt = [*self.tokenizer.prefix_ids, *self.tokenizer.encode(prompt)]
         turn = await self._turn(account, prompt, request.options)
-        message = chat.as_message(self.tokenizer, turn.tokens, request.options.stop, False)
+        message = chat.as_message(self.tokenizer, turn.tokens, request.options.stop, None)
         choice = {"index": 0, "text": message["content"], "finish_reason": _finish_reason(turn)}
         choice |= {"token_ids": turn.tokens, "logprobs": None}
         if request.options.logprobs:
@@ -301,23 +318,21 @@ class App:
         account.check(options)
         self._check_prompt(prompt)
         room = min(self.limits.max_model_len - len(prompt), self.limits.max_new_tokens)
-        request = TurnRequest(
-            account.conversations.take(prompt),
-            prompt,
-            account.key(prompt, options),
-            min(options.max_tokens or room, room),
-        )
-        future = self.pump.ask(options.distribution(self.default), request)
+        call = account.begin(prompt, options)
+        conversation = account.conversations.take(prompt)
+        request = TurnRequest(conversation, prompt, call.key, min(options.max_tokens or room, room))
         try:
+            future = self.pump.ask(options.distribution(self.default), request)
             turn = await asyncio.wrap_future(future)
         except BaseException:
-            account.conversations.drop(request.conversation)
-            self.pump.close(request.conversation)
+            account.end(call, None)
+            account.conversations.drop(conversation)
+            self.pump.close(conversation)
             raise
-        for closed in account.conversations.give_back(request.conversation, prompt + turn.tokens):
+        for closed in account.conversations.give_back(conversation, prompt + turn.tokens):
             self.pump.close(closed)
         turn = _cut(turn, self._find_end(options))
-        account.on_answer(prompt, turn)
+        account.end(call, turn)
         return turn
 
     def _check_prompt(self, prompt: list[int]) -> None:

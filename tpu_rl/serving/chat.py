@@ -1,20 +1,20 @@
 """Messages to token ids, such that nothing the model wrote is encoded again.
 
 A conversation that continues an earlier exchange has the ids of that exchange, prompt and
-completion, and then those that the chat template adds for the new messages. If messages were
-changed, or if the template renders earlier turns in another way once others follow, the
-conversation is rendered anew: the model reads another history, which it has not written.
+completion, and then those that the chat template writes for the messages that are new. If earlier
+messages were changed, or if others than the user's and those of tools are new, the conversation is
+rendered anew: the model reads a history that it has not written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers.tool_calls import ToolCall
 
 Message = dict[str, Any]
 
@@ -52,13 +52,17 @@ class History:
         if known:
             # The last one that is as long as any.
             exchange = max(reversed(known), key=lambda exchange: len(exchange.messages))
-            is_ended = exchange.ids[-1] in self._tokenizer.eos_ids
-            added = following_ids(
-                self._tokenizer, messages, len(exchange.messages), tools, is_ended
-            )
-            if added is not None:
-                return exchange.ids + added
-        return self._tokenizer.render(messages, tools=tools)
+            added = messages[len(exchange.messages) :]
+            if all(message["role"] in ("user", "tool") for message in added):
+                is_ended = exchange.ids[-1] in self._tokenizer.eos_ids
+                return exchange.ids + self._tokenizer.encode_observation(added, is_ended)
+        # Some templates fail for a message without content.
+        filled = [{"content": "", **message} for message in messages]
+        return self._tokenizer.render(filled, tools=tools)
+
+    def last_messages(self) -> list[Message]:
+        """Return the messages of the last exchange, with its answer; none before the first."""
+        return self._exchanges[-1].messages if self._exchanges else []
 
     def add(
         self,
@@ -73,77 +77,45 @@ class History:
             del self._exchanges[: -self._most]
 
 
-def following_ids(
-    tokenizer: Tokenizer,
-    messages: list[Message],
-    count: int,
-    tools: list[dict[str, Any]] | None,
-    is_ended: bool,
-) -> list[int] | None:
-    """Return the ids that follow the first `count` messages, of which the last is the assistant's.
-
-    None if the template renders these in another way once the others follow. `is_ended` says that
-    the assistant's message has its end-of-sequence token already.
-    """
-    conversation = tokenizer._conversation(messages, tools)
-    num_added = len(conversation.messages) - len(messages)
-    before = conversation.render(count + num_added, False).text
-    whole = conversation.render(len(conversation.messages), True).text
-    ends = {text for text, token_id in tokenizer.control.items() if token_id in tokenizer.eos_ids}
-    matches = [match for match in conversation.pattern.finditer(before) if match[0] in ends]
-    start = end = len(before)
-    if matches and not before[matches[-1].end() :].strip():
-        start, end = matches[-1].span()
-    if not whole.startswith(before[:end]):
-        return None
-    return tokenizer._encode_marked(
-        whole[end if is_ended else start :], conversation.mark, follows=True
-    )
-
-
-# --- the assistant's message ---
-
-_HERMES = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
 def as_message(
-    tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str], has_tools: bool
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    stop: Sequence[str],
+    tools: Sequence[dict[str, Any]] | None,
 ) -> Message:
-    """Return a completion as a message: text up to a stop string, and calls of tools."""
+    """Return a completion as a message: text up to a stop string, and calls of tools.
+
+    A call that cannot be read stays text.
+    """
     text = tokenizer.decode(token_ids)
     places = [text.index(string) for string in stop if string in text]
     text = text[: min(places)] if places else text
-    calls = _tool_calls(text) if has_tools else None
-    if calls is None:
+    calls = []
+    if tools:
+        turn = tokenizer.parse_turn(token_ids, [_with_properties(tool) for tool in tools], True)
+        calls = [call for call in turn.calls if isinstance(call, ToolCall)]
+        if len(calls) == len(turn.calls) > 0:
+            text = turn.content
+        else:
+            calls = []
+    if not calls:
         return {"role": "assistant", "content": text}
     digest = hashlib.blake2b(json.dumps(list(token_ids)).encode(), digest_size=8).hexdigest()
-    message: Message = {"role": "assistant"}
-    content = _HERMES.sub("", text)
-    if content:
-        message["content"] = content
+    message: Message = {"role": "assistant"} | ({"content": text} if text else {})
     message["tool_calls"] = [
         # The same text has the same ids in each run: some templates render them.
         {
             "id": f"call_{digest}{index}",
             "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+            "function": {"name": call.name, "arguments": call.arguments},
         }
         for index, call in enumerate(calls)
     ]
     return message
 
 
-def _tool_calls(text: str) -> list[dict[str, Any]] | None:
-    """Return the calls of tools in a text, or None without any, or if one is malformed."""
-    calls = []
-    for body in _HERMES.findall(text):
-        try:
-            call = json.loads(body)
-        except ValueError:
-            return None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return None
-        if not isinstance(call.get("arguments", {}), dict):
-            return None
-        calls.append(call)
-    return calls or None
+def _with_properties(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool, in which a tool without parameters has an empty list of them."""
+    function = tool.get("function", {})
+    parameters = {"properties": {}, **(function.get("parameters") or {})}
+    return {**tool, "function": {"name": "", **function, "parameters": parameters}}

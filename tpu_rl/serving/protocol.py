@@ -151,7 +151,7 @@ def parse_chat(body: Any) -> ChatRequest:
     ]
     if not messages:
         raise ApiError(400, "messages is empty", "messages")
-    tools = fields.take("tools", list, lambda tools: all(isinstance(t, dict) for t in tools))
+    tools = fields.take("tools", list, lambda tools: all(map(_is_tool, tools)))
     choice = fields.take("tool_choice", str, lambda choice: choice in ("auto", "none"))
     fields.only("parallel_tool_calls", True)
     fields.only("response_format", {"type": "text"})
@@ -232,6 +232,16 @@ def _ids(values: list[Any], place: str) -> list[int]:
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         raise ApiError(400, f"{place} is not a list of token ids", place)
     return values
+
+
+def _is_tool(value: Any) -> bool:
+    match value:
+        case {"type": "function", "function": {"name": str(), **function}}:
+            parameters = function.get("parameters") or {}
+            return isinstance(parameters, dict) and isinstance(
+                parameters.get("properties", {}), dict
+            )
+    return False
 
 
 def _message(value: Any, place: str) -> dict[str, Any]:

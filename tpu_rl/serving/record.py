@@ -9,8 +9,10 @@ one row. One that drops or rewrites its history, asks twice, or has helpers make
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,34 +54,60 @@ class Branch:
         self.truncated = not turn.stopped
 
 
+class Call(NamedTuple):
+    """A prompt, and what the policy wrote after it."""
+
+    when: int
+    """Calls that were under way at the same time have one number; later calls have larger ones."""
+    prompt: list[int]
+    repeats: int
+    """The number of earlier calls with this prompt."""
+    turn: Turn
+
+
 class Record:
-    """The branches of an episode, in the order in which they began."""
+    """The calls of an episode."""
 
     def __init__(self):
-        self.branches: list[Branch] = []
-        self.num_calls = 0
+        self.calls: list[Call] = []
 
-    def add(self, prompt: list[int], turn: Turn) -> None:
-        """Add a call: the prompt's ids, and what the policy wrote."""
-        self.num_calls += 1
-        parent, shared = self._longest_match(prompt)
-        if shared and shared == len(self.branches[parent].tokens):
-            self.branches[parent].add(prompt[shared:], turn)
-            return
-        branch = Branch(parent, shared, [], [], [], [])
-        branch.add(prompt, turn)
-        self.branches.append(branch)
+    def branches(self) -> list[Branch]:
+        """Return the branches, in the order in which they began.
 
-    def _longest_match(self, prompt: list[int]) -> tuple[int, int]:
-        """Return (index of the branch, tokens in common). The branch that the prompt extends is
-        preferred to others that have as much in common."""
-        best = (len(self.branches), 0)
-        for index, branch in enumerate(self.branches):
-            common = common_prefix(branch.tokens, prompt)
-            extends = common == len(branch.tokens)
-            if common > best[1] or (common == best[1] > 0 and extends):
-                best = (index, common)
-        return best
+        Those of calls that were made at the same time are ordered by their prompts, so that it does
+        not matter which of them was answered first.
+        """
+        branches: list[Branch] = []
+        key = operator.attrgetter("when")
+        for _, calls in itertools.groupby(sorted(self.calls, key=key), key=key):
+            for call in sorted(calls, key=lambda call: (len(call.prompt), *call[1:3])):
+                _add(branches, call.prompt, call.turn)
+        return branches
+
+
+def _add(branches: list[Branch], prompt: list[int], turn: Turn) -> None:
+    """Add a call to the branches."""
+    parent, shared = _longest_match(branches, prompt)
+    if shared and shared == len(branches[parent].tokens):
+        branches[parent].add(prompt[shared:], turn)
+        return
+    branch = Branch(parent, shared, [], [], [], [])
+    branch.add(prompt, turn)
+    branches.append(branch)
+
+
+def _longest_match(branches: list[Branch], prompt: list[int]) -> tuple[int, int]:
+    """Return (index of the branch, tokens in common).
+
+    The branch that the prompt extends is preferred to others that have as much in common.
+    """
+    best = (len(branches), 0)
+    for index, branch in enumerate(branches):
+        common = common_prefix(branch.tokens, prompt)
+        extends = common == len(branch.tokens)
+        if common > best[1] or (common == best[1] > 0 and extends):
+            best = (index, common)
+    return best
 
 
 def call_key(row_key: np.ndarray, prompt: list[int], repeats: int) -> np.ndarray:
