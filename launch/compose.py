@@ -49,6 +49,8 @@ from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
+from tpu_rl.serving import agents
+from tpu_rl.serving.agents import Agent
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.conversations import Message
 from tpu_rl.train import optimizers, sharding, update_step
@@ -149,6 +151,31 @@ def environment(config: ExperimentConfig) -> Environment | None:
     return Environment(pool, config.sampling.max_turns, config.sampling.max_observation_tokens)
 
 
+def agent(config: ExperimentConfig) -> Agent | None:
+    """Return what talks to the policy; None if nothing does. All engines of a process share it.
+
+    Raises:
+        InputError: if its file does not load.
+    """
+    if not config.agent:
+        return None
+    max_calls = config.sampling.max_turns
+    return _agent(config.agent, config.environment_limits, config.agent_seconds, max_calls)
+
+
+@lru_cache(maxsize=1)
+def _agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: int) -> Agent:
+    return agents.make_agent(path, limits, seconds, max_calls)
+
+
+def engine(config: ExperimentConfig, decoding: Decoding, scorer: Scorer) -> Engine:
+    """Return the engine of a run: single turns, conversations or agents."""
+    run_agent = agent(config)
+    if run_agent is not None:
+        return agents.make_agent_engine(run_agent, decoding, scorer)
+    return make_engine(decoding, scorer)
+
+
 @lru_cache(maxsize=1)
 def _environment_pool(given: str | Factory, limits: EnvironmentLimits) -> EnvironmentPool:
     return EnvironmentPool(given, limits)
@@ -156,7 +183,7 @@ def _environment_pool(given: str | Factory, limits: EnvironmentLimits) -> Enviro
 
 def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -> Engine:
     """Return the engine by which a role completes prompts; see `decoding` for the settings."""
-    return make_engine(decoding(context, role, **settings), scorer(context))
+    return engine(context.config, decoding(context, role, **settings), scorer(context))
 
 
 # --- where experience comes from ---

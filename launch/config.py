@@ -169,6 +169,12 @@ class ExperimentConfig:
     environment_factory or of a text game, a built-in environment, or FAMILY:NAME. A class with
     `get_reward` needs no --reward."""
     environment_limits: EnvironmentLimits = EnvironmentLimits()
+    agent: str = ""
+    """FILE.py:FUNCTION, an async function of (row, base_url, api_key) that talks to the policy over
+    HTTP, as to OpenAI's servers. Each completion is a call of it. What it returns is the reward;
+    None leaves that to --reward."""
+    agent_seconds: float = 600.0
+    """Time for one call of the agent. Its workers are those of --environment-limits."""
     allow_unsandboxed_code: bool = False
     """Run model-written programs (reward python_tests) unconfined if the kernel cannot confine
     them."""
@@ -469,6 +475,7 @@ MAY_CHANGE = (
     "trackio",
     "reward_limits",
     "environment_limits",
+    "agent_seconds",
     "accept_dataset_change",
     "watchdog",
     "debug_nans",

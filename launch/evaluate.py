@@ -35,7 +35,7 @@ from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.experience import held_out_loss, tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
 from tpu_rl.rollout import evaluation, guided_evaluation
-from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
+from tpu_rl.rollout.engine import Decoding, Scorer
 from tpu_rl.rollout.evaluation import Estimate, Evaluation
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
@@ -292,13 +292,13 @@ def answer(
         decoding = Decoding(
             policy,
             sampler_settings,
-            evaluation.ANY_LENGTH,
+            config.sampling.max_prompt_tokens if config.agent else evaluation.ANY_LENGTH,
             flags.seed,
             Purpose.EVALUATION,
             config.sampling.stop_strings,
             compose.environment(config),
         )
-        engine = make_engine(decoding, scorer)
+        engine = compose.engine(config, decoding, scorer)
         votes = read_groups if sampler_settings.samples_per_prompt > 1 else None
         results[name] = evaluation.evaluate(engine, params, problems, read_answer, votes)
     return results

@@ -103,7 +103,7 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     tokenizer = context.language.tokenizer
     rows = _problems(context)
     environment = compose.environment(config)
-    judges = environment is not None and environment.is_scored
+    judges = bool(config.agent) or (environment is not None and environment.is_scored)
     if not rows or (config.evaluation_reward is None and not judges):
         return None
     scorer = answer_scorer(config, tokenizer, rows)
@@ -130,7 +130,7 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
             stop_strings=config.sampling.stop_strings,
             environment=environment,
         )
-        return make_engine(decoding, scorer)
+        return compose.engine(config, decoding, scorer)
 
     sampled = engine(temperature=1.0)
     greedy = engine(temperature=0.0)
@@ -161,7 +161,7 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
 
     The first one says what is correct. Those of --reward are left out that need a column which
     held-out rows lack. The total is that of --reward, unless a weight depends on the step: then
-    totals of two steps would not compare. Without rewards, an environment judges.
+    totals of two steps would not compare. Without rewards, an environment or agent judges.
     """
     limits = config.reward_limits
     functions = named.reward_functions(

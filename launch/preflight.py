@@ -62,6 +62,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     roles.model_path(config.model.path)  # Report a missing model before reading data.
     rows, warnings = check_rows(config)
     check_environment(config, rows)
+    check_agent(config)
     require_reward(config)
     check_rewards(config, rows)
     directory, role_directories = find_models(config, needs_weights)
@@ -314,7 +315,7 @@ def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
     environment = compose.environment(config)
-    if environment is not None and environment.is_scored:
+    if config.agent or (environment is not None and environment.is_scored):
         return
     if not config.reward and sources & REWARDED:
         raise InputError(
@@ -324,6 +325,49 @@ def require_reward(config: ExperimentConfig) -> None:
             fix="give a built-in reward, FILE.py:function or the model folder of a reward model"
             + (", or an environment with get_reward" if environment else ""),
         )
+
+
+WITH_AGENTS: set[SourceName] = {"rollouts", "accepted", "pairs"}
+"""Sources whose completions may be episodes of agents."""
+
+
+def check_agent(config: ExperimentConfig) -> None:
+    """Check the agent of a run.
+
+    Raises InputError if it does not load, or does not go together with other settings.
+    """
+    if not config.agent:
+        return
+    others = {
+        "--environment": bool(config.environment),
+        "--rollout.partial": bool(config.rollout.partial),
+        "--rollout.one-step-off": config.rollout.one_step_off,
+        "--evaluation.turns": bool(config.evaluation.turns),
+    }
+    for flag, is_given in others.items():
+        if is_given:
+            raise InputError(
+                f"{flag} does not go together with --agent",
+                where=f"{flag}, --agent",
+                why="an agent is a program of its own, whose episodes begin and end in one rollout",
+                fix=f"leave out {flag}",
+            )
+    for stage in config.stages:
+        if stage.algorithm.experience.source not in WITH_AGENTS:
+            raise InputError(
+                "the algorithm does not learn from episodes of agents",
+                where="--agent",
+                why=f"its experience is {stage.algorithm.experience.source}",
+                fix="choose one that learns from rewards, such as grpo",
+            )
+    if not config.agent_seconds > 0:
+        raise InputError(
+            f"--agent-seconds is {config.agent_seconds}",
+            where="--agent-seconds",
+            fix="use more than 0",
+        )
+    config_checks.check_positive({"--sampling.max-turns": config.sampling.max_turns})
+    compose.agent(config)
 
 
 CONVERSING: set[SourceName] = {"rollouts", "accepted", "pairs", "completions"}

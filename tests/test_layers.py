@@ -67,7 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"runtime", "redaction"},
     "serving": BASICS
     | WORKERS
-    | {"user_code", "redaction", "sampler", "tokenizers", "data", "rollout", "rewards", "runtime"},
+    | {"user_code", "environments", "sampler", "tokenizers", "data", "rollout", "rewards"}
+    | {"runtime"},
     "diagnosis": MODEL_CODE
     | {"untrusted_files"}
     | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience"},

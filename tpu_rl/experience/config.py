@@ -100,9 +100,11 @@ class SamplingConfig:
     max_prompt_tokens: int = 256
     max_new_tokens: int = 256
     """Length limit of a completion. With --environment it counts all turns of an episode, and what
-    the environment answers."""
+    the environment answers. With --agent it is that of one answer, and conversations have this and
+    `max_prompt_tokens` together."""
     max_turns: int = 8
-    """Turns of the policy in an episode. Only with --environment."""
+    """Turns of the policy in an episode. Only with --environment; with --agent, the calls of the
+    policy that an episode may make."""
     max_observation_tokens: int = 256
     """Tokens of one answer of the environment. A longer one is a fault of its episode."""
     temperature: float = 1.0

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from tpu_rl.rollout import records
 from tpu_rl.rollout.scoring import Scored
@@ -48,9 +52,37 @@ def from_scored(scored: Scored, step: int, data: Any = None) -> StepExperience:
     The data are the rollout itself, unless given: pairs or labels made of it.
     """
     return StepExperience(
-        scored.rollout if data is None else data,
+        with_few_shapes(scored.rollout) if data is None else data,
         records.metrics(scored),
         records.records(scored, step),
         records.warnings(scored),
         (scored.rollout,),
+    )
+
+
+def with_few_shapes(rollout: Rollout) -> Rollout:
+    """Return a rollout with rows without actions at its end, if episodes have several rows.
+
+    How many rows such a batch has depends on what happened in it, and programs are compiled for
+    each number. Here it is one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+    """
+    if rollout.episode_id is None or rollout.parent is None:
+        return rollout
+    num_rows = len(rollout.tokens)
+    power = 1 << (num_rows.bit_length() - 1)
+    size = next(size for size in (power, power * 3 // 2, power * 2) if size >= num_rows)
+
+    def pad(array: Any) -> np.ndarray:
+        return np.pad(array, [(0, size - num_rows)] + [(0, 0)] * (np.ndim(array) - 1))
+
+    padded = jax.tree.map(pad, rollout)
+    # Groups stay adjacent, and rows share nothing with the others.
+    return replace(
+        padded,
+        group_id=np.pad(rollout.group_id, (0, size - num_rows), mode="edge"),
+        episode_id=np.append(
+            rollout.episode_id,
+            np.arange(num_rows, size, dtype=np.int32) + np.max(rollout.episode_id) + 1,
+        ),
+        parent=np.append(rollout.parent, np.arange(num_rows, size, dtype=np.int32)),
     )

@@ -32,31 +32,53 @@ class Closed(Exception):
     """The conversation was closed before its turn ended."""
 
 
-class _Ask(NamedTuple):
+class Ask(NamedTuple):
+    """A turn that somebody waits for."""
+
     distribution: Distribution
     request: TurnRequest
-    future: Future[Turn]
+
+
+Item = Ask | int
+"""A turn to decode, or a conversation to close."""
+Share = Callable[[list[Item]], list[list[Item]]]
+"""The items of this process -> those of all processes, by index. All processes call it together."""
 
 
 class Pump:
     """Decodes the turns that calls ask for."""
 
-    def __init__(self, make_sampler: Callable[[Distribution], LiveSampler]):
+    def __init__(
+        self,
+        make_sampler: Callable[[Distribution], LiveSampler],
+        share: Share = lambda items: [items],
+    ):
+        """Start without samplers.
+
+        Args:
+            make_sampler: makes the sampler of a distribution.
+            share: with several processes, which decode together, gathers what each was asked for.
+        """
         self._make_sampler = make_sampler
+        self._share = share
         self._samplers: dict[Distribution, LiveSampler] = {}
         """Those that were used last come last."""
-        self._asked: dict[int, _Ask] = {}
-        """By conversation: the turns that are being decoded."""
+        self._asked: dict[int, Ask] = {}
+        """By conversation: the turns that are being decoded, of all processes."""
+        self._futures: dict[int, Future[Turn]] = {}
+        """By conversation: those who wait, of this process."""
         self._sampler_of: dict[int, LiveSampler] = {}
-        self._incoming: queue.SimpleQueue[_Ask | int | None] = queue.SimpleQueue()
-        """Turns to decode, and conversations to close; None only wakes the thread."""
+        self._incoming: queue.SimpleQueue[tuple[Ask, Future[Turn]] | int | None] = (
+            queue.SimpleQueue()
+        )
+        """None only wakes the thread."""
 
     # --- any thread ---
 
     def ask(self, distribution: Distribution, request: TurnRequest) -> Future[Turn]:
         """Ask for the next turn of a conversation. It has one turn at a time."""
         future: Future[Turn] = Future()
-        self._incoming.put(_Ask(distribution, request, future))
+        self._incoming.put((Ask(distribution, request), future))
         return future
 
     def close(self, conversation: int) -> None:
@@ -74,39 +96,36 @@ class Pump:
 
         If there is nothing to decode, wait so long for a call.
         """
-        self._take(wait_seconds)
+        for items in self._share(self._drain(wait_seconds if self.is_idle else 0.0)):
+            for item in items:
+                if isinstance(item, int):
+                    self._close(item)
+                else:
+                    self._begin(item)
         for sampler in list(self._samplers.values()):
             if sampler.is_idle:
                 continue
             for turn in sampler.step():
-                self._asked.pop(turn.conversation).future.set_result(turn)
+                del self._asked[turn.conversation]
+                future = self._futures.pop(turn.conversation, None)
+                if future is not None:
+                    future.set_result(turn)
 
     def fail_all(self, error: Exception) -> None:
-        """Answer all turns that are asked for with an error."""
+        """Answer all calls with an error."""
         self._drain(0.0)
-        for ask in self._asked.values():
-            ask.future.set_exception(error)
-        self._asked.clear()
+        for future in self._futures.values():
+            future.set_exception(error)
+        self._futures.clear()
 
     @property
     def is_idle(self) -> bool:
         """True if no turn is being decoded."""
         return not self._asked
 
-    def _take(self, wait_seconds: float) -> None:
-        for item in self._drain(wait_seconds if self.is_idle else 0.0):
-            if isinstance(item, int):
-                self._close(item)
-                continue
-            try:
-                sampler = self._sampler(item)
-                sampler.submit([item.request])
-            except TpuRlError as error:
-                self._asked.pop(item.request.conversation)
-                item.future.set_exception(error)
-
-    def _drain(self, wait_seconds: float) -> list[_Ask | int]:
-        items: list[_Ask | int] = []
+    def _drain(self, wait_seconds: float) -> list[Item]:
+        """Return what came in, and note who waits for it."""
+        items: list[Item] = []
         timeout = wait_seconds
         while True:
             try:
@@ -117,11 +136,23 @@ class Pump:
             if item is None:
                 continue
             if not isinstance(item, int):
-                item.future.set_running_or_notify_cancel()
-                self._asked[item.request.conversation] = item
+                item, future = item
+                future.set_running_or_notify_cancel()
+                self._futures[item.request.conversation] = future
             items.append(item)
 
-    def _sampler(self, ask: _Ask) -> LiveSampler:
+    def _begin(self, ask: Ask) -> None:
+        conversation = ask.request.conversation
+        try:
+            self._sampler(ask).submit([ask.request])
+        except TpuRlError as error:
+            future = self._futures.pop(conversation, None)
+            if future is not None:
+                future.set_exception(error)
+            return
+        self._asked[conversation] = ask
+
+    def _sampler(self, ask: Ask) -> LiveSampler:
         """Return the sampler of a distribution. The conversation's cache may be in another one."""
         sampler = self._samplers.pop(ask.distribution, None)
         if sampler is None:
@@ -143,9 +174,10 @@ class Pump:
         sampler = self._sampler_of.pop(conversation, None)
         if sampler is not None:
             sampler.close(conversation)
-        ask = self._asked.pop(conversation, None)
-        if ask is not None:
-            ask.future.set_exception(Closed())
+        self._asked.pop(conversation, None)
+        future = self._futures.pop(conversation, None)
+        if future is not None:
+            future.set_exception(Closed())
 
 
 class Conversations:

@@ -1,0 +1,170 @@
+"""Agents: programs in other processes that talk to the policy, and the rollouts of what they do."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launch import compose, config, preflight
+from tpu_rl.errors import InputError
+from tpu_rl.experience.source import from_scored
+from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.rollout import records
+from tpu_rl.rollout.engine import RolloutRequest
+from tpu_rl.serving import agents
+from tpu_rl.train import packing
+
+AGENTS = """
+import asyncio
+import json
+import urllib.request
+
+def ask(base_url, api_key, **body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + api_key}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(base_url + "/completions", data, headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+def ids_of(text):
+    return ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*=;#"].index(text)
+
+async def once(row, base_url, api_key):
+    tokens = await asyncio.to_thread(ask, base_url, api_key, prompt=row["prompt"])
+    return float(len(tokens))
+
+async def several(row, base_url, api_key):
+    '''Two turns, then the first prompt again, and then two calls at once. One row fails.'''
+    first = row["ids"]
+    answer = await asyncio.to_thread(ask, base_url, api_key, prompt=first, max_tokens=20)
+    if row["answer"] == "3":
+        raise ValueError("out of order")
+    more = [*first, *answer, *first[:2]]
+    await asyncio.to_thread(ask, base_url, api_key, prompt=more, max_tokens=9)
+    await asyncio.to_thread(ask, base_url, api_key, prompt=first, max_tokens=5)
+    calls = [
+        asyncio.to_thread(ask, base_url, api_key, prompt=[*first[:3], number], max_tokens=4)
+        for number in (5, 6)
+    ]
+    await asyncio.gather(*calls)
+    return None if row["answer"] == "5" else 2.0
+"""
+ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("agents") / "my_agent.py"
+    file.write_text(AGENTS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def context_of(file):
+    """Return (run, its params) by flags."""
+    known = {}
+
+    def make(*flags: str):
+        if flags not in known:
+            run_config = config.parse(
+                [
+                    "arithmetic_grpo",
+                    "--batch.group-size=2",
+                    "--sampling.max-new-tokens=64",
+                    f"--run-dir={file.parent / 'run'}",
+                    *flags,
+                ]
+            )
+            mesh = compose.make_mesh(run_config.mesh)
+            known[flags] = compose.make_context(run_config, file.parent / "run", mesh)
+        return known[flags]
+
+    return make
+
+
+def roll_out(made, rows):
+    context, params = made
+    with jax.set_mesh(context.mesh):
+        return compose.rollout_engine(context).roll_out(params, RolloutRequest(rows, step=1))
+
+
+@pytest.mark.slow
+def test_an_agent_of_one_call_samples_what_a_single_turn_does(context_of, file):
+    alone = roll_out(context_of(), ROWS)
+    scored = roll_out(context_of("--reward", "--agent", f"{file}:once"), ROWS)
+    assert scored.rewards.tolist() == scored.lengths.tolist()
+    rollout = scored.rollout
+    assert rollout.episode_id is None
+    for name in ("tokens", "action_mask", "birth_key", "truncated", "group_id"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(alone.rollout, name))
+    np.testing.assert_allclose(rollout.log_probs, alone.rollout.log_probs, atol=1e-5)
+    prompts = np.asarray(alone.rollout.action_mask).argmax(1)
+    assert rollout.shared.tolist() == np.where(np.arange(8) % 2, prompts, 0).tolist()
+
+
+@pytest.mark.slow
+def test_calls_become_rows_with_the_trainers_log_probs(context_of, file):
+    made = context_of("--reward", "arithmetic", "--agent", f"{file}:several")
+    context, params = made
+    rows = [{**row, "ids": context.language.tokenizer.encode(row["prompt"])} for row in ROWS]
+    scored = roll_out(made, rows)
+    rollout = scored.rollout
+    # Two turns; the prompt again; two helpers, which share three tokens with it.
+    names = [f"{episode}{'abcd'[:n]}" for episode, n in enumerate([4, 4, 1, 1, 4, 4, 4, 4])]
+    assert rollout.episode_id.tolist() == [int(name[0]) for name in names for _ in name[1:]]
+    assert rollout.group_id.tolist() == [int(e) // 2 for e in rollout.episode_id]
+    prompt = len(rows[0]["ids"])
+    assert rollout.parent[:8].tolist() == [0, 0, 0, 0, 0, 4, 4, 4]
+    assert rollout.shared[:8].tolist() == [0, prompt, 3, 3, prompt, prompt, 3, 3]
+    mask = rollout.action_mask
+    for row, (parent, shared) in enumerate(zip(rollout.parent, rollout.shared, strict=True)):
+        np.testing.assert_array_equal(rollout.tokens[row, :shared], rollout.tokens[parent, :shared])
+        assert not mask[row, :shared].any()
+    one_per_row = packing.one_per_row(jnp.asarray(rollout.tokens), jnp.asarray(mask), len(mask))
+    packed = jax.tree.map(lambda leaf: leaf[0, 0], one_per_row)
+    exact = token_log_probs(context.role("policy"), params, packed).log_probs
+    assert np.abs(np.asarray(exact) - rollout.log_probs)[mask].max() <= 2e-5
+    # The reward is once in an episode; --reward judges alone where the agent returned None.
+    totals = np.bincount(rollout.episode_id, rollout.rewards.sum(1))
+    own = np.array([2, 2, 0, 0, 0, 0, 2, 2])
+    assert set(totals - own) <= {0.0, 1.0}
+    assert ~rollout.scored[rollout.episode_id == 2].any()
+    metrics = records.metrics(scored)
+    assert metrics["env/branches"] == np.mean([4, 4, 1, 1, 4, 4, 4, 4])
+    assert metrics["reward/errors"] == 2
+    assert "out of order" in records.warnings(scored)[0]
+    # Batches have few shapes.
+    data = from_scored(scored, 1).data
+    assert len(data.tokens) == 32
+    assert not data.scored[26:].any()
+    assert not data.action_mask[26:].any()
+    again = roll_out(made, rows)
+    jax.tree.map(np.testing.assert_array_equal, again.rollout, rollout)
+
+
+def test_bad_agents_are_one_message(context_of, file):
+    run_config = context_of()[0].config
+    changes = {
+        "no function 'runn'": {"agent": f"{file}:runn"},
+        "no such agent file": {"agent": "nowhere.py:run"},
+        "--environment does not go together": {"environment": "x.py:Y", "agent": f"{file}:once"},
+        "one-step-off does not": {
+            "rollout": config.RolloutConfig(one_step_off=True),
+            "agent": f"{file}:once",
+        },
+    }
+    for message, change in changes.items():
+        with pytest.raises(InputError, match=message):
+            preflight.check_agent(dataclasses.replace(run_config, **change))
+
+
+def test_rows_of_a_group_share_what_comes_before_their_first_actions():
+    branch = agents.Branch(0, 0, [1, 2], [False, True], [0.0, -1.0], [0.0, -1.0])
+    other = dataclasses.replace(branch, shared=1, tokens=[1, 3])
+    keys = np.zeros((2, 2), np.uint32)
+    rollout = agents.to_rollout([[branch, other], [branch]], keys, 2, 4, 0, 0)
+    assert rollout.parent.tolist() == [0, 0, 0]
+    assert rollout.shared.tolist() == [0, 1, 1]

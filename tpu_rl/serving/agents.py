@@ -1,0 +1,539 @@
+"""Training on what programs do that talk to the policy: `--agent FILE.py:FUNCTION`.
+
+    async def run(row, base_url, api_key) -> float | None
+
+Each completion of a data row is one call of this function, in a worker process, with many calls at
+once. It talks to a server in this process, as to any other server of the kind. Its API key names
+its episode, under which the server records all that it asks for. A number that it returns is the
+reward; None leaves the judgment to --reward.
+
+    generate    the function runs, and the policy writes what it asks for
+    score       rewards as of any completion; an episode of several rows has one
+
+An exception, or an end that does not come in time, is a fault of that episode alone. Such an
+episode is not scored and teaches nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tpu_rl import sampler
+from tpu_rl.data import Row
+from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
+from tpu_rl.errors import InputError
+from tpu_rl.rollout import prompts, scoring, signals
+from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
+from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled, Scored
+from tpu_rl.runtime import processes
+from tpu_rl.sampler import LiveSampler, SegmentConfig, TurnRequest
+from tpu_rl.serving import agent_environment
+from tpu_rl.serving.app import App, EpisodeAccount, Limits
+from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
+from tpu_rl.serving.record import Branch
+from tpu_rl.serving.server import LOOPBACK, Server, bind
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Params, Rollout
+
+STEPS_PER_SEGMENT = 16
+"""Decode steps between two visits of the host, at most: calls wait for the end of a segment."""
+CONTEXTS_AT_ONCE = 4
+"""New prompts of a device that are read together. Calls of many episodes rarely come at once."""
+POLL_SECONDS = 0.05
+NAME = "agent"
+"""The name of its reward and its faults."""
+
+_pool_ids = itertools.count()
+
+
+class Agent(NamedTuple):
+    """A function of the user, and how it is run."""
+
+    path: str
+    """FILE.py:FUNCTION."""
+    pool: EnvironmentPool
+    max_calls: int
+    """Calls of the server that an episode may make."""
+
+
+def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: int) -> Agent:
+    """Return the agent of a file, which is loaded.
+
+    Args:
+        path: FILE.py:FUNCTION.
+        limits: number and memory of workers.
+        seconds: time for an episode.
+        max_calls: calls of the server in an episode.
+
+    Raises:
+        InputError: if there is no such file, it does not load, or it has no such function.
+    """
+    limits = replace(limits, call_seconds=seconds)
+    pool = EnvironmentPool(
+        f"{agent_environment.__file__}:{agent_environment.Agent.__name__}", limits
+    )
+    probe = next(_pool_ids)
+    reply = pool.reset(probe, {"agent": path, "row": {}, "base_url": "", "api_key": ""}).result()
+    pool.release(probe)
+    if reply.fault:
+        # The message of an InputError has lines of its own.
+        raise InputError(
+            "the agent does not load", where=f"--agent {path}", why=reply.fault, fix="repair it"
+        )
+    return Agent(path, pool, max_calls)
+
+
+def make_agent_engine(agent: Agent, decoding: Decoding, scorer: Scorer) -> Engine:
+    """Return the engine whose completions are the episodes of an agent."""
+    engine = _AgentEngine(agent, decoding, scorer)
+    return Engine(engine.generate, engine.score)
+
+
+@dataclass(frozen=True)
+class AgentEpisodes(Sampled):
+    """Episodes of agents. What is inherited has one entry per episode, with its last row."""
+
+    all_rows: Rollout | None = None
+    """All rows of all episodes."""
+    last_rows: np.ndarray | None = None
+    """[episodes] int: the last row of each episode."""
+    row_texts: tuple[str, ...] = ()
+    """The text that the policy wrote in each row."""
+
+
+class Outcome(NamedTuple):
+    """What became of an episode. JSON can write it."""
+
+    branches: list[Branch]
+    reward: float | None
+    fault: str
+    messages: list[dict[str, Any]]
+    """The last conversation, from the first message of the policy on."""
+    calls: int
+
+
+class _AgentEngine:
+    def __init__(self, agent: Agent, decoding: Decoding, scorer: Scorer):
+        self._agent = agent
+        self._decoding = decoding
+        self._scorer = scorer
+        self._accounts: dict[str, EpisodeAccount] = {}
+        """API key -> episode."""
+        self._numbers = itertools.count(processes.index(), processes.count())
+        config = decoding.config
+        self._distribution = Distribution(
+            config.temperature, config.top_k, config.top_p, config.min_p
+        )
+        self._limits = Limits(
+            decoding.max_prompt_tokens + config.max_new_tokens, config.max_new_tokens
+        )
+
+    # --- generate ---
+
+    def generate(self, params: Params, request: RolloutRequest) -> Sampled:
+        """Run the agent once for each completion that the request asks for.
+
+        All processes call it together. Each runs the agents of its own groups.
+        """
+        began = time.perf_counter()
+        if request.resumed is not None or request.first_groups is not None:
+            raise InputError(
+                "episodes of agents cannot be left unfinished",
+                where="--rollout.partial, --agent",
+                why="the state of an agent is not part of checkpoints",
+                fix="leave out --rollout.partial",
+            )
+        decoding = self._decoding
+        group_size = decoding.config.samples_per_prompt
+        num_episodes = len(request.rows) * group_size
+        row_ids = request.first_row_id + np.arange(num_episodes)
+        run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
+        keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
+        signals.mark(decoding.purpose, "rollout", request.step)
+        local = scoring.local_rows(num_episodes, group_size)
+        with jax.set_mesh(decoding.policy.mesh):
+            outcomes = self._run(params, request.rows, keys, group_size, local)
+        signals.mark(decoding.purpose, "rewards", request.step)
+        ordered = [outcomes[episode] for episode in range(num_episodes)]
+        sampled = self._sampled(request, ordered, keys, group_size)
+        return replace(sampled, step=request.step, seconds=time.perf_counter() - began)
+
+    def _run(
+        self, params: Params, rows: list[Row], keys: np.ndarray, group_size: int, local: slice
+    ) -> dict[int, Outcome]:
+        """Run all local episodes, and return the outcomes of all."""
+        running: _Running | None = None
+        pump = Pump(functools.partial(self._sampler, params, len(keys)), _share)
+        self._app.pump = pump
+        try:
+            running = _Running(self._agent, self._server.url, pump.wake)
+            first_prompts = [self._first_prompt(rows[g]) for g in range(len(rows))]
+            for episode in range(local.start, local.stop):
+                account = EpisodeAccount(
+                    self._scorer.tokenizer,
+                    self._numbers,
+                    row_key=keys[episode],
+                    first_prompt=first_prompts[episode // group_size],
+                    distribution=self._distribution,
+                    most_calls=self._agent.max_calls,
+                )
+                key = secrets.token_urlsafe(24)
+                self._accounts[key] = account
+                running.begin(episode, rows[episode // group_size], key)
+            outcomes: dict[int, Outcome] = {}
+            while processes.any_of(bool(running.keys)):
+                pump.step(POLL_SECONDS)
+                signals.between_segments()
+                for episode, key, reply in running.ended():
+                    account = self._accounts.pop(key)
+                    account.is_over = True
+                    for conversation in account.conversations.open:
+                        pump.close(conversation)
+                    outcomes[episode] = self._outcome(account, reply)
+        finally:
+            self._accounts.clear()
+            pump.fail_all(InputError("the rollout has ended"))
+            if running is not None:
+                running.stop()
+        return _shared(outcomes)
+
+    def _outcome(self, account: EpisodeAccount, reply: Reply) -> Outcome:
+        fault = reply.fault
+        if not fault and not account.record.calls:
+            fault = "it asked the policy for nothing"
+        if not fault and reply.reward is None and not self._scorer.reward_functions:
+            fault = "it returned no reward, and no --reward judges what it did"
+        branches = account.record.branches()
+        messages = account.history.last_messages()
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[places[0] :] if places else []
+        if not messages and branches:
+            text = self._scorer.tokenizer.decode(_actions(branches[-1]))
+            messages = [{"role": "assistant", "content": text}]
+        return Outcome(branches, reply.reward, fault, messages, len(account.record.calls))
+
+    def _first_prompt(self, row: Row) -> list[int] | None:
+        """Return the ids of the row's prompt, if they can be told."""
+        if "prompt" not in row:
+            return None
+        try:
+            return self._scorer.tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+        except InputError:
+            return None
+
+    def _sampler(self, params: Params, rows: int, distribution: Distribution) -> LiveSampler:
+        del distribution  # That of the run, the only one that episodes may ask for.
+        decoding = self._decoding
+        config = decoding.config
+        segments = SegmentConfig(steps=min(config.segments.steps, STEPS_PER_SEGMENT))
+        return LiveSampler(
+            decoding.policy.policy,
+            decoding.policy.params(params),
+            replace(config, segments=segments),
+            num_slots=min(config.max_num_seqs, rows),
+            max_length=self._limits.max_model_len,
+            prompt_length=decoding.max_prompt_tokens,
+            contexts_at_once=CONTEXTS_AT_ONCE,
+            mesh=decoding.policy.mesh,
+            stop_at=prompts.stop_at(self._scorer.tokenizer, decoding.stop_strings),
+            on_segment=signals.between_segments,
+        )
+
+    @functools.cached_property
+    def _app(self) -> App:
+        no_pump: Any = None
+        return App(
+            no_pump,
+            self._scorer.tokenizer,
+            "policy",
+            self._limits,
+            self._distribution,
+            lambda key: self._accounts.get(key or ""),
+        )
+
+    @functools.cached_property
+    def _server(self) -> Server:
+        """The server, which lives as long as the process."""
+        server = Server(self._app, bind(LOOPBACK, 0))
+        server.start()
+        return server
+
+    # --- rows ---
+
+    def _sampled(
+        self, request: RolloutRequest, outcomes: list[Outcome], keys: np.ndarray, group_size: int
+    ) -> AgentEpisodes:
+        tokenizer = self._scorer.tokenizer
+        rollout = to_rollout(
+            [outcome.branches or [_no_calls(tokenizer)] for outcome in outcomes],
+            keys,
+            group_size,
+            self._limits.max_model_len,
+            self._decoding.config.pad_id,
+            request.policy_step,
+        )
+        counts = np.array([max(len(outcome.branches), 1) for outcome in outcomes])
+        last_rows = np.cumsum(counts) - 1
+        last = jax.tree.map(lambda array: array[last_rows], rollout)
+        rewards = np.array([np.nan if o.reward is None else o.reward for o in outcomes], np.float32)
+        episodes = EpisodeOutcomes(
+            names=[NAME] * len(outcomes),
+            is_scored=bool(np.isfinite(rewards).any()),
+            rewards=rewards,
+            turn_rewards=np.zeros(last.tokens.shape, np.float32),
+            faults=[outcome.fault for outcome in outcomes],
+            messages=[outcome.messages for outcome in outcomes],
+            counts={
+                "turns": np.array([outcome.calls for outcome in outcomes]),
+                "branches": counts,
+                "errors": np.array([bool(outcome.fault) for outcome in outcomes], int),
+                "observation_tokens": np.array([_num_observed(o.branches) for o in outcomes]),
+            },
+        )
+        texts = [
+            tokenizer.decode(tokens[mask].tolist())
+            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+        ]
+        return AgentEpisodes(
+            rollout=replace(last, parent=None, shared=None, episode_id=None),
+            rows=request.rows,
+            prompts=[
+                prompts.as_text(row.get("prompt", ""))
+                for row in request.rows
+                for _ in range(group_size)
+            ],
+            completions=[prompts.as_text(outcome.messages) for outcome in outcomes],
+            lengths=np.add.reduceat(rollout.action_mask.sum(-1), last_rows + 1 - counts),
+            episodes=episodes,
+            all_rows=rollout,
+            last_rows=last_rows,
+            row_texts=tuple(texts),
+        )
+
+    # --- score ---
+
+    def score(self, sampled: Sampled) -> Scored:
+        """Return the episodes with their rewards, one entry for each row."""
+        assert isinstance(sampled, AgentEpisodes)
+        assert sampled.all_rows is not None
+        assert sampled.last_rows is not None
+        scored = self._scorer(sampled)
+        last_rows = sampled.last_rows
+        num_rows = len(sampled.all_rows.tokens)
+        episode_of = np.searchsorted(last_rows, np.arange(num_rows))
+        is_last = last_rows[episode_of] == np.arange(num_rows)
+
+        def on_last(values: np.ndarray) -> np.ndarray:
+            return np.where(is_last, values[episode_of], values.dtype.type(0))
+
+        rewards = np.zeros(sampled.all_rows.tokens.shape, np.float32)
+        rewards[last_rows] = scored.rollout.rewards
+        texts = [
+            scored.completions[episode] if last else text
+            for episode, last, text in zip(episode_of, is_last, sampled.row_texts, strict=True)
+        ]
+        assert scored.episodes is not None
+        return replace(
+            scored,
+            rollout=replace(
+                sampled.all_rows,
+                rewards=rewards,
+                scored=np.asarray(scored.rollout.scored)[episode_of],
+            ),
+            prompts=[scored.prompts[episode] for episode in episode_of],
+            completions=texts,
+            lengths=np.asarray(sampled.all_rows.action_mask).sum(-1),
+            rewards=on_last(scored.rewards),
+            parts={name: on_last(part) for name, part in scored.parts.items()},
+            faults=[
+                scored.faults[episode] if last else ""
+                for episode, last in zip(episode_of, is_last, strict=True)
+            ],
+            episodes=replace(scored.episodes.take(episode_of), turn_rewards=np.zeros_like(rewards)),
+        )
+
+
+class _Running:
+    """The episodes that run, in workers."""
+
+    def __init__(self, agent: Agent, base_url: str, wake: Any):
+        self._agent = agent
+        self._base_url = base_url
+        self._wake = wake
+        self.keys: dict[int, str] = {}
+        """Episode -> API key, of the episodes that are not over."""
+        self._pool_ids: dict[int, int] = {}
+        self._pending: dict[int, tuple[str, Future[Reply]]] = {}
+        """Episode -> what was asked of the pool."""
+
+    def begin(self, episode: int, row: Row, key: str) -> None:
+        """Start an episode."""
+        self.keys[episode] = key
+        self._pool_ids[episode] = next(_pool_ids)
+        arguments = {
+            "agent": self._agent.path,
+            "row": dict(row),
+            "base_url": self._base_url,
+            "api_key": key,
+        }
+        self._wait(episode, "reset", self._agent.pool.reset(self._pool_ids[episode], arguments))
+
+    def _wait(self, episode: int, asked: str, future: Future[Reply]) -> None:
+        self._pending[episode] = (asked, future)
+        future.add_done_callback(lambda _: self._wake())
+
+    def ended(self) -> list[tuple[int, str, Reply]]:
+        """Return (episode, API key, reply) of the episodes that have ended."""
+        ended = []
+        for episode, (asked, future) in sorted(self._pending.items()):
+            if not future.done():
+                continue
+            reply = future.result()
+            pool_id = self._pool_ids[episode]
+            if asked == "reset" and not reply.fault:
+                self._wait(episode, "reward", self._agent.pool.reward(pool_id))
+                continue
+            del self._pending[episode]
+            self._agent.pool.release(pool_id)
+            ended.append((episode, self.keys.pop(episode), reply))
+        return ended
+
+    def stop(self) -> None:
+        """Give up the episodes that still run."""
+        for episode in self._pending:
+            self._agent.pool.release(self._pool_ids[episode])
+
+
+def to_rollout(
+    episodes: list[list[Branch]],
+    keys: np.ndarray,
+    group_size: int,
+    length: int,
+    pad_id: int,
+    policy_step: int,
+) -> Rollout:
+    """Return the branches of all episodes as the rows of a rollout of `length` columns.
+
+    The first rows of a group's episodes share what comes before their first actions. If each
+    episode has one branch, there are no episode ids.
+    """
+    num_rows = sum(map(len, episodes))
+    shape = (num_rows, length)
+    tokens = np.full(shape, pad_id, np.int32)
+    action_mask = np.zeros(shape, bool)
+    log_probs = np.zeros(shape, np.float32)
+    behaviour_log_probs = np.zeros(shape, np.float32)
+    parent = np.arange(num_rows, dtype=np.int32)
+    shared = np.zeros(num_rows, np.int32)
+    episode_id = np.repeat(np.arange(len(episodes), dtype=np.int32), [len(e) for e in episodes])
+    truncated = np.zeros(num_rows, bool)
+    row = 0
+    first_of_group = 0
+    for episode, branches in enumerate(episodes):
+        start = row
+        if episode % group_size == 0:
+            first_of_group = row
+        for branch in branches:
+            end = len(branch.tokens)
+            tokens[row, :end] = branch.tokens
+            action_mask[row, :end] = branch.is_action
+            log_probs[row, :end] = branch.log_probs
+            behaviour_log_probs[row, :end] = branch.behaviour_log_probs
+            truncated[row] = branch.truncated
+            if branch.shared:
+                parent[row] = start + branch.parent
+                shared[row] = branch.shared
+            row += 1
+        if start != first_of_group:
+            same = tokens[start] == tokens[first_of_group]
+            same &= ~action_mask[start] & ~action_mask[first_of_group]
+            parent[start] = first_of_group
+            shared[start] = same.argmin()
+    # Rollout's fields are declared as jax arrays; these numpy arrays are placed on devices later.
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": action_mask,
+        "log_probs": log_probs,
+        "behaviour_log_probs": behaviour_log_probs,
+        "rewards": np.zeros(shape, np.float32),
+        "group_id": episode_id // group_size,
+        "policy_step": np.full(num_rows, policy_step, np.int32),
+        "birth_key": keys[episode_id],
+        "truncated": truncated,
+        "scored": np.ones(num_rows, bool),
+        "parent": parent,
+        "shared": shared,
+        "episode_id": episode_id if num_rows > len(episodes) else None,
+    }
+    return Rollout(**fields)
+
+
+def _no_calls(tokenizer: Tokenizer) -> Branch:
+    """Return the row of an episode without calls, which is not scored: an end of sequence."""
+    end = tokenizer.eos_ids[0]
+    return Branch(0, 0, [end, end], [False, True], [0.0, 0.0], [0.0, 0.0], True)
+
+
+def _actions(branch: Branch) -> list[int]:
+    return [i for i, chosen in zip(branch.tokens, branch.is_action, strict=True) if chosen]
+
+
+def _num_observed(branches: list[Branch]) -> int:
+    """Return the number of tokens that the episode's branches read after their first actions."""
+    count = 0
+    for branch in branches:
+        mask = branch.is_action
+        start = mask.index(True)
+        count += mask[start:].count(False)
+    return count
+
+
+# --- several processes ---
+
+
+def _share(items: list[Item]) -> list[list[Item]]:
+    """Return the items of all processes, by index."""
+    if processes.count() == 1:
+        return [items]
+
+    def plain(item: Item) -> Any:
+        if isinstance(item, int):
+            return item
+        return [list(item.distribution), [*item.request[:2], item.request.key.tolist(), item[1][3]]]
+
+    def restored(value: Any) -> Item:
+        if isinstance(value, int):
+            return value
+        distribution, (conversation, token_ids, key, max_new_tokens) = value
+        key = np.array(key, np.uint32)
+        request = TurnRequest(conversation, token_ids, key, max_new_tokens)
+        return Ask(Distribution(*distribution), request)
+
+    return [
+        [restored(value) for value in values]
+        for values in processes.gather([plain(item) for item in items])
+    ]
+
+
+def _shared(outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
+    """Return the outcomes of all processes' episodes."""
+    if processes.count() == 1:
+        return outcomes
+    plain = [
+        [episode, [asdict(branch) for branch in outcome.branches], list(outcome[1:])]
+        for episode, outcome in outcomes.items()
+    ]
+    return {
+        episode: Outcome([Branch(**branch) for branch in branches], *rest)
+        for values in processes.gather(plain)
+        for episode, branches, rest in values
+    }
