@@ -50,7 +50,7 @@ def test_a_scripted_policy_runs_programs_that_can_do_no_harm():
             answers = {}
             while not answers:
                 answers = episodes.poll(wait=True)
-            observation = tokenizer.decode(answers[0], skip_special=False)
+            observation = tokenizer.decode(answers[0] or [], skip_special=False)
             assert observation.startswith(f"\n<bos>tool\n{expected}"), observation
         episodes.on_turn(0, [*tokenizer.encode("5050"), tokenizer.eos_ids[0]], True)
         while episodes.poll(wait=True) != {0: None}:

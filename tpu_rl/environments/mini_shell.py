@@ -154,7 +154,7 @@ class Shell:
 class MiniShell:
     """The environment: a text game whose moves are commands."""
 
-    def reset(self, directories: Sequence[str], files: Mapping[str, str], goal: Files) -> None:
+    def reset(self, directories: list[str], files: Files, goal: Files) -> None:
         """Begin with the files of a row."""
         self._shell = Shell(directories, files)
         self._goal = goal
@@ -323,8 +323,8 @@ def is_solvable(problem: Problem) -> bool:
 def draw(config: MiniShellData, generator: np.random.Generator) -> Problem:
     """Return a random task, which may make no sense."""
 
-    def choose(names: Sequence[str], count: int) -> list[str]:
-        return [names[index] for index in generator.permutation(len(names))[:count]]
+    def choose(names: tuple[str, ...], count: int) -> list[str]:
+        return [names[int(index)] for index in generator.permutation(len(names))[:count]]
 
     directories = sorted(choose(DIRECTORIES, config.directories))
     names = choose(FILES, config.files)
