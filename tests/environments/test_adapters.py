@@ -9,8 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from tpu_rl.environments import adapters, contract, named
+from tpu_rl.environments import TASKS, ReasoningGymData, adapters, contract, named
 from tpu_rl.environments.adapters import openenv, reasoning_gym, tunix
+from tpu_rl.environments.reasoning import SHORT
 from tpu_rl.errors import InputError, MachineError
 
 
@@ -159,6 +160,7 @@ def test_reasoning_gym():
     assert contract.reset(task, {"index": 701}, seed=0) != question
     answer = task._entry["answer"]
     assert contract.step(task, f"<answer>{answer}</answer>") == ("", 1.0, True)
+    assert contract.describe(task, "").name == "chain_sum"
     factoring = one_of("reasoning_gym:prime_factorization")
     contract.reset(factoring, {}, seed=3)
     assert contract.step(factoring, "zzz") == ("", 0.0, True), "its scorer raises"
@@ -166,6 +168,32 @@ def test_reasoning_gym():
     for name in ("game_of_life_halting", "chain_sums"):
         with pytest.raises(InputError, match=f"reasoning_gym:{name} cannot be used"):
             named.load(f"reasoning_gym:{name}")
+
+
+def test_rows_name_their_task_and_question():
+    data = ReasoningGymData(tasks=("gcd", "lcm"), questions=700, chat=False)
+    train, other = (TASKS["reasoning_gym"].train_rows(data, seed) for seed in (0, 1))
+    assert len(train) == 1400
+    assert [train[index]["environment"] for index in range(3)] == ["gcd", "lcm", "gcd"]
+    assert train[0]["index"] == train[1]["index"] == train[2]["index"] - 1
+    assert train[0]["index"] % reasoning_gym.CHUNK == 0, "few data sets make all questions"
+    assert train[0]["index"] != other[0]["index"]
+    evaluation = TASKS["reasoning_gym"].evaluation_rows(data, 10)
+    assert evaluation[0]["index"] == reasoning_gym.EVALUATION_START > train[1399]["index"]
+    assert evaluation[0]["prompt"] == data.instruction
+    with pytest.raises(InputError, match="none twice"):
+        ReasoningGymData(tasks=("gcd", "gcd"))
+
+
+@needs("reasoning_gym")
+def test_the_short_tasks_score_right_answers_alone():
+    factories = named.load(f"reasoning_gym:{','.join(SHORT)}")
+    for name, factory in factories.items():
+        task = factory()
+        assert len(contract.reset(task, {"index": 3}, seed=0) or "") < 300
+        answer = task._entry["answer"]
+        assert contract.step(task, f"Answer: {answer}") == ("", 1.0, True), name
+        assert (contract.step(task, "zzz")[1] or 0) < 0.1, name
 
 
 # --- OpenEnv ---

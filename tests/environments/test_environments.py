@@ -356,8 +356,8 @@ def test_every_task_makes_rows_that_its_rewards_judge(name):
     task = TASKS[name]
     settings = task.settings()
     assert task_of(settings) is task
-    demonstration = task.demonstrations(settings, 3)[0]
     if task.rewards:  # Otherwise an environment judges.
+        demonstration = task.demonstrations(settings, 3)[0]
         answers = {name: [demonstration[column]] for name, column in JUDGED.items()}
         assert task.rewards[name]([demonstration["prompt"]], **answers) == [1.0]
     assert task.train_rows(settings, 3)[0] != task.train_rows(settings, 4)[0]
@@ -367,6 +367,7 @@ def test_every_task_makes_rows_that_its_rewards_judge(name):
     assert len(task.slices_of(held_out[0])) <= 1
     assert task.read_answers.keys() <= task.rewards.keys()
     for reward, read_answer in task.read_answers.items():
+        demonstration = task.demonstrations(settings, 3)[0]
         assert read_answer(demonstration["completion"]) is not None, reward
 
 

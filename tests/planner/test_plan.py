@@ -452,6 +452,7 @@ MODELS = {
     "code": "builtin:gsm8k_scratch",
     "gsm8k": "builtin:gsm8k_scratch",
     "mini_shell": "builtin:mini_shell",
+    "reasoning_gym": "builtin:gsm8k_scratch",
     "star_graph": "builtin:star_graph",
 }
 """Prefix of a preset -> a model to plan it with, for presets that bring none."""

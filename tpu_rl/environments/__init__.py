@@ -6,7 +6,7 @@ Every task is registered once, in `TASKS`, and every built-in environment in
 
 from __future__ import annotations
 
-from tpu_rl.environments import arithmetic, mini_shell, reverse, star_graph
+from tpu_rl.environments import arithmetic, mini_shell, reasoning, reverse, star_graph
 from tpu_rl.environments.arithmetic import (
     ALPHABET,
     Arithmetic,
@@ -15,6 +15,7 @@ from tpu_rl.environments.arithmetic import (
     ArithmeticSource,
 )
 from tpu_rl.environments.mini_shell import MiniShellData, MiniShellSource
+from tpu_rl.environments.reasoning import ReasoningGymData
 from tpu_rl.environments.reverse import ReverseData
 from tpu_rl.environments.star_graph import StarGraph, StarGraphData, StarGraphSource
 from tpu_rl.environments.task import Task, text_of
@@ -28,6 +29,7 @@ __all__ = [
     "ArithmeticSource",
     "MiniShellData",
     "MiniShellSource",
+    "ReasoningGymData",
     "ReverseData",
     "StarGraph",
     "StarGraphData",
@@ -44,6 +46,7 @@ __all__ = [
 TASKS: dict[str, Task] = {
     "arithmetic": arithmetic.TASK,
     "mini_shell": mini_shell.TASK,
+    "reasoning_gym": reasoning.TASK,
     "reverse": reverse.TASK,
     "star_graph": star_graph.TASK,
 }

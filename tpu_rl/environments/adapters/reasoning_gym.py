@@ -68,6 +68,8 @@ def _class_of(task: str) -> Factory:
                 score = 0.0
             return "", float(score), True, {}
 
+    # The name of a class is that of its reward in metrics.
+    Task.__name__ = task
     return Task
 
 
