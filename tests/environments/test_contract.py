@@ -186,6 +186,12 @@ def test_reset_gets_the_columns_that_it_names():
     assert contract.reset(Guess(), row, seed=3) == "seed 3, hint h"
     assert contract.reset(Guess(), {**row, "seed": 5}, seed=3) == "seed 5, hint h"
 
+    class Asks:
+        def reset(self, max_turns, is_evaluation):
+            return f"{max_turns} {is_evaluation}"
+
+    assert contract.reset(Asks(), row, seed=3, max_turns=2, is_evaluation=True) == "2 True"
+
 
 @pytest.mark.parametrize(
     ("value", "expected"),

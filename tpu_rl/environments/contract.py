@@ -24,9 +24,15 @@ Text games. `step` gets what the model wrote, and no method is a tool:
 has a `step`, unless that is a tool: one that is described as tools are, and returns a text. The
 attribute `text_game = True` or `False` decides it outright.
 
-All methods may be `async def`. If `reset` names `seed`, it gets a number that belongs to the
-episode. The episodes of one data row share it, because their rewards are compared. What a model
-sees must be a function of the row, the seed and the model's actions: resume relies on it.
+All methods may be `async def`. If `reset` names one of these, it gets
+
+    seed            a number that belongs to the episode. The episodes of one data row share it,
+                    because their rewards are compared.
+    max_turns       the turns that the model may take, at least 1
+    is_evaluation   True in evaluations
+
+A column of the data with such a name goes first. What a model sees must be a function of the row,
+these three and the model's actions: resume relies on it.
 """
 
 from __future__ import annotations
@@ -50,6 +56,10 @@ MAX_OBSERVATION_CHARACTERS = 1_000_000
 """The longest text of one observation. Limits in tokens are far lower."""
 MAX_STATE_CHARACTERS = 10_000
 """The longest JSON of an attribute that reward functions see."""
+
+
+EPISODE_PARAMETERS = ("seed", "max_turns", "is_evaluation")
+"""What `reset` may name besides columns of the data; see the module's docstring."""
 
 
 class Description(NamedTuple):
@@ -129,20 +139,27 @@ def _required(reset: Callable[..., Any]) -> list[str]:
         for parameter in parameters
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.name != "seed"
+        and parameter.name not in EPISODE_PARAMETERS
     ]
 
 
 # --- calls ---
 
 
-def reset(instance: Any, row: Mapping[str, Any], seed: int) -> str | None:
+def reset(
+    instance: Any,
+    row: Mapping[str, Any],
+    seed: int,
+    max_turns: int = 1,
+    is_evaluation: bool = False,
+) -> str | None:
     """Begin an episode, and return its first observation."""
     parameters = inspect.signature(instance.reset).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {name: value for name, value in row.items() if takes_all or name in parameters}
-    if "seed" in parameters:
-        arguments.setdefault("seed", seed)
+    for name, value in zip(EPISODE_PARAMETERS, (seed, max_turns, is_evaluation), strict=True):
+        if name in parameters:
+            arguments.setdefault(name, value)
     value = _finished(instance.reset(**arguments))
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]  # gymnasium's (observation, info)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.environments import contract, mini_shell, python_tool
+from tpu_rl.environments import contract, mini_shell, multi_attempt, python_tool
 from tpu_rl.environments.adapters import (
     gem,
     gymnasium,
@@ -21,6 +21,7 @@ from tpu_rl.errors import InputError
 
 ENVIRONMENTS: dict[str, Factory] = {
     "mini_shell": mini_shell.MiniShell,
+    "multi_attempt": multi_attempt.MultiAttempt,
     "python_tool": python_tool.PythonTool,
 }
 """Every built-in environment by its name. To add one, write its file and add its row here."""

@@ -204,8 +204,15 @@ class EnvironmentPool:
 
     # --- episodes ---
 
-    def reset(self, episode: int, row: Mapping[str, Any], seed: int = 0) -> Future[Reply]:
-        """Begin an episode with a row of the data."""
+    def reset(
+        self,
+        episode: int,
+        row: Mapping[str, Any],
+        seed: int = 0,
+        max_turns: int = 1,
+        is_evaluation: bool = False,
+    ) -> Future[Reply]:
+        """Begin an episode with a row of the data; see `contract` for the other arguments."""
         self.description(row)
         name = self._class_of(row)
         if name is not None:
@@ -215,7 +222,13 @@ class EnvironmentPool:
             worker = self._worker_for_one_more()
             worker.episodes.add(episode)
             self._lives_in[episode] = worker
-        request = {"ask": "reset", "episode": episode, "row": dict(row), "seed": seed, "name": name}
+        arguments = {
+            "row": dict(row),
+            "seed": seed,
+            "max_turns": max_turns,
+            "is_evaluation": is_evaluation,
+        }
+        request = {"ask": "reset", "episode": episode, "name": name, "arguments": arguments}
         return worker.ask(request, self.limits.reset_seconds)
 
     def call(self, episode: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[Reply]:

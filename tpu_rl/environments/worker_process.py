@@ -89,7 +89,7 @@ class Seat:
                     self._instance = self._factory()
                     description = contract.describe(self._instance, "")
                     self._tools = [tool["function"]["name"] for tool in description.tools]
-                return {"text": contract.reset(self._instance, request["row"], request["seed"])}
+                return {"text": contract.reset(self._instance, **request["arguments"])}
             case "call":
                 return {"results": contract.call(self._instance, self._tools, request["calls"])}
             case "step":

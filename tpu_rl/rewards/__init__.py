@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,8 @@ import numpy as np
 from tpu_rl import sandbox, user_code
 from tpu_rl.environments import TASKS
 from tpu_rl.environments import text_of as text_of
+from tpu_rl.environments.answers import final_number as final_number
+from tpu_rl.environments.answers import read_number as read_number
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards import worker_process
@@ -405,7 +406,7 @@ BUILTIN: dict[str, Reward] = {
 """Reward functions by the names that presets and `--reward` use."""
 
 
-# --- texts and numbers ---
+# --- texts ---
 
 
 def program_of(text: str) -> str:
@@ -415,53 +416,6 @@ def program_of(text: str) -> str:
 
 
 _FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-
-def final_number(text: str) -> Fraction | None:
-    """Return the number after the last "####", or else in the last \\boxed{}; None without one."""
-    _, marker, tail = text.rpartition("####")
-    if marker:
-        return read_number(tail)
-    _, marker, tail = text.rpartition("\\boxed{")
-    return read_number(tail[: _closing_brace(tail)]) if marker else None
-
-
-def read_number(text: str) -> Fraction | None:
-    """Return the first number of a text, or None.
-
-    It may have a sign, thousands commas, decimals, or be a fraction, also in LaTeX. Currency and
-    percent signs are dropped. So "$1,234.00", "1234" and "1234.0 dollars" are the same number, and
-    "50%" is 50.
-    """
-    plain = _FRACTION.sub(
-        r" \1/\2", _SPACES.sub("", text.replace("\u2212", "-").replace("{,}", ","))
-    )
-    match = _NUMBER.search(plain.replace("\\$", "").replace("$", ""))
-    if not match:
-        return None
-    whole, denominator = (
-        part and part.replace(",", "").replace(" ", "") for part in match.groups()
-    )
-    if denominator is not None and not Fraction(denominator):
-        return None
-    return Fraction(whole) / Fraction(denominator or 1)
-
-
-_DIGITS = r"(?:[0-9][0-9,]{0,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40})"
-_NUMBER = re.compile(rf"(-? ?{_DIGITS})(?:/({_DIGITS}))?")
-_FRACTION = re.compile(rf"\\[dt]?frac *{{ *(-?{_DIGITS}) *}} *{{ *({_DIGITS}) *}}")
-_SPACES = re.compile(r"\\[,!;:]")
-"""Spaces of LaTeX between digits."""
-
-
-def _closing_brace(text: str) -> int:
-    """Return the index of the brace that closes the one before `text`, or the text's length."""
-    depth = 1
-    for position, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return position
-    return len(text)
 
 
 # --- calls of one function ---

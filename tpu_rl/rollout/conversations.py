@@ -29,7 +29,7 @@ from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest, slots
-from tpu_rl.types import Params, Rollout
+from tpu_rl.types import Params, Purpose, Rollout
 
 if TYPE_CHECKING:
     from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer
@@ -126,6 +126,7 @@ def generate(
             first_row_id=request.first_row_id,
             seed=decoding.seed,
             stop_strings=decoding.stop_strings,
+            is_evaluation=decoding.purpose == Purpose.EVALUATION,
         ) as episodes,
     ):
         first_turns = _shared(episodes.begin())

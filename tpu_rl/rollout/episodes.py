@@ -114,6 +114,7 @@ class Episodes:
         first_row_id: int = 0,
         seed: int = 0,
         stop_strings: Sequence[str] = (),
+        is_evaluation: bool = False,
     ):
         """Prepare for N = len(rows) * group_size episodes.
 
@@ -130,6 +131,7 @@ class Episodes:
             first_row_id: id of the first episode; the others count up. Seeds depend on it.
             seed: the seed of the run.
             stop_strings: texts that end a turn. They are no part of a game's step.
+            is_evaluation: whether the episodes belong to an evaluation. Environments may ask.
 
         Raises:
             InputError: if a row belongs to no environment.
@@ -142,6 +144,7 @@ class Episodes:
         self._max_observation_tokens = max_observation_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._stop_strings = stop_strings
+        self._is_evaluation = is_evaluation
         self._seed_of = lambda row: _seed(seed, step, first_row_id + row - row % group_size)
         self._episodes = {
             row: self._new_episode(rows[row // group_size])
@@ -183,7 +186,13 @@ class Episodes:
             InputError: if a prompt of the data is too long, with the tools that it shows.
         """
         for row, episode in self._episodes.items():
-            episode.pending = self._pool.reset(episode.pool_id, episode.row, self._seed_of(row))
+            episode.pending = self._pool.reset(
+                episode.pool_id,
+                episode.row,
+                self._seed_of(row),
+                self._max_turns,
+                self._is_evaluation,
+            )
         known: dict[tuple[int, str | None], tuple[Any, list[int], str]] = {}
         prompt_ids = {}
         for row, episode in self._episodes.items():
