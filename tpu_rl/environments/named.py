@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.environments import contract, mini_shell, multi_attempt, python_tool
+from tpu_rl.environments import contract, mini_shell, multi_attempt, python_tool, reflection
 from tpu_rl.environments.adapters import (
     gem,
     gymnasium,
@@ -31,10 +31,12 @@ FAMILIES: dict[str, Callable[[str], Factory | Mapping[str, Factory]]] = {
     "gymnasium": gymnasium.factory,
     "openenv": openenv.factory,
     "reasoning_gym": reasoning_gym.factory,
+    "reflection": reflection.factory,
     "skyrl_gym": skyrl_gym.factory,
     "textarena": textarena.factory,
 }
-"""Name before the colon -> what makes a factory of the name after it: packages of environments."""
+"""Name before the colon -> what makes a factory of the name after it: packages of environments, and
+what wraps another environment."""
 
 PYTHON = "python:"
 """What the names of classes begin with that a Python program passed."""
@@ -74,11 +76,11 @@ def load(name: str) -> Factories:
     Raises:
         InputError: if there is no such environment, or its file does not load.
     """
-    if is_file(name):
-        return contract.as_factories(_member(name), name)
     family, colon, rest = name.partition(":")
     if colon and family in FAMILIES:
         return contract.as_factories(FAMILIES[family](rest), name)
+    if is_file(name):
+        return contract.as_factories(_member(name), name)
     if name in ENVIRONMENTS:
         return contract.as_factories(ENVIRONMENTS[name], name)
     names = [*ENVIRONMENTS, *(f"{family}:NAME" for family in FAMILIES), "FILE.py:Class"]
