@@ -26,12 +26,17 @@ ENVIRONMENTS: dict[str, Factory] = {
 }
 """Every built-in environment by its name. To add one, write its file and add its row here."""
 
+
+def _reflection(name: str) -> Factory:
+    return reflection.factory(name, load(name))
+
+
 FAMILIES: dict[str, Callable[[str], Factory | Mapping[str, Factory]]] = {
     "gem": gem.factory,
     "gymnasium": gymnasium.factory,
     "openenv": openenv.factory,
     "reasoning_gym": reasoning_gym.factory,
-    "reflection": reflection.factory,
+    "reflection": _reflection,
     "skyrl_gym": skyrl_gym.factory,
     "textarena": textarena.factory,
 }

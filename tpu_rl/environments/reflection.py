@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpu_rl.environments import contract
-from tpu_rl.environments.contract import Factory
+from tpu_rl.environments.contract import Factories, Factory
 from tpu_rl.errors import InputError
 
 TRIALS = 2
@@ -28,16 +28,16 @@ WON = 1.0
 ASK = "Reflect: "
 
 
-def factory(name: str) -> Factory:
+def factory(name: str, factories: Factories) -> Factory:
     """Return the class that plays a game, reflects, and plays it again.
 
-    Raises:
-        InputError: if there is no such game, or it is several, or one with tools.
-    """
-    # That module lists this one.
-    from tpu_rl.environments import named
+    Args:
+        name: the name of the game.
+        factories: what the name stands for.
 
-    factories = named.load(name)
+    Raises:
+        InputError: if it is not one text game.
+    """
     game = factories.get(None)
     where = f"reflection:{name}"
     if game is None or contract.describe(contract.make(game, where), where).form != "game":
