@@ -152,6 +152,26 @@ def test_groups_of_episodes_with_several_rows_are_taken_whole():
             compare(scored)
 
 
+def test_rounds_of_other_widths_and_with_other_fields_become_one_batch():
+    first = score_prompts(["10", "20"], {"digit": digit}, 2)
+    rewritten = with_episodes(
+        score_prompts(["342", "120"], {"digit": digit}, 3), [0, 0, 1, 2, 2, 3]
+    )
+    per_token = ("tokens", "action_mask", "log_probs", "behaviour_log_probs", "rewards")
+    narrow = {name: np.asarray(getattr(rewritten.rollout, name))[:, :5] for name in per_token}
+    second = replace(rewritten, rollout=replace(rewritten.rollout, **narrow))
+    taken = dynamic_sampling.take([first, second], np.array([3, 0]))
+    assert taken.prompts == ["120"] * 3 + ["10"] * 2
+    np.testing.assert_array_equal(taken.rollout.episode_id, [0, 0, 1, 2, 3])
+    np.testing.assert_array_equal(taken.rollout.parent, [0, 0, 2, 3, 3])
+    np.testing.assert_array_equal(
+        taken.rollout.tokens[:, :5],
+        np.concatenate([second.rollout.tokens[3:], np.asarray(first.rollout.tokens)[:2, :5]]),
+    )
+    assert taken.rollout.birth_key.shape == (5, 2)
+    assert not taken.rollout.action_mask[:3, 5:].any()
+
+
 def test_a_row_for_each_episode_changes_no_metric():
     scored = score_prompts(["12", "33", "18"], {"digit": digit}, 2)
     numbered = with_episodes(scored, [*range(6)])

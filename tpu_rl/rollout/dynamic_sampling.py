@@ -23,6 +23,7 @@ from tpu_rl.rollout.scoring import (
     first_of_runs,
     group_size,
     renumbered,
+    with_episode_ids,
     with_parents,
     zero_variance,
 )
@@ -87,8 +88,7 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
 
     Groups count from 0, over all rounds.
     """
-    if len({scored.rollout.parent is None for scored in rounds}) > 1:
-        rounds = [replace(x, rollout=with_parents(x.rollout)) for x in rounds]
+    rounds = _alike(rounds)
     group_id = _unique_ids(rounds, "group_id")
     num_rows = len(group_id)
     starts = first_of_runs(group_id)
@@ -129,6 +129,33 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
         tokens_of_drafts=sum(scored.tokens_of_drafts for scored in rounds),
         episodes=None if episodes is None else episodes.take(rows),
     )
+
+
+def _alike(rounds: Sequence[Scored]) -> Sequence[Scored]:
+    """Return rounds whose rollouts have the same fields and as many columns: those of the widest.
+
+    Conversations differ in their lengths, and in whether their history was rewritten.
+    """
+    if len({scored.rollout.parent is None for scored in rounds}) > 1:
+        rounds = [replace(x, rollout=with_parents(x.rollout)) for x in rounds]
+    if len({scored.rollout.episode_id is None for scored in rounds}) > 1:
+        rounds = [replace(x, rollout=with_episode_ids(x.rollout)) for x in rounds]
+    widths = [scored.rollout.tokens.shape[1] for scored in rounds]
+    if len(set(widths)) == 1:
+        return rounds
+    widest = max(widths)
+
+    def widen(scored: Scored, width: int) -> Scored:
+        def pad(array: np.ndarray) -> np.ndarray:
+            is_per_token = np.shape(array)[1:] == (width,)
+            return np.pad(array, ((0, 0), (0, widest - width))) if is_per_token else array
+
+        episodes = scored.episodes
+        if episodes is not None:
+            episodes = replace(episodes, turn_rewards=pad(episodes.turn_rewards))
+        return replace(scored, rollout=jax.tree.map(pad, scored.rollout), episodes=episodes)
+
+    return [widen(scored, width) for scored, width in zip(rounds, widths, strict=True)]
 
 
 def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes | None:

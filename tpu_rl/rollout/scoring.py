@@ -415,6 +415,13 @@ def with_parents(rollout: Rollout) -> Rollout:
     return replace(rollout, parent=parent, shared=shared)
 
 
+def with_episode_ids(rollout: Rollout) -> Rollout:
+    """Return a rollout that numbers its episodes; without `Rollout.episode_id` each row is one."""
+    if rollout.episode_id is not None:
+        return rollout
+    return replace(rollout, episode_id=np.arange(len(rollout.tokens), dtype=np.int32))
+
+
 def renumbered(parent: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return `Rollout.parent` [N] of some of the rows, which become rows 0, 1, ...
 
