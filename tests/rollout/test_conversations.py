@@ -154,6 +154,19 @@ def last_role(completions, completion_ids, **columns):
     assert scored.parts["rewards.last_role"].tolist() == [4, 4, 1, 1, 4, 4, 4, 4]
 
 
+def test_reward_functions_see_messages_and_the_environments(games):
+    file = games.with_name("judge.py")
+    file.write_text(
+        "def judge(completions, environments, **columns):\n"
+        "    return [env.turn + 0.01 * len(messages)\n"
+        "            for env, messages in zip(environments, completions)]\n"
+    )
+    _, _, scored = roll_out(games, "Long", "--reward", f"{file}:judge")
+    expected = [4.07 if not fault else 2.03 for fault in scored.faults]
+    (judged,) = (values for name, values in scored.parts.items() if "judge" in name)
+    np.testing.assert_allclose(judged, expected, rtol=1e-6)
+
+
 def test_an_episode_without_room_for_another_turn_ends_and_is_judged(games):
     _, _, scored = roll_out(games, "Long", "--sampling.max-new-tokens", "12")
     judged = [0, 1, 4, 5, 6, 7]

@@ -110,9 +110,10 @@ class Reply(NamedTuple):
     done: bool = False
     """Of step: whether the episode is over."""
     state: Mapping[str, Any] = {}
-    """Of reward: the public attributes of the environment."""
+    """Of reward, and of a fault: the public attributes of the environment, as far as they are
+    known."""
     fault: str = ""
-    """The reason why the episode cannot go on. Nothing else counts then."""
+    """The reason why the episode cannot go on. Of the rest only `state` counts then."""
     frames: str = ""
     """The traceback through the user's code, if it is known."""
 
@@ -510,9 +511,10 @@ def _as_reply(reply: Mapping[str, Any]) -> Reply:
         TypeError: if a field has another type.
         ValueError: if a reward is no finite number.
     """
+    state = dict(reply.get("state", {}))
     fault = str(reply.get("fault", ""))
     if fault:
-        return Reply(fault=fault, frames=str(reply.get("frames", "")))
+        return Reply(fault=fault, frames=str(reply.get("frames", "")), state=state)
     text = reply.get("text")
     results = tuple(
         ToolResult(str(name), str(content), bool(is_error))
@@ -523,5 +525,5 @@ def _as_reply(reply: Mapping[str, Any]) -> Reply:
         results=results,
         reward=contract.number(reply.get("reward")),
         done=bool(reply.get("done", False)),
-        state=dict(reply.get("state", {})),
+        state=state,
     )

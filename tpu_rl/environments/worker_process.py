@@ -78,9 +78,16 @@ class Seat:
             except BaseException as error:
                 self._is_broken = True
                 message, frames = worker_child.failure_of(error)
-                answer = {"fault": message, "frames": frames}
+                answer = {"fault": message, "frames": frames, "state": self._state()}
             self.current = None
             respond({"id": request["id"], **answer})
+
+    def _state(self) -> dict[str, Any]:
+        """Return the public attributes of an instance that failed."""
+        try:
+            return contract.state_of(self._instance)
+        except Exception:  # Attributes may be anything.
+            return {}
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         match request["ask"]:

@@ -20,8 +20,11 @@ them get, with one value per completion (a column of the data with such a name g
     truncated        True if the completion has no end
     group            a number that the completions of one prompt share
     step             the step of the run; 0 in evaluations
+    environments     as in TRL: an object with the public attributes of the episode's environment at
+                     its end, those that JSON can write; None without an environment
 
 If a prompt is a conversation, its completion is one too: [{"role": "assistant", "content": TEXT}].
+With an environment it has all messages after the prompt, also those of the environment.
 """
 
 from __future__ import annotations
@@ -59,7 +62,14 @@ from tpu_rl.sandbox import unit_tests
 
 DEFAULT_LIMITS = RewardLimits()
 
-ROLLOUT_COLUMNS = ("completion_ids", "token_counts", "truncated", "group", "step")
+ROLLOUT_COLUMNS = (
+    "completion_ids",
+    "token_counts",
+    "truncated",
+    "group",
+    "step",
+    "environments",
+)
 """Names of what a function may ask about a rollout; see the module's docstring."""
 
 Reward = Callable[..., Sequence[Any]]

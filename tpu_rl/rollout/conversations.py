@@ -345,6 +345,7 @@ def _outcomes(
         turn_rewards=turn_rewards,
         faults=[result.fault for result in ordered],
         messages=[result.messages for result in ordered],
+        states=[result.state for result in ordered],
         counts={
             "turns": np.array([len(text.turn_ends) for text in conversations]),
             "tool_calls": np.array([result.tool_calls for result in ordered]),

@@ -170,6 +170,7 @@ def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes |
         turn_rewards=np.concatenate([episodes.turn_rewards for episodes in known]),
         faults=[fault for episodes in known for fault in episodes.faults],
         messages=[messages for episodes in known for messages in episodes.messages],
+        states=[state for episodes in known for state in episodes.states],
         counts={
             name: np.concatenate([episodes.counts[name] for episodes in known])
             for name in known[0].counts

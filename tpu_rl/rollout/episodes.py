@@ -214,6 +214,13 @@ class Episodes:
             stopped: whether it ended by itself. Otherwise it was cut off at a limit.
         """
         episode = self._episodes[row]
+        if episode.fault:
+            # Its reset failed, so nothing can be asked of it.
+            text = self._tokenizer.decode(token_ids)
+            episode.messages.append({"role": "assistant", "content": text})
+            episode.turn_rewards.append(None)
+            self._wait_for(episode, "reward", _answered(Reply(fault=episode.fault)))
+            return
         episode.ended = bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
         episode.turn_rewards.append(None)
         if episode.is_game:
@@ -267,7 +274,7 @@ class Episodes:
         """Call the tools that a turn asks for, or end the episode."""
         turn = self._tokenizer.parse_turn(token_ids, episode.tools, episode.is_chat)
         episode.messages.append(turn.message)
-        if not stopped or not turn.calls or episode.fault:
+        if not stopped or not turn.calls:
             self._begin_reward(episode)
             return
         episode.calls = turn.calls
@@ -276,9 +283,7 @@ class Episodes:
         if good:
             self._wait_for(episode, "call", self._pool.call(episode.pool_id, good))
         else:
-            nothing: Future[Reply] = Future()
-            nothing.set_result(Reply())
-            self._wait_for(episode, "call", nothing)
+            self._wait_for(episode, "call", _answered(Reply()))
 
     def _begin_step(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Give a game the text of a turn."""
@@ -286,20 +291,15 @@ class Episodes:
         for stop_string in self._stop_strings:
             text = text.removesuffix(stop_string)
         episode.messages.append({"role": "assistant", "content": text})
-        if stopped and not episode.fault:
+        if stopped:
             self._wait_for(episode, "step", self._pool.step(episode.pool_id, text))
         else:
             episode.turn_rewards[-1] = 0.0
             self._begin_reward(episode)
 
     def _begin_reward(self, episode: _Episode) -> None:
-        """Ask for the reward of an episode that has ended."""
-        if episode.fault:
-            nothing: Future[Reply] = Future()
-            nothing.set_result(Reply(fault=episode.fault))
-            self._wait_for(episode, "reward", nothing)
-        else:
-            self._wait_for(episode, "reward", self._pool.reward(episode.pool_id))
+        """Ask for the reward of an episode that has ended, and for its environment's state."""
+        self._wait_for(episode, "reward", self._pool.reward(episode.pool_id))
 
     def _wait_for(self, episode: _Episode, ask: str, future: Future[Reply]) -> None:
         episode.waits_for = ask
@@ -322,13 +322,12 @@ class Episodes:
         """Return the ids that an answer appends; None if it is none, or ends the episode."""
         asked = episode.waits_for
         reply = _reply(episode)
-        if reply.fault:
-            self._finish(episode, reply.fault)
-            return None
-        if asked == "reward":
-            episode.reward = reply.reward
+        if reply.fault or asked == "reward":
+            episode.fault = episode.fault or reply.fault
+            episode.reward = None if episode.fault else reply.reward
             episode.state = reply.state
-            self._finish(episode, "")
+            episode.is_over = True
+            self._pool.release(episode.pool_id)
             return None
         if asked == "call":
             messages = self._tool_messages(episode, reply.results)
@@ -369,22 +368,18 @@ class Episodes:
         try:
             token_ids = self._tokenizer.encode_observation(messages, episode.ended, episode.is_chat)
         except InputError as error:
-            self._finish(episode, f"an observation cannot be written: {error.what}")
+            episode.fault = f"an observation cannot be written: {error.what}"
+            self._begin_reward(episode)
             return None
         if len(token_ids) > self._max_observation_tokens:
-            reason = (
+            episode.fault = (
                 f"an observation has {len(token_ids)} tokens, and "
                 f"{self._max_observation_tokens} are allowed"
             )
-            self._finish(episode, reason)
+            self._begin_reward(episode)
             return None
         episode.observation_tokens += len(token_ids)
         return token_ids
-
-    def _finish(self, episode: _Episode, fault: str) -> None:
-        episode.fault = fault
-        episode.is_over = True
-        self._pool.release(episode.pool_id)
 
     def _first_prompt(
         self, episode: _Episode, text: str | None
@@ -409,6 +404,13 @@ class Episodes:
             row["tools"] = episode.tools
         (token_ids,) = prompts.encode([row], self._tokenizer, self._max_prompt_tokens)
         return token_ids
+
+
+def _answered(reply: Reply) -> Future[Reply]:
+    """Return a future with this answer."""
+    future: Future[Reply] = Future()
+    future.set_result(reply)
+    return future
 
 
 def _reply(episode: _Episode) -> Reply:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -50,6 +51,8 @@ class EpisodeOutcomes:
     """Why an episode failed; "" if it did not. Such an episode is not scored."""
     messages: list[list[dict[str, Any]]]
     """The messages of each episode after its prompt, the answers of the environment included."""
+    states: list[Mapping[str, Any]]
+    """The public attributes of each environment at the end."""
     counts: dict[str, np.ndarray]
     """Name -> [N] numbers: turns, tool calls, errors and tokens of observations."""
 
@@ -62,6 +65,7 @@ class EpisodeOutcomes:
             turn_rewards=self.turn_rewards[rows],
             faults=[self.faults[row] for row in rows],
             messages=[self.messages[row] for row in rows],
+            states=[self.states[row] for row in rows],
             counts={name: values[rows] for name, values in self.counts.items()},
         )
 
@@ -315,6 +319,11 @@ def rollout_columns(
         "truncated": lambda: np.asarray(sampled.rollout.truncated).tolist(),
         "group": lambda: [row // group_size for row in range(num_rows)],
         "step": lambda: [sampled.step] * num_rows,
+        "environments": lambda: (
+            [SimpleNamespace(**state) for state in sampled.episodes.states]
+            if sampled.episodes
+            else [None] * num_rows
+        ),
     }
     asked = {name for function in functions for name in rewards.asked_of_rollout(function)}
     return {name: column() for name, column in columns.items() if name in asked}

@@ -56,11 +56,13 @@ class StreamingRewards:
         """
         for name, function in reward_functions.items():
             rewards.require_columns(name, function, columns, rewards.ROLLOUT_COLUMNS)
+        # Environments are known when all episodes are over.
+        known_at_end = {"environments"} | (set() if is_truncated else {"truncated"})
         self._functions = {
             name: function
             for name, function in reward_functions.items()
             if rewards.runs_during_sampling(function)
-            and (is_truncated or "truncated" not in rewards.asked_of_rollout(function))
+            and not known_at_end & rewards.asked_of_rollout(function)
         }
         self._step = step
         asked = [rewards.asked_of_rollout(function) for function in self._functions.values()]
