@@ -162,7 +162,7 @@ def test_reward_functions_see_messages_and_the_environments(games):
         "            for env, messages in zip(environments, completions)]\n"
     )
     _, _, scored = roll_out(games, "Long", "--reward", f"{file}:judge")
-    expected = [4.07 if not fault else 2.03 for fault in scored.faults]
+    expected = [4.08 if not fault else 2.03 for fault in scored.faults]
     (judged,) = (values for name, values in scored.parts.items() if "judge" in name)
     np.testing.assert_allclose(judged, expected, rtol=1e-6)
 

@@ -161,14 +161,6 @@ class EnvironmentPool:
 
     # --- the classes ---
 
-    @property
-    def is_scored(self) -> bool:
-        """True if the environments give rewards: one has `get_reward`, or is a game."""
-        return any(
-            description.is_scored or description.form == "game"
-            for description in self.descriptions.values()
-        )
-
     def description(self, row: Mapping[str, Any]) -> Description:
         """Return the description of the class that a row belongs to.
 
