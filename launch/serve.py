@@ -77,6 +77,7 @@ def main(argv: list[str]) -> int:
     flags = tyro.cli(Flags, args=argv, prog="launch/serve.py", description=__doc__)
     try:
         check(flags)
+        server.require_uvicorn()
         config = load_settings(flags)
         bound = server.bind(flags.host, flags.port)
         compilation_cache.enable()

@@ -1,6 +1,9 @@
 """Agents: programs in other processes that talk to the policy, and the rollouts of what they do."""
 
 import dataclasses
+import json
+import subprocess
+import time
 from pathlib import Path
 
 import jax
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from launch import compose, config, preflight
+from tests.fixtures import several
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import from_scored
 from tpu_rl.losses.log_probs import token_log_probs
@@ -17,7 +21,7 @@ from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.serving import agents
 from tpu_rl.train import packing
 
-AGENTS = """
+AGENTS = '''
 import asyncio
 import json
 import urllib.request
@@ -37,7 +41,7 @@ async def once(row, base_url, api_key):
     return float(len(tokens))
 
 async def several(row, base_url, api_key):
-    '''Two turns, then the first prompt again, and then two calls at once. One row fails.'''
+    """Two turns, then the first prompt again, and then two calls at once. One row fails."""
     first = row["ids"]
     answer = await asyncio.to_thread(ask, base_url, api_key, prompt=first, max_tokens=20)
     if row["answer"] == "3":
@@ -51,7 +55,17 @@ async def several(row, base_url, api_key):
     ]
     await asyncio.gather(*calls)
     return None if row["answer"] == "5" else 2.0
-"""
+
+async def branching(row, base_url, api_key):
+    """Two calls at once, and a third after them, which take different times."""
+    async def one(number):
+        prompt = row["prompt"] + str(number)
+        tokens = await asyncio.to_thread(ask, base_url, api_key, prompt=prompt, max_tokens=8)
+        await asyncio.sleep(0.1 * (hash(api_key) % 3))
+        return len(tokens)
+    lengths = await asyncio.gather(one(1), one(2))
+    return float(await one(lengths[0] % 10))
+'''
 ROWS = [{"prompt": f"{n}+{n + 2}-1=", "answer": str(2 * n + 1)} for n in range(4)]
 
 
@@ -168,3 +182,54 @@ def test_rows_of_a_group_share_what_comes_before_their_first_actions():
     rollout = agents.to_rollout([[branch, other], [branch]], keys, 2, 4, 0, 0)
     assert rollout.parent.tolist() == [0, 0, 0]
     assert rollout.shared.tolist() == [0, 1, 1]
+
+
+RUN = [
+    "launch/run.py",
+    "arithmetic_grpo",
+    "--batch.prompts=4",
+    "--batch.group-size=2",
+    "--sampling.max-new-tokens=64",
+    "--reward",
+    "arithmetic",
+    "--evaluation.rows=0",
+]
+
+
+@pytest.mark.nightly
+def test_two_processes_run_the_agents_of_one(file, tmp_path):
+    """Each runs the agents of its own rows; rewards are those of one process."""
+    rewards = []
+    for count in (1, 2):
+        run_dir = tmp_path / str(count)
+        devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"}
+        flags = ["--agent", f"{file}:branching", "--steps=2", "--run-dir", str(run_dir)]
+        ended = several.run(count, [*RUN, *flags], **devices)
+        assert [process.code for process in ended] == [0] * count, ended[0].err
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        rewards.append([line["reward/mean"] for line in lines if "reward/mean" in line])
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 2
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(file, tmp_path):
+    flags = ["--agent", f"{file}:branching", "--steps=4", "--checkpoint-every=1"]
+
+    def start(run_dir: Path) -> subprocess.Popen:
+        return several.start(1, [*RUN, *flags, "--run-dir", str(run_dir)])[0]
+
+    def digest(run_dir: Path) -> str:
+        return json.loads((run_dir / "summary.json").read_text())["params_digest"]
+
+    began = time.monotonic()
+    assert several.wait([start(tmp_path / "whole")])[0].code == 0
+    seconds = time.monotonic() - began
+    for number, share in enumerate((0.6, 0.75, 0.9)):
+        run_dir = tmp_path / str(number)
+        process = start(run_dir)
+        time.sleep(share * seconds)
+        process.kill()
+        process.communicate()
+        assert several.wait([start(run_dir)])[0].code == 0
+        assert digest(run_dir) == digest(tmp_path / "whole")

@@ -88,7 +88,6 @@ class Running:
             self.numbers,
             row_key=ROW_KEY,
             first_prompt=TOKENIZER.render([{"role": "user", "content": "hello"}]),
-            distribution=HOT,
             most_calls=most_calls,
         )
         Writer.keys.clear()

@@ -40,9 +40,9 @@ from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
 from tpu_rl.serving.record import Branch
-from tpu_rl.serving.server import LOOPBACK, Server, bind
+from tpu_rl.serving.server import LOOPBACK, Server, bind, require_uvicorn
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Params, Rollout
+from tpu_rl.types import Params, Purpose, Rollout
 
 STEPS_PER_SEGMENT = 16
 """Decode steps between two visits of the host, at most: calls wait for the end of a segment."""
@@ -76,7 +76,9 @@ def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: 
 
     Raises:
         InputError: if there is no such file, it does not load, or it has no such function.
+        MachineError: if the server's package is not installed.
     """
+    require_uvicorn()
     limits = replace(limits, call_seconds=seconds)
     pool = EnvironmentPool(
         f"{agent_environment.__file__}:{agent_environment.Agent.__name__}", limits
@@ -183,8 +185,8 @@ class _AgentEngine:
                     self._numbers,
                     row_key=keys[episode],
                     first_prompt=first_prompts[episode // group_size],
-                    distribution=self._distribution,
                     most_calls=self._agent.max_calls,
+                    is_strict=self._decoding.purpose is not Purpose.EVALUATION,
                 )
                 key = secrets.token_urlsafe(24)
                 self._accounts[key] = account

@@ -68,11 +68,20 @@ class Account:
         self.history = chat.History(tokenizer, most_exchanges)
         self.conversations = Conversations(numbers, most_idle)
 
-    def check(self, options: Options) -> None:
-        """Raise ApiError if this account may not ask for such a completion."""
+    def distribution(self, options: Options, default: Distribution) -> Distribution:
+        """Return the distribution of tokens for a request.
+
+        Raises:
+            ApiError: if this account may not ask for it.
+        """
+        return options.distribution(default)
 
     def begin(self, prompt: list[int], options: Options) -> BegunCall:
-        """Return what the next call needs."""
+        """Return what the next call needs.
+
+        Raises:
+            ApiError: if this account may make no further call.
+        """
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
         return BegunCall(prompt, np.array(divmod(seed, 2**32), np.uint32))
 
@@ -93,8 +102,8 @@ class EpisodeAccount(Account):
         *,
         row_key: np.ndarray,
         first_prompt: list[int] | None,
-        distribution: Distribution,
         most_calls: int,
+        is_strict: bool = True,
     ):
         """Start without calls.
 
@@ -104,14 +113,15 @@ class EpisodeAccount(Account):
             row_key: the random key of the episode.
             first_prompt: the ids of the data row's prompt. The first call with them has the
                 episode's own key, so that it draws what a run without an agent draws.
-            distribution: that of the run; requests for another one are refused.
             most_calls: further calls are refused.
+            is_strict: refuse requests for another distribution than that of the run, which could
+                not learn from them. Evaluations draw as they must, whatever a request says.
         """
         super().__init__(tokenizer, numbers, most_idle=4, most_exchanges=None)
         self.record = Record()
         self._row_key = row_key
         self._first_prompt = first_prompt
-        self._distribution = distribution
+        self._is_strict = is_strict
         self._most_calls = most_calls
         self._calls: Counter[tuple[int, ...]] = Counter()
         self._num_running = 0
@@ -119,24 +129,29 @@ class EpisodeAccount(Account):
         self.is_over = False
         """True once the episode is over: what is answered later is not recorded."""
 
-    def check(self, options: Options) -> None:
+    def distribution(self, options: Options, default: Distribution) -> Distribution:
+        if not self._is_strict:
+            return default
         if options.seed is not None:
             raise ApiError(400, "the run's own seed decides what is drawn", "seed")
-        asked = options.distribution(self._distribution)
-        for name, mine, other in zip(asked._fields, self._distribution, asked, strict=True):
-            if mine != other:
+        asked = options.distribution(default)
+        for name, asked_value, value in zip(asked._fields, asked, default, strict=True):
+            if asked_value != value:
                 raise ApiError(
-                    400, f"{name} is {other}, but the run samples with {name} = {mine}", name
+                    400,
+                    f"{name} is {asked_value}, but the run samples with {name} = {value}",
+                    name,
                 )
+        return asked
+
+    def begin(self, prompt: list[int], options: Options) -> BegunCall:
+        del options
         if self._calls.total() >= self._most_calls:
             raise ApiError(
                 429,
                 f"the episode has had its {self._most_calls} calls (--sampling.max-turns)",
                 code="too_many_calls",
             )
-
-    def begin(self, prompt: list[int], options: Options) -> BegunCall:
-        del options
         if not self._num_running:
             self._when += 1
         self._num_running += 1
@@ -315,14 +330,14 @@ class App:
 
     async def _turn(self, account: Account, prompt: list[int], options: Options) -> Turn:
         """Let the policy continue a prompt, and note it in the account."""
-        account.check(options)
+        distribution = account.distribution(options, self.default)
         self._check_prompt(prompt)
         room = min(self.limits.max_model_len - len(prompt), self.limits.max_new_tokens)
         call = account.begin(prompt, options)
         conversation = account.conversations.take(prompt)
         request = TurnRequest(conversation, prompt, call.key, min(options.max_tokens or room, room))
         try:
-            future = self.pump.ask(options.distribution(self.default), request)
+            future = self.pump.ask(distribution, request)
             turn = await asyncio.wrap_future(future)
         except BaseException:
             account.end(call, None)

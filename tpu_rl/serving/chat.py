@@ -8,11 +8,13 @@ rendered anew: the model reads a history that it has not written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.tool_calls import ToolCall
 
@@ -55,7 +57,8 @@ class History:
             added = messages[len(exchange.messages) :]
             if all(message["role"] in ("user", "tool") for message in added):
                 is_ended = exchange.ids[-1] in self._tokenizer.eos_ids
-                return exchange.ids + self._tokenizer.encode_observation(added, is_ended)
+                with contextlib.suppress(InputError):  # The template rewrites earlier turns.
+                    return exchange.ids + self._tokenizer.encode_observation(added, is_ended)
         # Some templates fail for a message without content.
         filled = [{"content": "", **message} for message in messages]
         return self._tokenizer.render(filled, tools=tools)

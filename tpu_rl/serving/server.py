@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import ipaddress
 import socket
 import threading
@@ -15,6 +16,15 @@ LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
 END_SECONDS = 3.0
 """Time for the answers that are under way when the server ends."""
+
+
+def require_uvicorn() -> None:
+    """Raise MachineError if uvicorn is not installed."""
+    if importlib.util.find_spec("uvicorn") is None:
+        raise MachineError(
+            "the server needs the package uvicorn, which is not installed",
+            fix='pip install "tpu_rl[serve]"',
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -55,18 +65,9 @@ class Server:
     """Answers requests in a thread of its own."""
 
     def __init__(self, app: Any, bound: socket.socket):
-        """Prepare the server of an ASGI application.
+        """Prepare the server of an ASGI application."""
+        import uvicorn
 
-        Raises:
-            MachineError: if uvicorn is not installed.
-        """
-        try:
-            import uvicorn
-        except ImportError as error:
-            raise MachineError(
-                "the server needs the package uvicorn, which is not installed",
-                fix='pip install "tpu_rl[serve]"',
-            ) from error
         self._bound = bound
         self._server = uvicorn.Server(
             uvicorn.Config(
