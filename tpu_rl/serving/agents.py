@@ -34,6 +34,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled, Scored
+from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import LiveSampler, SegmentConfig, TurnRequest
 from tpu_rl.serving import agent_environment
@@ -162,17 +163,33 @@ class _AgentEngine:
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         signals.mark(decoding.purpose, "rollout", request.step)
         local = scoring.local_rows(num_episodes, group_size)
-        with jax.set_mesh(decoding.policy.mesh):
-            outcomes = self._run(params, request.rows, keys, group_size, local)
+        rewarding = self._scorer.streaming(request.rows, group_size, step=request.step)
+        with rewarding as streaming, jax.set_mesh(decoding.policy.mesh):
+            outcomes = self._run(params, request.rows, keys, group_size, local, streaming)
         signals.mark(decoding.purpose, "rewards", request.step)
         ordered = [outcomes[episode] for episode in range(num_episodes)]
         sampled = self._sampled(request, ordered, keys, group_size)
-        return replace(sampled, step=request.step, seconds=time.perf_counter() - began)
+        return replace(
+            sampled,
+            step=request.step,
+            seconds=time.perf_counter() - began,
+            streamed_rewards=streaming.answers,
+            cancel_rewards=streaming.cancel,
+        )
 
     def _run(
-        self, params: Params, rows: list[Row], keys: np.ndarray, group_size: int, local: slice
+        self,
+        params: Params,
+        rows: list[Row],
+        keys: np.ndarray,
+        group_size: int,
+        local: slice,
+        streaming: StreamingRewards,
     ) -> dict[int, Outcome]:
-        """Run all local episodes, and return the outcomes of all."""
+        """Run all local episodes, and return the outcomes of all processes' episodes.
+
+        Reward functions are asked about a group once its episodes are over.
+        """
         running: _Running | None = None
         pump = Pump(functools.partial(self._sampler, params, len(keys)), _share)
         self._app.pump = pump
@@ -200,7 +217,10 @@ class _AgentEngine:
                     account.is_over = True
                     for conversation in account.conversations.open:
                         pump.close(conversation)
-                    outcomes[episode] = self._outcome(account, reply)
+                    outcome = self._outcome(account, reply)
+                    outcomes[episode] = outcome
+                    actions = _actions(outcome.branches[-1]) if outcome.branches else []
+                    streaming.on_answered({episode: outcome.messages}, {episode: actions})
         finally:
             self._accounts.clear()
             pump.fail_all(InputError("the rollout has ended"))
@@ -218,9 +238,10 @@ class _AgentEngine:
         messages = account.history.last_messages()
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[places[0] :] if places else []
-        if not messages and branches:
-            text = self._scorer.tokenizer.decode(_actions(branches[-1]))
-            messages = [{"role": "assistant", "content": text}]
+        if not messages:
+            token_ids = _actions(branches[-1]) if branches else []
+            content = self._scorer.tokenizer.decode(token_ids)
+            messages = [{"role": "assistant", "content": content}]
         return Outcome(branches, reply.reward, fault, messages, len(account.record.calls))
 
     def _first_prompt(self, row: Row) -> list[int] | None:

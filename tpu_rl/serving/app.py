@@ -117,7 +117,7 @@ class EpisodeAccount(Account):
             is_strict: refuse requests for another distribution than that of the run, which could
                 not learn from them. Evaluations draw as they must, whatever a request says.
         """
-        super().__init__(tokenizer, numbers, most_idle=4, most_exchanges=None)
+        super().__init__(tokenizer, numbers, most_idle=2, most_exchanges=None)
         self.record = Record()
         self._row_key = row_key
         self._first_prompt = first_prompt
