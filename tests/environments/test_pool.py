@@ -1,6 +1,9 @@
 """The firewall: whatever an environment does, the other episodes go on, and its own one has a
 reason."""
 
+import os
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -124,6 +127,17 @@ def test_a_class_written_for_trl_runs_unchanged(path, isolate):
         assert pool.reset(episode, {}).result().text is None
     made = pool.call(5, [("do", {"code": "raise ValueError(type(self).made)"})]).result()
     assert made.results[0].content == "{'error': '3'}", "one instance is made to look at"
+    if isolate and "PYTHONHASHSEED" not in os.environ:
+        ordered = pool.call(5, [("do", {"code": "raise ValueError({'a', 'b', 'c', 'd'})"})])
+        assert ordered.result().results[0].content == str(
+            {
+                "error": subprocess.check_output(
+                    [sys.executable, "-c", "print({'a', 'b', 'c', 'd'})"],
+                    env=os.environ | {"PYTHONHASHSEED": "0"},
+                    text=True,
+                ).strip()
+            }
+        )
     pool.close()
 
 

@@ -72,8 +72,9 @@ def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
         stderr=subprocess.STDOUT,
         pass_fds=worker_ends,
         start_new_session=True,
-        # If the user's code uses JAX, it must not claim the accelerators.
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        # If the user's code uses JAX, it must not claim the accelerators. Sets of texts have one
+        # order in all workers, and after a resume.
+        env={"PYTHONHASHSEED": "0"} | os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     for descriptor in worker_ends:
         os.close(descriptor)
