@@ -315,6 +315,7 @@ class _AgentEngine:
             turn_rewards=np.zeros(last.tokens.shape, np.float32),
             faults=[outcome.fault for outcome in outcomes],
             messages=[outcome.messages for outcome in outcomes],
+            states=[{} for _ in outcomes],
             counts={
                 "turns": np.array([outcome.calls for outcome in outcomes]),
                 "branches": counts,
