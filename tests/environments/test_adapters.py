@@ -1,5 +1,6 @@
 """Environments of other packages as text games. What is not installed is skipped."""
 
+import importlib
 import importlib.util
 import json
 import random
@@ -194,6 +195,19 @@ def test_the_short_tasks_score_right_answers_alone():
         answer = task._entry["answer"]
         assert contract.step(task, f"Answer: {answer}") == ("", 1.0, True), name
         assert (contract.step(task, "zzz")[1] or 0) < 0.1, name
+
+
+@pytest.mark.slow
+@needs("reasoning_gym")
+def test_every_task_of_reasoning_gym_gives_its_own_answer_the_highest_score():
+    names = importlib.import_module("reasoning_gym.factory").DATASETS
+    for name in sorted(set(names) - set(reasoning_gym.REFUSED)):
+        task = one_of(f"reasoning_gym:{name}")
+        contract.reset(task, {"index": 12345}, seed=0)
+        assert contract.step(task, "zzz")[1] <= 0.05, name
+        answer = task._entry["answer"]
+        if answer is not None:
+            assert contract.step(task, f"<answer>{answer}</answer>")[1] == 1.0, name
 
 
 # --- OpenEnv ---

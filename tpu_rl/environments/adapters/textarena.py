@@ -42,6 +42,14 @@ def factory(name: str) -> Factory:
         def _news(self) -> str:
             _, messages = self._inner.get_observation()
             echo = self._package.ObservationType.PLAYER_ACTION
-            return "\n".join(text for _, text, kind in messages if kind != echo)
+            # Some games mix up the order of sender, text and kind.
+            texts = [
+                part
+                for message in messages
+                if echo not in message
+                for part in message
+                if isinstance(part, str)
+            ]
+            return "\n".join(texts)
 
     return Game
