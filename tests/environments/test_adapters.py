@@ -141,18 +141,6 @@ def test_the_answer_is_read_before_it_is_scored(text, answer):
     assert reasoning_gym.answer_in(text) == answer
 
 
-def test_problems_of_training_and_evaluation_share_no_number():
-    rows = reasoning_gym.problems(["a", "b"], 2, first=5)
-    assert [(row["environment"], row["index"]) for row in rows] == [
-        ("a", 5),
-        ("b", 5),
-        ("a", 6),
-        ("b", 6),
-    ]
-    held_out = reasoning_gym.problems(["a"], 2, held_out=True)
-    assert min(row["index"] for row in held_out) == reasoning_gym.EVALUATION_START
-
-
 @needs("reasoning_gym")
 def test_reasoning_gym():
     task = one_of("reasoning_gym:chain_sum")

@@ -2,15 +2,14 @@
 
 `reset` returns the question with the number `index` of the row (by default one that the seed
 chooses), and `step` the score of the answer: what stands between <answer> and </answer>, or after
-"Answer:", or all of the text. `problems` makes rows. Questions are a function of the task and the
-number, in every version of the package that makes the same.
+"Answer:", or all of the text. `environments.reasoning` makes rows. A question is a function of the
+task, the number and the version of the package.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl.environments import adapters
@@ -95,22 +94,3 @@ def answer_in(text: str) -> str:
         return marked[-1].strip()
     _, found, after = text.rpartition("Answer:")
     return after.strip() if found else text.strip()
-
-
-def problems(
-    names: Sequence[str], count: int, held_out: bool = False, first: int = 0
-) -> list[dict[str, Any]]:
-    """Return rows of data: `count` questions of each task, the tasks in turn.
-
-    Args:
-        names: the tasks; with several, the column `environment` says which one a row is of.
-        count: questions per task.
-        held_out: whether they are for evaluation. Training and evaluation share no number.
-        first: the number of the first question.
-    """
-    start = first + (EVALUATION_START if held_out else 0)
-    return [
-        {"prompt": "", "index": index, "environment": name}
-        for index in range(start, start + count)
-        for name in names
-    ]
