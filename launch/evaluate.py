@@ -82,6 +82,11 @@ class Flags:
     """Terms as in training. Above 0.5 of the first reward is correct, and the mean of each is
     reported. The default are the rewards that the preset or run measures; for a model and a file
     with a column `answer`, gsm8k."""
+    environment: str | None = None
+    """What answers the model; "" for nothing. The default is the preset's or run's."""
+    stop_strings: tuple[str, ...] | None = None
+    """The texts that end a turn. The default are the preset's or run's; with --environment ""
+    there are none."""
     rows: int | None = None
     """The largest number of problems. The default is all of --data.path, or as many as the preset
     or run evaluates."""
@@ -168,6 +173,14 @@ def load_settings(flags: Flags) -> ExperimentConfig:
     config = load_base_settings(flags)
     if flags.tokenizer != TokenizerConfig():
         config = replace(config, tokenizer=flags.tokenizer)
+    stop_strings = () if flags.environment == "" else config.sampling.stop_strings
+    if flags.stop_strings is not None:
+        stop_strings = flags.stop_strings
+    config = replace(
+        config,
+        environment=config.environment if flags.environment is None else flags.environment,
+        sampling=replace(config.sampling, stop_strings=stop_strings),
+    )
     changes = {"chat": flags.data.chat, "system": flags.data.system}
     changes = {name: value for name, value in changes.items() if value is not None}
     if not changes:

@@ -62,6 +62,11 @@ def gsm8k(row: Mapping[str, Any]) -> Row:
     return {"prompt": row["question"], "answer": number.strip(), "solution": solution.strip()}
 
 
+def gsm8k_demonstration(row: Mapping[str, Any]) -> Row:
+    """Return a row of `gsm8k` with its column `completion`: the solution as it is published."""
+    return {**row, "completion": f"{row['solution']}\n#### {row['answer']}"}
+
+
 def gsm8k_solutions(row: Mapping[str, Any], problem: int) -> list[Row]:
     """Return the solutions of a GSM8K problem that models wrote, one row each.
 

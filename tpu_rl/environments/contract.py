@@ -20,9 +20,10 @@ Text games. `step` gets what the model wrote, and no method is a tool:
         def step(self, text: str) -> tuple[str, float | None, bool, dict]: ...
 
 `step` returns (observation, reward, done, info), gymnasium's five values, or a mapping with
-`observations`, `reward` and `done`; `reset` may return (observation, info). A class is a game if it
-has a `step`, unless that is a tool: one that is described as tools are, and returns a text. The
-attribute `text_game = True` or `False` decides it outright.
+`observations`, `reward` and `done`; `reset` may return (observation, info). If `step` names
+`ended`, it gets True if the model ended its turn, and False if a stop string did, which is no part
+of the text. A class is a game if it has a `step`, unless that is a tool: one that is described as
+tools are, and returns a text. The attribute `text_game = True` or `False` decides it outright.
 
 All methods may be `async def`. If `reset` names one of these, it gets
 
@@ -192,13 +193,14 @@ def call(
     return results
 
 
-def step(instance: Any, text: str) -> tuple[str, float | None, bool]:
+def step(instance: Any, text: str, ended: bool = True) -> tuple[str, float | None, bool]:
     """Give a game the model's text, and return (observation, reward, done).
 
     Raises:
         ValueError: if it returns something else.
     """
-    value = _finished(instance.step(text))
+    asks = "ended" in inspect.signature(instance.step).parameters
+    value = _finished(instance.step(text, ended=ended) if asks else instance.step(text))
     if isinstance(value, Mapping):
         try:
             observation = value["observations" if "observations" in value else "observation"]

@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpu_rl import user_code
-from tpu_rl.environments import contract, mini_shell, multi_attempt, python_tool, reflection
+from tpu_rl.environments import (
+    calculator,
+    contract,
+    mini_shell,
+    multi_attempt,
+    python_tool,
+    reflection,
+)
 from tpu_rl.environments.adapters import (
     gem,
     gymnasium,
@@ -20,6 +27,7 @@ from tpu_rl.environments.contract import Factories, Factory
 from tpu_rl.errors import InputError
 
 ENVIRONMENTS: dict[str, Factory] = {
+    "calculator": calculator.Calculator,
     "mini_shell": mini_shell.MiniShell,
     "multi_attempt": multi_attempt.MultiAttempt,
     "python_tool": python_tool.PythonTool,

@@ -229,9 +229,9 @@ class EnvironmentPool:
         calls = [(name, dict(arguments)) for name, arguments in calls]
         return self._ask(episode, {"ask": "call", "calls": calls})
 
-    def step(self, episode: int, text: str) -> Future[Reply]:
-        """Give a text game what the model wrote."""
-        return self._ask(episode, {"ask": "step", "text": text})
+    def step(self, episode: int, text: str, ended: bool = True) -> Future[Reply]:
+        """Give a text game what the model wrote, and whether it ended the turn itself."""
+        return self._ask(episode, {"ask": "step", "text": text, "ended": ended})
 
     def reward(self, episode: int) -> Future[Reply]:
         """Ask for the reward of an episode that has ended."""

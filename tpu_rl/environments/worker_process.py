@@ -100,7 +100,9 @@ class Seat:
             case "call":
                 return {"results": contract.call(self._instance, self._tools, request["calls"])}
             case "step":
-                text, reward, done = contract.step(self._instance, request["text"])
+                text, reward, done = contract.step(
+                    self._instance, request["text"], request["ended"]
+                )
                 return {"text": text, "reward": reward, "done": done}
             case "reward":
                 reward = contract.reward(self._instance)

@@ -249,6 +249,8 @@ def read_rows(
     read = functools.partial(data.read, path, split=split, config=files.config)
     if files.format == "gsm8k":
         rows = read(("question", "answer"), data.gsm8k).map(data.gsm8k)
+        if spec.columns == ("messages",):
+            rows = rows.map(data.gsm8k_demonstration)
     elif files.format == "gsm8k_solutions":
         rows = read(("question", "ground_truth"), _graded_problem).map(_graded_problem)
     elif files.format == "code":

@@ -292,7 +292,8 @@ class Episodes:
             text = text.removesuffix(stop_string)
         episode.messages.append({"role": "assistant", "content": text})
         if stopped:
-            self._wait_for(episode, "step", self._pool.step(episode.pool_id, text))
+            step = self._pool.step(episode.pool_id, text, episode.ended)
+            self._wait_for(episode, "step", step)
         else:
             episode.turn_rewards[-1] = 0.0
             self._begin_reward(episode)
