@@ -22,7 +22,13 @@ EXTRAS = {
     # For launch/serve.py and --agent: the server itself, of two small packages.
     "serve": ["uvicorn>=0.30"],
     # Environments of other packages: tpu_rl/environments/adapters.
-    "environments": ["reasoning-gym>=0.1.25", "textarena>=0.7.4", "gymnasium>=1", "websockets"],
+    "environments": [
+        "reasoning-gym>=0.1.25",
+        "textarena>=0.7.4",
+        "gymnasium>=1",
+        "websockets",
+        "bm25s>=0.2",
+    ],
     # For recipes/smollm2.py.
     "recipes": ["gguf"],
     "test": [

@@ -46,12 +46,12 @@ def test_a_solution_is_written_with_the_calculator():
             *([] if done else [{"role": "user", "content": observation}]),
         ]
     ]
-    assert right_marks(None, [messages]) == [1.0]
+    assert right_marks([], [messages]) == [1.0]
 
 
 def test_wrong_marks_are_counted():
     wrong = SOLUTION.replace("=6.5>>", "=7>>")
-    assert right_marks(None, [SOLUTION, wrong, "#### 6.5", "<<1/3=0.33>>"]) == [1.0, 0.5, None, 1.0]
+    assert right_marks([], [SOLUTION, wrong, "#### 6.5", "<<1/3=0.33>>"]) == [1.0, 0.5, None, 1.0]
     assert calculate("12/60") == calculate(".2")
 
 

@@ -6,7 +6,7 @@ Every task is registered once, in `TASKS`, and every built-in environment in
 
 from __future__ import annotations
 
-from tpu_rl.environments import arithmetic, mini_shell, reasoning, reverse, star_graph
+from tpu_rl.environments import arithmetic, mini_shell, reasoning, reverse, search, star_graph
 from tpu_rl.environments.arithmetic import (
     ALPHABET,
     Arithmetic,
@@ -17,6 +17,7 @@ from tpu_rl.environments.arithmetic import (
 from tpu_rl.environments.mini_shell import MiniShellData, MiniShellSource
 from tpu_rl.environments.reasoning import ReasoningGymData
 from tpu_rl.environments.reverse import ReverseData
+from tpu_rl.environments.search import SearchData, SearchSource
 from tpu_rl.environments.star_graph import StarGraph, StarGraphData, StarGraphSource
 from tpu_rl.environments.task import Task, text_of
 
@@ -31,6 +32,8 @@ __all__ = [
     "MiniShellSource",
     "ReasoningGymData",
     "ReverseData",
+    "SearchData",
+    "SearchSource",
     "StarGraph",
     "StarGraphData",
     "StarGraphSource",
@@ -48,6 +51,7 @@ TASKS: dict[str, Task] = {
     "mini_shell": mini_shell.TASK,
     "reasoning_gym": reasoning.TASK,
     "reverse": reverse.TASK,
+    "search": search.TASK,
     "star_graph": star_graph.TASK,
 }
 """Every task by its name. To add a task, write its file and add its row here."""

@@ -14,6 +14,7 @@ from tpu_rl.environments import (
     multi_attempt,
     python_tool,
     reflection,
+    search,
 )
 from tpu_rl.environments.adapters import (
     gem,
@@ -31,6 +32,8 @@ ENVIRONMENTS: dict[str, Factory] = {
     "mini_shell": mini_shell.MiniShell,
     "multi_attempt": multi_attempt.MultiAttempt,
     "python_tool": python_tool.PythonTool,
+    "search": search.Search,
+    "search_random": search.RandomSearch,
 }
 """Every built-in environment by its name. To add one, write its file and add its row here."""
 
