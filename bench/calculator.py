@@ -20,9 +20,9 @@ EVALUATIONS = [*("--evaluation.rows", "200"), *("--evaluation.interval", "100")]
 
 def cells(evaluation: dict[str, Any]) -> list[str]:
     """Return accuracy, sampled and greedy, and the share of right marks, sampled."""
-    marks = 100 * evaluation["rewards"]["gsm8k_marks"]["value"]
+    marks = evaluation["rewards"]["gsm8k_marks"]["value"]
     greedy = arms.percent(evaluation["greedy"])
-    return [arms.percent(evaluation), greedy, f"{marks:.1f}"]
+    return [arms.percent(evaluation), greedy, "-" if marks is None else f"{100 * marks:.1f}"]
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         # The same model, without a step that changes it.
         without = ["--environment", "", "--sampling.stop-strings"]
         model = ["--model.path", str(run_dir / "model"), "--model.no-random-init"]
-        still = ["--steps", "1", "--optimizer.learning-rate", "0"]
+        still = ["--steps", "1", "--optimizer.learning-rate", "1e-12"]
         alone = arms.run(
             flags.to / f"alone_{seed}",
             ["calculator_sft", *data, *EVALUATIONS, *without, *model, *still],
