@@ -121,9 +121,20 @@ def wait_for(awaitable: Awaitable[Any]) -> Any:
         future.cancel()  # After Ctrl-C; otherwise it has ended.
 
 
-@functools.cache
+_event_loop_lock = threading.Lock()
+
+
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of its own for as long as the process lives."""
+    """Return an event loop that runs in a thread of its own for as long as the process lives.
+
+    All threads get the same loop, also if several ask for it first.
+    """
+    with _event_loop_lock:
+        return _make_event_loop()
+
+
+@functools.cache
+def _make_event_loop() -> asyncio.AbstractEventLoop:
     import asyncio
 
     loop = asyncio.new_event_loop()
