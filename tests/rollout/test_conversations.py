@@ -2,6 +2,7 @@
 
 import json
 import random
+import string
 import subprocess
 import time
 from dataclasses import replace
@@ -14,11 +15,19 @@ import pytest
 
 from launch import compose, config
 from tests.fixtures import several
+from tests.fixtures.sampling import decoder
+from tpu_rl import models
+from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.layout import lay_out
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.rollout import records
-from tpu_rl.rollout.engine import RolloutRequest, make_engine
-from tpu_rl.train import packing
+from tpu_rl.rollout import conversations, records, scoring
+from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
+from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.sampler import SamplerConfig
+from tpu_rl.tokenizers import characters
+from tpu_rl.train import packing, sharding
 from tpu_rl.types import Purpose
 
 GAMES = """
@@ -260,3 +269,72 @@ def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(games, t
         process.communicate()
         assert several.wait([start(run_dir)])[0].code == 0
         assert digest(run_dir) == digest(whole)
+
+
+# --- rewritten histories ---
+
+SHORTENING = (
+    "{% for m in messages %}<bos>{{ m.role }}\n"
+    "{{ m.content[:3] if m.role == 'assistant' and not loop.last else m.content }}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
+"""A template that drops most of what the assistant said as soon as another message follows."""
+
+
+class Echo:
+    """A game of three turns, with a reward for each."""
+
+    def reset(self, **row):
+        self.turn = 0
+
+    def step(self, text):
+        self.turn += 1
+        return f"turn {self.turn}", float(self.turn), self.turn == 3, {}
+
+
+def test_a_rewritten_history_is_a_row_of_its_own():
+    """Its log-probs are the trainer's in packed rows that share what is common."""
+    tokenizer = characters(string.printable, SHORTENING)
+    model, params = decoder(vocab_size=tokenizer.vocab_size, max_position_embeddings=512)
+    settings = SamplerConfig(
+        max_new_tokens=160,
+        stop_ids=tokenizer.eos_ids,
+        logit_bias=((tokenizer.eos_ids[0], 3.0),),  # Turns are short.
+        samples_per_prompt=2,
+        prompt_length=32,
+    )
+    pool = EnvironmentPool(Echo, EnvironmentLimits(isolate=False))
+    policy = RolloutPolicy(models.policy(model), lambda tree: tree, sharding.make_mesh())
+    environment = conversations.Environment(pool, 5, 60)
+    decoding = Decoding(policy, settings, 32, environment=environment)
+    engine = make_engine(decoding, Scorer(tokenizer))
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("go", "run")]
+    with jax.set_mesh(policy.mesh):
+        scored = engine.roll_out(params, RolloutRequest(rows, step=1))
+    rollout = scored.rollout
+    assert rollout.episode_id is not None
+    counts = np.bincount(rollout.episode_id)
+    assert len(counts) == 4
+    assert counts.max() == 3
+    by_episode = scoring.by_episode(scored)
+    turns = scored.episodes.counts["turns"]
+    for row, parent in enumerate(rollout.parent):
+        shared = rollout.shared[row]
+        assert parent <= row
+        np.testing.assert_array_equal(rollout.tokens[row, :shared], rollout.tokens[parent, :shared])
+        assert not rollout.action_mask[row, :shared].any() or parent == row
+    last = np.append(np.diff(rollout.episode_id) > 0, True)
+    totals = {1: 0.0, 2: 1.0, 3: 6.0}
+    np.testing.assert_allclose(by_episode.rewards, [totals[int(t)] for t in turns[last]])
+
+    batch = BatchConfig(prompts=2, group_size=2, row_length=512, micro_batch_rows=2)
+    role = models.role(model, lambda tree: tree)
+    with jax.set_mesh(policy.mesh):
+        experience = lay_out(batch, rollout, policy.mesh)
+        packed = packing.over_micro_batches(
+            lambda rows: token_log_probs(role, params, rows).log_probs,
+            experience.layout.rows(experience.data.tokens),
+        )
+        exact = np.asarray(experience.layout.unpack(packed))
+    mask = rollout.action_mask
+    np.testing.assert_allclose(rollout.log_probs[mask], exact[mask], atol=2e-5)

@@ -8,6 +8,9 @@
 A conversation keeps its cache while its tools work, and others are decoded meanwhile. What the
 policy wrote is never encoded again: a conversation is its prompt's ids, the sampled ids of each
 turn, and the ids of each observation. The limit `max_new_tokens` counts turns and observations.
+
+A chat template may rewrite what came before, for example drop what the model thought in earlier
+turns. The next turn then begins a row of its own, which reads the rewritten history.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from tpu_rl import sampler
 from tpu_rl.environments.pool import EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
-from tpu_rl.rollout.episodes import EpisodeResult, Episodes
+from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
+from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
@@ -57,37 +61,56 @@ class Environment(NamedTuple):
 
 @dataclass
 class _Conversation:
-    """One row in the making. Lists have one entry for each token after the prompt."""
+    """An episode in the making."""
 
     prompt: list[int]
     key: np.ndarray
-    tokens: list[int] = field(default_factory=list)
-    is_action: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    behaviour_log_probs: list[float] = field(default_factory=list)
-    turn_ends: list[int] = field(default_factory=list)
-    """The number of tokens up to the end of each turn."""
-    truncated: bool = True
+    branches: list[Branch] = field(default_factory=list)
+    """Its rows. There are several if the chat template has rewritten what came before."""
+    turn_ends: list[tuple[int, int]] = field(default_factory=list)
+    """Of each turn, its branch, and the number of the branch's tokens up to its end."""
+
+    def __post_init__(self):
+        self._begin(self.prompt, 0, 0)
+
+    def _begin(self, tokens: list[int], parent: int, shared: int) -> None:
+        branch = Branch(parent, shared, [], [], [], [], truncated=True)
+        branch.observe(tokens)
+        self.branches.append(branch)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything that the next turn continues."""
+        return self.branches[-1].tokens
 
     @property
     def actions(self) -> list[int]:
         """The tokens that the policy chose."""
-        return [token for token, chosen in zip(self.tokens, self.is_action, strict=True) if chosen]
+        return [token for branch in self.branches for token in branch.actions]
+
+    @property
+    def num_observed(self) -> int:
+        """The number of tokens that the policy read after its first turn."""
+        return sum(branch.num_observed for branch in self.branches)
 
     def add_turn(self, turn: sampler.Turn) -> None:
-        self.tokens += turn.tokens
-        self.is_action += [True] * len(turn.tokens)
-        self.log_probs += turn.log_probs.tolist()
-        self.behaviour_log_probs += turn.behaviour_log_probs.tolist()
-        self.turn_ends.append(len(self.tokens))
-        self.truncated = not turn.stopped
+        self.branches[-1].add([], turn)
+        self.turn_ends.append((len(self.branches) - 1, len(self.tokens)))
 
     def add_observation(self, token_ids: list[int]) -> None:
-        self.tokens += token_ids
-        self.is_action += [False] * len(token_ids)
-        zeros = [0.0] * len(token_ids)
-        self.log_probs += zeros
-        self.behaviour_log_probs += zeros
+        self.branches[-1].observe(token_ids)
+
+    def rewrite(self, token_ids: list[int]) -> None:
+        """Begin a row with a rewritten history."""
+        common = [sampler.common_prefix(branch.tokens, token_ids) for branch in self.branches]
+        parent = int(np.argmax(common))
+        self._begin(token_ids, parent, common[parent])
+
+    def end(self) -> None:
+        """Drop observations that nobody answered."""
+        branch, end = self.turn_ends[-1]
+        del self.branches[branch + 1 :]
+        self.branches[-1].cut(end)
 
 
 def generate(
@@ -138,27 +161,44 @@ def generate(
             _converse(decoding, scorer, params, conversations, episodes, streaming)
         signals.mark(decoding.purpose, "rewards", request.step)
         results = _shared(episodes.results())
-    columns = _prompt_columns(decoding.config, conversations)
-    rollout = _rollout(decoding.config, conversations, columns, group_size, request.policy_step)
+    for conversation in conversations:
+        conversation.end()
+    config = decoding.config
+    branches = [conversation.branches for conversation in conversations]
+    rollout = to_rollout(
+        branches,
+        keys,
+        group_size,
+        _prompt_columns(config, conversations) + config.max_new_tokens,
+        config.pad_id,
+        request.policy_step,
+    )
+    turn_rewards = _turn_rewards(conversations, results, rollout)
+    rows = None
+    if rollout.episode_id is not None:
+        rows = episode_rows(replace(rollout, rewards=turn_rewards), branches, scorer.tokenizer)
+        rollout = last_rows(rows)
+        turn_rewards = np.zeros(rollout.action_mask.shape, np.float32)
     names = [environment.pool.description(row).name for row in request.rows]
     outcomes = _outcomes(
         np.repeat(names, group_size).tolist(),
         environment.is_scored,
         conversations,
         results,
-        rollout.action_mask.shape,
+        turn_rewards,
     )
     return Sampled(
         rollout=rollout,
         rows=request.rows,
         prompts=[prompts.as_text(results[row].prompt) for row in range(num_rows)],
         completions=[prompts.as_text(results[row].messages) for row in range(num_rows)],
-        lengths=np.asarray(rollout.action_mask).sum(-1),
+        lengths=np.array([len(conversation.actions) for conversation in conversations]),
         step=request.step,
         seconds=time.perf_counter() - began,
         streamed_rewards=streaming.answers,
         cancel_rewards=streaming.cancel,
         episodes=outcomes,
+        episode_rows=rows,
     )
 
 
@@ -197,14 +237,21 @@ def _converse(
                 remaining -= 1
                 if local.start <= row < local.stop:
                     over[row] = episodes.result(row).messages
-            elif len(conversation.tokens) + len(token_ids) >= config.max_new_tokens:
+                continue
+            read = len(token_ids)
+            if not isinstance(token_ids, History):
+                read += len(conversation.tokens)
+            if read >= len(conversation.prompt) + config.max_new_tokens:
                 # No room for another turn: the episode ends here, and is still judged.
-                conversation.truncated = True
+                conversation.branches[-1].truncated = True
                 if local.start <= row < local.stop:
                     episodes.end(row)
+                continue
+            if isinstance(token_ids, History):
+                conversation.rewrite(token_ids)
             else:
                 conversation.add_observation(token_ids)
-                requests.append(_next_turn(row, conversation, config))
+            requests.append(_next_turn(row, conversation, config))
         live.submit(requests)
         streaming.on_answered(over, {row: conversations[row].actions for row in over})
 
@@ -239,8 +286,8 @@ def _prompt_columns(config: SamplerConfig, conversations: list[_Conversation]) -
 
 
 def _next_turn(row: int, conversation: _Conversation, config: SamplerConfig) -> TurnRequest:
-    token_ids = conversation.prompt + conversation.tokens
-    room = config.max_new_tokens - len(conversation.tokens)
+    token_ids = list(conversation.tokens)
+    room = len(conversation.prompt) + config.max_new_tokens - len(token_ids)
     return TurnRequest(row, token_ids, conversation.key, room)
 
 
@@ -254,69 +301,30 @@ def _shared(values: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return {"result": value._asdict()} if isinstance(value, EpisodeResult) else value
+    if isinstance(value, EpisodeResult):
+        return {"result": value._asdict()}
+    return {"history": value} if isinstance(value, History) else value
 
 
 def _restored(value: Any) -> Any:
-    return EpisodeResult(**value["result"]) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return EpisodeResult(**value["result"]) if "result" in value else History(value["history"])
 
 
-def _rollout(
-    config: SamplerConfig,
-    conversations: list[_Conversation],
-    columns: int,
-    group_size: int,
-    policy_step: int,
-) -> Rollout:
-    """Return the rollout: prompts, turns and observations up to the last action, then padding."""
-    num_rows = len(conversations)
-    shape = (num_rows, columns + config.max_new_tokens)
-    tokens = np.full(shape, config.pad_id, np.int32)
-    action_mask = np.zeros(shape, bool)
-    log_probs = np.zeros(shape, np.float32)
-    behaviour_log_probs = np.zeros(shape, np.float32)
-    for row, conversation in enumerate(conversations):
-        start = len(conversation.prompt)
-        tokens[row, :start] = conversation.prompt
-        # Observations after the last turn were answered by nobody.
-        end = conversation.turn_ends[-1]
-        part = slice(start, start + end)
-        tokens[row, part] = conversation.tokens[:end]
-        action_mask[row, part] = conversation.is_action[:end]
-        log_probs[row, part] = conversation.log_probs[:end]
-        behaviour_log_probs[row, part] = conversation.behaviour_log_probs[:end]
-    # Rollout's fields are declared as jax arrays; these numpy arrays are placed on devices later.
-    fields: dict[str, Any] = {
-        "tokens": tokens,
-        "action_mask": action_mask,
-        "log_probs": log_probs,
-        "behaviour_log_probs": behaviour_log_probs,
-        "rewards": np.zeros(shape, np.float32),
-        "group_id": np.repeat(np.arange(num_rows // group_size, dtype=np.int32), group_size),
-        "policy_step": np.full(num_rows, policy_step, np.int32),
-        "birth_key": np.stack([conversation.key for conversation in conversations]),
-        "truncated": np.array([conversation.truncated for conversation in conversations]),
-        "scored": np.ones(num_rows, bool),
-    }
-    return Rollout(**fields | _shared_prompts(conversations, group_size))
-
-
-def _shared_prompts(conversations: list[_Conversation], group_size: int) -> dict[str, Any]:
-    """Return `parent` and `shared` if prompts of a group differ, as `reset` may make them."""
-    num_rows = len(conversations)
-    first = np.arange(num_rows) // group_size * group_size
-    if all(
-        conversation.prompt == conversations[first[row]].prompt
-        for row, conversation in enumerate(conversations)
-    ):
-        return {}
-    shared = [
-        0
-        if row == first[row]
-        else sampler.common_prefix(conversation.prompt, conversations[first[row]].prompt)
-        for row, conversation in enumerate(conversations)
-    ]
-    return {"parent": first.astype(np.int32), "shared": np.array(shared, np.int32)}
+def _turn_rewards(
+    conversations: list[_Conversation], results: Mapping[int, EpisodeResult], rollout: Rollout
+) -> np.ndarray:
+    """Return the rewards of turns on their last actions, [rows, T] float32."""
+    placed = np.zeros(rollout.action_mask.shape, np.float32)
+    first_row = 0
+    for number, conversation in enumerate(conversations):
+        # A turn that the environment never saw has no reward.
+        turns = zip(conversation.turn_ends, results[number].turn_rewards, strict=False)
+        for (branch, end), reward in turns:
+            placed[first_row + branch, end - 1] = reward or 0.0
+        first_row += len(conversation.branches)
+    return placed
 
 
 def _outcomes(
@@ -324,20 +332,15 @@ def _outcomes(
     is_scored: bool,
     conversations: list[_Conversation],
     results: Mapping[int, EpisodeResult],
-    shape: tuple[int, ...],
+    turn_rewards: np.ndarray,
 ) -> EpisodeOutcomes:
-    """Return what the environment says about the episodes; `shape` is that of the rollout."""
+    """Return what the environment says about the episodes."""
     ordered = [results[row] for row in range(len(conversations))]
-    turn_rewards = np.zeros(shape, np.float32)
     totals = np.full(len(conversations), np.nan, np.float32)
-    for row, (conversation, result) in enumerate(zip(conversations, ordered, strict=True)):
+    for row, result in enumerate(ordered):
         given = [reward for reward in (*result.turn_rewards, result.reward) if reward is not None]
         if given:
             totals[row] = sum(given)
-        start = len(conversation.prompt)
-        # A turn that the environment never saw has no reward.
-        for end, reward in zip(conversation.turn_ends, result.turn_rewards, strict=False):
-            turn_rewards[row, start + end - 1] = reward or 0.0
     return EpisodeOutcomes(
         names=names,
         is_scored=is_scored,
@@ -350,8 +353,6 @@ def _outcomes(
             "turns": np.array([len(text.turn_ends) for text in conversations]),
             "tool_calls": np.array([result.tool_calls for result in ordered]),
             "errors": np.array([result.errors for result in ordered]),
-            "observation_tokens": np.array(
-                [text.turn_ends[-1] - sum(text.is_action) for text in conversations]
-            ),
+            "observation_tokens": np.array([text.num_observed for text in conversations]),
         },
     )

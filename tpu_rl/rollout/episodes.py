@@ -36,6 +36,14 @@ _pool_ids = itertools.count()
 """Ids of episodes in pools: evaluations and trainings may share a pool."""
 
 Message = dict[str, Any]
+QUESTION: list[Message] = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": "<think>a thought</think>an answer"},
+]
+
+
+class History(list[int]):
+    """Token ids that stand in place of everything before, because the template rewrote it."""
 
 
 class EpisodeResult(NamedTuple):
@@ -233,7 +241,7 @@ class Episodes:
         self._begin_reward(self._episodes[row])
 
     def poll(self, wait: bool = False) -> dict[int, list[int] | None]:
-        """Return local row -> token ids to append, or None if the episode is over.
+        """Return local row -> token ids to append, a rewritten `History`, or None at the end.
 
         Only rows with news since the last call are in it. It is empty if there are none; with
         `wait` only after a while.
@@ -336,12 +344,13 @@ class Episodes:
         else:
             episode.turn_rewards[-1] = reply.reward
             messages = [{"role": "user", "content": reply.text or ""}]
+        earlier = list(episode.messages)
         if not (reply.done and not reply.text):
             episode.messages += messages
         if reply.done or len(episode.turn_rewards) >= self._max_turns:
             self._begin_reward(episode)
             return None
-        return self._encode_observation(episode, messages)
+        return self._encode_observation(episode, earlier, messages)
 
     def _tool_messages(
         self, episode: _Episode, results: Sequence[ToolResult]
@@ -359,15 +368,26 @@ class Episodes:
                 messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
-    def _encode_observation(self, episode: _Episode, messages: list[Message]) -> list[int] | None:
+    def _encode_observation(
+        self, episode: _Episode, earlier: list[Message], messages: list[Message]
+    ) -> list[int] | None:
         """Return the ids of an observation; None if it ends the episode by a fault."""
+        history = None
+        if not isinstance(episode.prompt, str):
+            conversation = [*episode.prompt, *earlier]
+            history = self._tokenizer.encode_rewritten(conversation, messages, episode.tools)
         if not episode.is_chat and not episode.is_game:
             messages = [
                 {**message, "content": tool_calls.RESULT.format(message["content"])}
                 for message in messages
             ]
         try:
-            token_ids = self._tokenizer.encode_observation(messages, episode.ended, episode.is_chat)
+            if history is None:
+                token_ids = self._tokenizer.encode_observation(
+                    messages, episode.ended, episode.is_chat
+                )
+            else:
+                token_ids = self._tokenizer.encode_observation(messages, True, is_chat=False)
         except InputError as error:
             episode.fault = f"an observation cannot be written: {error.what}"
             self._begin_reward(episode)
@@ -380,7 +400,7 @@ class Episodes:
             self._begin_reward(episode)
             return None
         episode.observation_tokens += len(token_ids)
-        return token_ids
+        return token_ids if history is None else History(history)
 
     def _first_prompt(
         self, episode: _Episode, text: str | None
@@ -448,4 +468,6 @@ def require_fit(tokenizer: Tokenizer, pool: EnvironmentPool, is_chat: bool) -> N
         return
     for description in pool.descriptions.values():
         role = "user" if description.form == "game" else "tool"
-        tokenizer.encode_observation([{"role": role, "name": "tool", "content": "answer"}], True)
+        messages = [{"role": role, "name": "tool", "content": "answer"}]
+        if tokenizer.encode_rewritten(QUESTION, messages, description.tools) is None:
+            tokenizer.encode_observation(messages, True)

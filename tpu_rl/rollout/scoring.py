@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -70,6 +70,17 @@ class EpisodeOutcomes:
         )
 
 
+class EpisodeRows(NamedTuple):
+    """The R rows of N episodes, of which some have several; an episode's rows are neighbors."""
+
+    rollout: Rollout
+    """[R, T]. Its rewards are those of turns; rewards of whole episodes are not among them."""
+    last: np.ndarray
+    """[N] int: the last row of each episode."""
+    texts: list[str]
+    """[R] what the policy wrote in each row."""
+
+
 @dataclass(frozen=True)
 class Sampled:
     """Completions without rewards. Unless noted, arrays and lists have one entry per completion."""
@@ -102,6 +113,8 @@ class Sampled:
     """Drop reward computations that have not begun, because nobody will ask for them."""
     episodes: EpisodeOutcomes | None = None
     """If the completions are conversations with an environment."""
+    episode_rows: EpisodeRows | None = None
+    """If episodes may have several rows. Everything else then describes the last row of each."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +204,7 @@ def score(
         scores = with_episodes(scores, sampled.episodes, bool(reward_functions))
         rewards.require_few_faults(scores, answers, max_fault_share)
         turn_rewards = sampled.episodes.turn_rewards
-    return Scored(
+    scored = Scored(
         rollout=place_rewards(sampled.rollout, scores.totals, turn_rewards),
         prompts=sampled.prompts,
         completions=sampled.completions,
@@ -205,6 +218,7 @@ def score(
         tokens_of_drafts=sampled.tokens_of_drafts,
         episodes=sampled.episodes,
     )
+    return scored if sampled.episode_rows is None else by_row(scored, sampled.episode_rows)
 
 
 def with_episodes(
@@ -401,6 +415,54 @@ def by_episode(scored: Scored) -> Scored:
         faults=faults,
         episodes=None if scored.episodes is None else scored.episodes.take(last),
         **texts,
+    )
+
+
+def by_row(scored: Scored, rows: EpisodeRows) -> Scored:
+    """Return one entry for each row of the episodes that `scored` has one entry each for.
+
+    Rewards of turns stay where they are. The rest of an episode's reward is on the last action of
+    its last row, as are its parts and its fault.
+    """
+    num_rows = len(rows.rollout.tokens)
+    episode_of = np.searchsorted(rows.last, np.arange(num_rows))
+    is_last = rows.last[episode_of] == np.arange(num_rows)
+    is_scored = np.asarray(scored.rollout.scored)
+    rewards_placed = np.where(is_scored[episode_of][:, None], rows.rollout.rewards, 0)
+    of_turns = np.add.reduceat(rewards_placed.sum(1), np.append(0, rows.last[:-1] + 1))
+    mask = np.asarray(rows.rollout.action_mask)[rows.last]
+    last_action = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    totals = np.where(is_scored, scored.rewards, 0)
+    rewards_placed[rows.last, last_action] += totals - of_turns
+
+    def on_last(values: np.ndarray) -> np.ndarray:
+        return np.where(is_last, values[episode_of], values.dtype.type(0))
+
+    row_rewards = rewards_placed.sum(1)
+    return replace(
+        scored,
+        rollout=replace(
+            rows.rollout,
+            rewards=rewards_placed.astype(np.float32),
+            scored=is_scored[episode_of],
+        ),
+        prompts=[scored.prompts[episode] for episode in episode_of],
+        completions=[
+            scored.completions[episode] if last else text
+            for episode, last, text in zip(episode_of, is_last, rows.texts, strict=True)
+        ],
+        lengths=np.asarray(rows.rollout.action_mask).sum(-1),
+        rewards=np.where(is_scored[episode_of] | ~is_last, row_rewards, np.nan).astype(np.float32),
+        parts={name: on_last(part) for name, part in scored.parts.items()},
+        faults=[
+            scored.faults[episode] if last else ""
+            for episode, last in zip(episode_of, is_last, strict=True)
+        ],
+        episodes=None
+        if scored.episodes is None
+        else replace(
+            scored.episodes.take(episode_of), turn_rewards=np.asarray(rows.rollout.rewards)
+        ),
     )
 
 

@@ -21,7 +21,7 @@ import itertools
 import secrets
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -32,18 +32,18 @@ from tpu_rl.data import Row
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
+from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
-from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled, Scored
+from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import LiveSampler, SegmentConfig, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
-from tpu_rl.serving.record import Branch
 from tpu_rl.serving.server import LOOPBACK, Server, bind, require_uvicorn
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Params, Purpose, Rollout
+from tpu_rl.types import Params, Purpose
 
 STEPS_PER_SEGMENT = 16
 """Decode steps between two visits of the host, at most: calls wait for the end of a segment."""
@@ -98,19 +98,7 @@ def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: 
 def make_agent_engine(agent: Agent, decoding: Decoding, scorer: Scorer) -> Engine:
     """Return the engine whose completions are the episodes of an agent."""
     engine = _AgentEngine(agent, decoding, scorer)
-    return Engine(engine.generate, engine.score)
-
-
-@dataclass(frozen=True)
-class AgentEpisodes(Sampled):
-    """Episodes of agents. What is inherited has one entry per episode, with its last row."""
-
-    all_rows: Rollout | None = None
-    """All rows of all episodes."""
-    last_rows: np.ndarray | None = None
-    """[episodes] int: the last row of each episode."""
-    row_texts: tuple[str, ...] = ()
-    """The text that the policy wrote in each row."""
+    return Engine(engine.generate, scorer)
 
 
 class Outcome(NamedTuple):
@@ -219,7 +207,7 @@ class _AgentEngine:
                         pump.close(conversation)
                     outcome = self._outcome(account, reply)
                     outcomes[episode] = outcome
-                    actions = _actions(outcome.branches[-1]) if outcome.branches else []
+                    actions = outcome.branches[-1].actions if outcome.branches else []
                     streaming.on_answered({episode: outcome.messages}, {episode: actions})
         finally:
             self._accounts.clear()
@@ -239,7 +227,7 @@ class _AgentEngine:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[places[0] :] if places else []
         if not messages:
-            token_ids = _actions(branches[-1]) if branches else []
+            token_ids = branches[-1].actions if branches else []
             content = self._scorer.tokenizer.decode(token_ids)
             messages = [{"role": "assistant", "content": content}]
         return Outcome(branches, reply.reward, fault, messages, len(account.record.calls))
@@ -294,19 +282,20 @@ class _AgentEngine:
 
     def _sampled(
         self, request: RolloutRequest, outcomes: list[Outcome], keys: np.ndarray, group_size: int
-    ) -> AgentEpisodes:
+    ) -> Sampled:
         tokenizer = self._scorer.tokenizer
+        all_branches = [outcome.branches or [_no_calls(tokenizer)] for outcome in outcomes]
         rollout = to_rollout(
-            [outcome.branches or [_no_calls(tokenizer)] for outcome in outcomes],
+            all_branches,
             keys,
             group_size,
             self._limits.max_model_len,
             self._decoding.config.pad_id,
             request.policy_step,
         )
-        counts = np.array([max(len(outcome.branches), 1) for outcome in outcomes])
-        last_rows = np.cumsum(counts) - 1
-        last = jax.tree.map(lambda array: array[last_rows], rollout)
+        rows = episode_rows(rollout, all_branches, tokenizer)
+        counts = np.array([len(branches) for branches in all_branches])
+        last = last_rows(rows)
         rewards = np.array([np.nan if o.reward is None else o.reward for o in outcomes], np.float32)
         episodes = EpisodeOutcomes(
             names=[NAME] * len(outcomes),
@@ -320,15 +309,13 @@ class _AgentEngine:
                 "turns": np.array([outcome.calls for outcome in outcomes]),
                 "branches": counts,
                 "errors": np.array([bool(outcome.fault) for outcome in outcomes], int),
-                "observation_tokens": np.array([_num_observed(o.branches) for o in outcomes]),
+                "observation_tokens": np.array(
+                    [sum(branch.num_observed for branch in o.branches) for o in outcomes]
+                ),
             },
         )
-        texts = [
-            tokenizer.decode(tokens[mask].tolist())
-            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
-        ]
-        return AgentEpisodes(
-            rollout=replace(last, parent=None, shared=None, episode_id=None),
+        return Sampled(
+            rollout=last,
             rows=request.rows,
             prompts=[
                 prompts.as_text(row.get("prompt", ""))
@@ -336,53 +323,9 @@ class _AgentEngine:
                 for _ in range(group_size)
             ],
             completions=[prompts.as_text(outcome.messages) for outcome in outcomes],
-            lengths=np.add.reduceat(rollout.action_mask.sum(-1), last_rows + 1 - counts),
+            lengths=np.add.reduceat(rollout.action_mask.sum(-1), rows.last + 1 - counts),
             episodes=episodes,
-            all_rows=rollout,
-            last_rows=last_rows,
-            row_texts=tuple(texts),
-        )
-
-    # --- score ---
-
-    def score(self, sampled: Sampled) -> Scored:
-        """Return the episodes with their rewards, one entry for each row."""
-        assert isinstance(sampled, AgentEpisodes)
-        assert sampled.all_rows is not None
-        assert sampled.last_rows is not None
-        scored = self._scorer(sampled)
-        last_rows = sampled.last_rows
-        num_rows = len(sampled.all_rows.tokens)
-        episode_of = np.searchsorted(last_rows, np.arange(num_rows))
-        is_last = last_rows[episode_of] == np.arange(num_rows)
-
-        def on_last(values: np.ndarray) -> np.ndarray:
-            return np.where(is_last, values[episode_of], values.dtype.type(0))
-
-        rewards = np.zeros(sampled.all_rows.tokens.shape, np.float32)
-        rewards[last_rows] = scored.rollout.rewards
-        texts = [
-            scored.completions[episode] if last else text
-            for episode, last, text in zip(episode_of, is_last, sampled.row_texts, strict=True)
-        ]
-        assert scored.episodes is not None
-        return replace(
-            scored,
-            rollout=replace(
-                sampled.all_rows,
-                rewards=rewards,
-                scored=np.asarray(scored.rollout.scored)[episode_of],
-            ),
-            prompts=[scored.prompts[episode] for episode in episode_of],
-            completions=texts,
-            lengths=np.asarray(sampled.all_rows.action_mask).sum(-1),
-            rewards=on_last(scored.rewards),
-            parts={name: on_last(part) for name, part in scored.parts.items()},
-            faults=[
-                scored.faults[episode] if last else ""
-                for episode, last in zip(episode_of, is_last, strict=True)
-            ],
-            episodes=replace(scored.episodes.take(episode_of), turn_rewards=np.zeros_like(rewards)),
+            episode_rows=rows,
         )
 
 
@@ -437,88 +380,10 @@ class _Running:
             self._agent.pool.release(self._pool_ids[episode])
 
 
-def to_rollout(
-    episodes: list[list[Branch]],
-    keys: np.ndarray,
-    group_size: int,
-    length: int,
-    pad_id: int,
-    policy_step: int,
-) -> Rollout:
-    """Return the branches of all episodes as the rows of a rollout of `length` columns.
-
-    The first rows of a group's episodes share what comes before their first actions. If each
-    episode has one branch, there are no episode ids.
-    """
-    num_rows = sum(map(len, episodes))
-    shape = (num_rows, length)
-    tokens = np.full(shape, pad_id, np.int32)
-    action_mask = np.zeros(shape, bool)
-    log_probs = np.zeros(shape, np.float32)
-    behaviour_log_probs = np.zeros(shape, np.float32)
-    parent = np.arange(num_rows, dtype=np.int32)
-    shared = np.zeros(num_rows, np.int32)
-    episode_id = np.repeat(np.arange(len(episodes), dtype=np.int32), [len(e) for e in episodes])
-    truncated = np.zeros(num_rows, bool)
-    row = 0
-    first_of_group = 0
-    for episode, branches in enumerate(episodes):
-        start = row
-        if episode % group_size == 0:
-            first_of_group = row
-        for branch in branches:
-            end = len(branch.tokens)
-            tokens[row, :end] = branch.tokens
-            action_mask[row, :end] = branch.is_action
-            log_probs[row, :end] = branch.log_probs
-            behaviour_log_probs[row, :end] = branch.behaviour_log_probs
-            truncated[row] = branch.truncated
-            if branch.shared:
-                parent[row] = start + branch.parent
-                shared[row] = branch.shared
-            row += 1
-        if start != first_of_group:
-            same = tokens[start] == tokens[first_of_group]
-            same &= ~action_mask[start] & ~action_mask[first_of_group]
-            parent[start] = first_of_group
-            shared[start] = same.argmin()
-    # Rollout's fields are declared as jax arrays; these numpy arrays are placed on devices later.
-    fields: dict[str, Any] = {
-        "tokens": tokens,
-        "action_mask": action_mask,
-        "log_probs": log_probs,
-        "behaviour_log_probs": behaviour_log_probs,
-        "rewards": np.zeros(shape, np.float32),
-        "group_id": episode_id // group_size,
-        "policy_step": np.full(num_rows, policy_step, np.int32),
-        "birth_key": keys[episode_id],
-        "truncated": truncated,
-        "scored": np.ones(num_rows, bool),
-        "parent": parent,
-        "shared": shared,
-        "episode_id": episode_id if num_rows > len(episodes) else None,
-    }
-    return Rollout(**fields)
-
-
 def _no_calls(tokenizer: Tokenizer) -> Branch:
     """Return the row of an episode without calls, which is not scored: an end of sequence."""
     end = tokenizer.eos_ids[0]
     return Branch(0, 0, [end, end], [False, True], [0.0, 0.0], [0.0, 0.0], True)
-
-
-def _actions(branch: Branch) -> list[int]:
-    return [i for i, chosen in zip(branch.tokens, branch.is_action, strict=True) if chosen]
-
-
-def _num_observed(branches: list[Branch]) -> int:
-    """Return the number of tokens that the episode's branches read after their first actions."""
-    count = 0
-    for branch in branches:
-        mask = branch.is_action
-        start = mask.index(True)
-        count += mask[start:].count(False)
-    return count
 
 
 # --- several processes ---

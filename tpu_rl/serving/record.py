@@ -11,47 +11,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tpu_rl.rollout.branches import Branch
 from tpu_rl.sampler import Turn
 from tpu_rl.sampler.live import common_prefix
-
-
-@dataclass
-class Branch:
-    """A row in the making. Lists have one entry for each token."""
-
-    parent: int
-    """Index of an earlier branch that begins with the same tokens; its own index without one."""
-    shared: int
-    """The number of these tokens."""
-    tokens: list[int]
-    is_action: list[bool]
-    """True where this branch chose the token. The tokens that it shares were chosen, if at all, by
-    the branch that had them first."""
-    log_probs: list[float]
-    behaviour_log_probs: list[float]
-    truncated: bool = False
-    """True if the last completion ended at its limit."""
-
-    def _observe(self, token_ids: list[int]) -> None:
-        self.tokens += token_ids
-        self.is_action += [False] * len(token_ids)
-        zeros = [0.0] * len(token_ids)
-        self.log_probs += zeros
-        self.behaviour_log_probs += zeros
-
-    def add(self, observed: list[int], turn: Turn) -> None:
-        """Append what was observed, and then what the policy wrote."""
-        self._observe(observed)
-        self.tokens += turn.tokens
-        self.is_action += [True] * len(turn.tokens)
-        self.log_probs += turn.log_probs.tolist()
-        self.behaviour_log_probs += turn.behaviour_log_probs.tolist()
-        self.truncated = not turn.stopped
 
 
 class Call(NamedTuple):

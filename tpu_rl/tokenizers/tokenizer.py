@@ -430,6 +430,44 @@ class Tokenizer:
         start = end.end() if ended else end.start()
         return self._encode_marked(after[start:], conversation.mark, follows=True)
 
+    def encode_rewritten(
+        self, earlier: Sequence[Message], messages: Sequence[Message], tools: Tools | None = None
+    ) -> list[int] | None:
+        """Return the ids of a whole conversation if its new messages change what came before.
+
+        Some templates drop what the model thought in earlier turns once the user speaks again. A
+        template that does so with any turn has no fixed text between two turns, so that all of its
+        conversations are rewritten. The ids end with the prompt of the next turn.
+
+        Args:
+            earlier: the conversation up to the assistant's last turn.
+            messages: the messages that follow it.
+            tools: descriptions of functions, for the template.
+
+        Returns:
+            The ids, or None if the template only appends to what it wrote before, or does not
+            write such a conversation.
+        """
+        try:
+            conversation = self._conversation([*earlier, *messages], tools or None)
+            count = len(conversation.messages)
+            before = conversation.render(count - len(messages), False).text
+            after = conversation.render(count, True).text
+        except InputError:
+            return None
+        if after.startswith(before) and self._appends:
+            return None
+        return self._encode_rendered(after, conversation.mark)
+
+    @functools.cached_property
+    def _appends(self) -> bool:
+        """False if no text that follows a turn can be told, as `encode_observation` needs it."""
+        try:
+            self._encode_next_turn([{"role": "user", "content": "a"}], True)
+        except InputError:
+            return False
+        return True
+
     @functools.cached_property
     def _turn_prompt(self) -> str:
         """What the template writes before a turn of the assistant."""
