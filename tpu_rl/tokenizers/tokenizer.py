@@ -445,8 +445,8 @@ class Tokenizer:
             tools: descriptions of functions, for the template.
 
         Returns:
-            The ids, or None if the template only appends to what it wrote before, or does not
-            write such a conversation.
+            The ids, or None if the template only appends to what it wrote before, or writes no
+            such conversation, or no end of turns.
         """
         try:
             conversation = self._conversation([*earlier, *messages], tools or None)
@@ -455,7 +455,9 @@ class Tokenizer:
             after = conversation.render(count, True).text
         except InputError:
             return None
-        if after.startswith(before) and self._appends:
+        ends = [text for text, token_id in self.control.items() if token_id in self.eos_ids]
+        has_end = any(end in before for end in ends)
+        if not has_end or (after.startswith(before) and self._appends):
             return None
         return self._encode_rendered(after, conversation.mark)
 
