@@ -28,4 +28,6 @@ CONFIG = replace(
         max_turns=MAX_SEARCHES + 1,
         max_observation_tokens=16,
     ),
+    evaluation=replace(BASE.evaluation, interval=100),
+    steps=400,
 )

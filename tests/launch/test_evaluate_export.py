@@ -27,6 +27,15 @@ from tpu_rl.rollout import evaluation
 ROWS = 24
 
 
+def test_models_are_evaluated_with_another_environment_or_none():
+    flags = evaluate.Flags("builtin:gsm8k_scratch", preset="calculator_sft")
+    assert evaluate.load_settings(flags).sampling.stop_strings == ("=",)
+    alone = evaluate.load_settings(replace(flags, environment=""))
+    assert (alone.environment, alone.sampling.stop_strings) == ("", ())
+    other = replace(flags, environment="mini_shell", stop_strings=("\n",))
+    assert evaluate.load_settings(other).sampling.stop_strings == ("\n",)
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A random model of one small layer with the arithmetic task's alphabet."""

@@ -453,6 +453,7 @@ MODELS = {
     "gsm8k": "builtin:gsm8k_scratch",
     "mini_shell": "builtin:mini_shell",
     "reasoning_gym": "builtin:gsm8k_scratch",
+    "search": "builtin:search",
     "star_graph": "builtin:star_graph",
 }
 """Prefix of a preset -> a model to plan it with, for presets that bring none."""

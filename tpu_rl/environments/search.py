@@ -170,6 +170,10 @@ def right(
     ]
 
 
+REWARDS = {"search_answer": right, "search_called": called, "search_format": formatted}
+"""Reward functions by the names that `--reward` uses."""
+
+
 # --- rows ---
 
 
@@ -260,5 +264,6 @@ TASK = Task(
     train_rows=_rows,
     demonstrations=_rows,
     evaluation_rows=_evaluation_rows,
-    rewards={"search_called": called, "search_format": formatted, "search_answer": right},
+    # A careless user's demonstrations do not earn them, so they are no rewards of the task.
+    rewards={},
 )

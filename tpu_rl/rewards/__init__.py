@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from tpu_rl import sandbox, user_code
-from tpu_rl.environments import TASKS, calculator
+from tpu_rl.environments import TASKS, calculator, search
 from tpu_rl.environments import text_of as text_of
 from tpu_rl.environments.answers import final_number as final_number
 from tpu_rl.environments.answers import read_number as read_number
@@ -413,6 +413,7 @@ BUILTIN: dict[str, Reward] = {
     "gsm8k_marks": calculator.right_marks,
     "math": math_equivalent,
     "python_tests": python_tests,
+    **search.REWARDS,
 } | {name: reward for task in TASKS.values() for name, reward in task.rewards.items()}
 """Reward functions by the names that presets and `--reward` use."""
 
