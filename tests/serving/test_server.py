@@ -13,7 +13,8 @@ from launch import serve
 from tpu_rl import tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import Turn
-from tpu_rl.serving import app, server
+from tpu_rl.serving import app, chat, server
+from tpu_rl.serving.protocol import Options
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
 
@@ -296,3 +297,21 @@ def test_a_taken_port_and_an_open_host_are_one_message(capsys):
     bound.close()
     assert serve.main(["builtin:arithmetic", "--host", "0.0.0.0"]) == 2
     assert "without a key" in capsys.readouterr().err
+
+
+def test_evaluations_draw_as_they_must():
+    settings = {"row_key": ROW_KEY, "first_prompt": None, "most_calls": 1}
+    account = app.EpisodeAccount(TOKENIZER, itertools.count(), is_strict=False, **settings)
+    greedy = Distribution(0.0)
+    assert account.distribution(Options(temperature=0.3, seed=1), greedy) == greedy
+
+
+def test_a_template_that_rewrites_turns_makes_a_new_history():
+    """The template drops earlier answers, so that the ids of the first exchange do not continue."""
+    template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+    tokenizer = tokenizers.characters("abcdef", template + "{% endfor %}")
+    history = chat.History(tokenizer)
+    prompt = history.encode([user("ab")], None)
+    history.add([user("ab")], None, {"role": "assistant", "content": "c"}, [*prompt, 6, 2])
+    said = {"role": "assistant", "content": "c"}
+    assert history.encode([user("ab"), said, user("d")], None) == tokenizer.encode("abd")
