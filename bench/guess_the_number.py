@@ -52,14 +52,14 @@ SAMPLING = [
 SFT = [
     "sft",
     *SAMPLING,
-    *("--model.random-init", "True", "--steps", "300", "--evaluation.interval", "300"),
+    *("--model.random-init", "True", "--steps", "250", "--evaluation.interval", "250"),
     *("--batch.prompts", "32", "--batch.row-length", "512"),
     *("--optimizer.learning-rate", "2e-3", "--optimizer.warmup-steps", "20"),
 ]
 GRPO = [
     "grpo",
     *SAMPLING,
-    *("--steps", "50", "--evaluation.interval", "10", "--evaluation.rows", "300"),
+    *("--steps", "40", "--evaluation.interval", "20", "--evaluation.rows", "300"),
     *("--batch.prompts", "32", "--batch.row-length", "512", "--batch.micro-batch-rows", "8"),
     *("--optimizer.learning-rate", "2e-4", "--optimizer.warmup-steps", "5"),
 ]
