@@ -15,6 +15,6 @@ CONFIG = replace(
     optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
     batch=BatchConfig(prompts=32, group_size=8, row_length=128, micro_batch_rows=16),
     evaluation=EvaluationConfig(rows=500, interval=10),
-    steps=60,
+    steps=40,
     checkpoint_every=20,
 )
