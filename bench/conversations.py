@@ -10,8 +10,13 @@ Arms, one after the other in each repeat; the median of each is printed in secon
     slow tool        as several turns; each observation arrives 200 ms after its turn has ended
     few slots        as slow tool, with slots for half of the episodes
 
-The model is random. No turn ends before its limit, so that all arms sample the same number of
-tokens.
+The model is random. No turn ends before its limit, so that these arms sample the same number of
+tokens. Three more arms run the whole engine, with a game in worker processes. Their turns end with
+a stop token, after about 40 tokens:
+
+    game             `engine.generate`: four turns of a game that answers at once
+    game as one turn `sampler.sample`: each row samples as many tokens as its episode had
+    slow game        as game; each answer takes 200 ms
 """
 
 from __future__ import annotations
@@ -19,12 +24,18 @@ from __future__ import annotations
 import argparse
 import heapq
 import statistics
+import string
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
 
 from tpu_rl import models
+from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
+from tpu_rl.rollout.conversations import Environment
+from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
+from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import (
     LiveSampler,
     SamplerConfig,
@@ -34,6 +45,8 @@ from tpu_rl.sampler import (
     run_key,
     sample,
 )
+from tpu_rl.tokenizers import characters
+from tpu_rl.train import sharding
 from tpu_rl.types import Purpose
 
 MODEL = {
@@ -46,9 +59,30 @@ MODEL = {
     "vocab_size": 4096,
     "max_position_embeddings": 2048,
 }
+TOKENIZER = characters(string.printable)
 PROMPT_TOKENS = 64
 GROUP_SIZE = 8
 TOOL_SECONDS = 0.2
+
+
+class Game:
+    """Four turns."""
+
+    seconds = 0.0
+
+    def reset(self, **row):
+        self.turn = 0
+
+    def step(self, text):
+        time.sleep(self.seconds)
+        self.turn += 1
+        return "an observation. ", 1.0, self.turn == 4, {}
+
+
+class SlowGame(Game):
+    """The same, with slow answers."""
+
+    seconds = TOOL_SECONDS
 
 
 def main() -> None:
@@ -113,25 +147,69 @@ def main() -> None:
     def request(number: int, row: int) -> TurnRequest:
         return TurnRequest(number, prompts[row // GROUP_SIZE], keys[row], flags.turn_tokens)
 
+    mesh = sharding.make_mesh()
+    rollout_policy = RolloutPolicy(policy, lambda tree: tree, mesh)
+    game_config = SamplerConfig(
+        max_new_tokens=2 * total,
+        stop_ids=TOKENIZER.eos_ids,
+        # All other tokens than characters and the stop token are forbidden.
+        logit_bias=(
+            (TOKENIZER.eos_ids[0], 1.0),
+            *((token, float("-inf")) for token in range(TOKENIZER.vocab_size, 4096)),
+        ),
+        samples_per_prompt=GROUP_SIZE,
+        prompt_length=PROMPT_TOKENS,
+    )
+    rows = [{"prompt": f"{index} " * (PROMPT_TOKENS // 2)} for index in range(len(prompts))]
+    game_prompts = [TOKENIZER.encode_prompt(row["prompt"]) for row in rows]
+    lengths = np.zeros(flags.episodes, int)
+
+    def engine_of(game: str):
+        pool = EnvironmentPool(f"{__file__}:{game}", EnvironmentLimits())
+        environment = Environment(pool, flags.turns, 32)
+        decoding = Decoding(rollout_policy, game_config, PROMPT_TOKENS, environment=environment)
+        return make_engine(decoding, Scorer(TOKENIZER))
+
+    engines = {name: engine_of(name) for name in ("Game", "SlowGame")}
+
+    def play(game: str) -> None:
+        sampled = engines[game].generate(params, RolloutRequest(rows, step=1))
+        lengths[:] = sampled.lengths
+
+    def game_as_one_turn() -> None:
+        config = replace(game_config, stop_ids=())
+        sample(policy, params, game_prompts, key, config, limits=lengths, mesh=mesh)
+
     arms = {
         "one turn": one_turn,
         "several turns": turns,
         "prefill again": lambda: turns(again=True),
         "slow tool": lambda: turns(seconds=TOOL_SECONDS),
         "few slots": lambda: turns(seconds=TOOL_SECONDS, slots=flags.episodes // 2),
+        "game": lambda: play("Game"),
+        "game as one turn": game_as_one_turn,
+        "slow game": lambda: play("SlowGame"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(flags.repeats + 1):
         for name, run in arms.items():
             began = time.perf_counter()
-            run()
+            with jax.set_mesh(mesh):
+                run()
             if repeat:  # The first one compiles.
                 seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, median in medians.items():
-        ratio = median / medians["several turns"]
         spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
-        print(f"{name:15} {median:6.2f} s ({spread})   {ratio:5.2f} of several turns")
+        print(f"{name:17} {median:6.2f} s ({spread})")
+    for name, other in (
+        ("several turns", "one turn"),
+        ("prefill again", "several turns"),
+        ("slow tool", "several turns"),
+        ("game", "game as one turn"),
+        ("slow game", "game"),
+    ):
+        print(f"{name} / {other}: {medians[name] / medians[other]:.2f}")
 
 
 if __name__ == "__main__":
