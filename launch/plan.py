@@ -17,7 +17,7 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,14 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
         )
     model = plan_steps.read_model(config)
     mesh = compose.make_mesh(config.mesh, target.devices)
+    if config.environment or config.agent:
+        _say(
+            f"note: an episode is planned as one turn of {config.sampling.max_new_tokens} tokens: "
+            "turns and what is read between them together, which is read faster than planned; the "
+            "time of tools is not counted"
+        )
+        # Nothing of the user's runs for a plan.
+        config = replace(config, environment="", agent="")
     for note in mesh_checks.notes(config, model, mesh):
         _say(f"note: {note}")
     made = plan_search.make_plan(config, target, model, say=_say)
