@@ -9,6 +9,8 @@ import random
 import httpx
 import verifiers.v1 as vf
 
+CLIENT = httpx.AsyncClient(timeout=None)
+"""To make one for each request would take longer than the request."""
 TRIES = 2
 TERMS = 4
 
@@ -63,12 +65,11 @@ class AskHarness(vf.Harness[AskHarnessConfig]):
             messages = [{"role": "user", "content": prompt}]
         else:
             messages = [{"role": m.role, "content": m.content} for m in prompt]
-        async with httpx.AsyncClient(timeout=None) as client:
-            response = await client.post(
-                f"{endpoint}/chat/completions",
-                json={"model": ctx.model, "messages": messages},
-                headers={"Authorization": f"Bearer {secret}"},
-            )
+        response = await CLIENT.post(
+            f"{endpoint}/chat/completions",
+            json={"model": ctx.model, "messages": messages},
+            headers={"Authorization": f"Bearer {secret}"},
+        )
         text = response.text
         if response.is_success:
             text = response.json()["choices"][0]["message"]["content"]

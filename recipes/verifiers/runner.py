@@ -34,21 +34,32 @@ def print_rows(taskset, count):
 
 
 class Environments:
-    """The environments that were asked for, each serving."""
+    """The environments that serve. One ends with its last episode, because verifiers keeps a client
+    for each API key until then."""
 
-    def __init__(self, stack):
-        self.stack = stack
+    def __init__(self):
         self.known = {}
         self.lock = asyncio.Lock()
 
-    async def get(self, taskset):
-        """Return (environment, its tasks)."""
+    @contextlib.asynccontextmanager
+    async def serving(self, taskset):
+        """Yield (environment, its tasks)."""
         async with self.lock:
             if taskset not in self.known:
                 environment = make(taskset)
-                await self.stack.enter_async_context(environment.serving())
-                self.known[taskset] = (environment, list(environment.taskset))
-            return self.known[taskset]
+                stack = contextlib.AsyncExitStack()
+                await stack.enter_async_context(environment.serving())
+                self.known[taskset] = [environment, list(environment.taskset), stack, 0]
+            known = self.known[taskset]
+            known[-1] += 1
+        try:
+            yield known[:2]
+        finally:
+            async with self.lock:
+                known[-1] -= 1
+                if not known[-1]:
+                    del self.known[taskset]
+                    await known[2].aclose()
 
 
 async def run(environments, ask):
@@ -57,10 +68,10 @@ async def run(environments, ask):
     variable = f"EPISODE_KEY_{ask['id']}"
     os.environ[variable] = ask["api_key"]
     try:
-        environment, tasks = await environments.get(ask["taskset"])
         client = vf.EvalClientConfig(base_url=ask["base_url"], api_key_var=variable)
         context = vf.ModelContext(model="policy", client=client)
-        episode = await environment.run_episode(tasks[ask["idx"]], context)
+        async with environments.serving(ask["taskset"]) as (environment, tasks):
+            episode = await environment.run_episode(tasks[ask["idx"]], context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         answer = {"reward": sum(trace.reward for trace in episode.traces)}
         if errors:
@@ -77,13 +88,12 @@ async def main():
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    environments = Environments()
     tasks = set()
-    async with contextlib.AsyncExitStack() as stack:
-        environments = Environments(stack)
-        while line := await reader.readline():
-            task = asyncio.create_task(run(environments, json.loads(line)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+    while line := await reader.readline():
+        task = asyncio.create_task(run(environments, json.loads(line)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
 
 if __name__ == "__main__":
