@@ -264,7 +264,8 @@ def _live_sampler(
     segments = replace(config.segments, steps=min(config.segments.steps, STEPS_PER_SEGMENT))
     mesh = decoding.policy.mesh
     devices = slots.device_count(mesh)
-    contexts = len({tuple(conversation.prompt) for conversation in conversations})
+    # The number of groups, and not of different prompts, so that each batch has the same programs.
+    contexts = len(conversations) // config.samples_per_prompt
     return LiveSampler(
         decoding.policy.policy,
         decoding.policy.params(params),
