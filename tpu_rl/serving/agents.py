@@ -22,12 +22,13 @@ import secrets
 import time
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tpu_rl import sampler
+from tpu_rl import sampler, user_code
 from tpu_rl.data import Row
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool, Reply
 from tpu_rl.errors import InputError
@@ -80,6 +81,8 @@ def make_agent(path: str, limits: EnvironmentLimits, seconds: float, max_calls: 
         MachineError: if the server's package is not installed.
     """
     require_uvicorn()
+    file_name = path.rpartition(":")[0]
+    user_code.require_file(Path(file_name).expanduser().absolute(), "agent", file_name or path)
     limits = replace(limits, call_seconds=seconds)
     pool = EnvironmentPool(
         f"{agent_environment.__file__}:{agent_environment.Agent.__name__}", limits
