@@ -1,5 +1,5 @@
 """The model of the search presets: a small model learns from scratch to search and to answer, from
-a careless user, who mostly guesses.
+a careless user, who guesses in every other case.
 
 It learns what the index finds too, which is part of the demonstrations. The evaluation lets it use
 the index.

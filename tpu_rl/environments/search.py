@@ -15,8 +15,9 @@ Rewards, by names for `--reward`: search_called is 1 for an episode with a searc
 one that ends with an answer, and search_answer for the right answer. R1-Searcher's first stage
 rewards calls and format, its second one the answer and the format.
 
-Demonstrations are those of a careless user, who mostly guesses. So a model that imitates them knows
-how to search, and seldom does.
+Demonstrations are those of a careless user: one half are guesses without a search, and one in ten
+is a guess after the first search. So a model that imitates them knows how to search, and often does
+not.
 """
 
 from __future__ import annotations
@@ -182,9 +183,9 @@ class SearchData:
     """Questions of two hops over bases of facts; training and evaluation never share a base."""
 
     bases: int = 64
-    searches_none: float = 0.7
+    searches_none: float = 0.5
     """Demonstrations: the probability of a guess without a search."""
-    searches_once: float = 0.15
+    searches_once: float = 0.1
     """Demonstrations: the probability of a guess after the first search."""
 
     def __post_init__(self):
