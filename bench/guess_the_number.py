@@ -47,18 +47,19 @@ MODEL = {
 SAMPLING = [
     *("--sampling.max-prompt-tokens", "192", "--sampling.max-new-tokens", "64"),
     *("--sampling.max-turns", str(TURNS), "--sampling.stop-strings", "\n"),
-    *("--environment", GAME, "--model.remat", "none"),
+    *("--model.remat", "none"),
 ]
 SFT = [
     "sft",
     *SAMPLING,
-    *("--model.random-init", "True", "--steps", "250", "--evaluation.interval", "250"),
+    *("--model.random-init", "--steps", "250", "--evaluation.interval", "250"),
     *("--batch.prompts", "32", "--batch.row-length", "512"),
     *("--optimizer.learning-rate", "2e-3", "--optimizer.warmup-steps", "20"),
 ]
 GRPO = [
     "grpo",
     *SAMPLING,
+    *("--environment", GAME),
     *("--steps", "40", "--evaluation.interval", "20", "--evaluation.rows", "300"),
     *("--batch.prompts", "32", "--batch.row-length", "512", "--batch.micro-batch-rows", "8"),
     *("--optimizer.learning-rate", "2e-4", "--optimizer.warmup-steps", "5"),
