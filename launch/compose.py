@@ -151,6 +151,12 @@ def environment(config: ExperimentConfig) -> Environment | None:
     return Environment(pool, config.sampling.max_turns, config.sampling.max_observation_tokens)
 
 
+def is_judged(config: ExperimentConfig) -> bool:
+    """Return True if an environment or an agent gives rewards."""
+    answering = environment(config)
+    return bool(config.agent) or (answering is not None and answering.is_scored)
+
+
 def agent(config: ExperimentConfig) -> Agent | None:
     """Return what talks to the policy; None if nothing does. All engines of a process share it.
 

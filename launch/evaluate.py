@@ -127,7 +127,8 @@ def main(argv: list[str]) -> int:
         demonstrations = [row for row in rows if held_out_loss.brings_text(row)]
         if demonstrations and flags.guide is None:
             report_loss(flags, loss(config, language, params, demonstrations))
-        if config.evaluation_reward is None or not problems:
+        is_judged = config.evaluation_reward is not None or compose.is_judged(config)
+        if not is_judged or not problems:
             return 0
         scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
         if flags.guide is not None:
@@ -246,7 +247,9 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
     if flags.reward:
         measures = replace(config.evaluation, reward=None, metrics=())
         return replace(config, reward=flags.reward, evaluation=measures)
-    if config.evaluation_reward is not None or any(map(held_out_loss.brings_text, rows)):
+    if config.evaluation_reward is not None or compose.is_judged(config):
+        return config
+    if any(map(held_out_loss.brings_text, rows)):
         return config
     if flags.data.path is not None and all("answer" in row for row in rows):
         print(

@@ -102,9 +102,7 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     config = context.config
     tokenizer = context.language.tokenizer
     rows = _problems(context)
-    environment = compose.environment(config)
-    judges = bool(config.agent) or (environment is not None and environment.is_scored)
-    if not rows or (config.evaluation_reward is None and not judges):
+    if not rows or (config.evaluation_reward is None and not compose.is_judged(config)):
         return None
     scorer = answer_scorer(config, tokenizer, rows)
     # Accuracy is the model's own, so nothing of its distribution is cut off.

@@ -315,7 +315,7 @@ def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
     environment = compose.environment(config)
-    if config.agent or (environment is not None and environment.is_scored):
+    if compose.is_judged(config):
         return
     if not config.reward and sources & REWARDED:
         raise InputError(
