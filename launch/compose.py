@@ -147,7 +147,10 @@ def environment(config: ExperimentConfig) -> Environment | None:
     """
     if not config.environment:
         return None
-    pool = _environment_pool(named_environments.lent(config.environment), config.environment_limits)
+    given = named_environments.lent(config.environment)
+    # A cache has no dicts as keys.
+    given = tuple(given.items()) if isinstance(given, Mapping) else given
+    pool = _environment_pool(given, config.environment_limits)
     return Environment(pool, config.sampling.max_turns, config.sampling.max_observation_tokens)
 
 
@@ -183,8 +186,10 @@ def engine(config: ExperimentConfig, decoding: Decoding, scorer: Scorer) -> Engi
 
 
 @lru_cache(maxsize=1)
-def _environment_pool(given: str | Factory, limits: EnvironmentLimits) -> EnvironmentPool:
-    return EnvironmentPool(given, limits)
+def _environment_pool(
+    given: str | Factory | tuple[tuple[str, Factory], ...], limits: EnvironmentLimits
+) -> EnvironmentPool:
+    return EnvironmentPool(dict(given) if isinstance(given, tuple) else given, limits)
 
 
 def rollout_engine(context: RunContext, role: str = "policy", **settings: Any) -> Engine:

@@ -171,7 +171,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
         while not is_over():
             pump.step(POLL_SECONDS)
     finally:
-        pump.fail_all(InputError("the server ends"))
+        pump.end(InputError("the server ends"))
         running.stop()
 
 

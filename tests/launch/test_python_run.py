@@ -13,10 +13,11 @@ import jax
 import pytest
 
 import tpu_rl
-from launch import config, run
+from launch import compose, config, run
 from tests.fixtures.runs import rows_of
 from tpu_rl import metrics, rewards
 from tpu_rl.data import python_rows
+from tpu_rl.environments import named
 from tpu_rl.errors import InputError
 
 ROWS = [{"prompt": f"Repeat: word {i}", "answer": f"word {i}"} for i in range(8)]
@@ -223,6 +224,14 @@ class Repeat:
     def step(self, text):
         self.turns += 1
         return "Again: ", score([text], [self.answer])[0], self.turns == 2, {}
+
+
+def test_a_dict_of_classes_is_the_environment():
+    with named.lend({"dict": {"again": Repeat}}):
+        settings = config.parse(["grpo", "--environment", "python:dict"])
+        answering = compose.environment(settings)
+    assert answering is not None
+    assert list(answering.pool.descriptions) == ["again"]
 
 
 def test_a_class_is_the_environment(checkpoint, tmp_path):

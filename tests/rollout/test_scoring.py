@@ -7,6 +7,7 @@ import pytest
 
 from tests.fixtures import tiny
 from tests.fixtures.echo import WIDTH, digit, score_prompts
+from tpu_rl import rewards
 from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.rollout import records, scoring
 from tpu_rl.train import packing
@@ -82,3 +83,20 @@ def test_rewards_are_zero_without_reward_functions():
     assert scored.completions == ["1", "2", "3", "4"]
     assert records.metrics(scored)["reward/mean"] == 0
     assert records.records(scored, 1)[0]["parts"] == {}
+
+
+def test_what_a_failed_episode_had_earned_is_no_part_of_its_rewards_mean():
+    episodes = scoring.EpisodeOutcomes(
+        names=["Game"] * 3,
+        is_scored=True,
+        rewards=np.array([1.0, 2.0, np.nan], np.float32),
+        turn_rewards=np.zeros((3, 4), np.float32),
+        faults=["", "`step` raised", ""],
+        messages=[[]] * 3,
+        states=[{}] * 3,
+        counts={},
+    )
+    scores = rewards.Scores(np.zeros(3, np.float32), {}, [])
+    judged = scoring.with_episodes(scores, episodes, are_judged=False)
+    np.testing.assert_array_equal(judged.totals, [1.0, np.nan, np.nan])
+    np.testing.assert_array_equal(judged.parts["Game"], [1.0, np.nan, np.nan])

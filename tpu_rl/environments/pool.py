@@ -434,8 +434,11 @@ class _Worker:
                     return self._reason(process, WRITE_SECONDS, False)[0]
             for number in self._late():
                 if number in self._overdue:
-                    call = self._pending[self._overdue[number]]
-                    self._fail(self._overdue[number], self._reason(process, call.seconds, False)[0])
+                    late = self._overdue[number]
+                    # The call itself may have been answered since.
+                    if late in self._pending:
+                        seconds = self._pending[late].seconds
+                        self._fail(late, self._reason(process, seconds, False)[0])
                     return "its process was stopped, because another episode did not answer"
                 question = next(ids)
                 self._overdue[question] = number

@@ -232,6 +232,7 @@ def with_episodes(
     """
     totals = scores.totals
     parts = dict(scores.parts)
+    failed = np.array([bool(fault) for fault in episodes.faults])
     if episodes.is_scored:
         judged = totals if are_judged else np.zeros_like(totals)
         known = np.isfinite(episodes.rewards)
@@ -239,8 +240,8 @@ def with_episodes(
         totals = np.where(known, judged + np.where(known, episodes.rewards, 0), alone)
         names = np.array(episodes.names)
         for name in dict.fromkeys(episodes.names):
-            parts[name] = np.where(names == name, episodes.rewards, np.float32(np.nan))
-    failed = np.array([bool(fault) for fault in episodes.faults])
+            is_known = (names == name) & ~failed
+            parts[name] = np.where(is_known, episodes.rewards, np.float32(np.nan))
     faults = [
         rewards.RewardFault(episodes.names[row], row, fault)
         for row, fault in enumerate(episodes.faults)

@@ -214,7 +214,7 @@ class _AgentEngine:
                     streaming.on_answered({episode: outcome.messages}, {episode: actions})
         finally:
             self._accounts.clear()
-            pump.fail_all(InputError("the rollout has ended"))
+            pump.end(InputError("the rollout has ended"))
             if running is not None:
                 running.stop()
         return _shared(outcomes)
@@ -265,13 +265,15 @@ class _AgentEngine:
     @functools.cached_property
     def _app(self) -> App:
         no_pump: Any = None
+        # The server's thread lives on, and must not keep the engine with its weights.
+        accounts = self._accounts
         return App(
             no_pump,
             self._scorer.tokenizer,
             "policy",
             self._limits,
             self._distribution,
-            lambda key: self._accounts.get(key or ""),
+            lambda key: accounts.get(key or ""),
         )
 
     @functools.cached_property

@@ -7,6 +7,7 @@ Calls come from the threads of a server. One thread, which owns the devices, dec
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -72,13 +73,20 @@ class Pump:
             queue.SimpleQueue()
         )
         """None only wakes the thread."""
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        """The answer to all calls after the end."""
 
     # --- any thread ---
 
     def ask(self, distribution: Distribution, request: TurnRequest) -> Future[Turn]:
         """Ask for the next turn of a conversation. It has one turn at a time."""
         future: Future[Turn] = Future()
-        self._incoming.put((Ask(distribution, request), future))
+        with self._lock:
+            if self._error is None:
+                self._incoming.put((Ask(distribution, request), future))
+            else:
+                future.set_exception(self._error)
         return future
 
     def close(self, conversation: int) -> None:
@@ -111,12 +119,17 @@ class Pump:
                 if future is not None:
                     future.set_result(turn)
 
-    def fail_all(self, error: Exception) -> None:
-        """Answer all calls with an error."""
+    def end(self, error: Exception) -> None:
+        """Answer all calls with an error, also those to come, and free the caches."""
+        with self._lock:
+            self._error = error
         self._drain(0.0)
         for future in self._futures.values():
             future.set_exception(error)
         self._futures.clear()
+        self._asked.clear()
+        self._samplers.clear()
+        self._sampler_of.clear()
 
     @property
     def is_idle(self) -> bool:
@@ -137,7 +150,8 @@ class Pump:
                 continue
             if not isinstance(item, int):
                 item, future = item
-                future.set_running_or_notify_cancel()
+                if not future.set_running_or_notify_cancel():
+                    continue
                 self._futures[item.request.conversation] = future
             items.append(item)
 
@@ -157,8 +171,8 @@ class Pump:
         sampler = self._samplers.pop(ask.distribution, None)
         if sampler is None:
             idle = [key for key, other in self._samplers.items() if other.is_idle]
-            if len(self._samplers) >= MOST_SAMPLERS and idle:
-                dropped = self._samplers.pop(idle[0])
+            for key in idle[: max(len(self._samplers) - MOST_SAMPLERS + 1, 0)]:
+                dropped = self._samplers.pop(key)
                 rest = self._sampler_of.items()
                 self._sampler_of = {key: other for key, other in rest if other is not dropped}
             sampler = self._make_sampler(ask.distribution)
