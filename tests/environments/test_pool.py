@@ -257,3 +257,13 @@ def test_bad_files_are_refused_at_once(tmp_path: Path, text, what):
     file.write_text(text)
     with pytest.raises(InputError, match=what):
         EnvironmentPool(f"{file}:Env")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_process_that_cannot_be_started_makes_nobody_wait(monkeypatch):
+    def fail(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("tpu_rl.runtime.workers.spawn", fail)
+    with pytest.raises(RuntimeError, match="its process does not start"):
+        EnvironmentPool("calculator", EnvironmentLimits(workers=1))

@@ -364,9 +364,11 @@ class _Worker:
 
     def _run(self) -> None:
         memory_bytes = int(self._limits.memory_gb * 2**30)
-        process = workers.spawn(worker_process.__file__, memory_bytes, [self._environment])
-        reason = "the program failed"
+        process = None
+        reason = "its process does not start"
         try:
+            process = workers.spawn(worker_process.__file__, memory_bytes, [self._environment])
+            reason = "the program failed"
             workers.Output("an environment").follow(process.popen)
             reason = self._load(process) or self._serve(process)
         finally:
@@ -374,7 +376,8 @@ class _Worker:
                 self.lost = reason
             if not self.loaded.done():
                 self.loaded.set_exception(RuntimeError(reason))
-            workers.reap(process)
+            if process is not None:
+                workers.reap(process)
             while not self._asks.empty():
                 ask = self._asks.get()
                 if ask is not None:
