@@ -152,6 +152,14 @@ def test_reward_functions_add_to_the_environments(games):
     np.testing.assert_array_equal(scored.rewards, np.where(scored.rollout.scored, expected, np.nan))
 
 
+def test_a_function_that_scores_nothing_leaves_it_to_the_environment(games):
+    file = games.parent / "silent.py"
+    file.write_text("def silent(completions, **columns):\n    return [None] * len(completions)\n")
+    _, _, scored = roll_out(games, "Long", "--reward", f"{file}:silent")
+    np.testing.assert_array_equal(scored.rewards, scored.parts["Long"])
+    assert scored.rewards[0] == 20.0
+
+
 def test_functions_in_other_processes_see_the_messages_while_others_are_decoded(games):
     file = games.parent / "rewards.py"
     file.write_text("""

@@ -234,14 +234,17 @@ def with_episodes(
     parts = dict(scores.parts)
     failed = np.array([bool(fault) for fault in episodes.faults])
     if episodes.is_scored:
-        judged = totals if are_judged else np.zeros_like(totals)
+        # A function that does not score an episode leaves it to the environment; a fault does not.
+        is_faulty = np.isin(np.arange(len(totals)), [fault.row for fault in scores.faults])
+        judged = np.where(np.isfinite(totals) | is_faulty, totals, 0) if are_judged else 0.0
         known = np.isfinite(episodes.rewards)
         alone = totals if are_judged else np.full_like(totals, np.nan)
         totals = np.where(known, judged + np.where(known, episodes.rewards, 0), alone)
         names = np.array(episodes.names)
         for name in dict.fromkeys(episodes.names):
             is_known = (names == name) & ~failed
-            parts[name] = np.where(is_known, episodes.rewards, np.float32(np.nan))
+            if np.isfinite(episodes.rewards[is_known]).any():
+                parts[name] = np.where(is_known, episodes.rewards, np.float32(np.nan))
     faults = [
         rewards.RewardFault(episodes.names[row], row, fault)
         for row, fault in enumerate(episodes.faults)
