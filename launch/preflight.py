@@ -406,8 +406,9 @@ def check_environment(config: ExperimentConfig, rows: list[data.Row]) -> None:
             "--sampling.max-observation-tokens": config.sampling.max_observation_tokens,
         }
     )
-    for row in rows[:1]:
-        environment.pool.require_columns(row)
+    # With several classes, each has its own rows, and rows may lack the columns of other classes.
+    if rows and len(environment.pool.descriptions) == 1:
+        environment.pool.require_columns(rows[0])
 
 
 def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:

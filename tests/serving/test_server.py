@@ -252,7 +252,7 @@ def test_an_episode_has_a_limited_number_of_calls(running):
     running.begin(most_calls=1)
     assert running.chat([user("hello")])[0] == 200
     status, error = running.chat([user("hello")])
-    assert (status, error["code"]) == (429, "too_many_calls")
+    assert (status, error["code"]) == (403, "too_many_calls")
 
 
 def test_keys_depend_on_the_prompt_and_not_on_the_order():

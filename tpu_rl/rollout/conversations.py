@@ -289,7 +289,7 @@ def _prompt_columns(config: SamplerConfig, conversations: list[_Conversation]) -
 def _next_turn(row: int, conversation: _Conversation, config: SamplerConfig) -> TurnRequest:
     token_ids = list(conversation.tokens)
     room = len(conversation.prompt) + config.max_new_tokens - len(token_ids)
-    return TurnRequest(row, token_ids, conversation.key, room)
+    return TurnRequest(row, token_ids, conversation.key, min(room, config.max_new_tokens))
 
 
 def _shared(values: Mapping[int, Any]) -> dict[int, Any]:

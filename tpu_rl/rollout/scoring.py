@@ -325,15 +325,11 @@ def rollout_columns(
     sampled: Sampled, functions: Iterable[rewards.Reward]
 ) -> dict[str, Sequence[Any]]:
     """Return what the functions ask about the rollout by name: see `rewards.ROLLOUT_COLUMNS`."""
-    mask = np.asarray(sampled.rollout.action_mask)
-    tokens = np.asarray(sampled.rollout.tokens)
     num_rows = len(sampled.completions)
     group_size = num_rows // len(sampled.rows)
     columns: dict[str, Callable[[], Sequence[Any]]] = {
-        "completion_ids": lambda: [
-            row[row_mask].tolist() for row, row_mask in zip(tokens, mask, strict=True)
-        ],
-        "token_counts": lambda: mask.sum(1).tolist(),
+        "completion_ids": lambda: _chosen_ids(sampled),
+        "token_counts": lambda: np.asarray(sampled.lengths).tolist(),
         "truncated": lambda: np.asarray(sampled.rollout.truncated).tolist(),
         "group": lambda: [row // group_size for row in range(num_rows)],
         "step": lambda: [sampled.step] * num_rows,
@@ -345,6 +341,22 @@ def rollout_columns(
     }
     asked = {name for function in functions for name in rewards.asked_of_rollout(function)}
     return {name: column() for name, column in columns.items() if name in asked}
+
+
+def _chosen_ids(sampled: Sampled) -> list[list[int]]:
+    """Return the tokens that the policy chose, of all rows of each completion or episode."""
+    rollout = sampled.rollout if sampled.episode_rows is None else sampled.episode_rows.rollout
+    chosen = [
+        row[row_mask].tolist()
+        for row, row_mask in zip(
+            np.asarray(rollout.tokens), np.asarray(rollout.action_mask), strict=True
+        )
+    ]
+    if sampled.episode_rows is None:
+        return chosen
+    starts = np.append(0, sampled.episode_rows.last[:-1] + 1)
+    ends = sampled.episode_rows.last + 1
+    return [sum(chosen[start:end], []) for start, end in zip(starts, ends, strict=True)]
 
 
 def local_rows(num_completions: int, group_size: int) -> slice:

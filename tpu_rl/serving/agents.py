@@ -210,7 +210,7 @@ class _AgentEngine:
                         pump.close(conversation)
                     outcome = self._outcome(account, reply)
                     outcomes[episode] = outcome
-                    actions = outcome.branches[-1].actions if outcome.branches else []
+                    actions = [token for branch in outcome.branches for token in branch.actions]
                     streaming.on_answered({episode: outcome.messages}, {episode: actions})
         finally:
             self._accounts.clear()

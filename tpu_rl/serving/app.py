@@ -148,7 +148,7 @@ class EpisodeAccount(Account):
         del options
         if self._calls.total() >= self._most_calls:
             raise ApiError(
-                429,
+                403,  # Clients repeat what gets 429, and it would never succeed.
                 f"the episode has had its {self._most_calls} calls (--sampling.max-turns)",
                 code="too_many_calls",
             )
