@@ -6,7 +6,7 @@
 The number is from 1 to 20, and there are 5 turns, which is enough if each guess halves what is
 left. Only a right guess earns (guess_game.py). A small model first learns from scratch to imitate a
 player who looks at the hints in three guesses of ten, and then plays. Prints one line per run:
-games won of 300, before and after, and the mean number of turns in the first and in the last five
+games won of 100, before and after, and the mean number of turns in the first and in the last five
 steps.
 """
 
@@ -60,7 +60,7 @@ GRPO = [
     "grpo",
     *SAMPLING,
     *("--environment", GAME),
-    *("--steps", "40", "--evaluation.interval", "20", "--evaluation.rows", "300"),
+    *("--steps", "40", "--evaluation.interval", "20", "--evaluation.rows", "100"),
     *("--batch.prompts", "32", "--batch.row-length", "512", "--batch.micro-batch-rows", "8"),
     *("--optimizer.learning-rate", "2e-4", "--optimizer.warmup-steps", "5"),
 ]
