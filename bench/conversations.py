@@ -1,6 +1,6 @@
 """Conversations of several turns in the sampler, against the same tokens in one turn.
 
-    python bench/conversations.py [--episodes 64] [--turns 4] [--turn-tokens 64] [--repeats 5]
+    python bench/conversations.py [--arms "one turn" "several turns"] [--repeats 5]
 
 Arms, one after the other in each repeat; the median of each is printed in seconds:
 
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--turn-tokens", type=int, default=64)
     parser.add_argument("--observation-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", help="by default all")
     flags = parser.parse_args()
     model = models.from_config(MODEL)
     policy = models.policy(model)
@@ -190,6 +191,7 @@ def main() -> None:
         "game as one turn": game_as_one_turn,
         "slow game": lambda: play("SlowGame"),
     }
+    arms = {name: run for name, run in arms.items() if name in (flags.arms or arms)}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(flags.repeats + 1):
         for name, run in arms.items():
@@ -198,6 +200,7 @@ def main() -> None:
                 run()
             if repeat:  # The first one compiles.
                 seconds[name].append(time.perf_counter() - began)
+                print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, median in medians.items():
         spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
@@ -209,7 +212,8 @@ def main() -> None:
         ("game", "game as one turn"),
         ("slow game", "game"),
     ):
-        print(f"{name} / {other}: {medians[name] / medians[other]:.2f}")
+        if name in medians and other in medians:
+            print(f"{name} / {other}: {medians[name] / medians[other]:.2f}")
 
 
 if __name__ == "__main__":
