@@ -287,10 +287,14 @@ def test_built_in_names():
         "arithmetic",
         "arithmetic_well_formed",
         "gsm8k",
+        "gsm8k_marks",
         "math",
         "python_tests",
         "reverse",
         "reverse_characters",
+        "search_answer",
+        "search_called",
+        "search_format",
         "star_graph",
     }
 
