@@ -34,7 +34,7 @@ from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.sampler import LiveSampler, SamplerConfig, SegmentConfig, TurnRequest
+from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tokenizers import TokenizerConfig
@@ -43,8 +43,6 @@ from tpu_rl.types import Params
 KEY_VARIABLE = "TPU_RL_API_KEY"
 MOST_BY_DEFAULT = 4096
 """Tokens of a conversation by default, if the model allows more."""
-STEPS_PER_SEGMENT = 16
-"""Decode steps between two visits of the host: a call waits for the end of a segment."""
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
@@ -191,7 +189,6 @@ def sampler_factory(
             min_p=distribution.min_p,
             stop_ids=language.tokenizer.eos_ids,
             pad_id=language.tokenizer.pad_id,
-            segments=SegmentConfig(steps=STEPS_PER_SEGMENT),
         )
         with jax.set_mesh(mesh):
             return LiveSampler(

@@ -38,10 +38,6 @@ from tpu_rl.types import Params, Purpose, Rollout
 if TYPE_CHECKING:
     from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer
 
-STEPS_PER_SEGMENT = 16
-"""Decode steps between two visits of the host, at most. A turn that ends, and an answer that
-arrives, wait for the end of a segment."""
-
 
 class Environment(NamedTuple):
     """What answers the policy, and how long."""
@@ -261,7 +257,6 @@ def _live_sampler(
 ) -> LiveSampler:
     config = decoding.config
     columns = _prompt_columns(config, conversations)
-    segments = replace(config.segments, steps=min(config.segments.steps, STEPS_PER_SEGMENT))
     mesh = decoding.policy.mesh
     devices = slots.device_count(mesh)
     # The number of groups, and not of different prompts, so that each batch has the same programs.
@@ -269,7 +264,7 @@ def _live_sampler(
     return LiveSampler(
         decoding.policy.policy,
         decoding.policy.params(params),
-        replace(config, segments=segments),
+        config,
         num_slots=min(config.max_num_seqs, len(conversations)),
         max_length=columns + config.max_new_tokens,
         prompt_length=columns,

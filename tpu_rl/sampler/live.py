@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,9 @@ from tpu_rl.types import Array, Params, Policy
 
 CHUNKS = (256, 64, 16)
 """How many tokens are read at once when a conversation continues, largest first."""
+STEPS_PER_SEGMENT = 16
+"""Decode steps between two visits of the host, at most. A turn that ends, and one that arrives,
+wait for the end of a segment."""
 ROWS_AT_ONCE = 8
 """Conversations of a device whose new tokens are read together."""
 
@@ -110,7 +114,8 @@ class LiveSampler:
             policy: the policy to sample from.
             params: its params.
             config: the distribution of tokens, and `max_new_tokens`, the longest turn. Slots,
-                groups and speculation of the config are not used.
+                groups and speculation of the config are not used. Segments have at most
+                `STEPS_PER_SEGMENT` steps.
             num_slots: conversations that are decoded at once, over all devices. It is rounded up
                 to a number that the devices can share.
             max_length: tokens of the longest conversation.
@@ -133,7 +138,8 @@ class LiveSampler:
             )
         self._policy = policy
         self._params = params
-        self._config = config
+        segments = replace(config.segments, steps=min(config.segments.steps, STEPS_PER_SEGMENT))
+        self._config = replace(config, segments=segments)
         self._mesh = mesh
         self._stop_at = stop_at
         self._on_segment = on_segment

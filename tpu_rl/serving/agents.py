@@ -38,7 +38,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
-from tpu_rl.sampler import LiveSampler, SegmentConfig, TurnRequest
+from tpu_rl.sampler import LiveSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
@@ -46,8 +46,6 @@ from tpu_rl.serving.server import LOOPBACK, Server, bind, require_uvicorn
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Purpose
 
-STEPS_PER_SEGMENT = 16
-"""Decode steps between two visits of the host, at most: calls wait for the end of a segment."""
 CONTEXTS_AT_ONCE = 4
 """New prompts of a device that are read together. Calls of many episodes rarely come at once."""
 POLL_SECONDS = 0.05
@@ -248,11 +246,10 @@ class _AgentEngine:
         del distribution  # That of the run, the only one that episodes may ask for.
         decoding = self._decoding
         config = decoding.config
-        segments = SegmentConfig(steps=min(config.segments.steps, STEPS_PER_SEGMENT))
         return LiveSampler(
             decoding.policy.policy,
             decoding.policy.params(params),
-            replace(config, segments=segments),
+            config,
             num_slots=min(config.max_num_seqs, rows),
             max_length=self._limits.max_model_len,
             prompt_length=decoding.max_prompt_tokens,
