@@ -252,7 +252,7 @@ def _best_that_samples(
     fitting: list[Candidate], target: Target, model: Model, say: Say
 ) -> Candidate | None:
     """Return the fastest candidate whose sampling fits too."""
-    for candidate in sorted(fitting, key=lambda candidate: candidate.plan.seconds):
+    for candidate in sorted(fitting, key=lambda candidate: _seconds(candidate.plan)):
         sampling = search_sampling(candidate.config, target, model, say)
         if sampling is not None:
             learning = _with_products_kept(candidate, target, model, say)
@@ -265,7 +265,12 @@ def _best_that_samples(
 
 
 def _least_seconds(fitting: list[Candidate]) -> float:
-    return min(candidate.plan.seconds for candidate in fitting)
+    return min(_seconds(candidate.plan) for candidate in fitting)
+
+
+def _seconds(plan: Plan) -> float:
+    """Return the expected time of a step or, where nothing is expected, its lower bound."""
+    return plan.expected_seconds or plan.seconds
 
 
 def _learning_plans(
@@ -293,7 +298,7 @@ def _with_products_kept(candidate: Candidate, target: Target, model: Model, say:
     config = replace(config, model=replace(config.model, remat="save-dots"))
     plan = make_plan(config, target, model, ("learning",))
     say(f"--model.remat save-dots: {_verdict(plan, target)}")
-    if plan.fits(target) and plan.seconds < candidate.plan.seconds:
+    if plan.fits(target) and _seconds(plan) < _seconds(candidate.plan):
         return Candidate(config, plan)
     return candidate
 
@@ -316,11 +321,11 @@ def search_sampling(
         say(f"--sampling.tensor-parallel {tensor}: {_verdict(plan, target)}")
         if plan.fits(target):
             fitting.append(Candidate(changed, plan))
-    return min(fitting, key=lambda candidate: candidate.plan.seconds, default=None)
+    return min(fitting, key=lambda candidate: _seconds(candidate.plan), default=None)
 
 
 def _verdict(plan: Plan, target: Target) -> str:
-    return f"{plan.seconds:.3g} s" if plan.fits(target) else "does not fit"
+    return f"{_seconds(plan):.3g} s" if plan.fits(target) else "does not fit"
 
 
 def candidates(

@@ -273,6 +273,79 @@ def test_kernels_count_their_own_estimate_or_are_uncounted():
     assert by_name["jit(f)/silent"].uncounted
 
 
+def test_bytes_are_followed_through_nested_fusions():
+    """A nested fusion that only renames a parameter: who reads its result reads the parameter."""
+    program = module("""
+        %renamed (p: bf16[8,256]) -> bf16[2048] {
+          %p = bf16[8,256]{1,0} parameter(0)
+          ROOT %b = bf16[2048]{0} bitcast(%p)
+        }
+
+        %outer (p: bf16[8,256], x: bf16[2048]) -> bf16[2048] {
+          %p = bf16[8,256]{1,0} parameter(0)
+          %x = bf16[2048]{0} parameter(1)
+          %weights = bf16[2048]{0} fusion(%p), kind=kLoop, calls=%renamed
+          ROOT %sum = bf16[2048]{0} add(%weights, %x)
+        }
+
+        ENTRY %main (p: bf16[8,256], x: bf16[2048]) -> bf16[2048] {
+          %p = bf16[8,256]{1,0} parameter(0)
+          %x = bf16[2048]{0:S(1)} parameter(1)
+          ROOT %y = bf16[2048]{0:S(1)} fusion(%p, %x), kind=kLoop, calls=%outer
+        }
+    """)
+    assert total_bytes(cost_model.operations(program)) == 2 * 2048
+
+
+def test_the_condition_of_a_loop_runs_once_more_than_its_body():
+    text = TPU_LOOP.replace(
+        "%n = s32[] constant(4)",
+        "%n = s32[] constant(4)\n"
+        "      %any = s32[] all-reduce(%n), channel_id=9, replica_groups={{0,1}}, to_apply=%or",
+    )
+    links = [(op.times, op.link.kind) for op in cost_model.operations(module(text)) if op.link]
+    assert links == [(4, "all-gather"), (5, "all-reduce")]
+
+
+def test_tiles_pad_the_arrays_that_do_not_fill_them():
+    shapes = hlo._shapes(
+        "(bf16[2,3,5,64]{2,1,3,0:T(8,128)(2,1)}, bf16[16,8,2048,64]{3,2,1,0:T(8,128)},"
+        " s32[300]{0:T(128)}, f32[5,7]{1,0}, pred[]{:T(128)})"
+    )
+    # The fastest dimension of the first has 5 elements in 128 lanes, the next 3 in 8 sublanes.
+    sizes = [2 * 2 * 64 * 8 * 128, 2 * 16 * 8 * 2048 * 128, 4 * 384, 4 * 35, 1]
+    assert [shape.bytes for shape in shapes] == sizes
+    assert shapes[1].logical_bytes == sizes[1] // 2
+    # A part has its share of the padding, but does not fill tiles of its own.
+    row = hlo._shapes("bf16[1,8,1,64]{3,2,1,0:T(8,128)}")
+    assert costs._part_bytes(row, shapes[1:2]) == 2 * 8 * 128
+
+
+def test_the_expected_time_is_the_compilers_cycles_and_at_least_that_of_the_bytes():
+    program = module("""
+        %doubled (p: bf16[4096]) -> bf16[4096] {
+          %p = bf16[4096]{0} parameter(0)
+          ROOT %d = bf16[4096]{0} add(%p, %p)
+        }
+
+        ENTRY %main (x: bf16[4096]) -> bf16[4096] {
+          %x = bf16[4096]{0} parameter(0)
+          %a = bf16[4096]{0} fusion(%x), kind=kLoop, calls=%doubled, backend_config={"window_config":{"estimated_cycles":"3000"}}
+          ROOT %k = bf16[4096]{0:S(1)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"197000000","bytes_accessed":"10"}}}
+        }
+    """)  # noqa: E501
+    operations = cost_model.operations(program)
+    estimate = cost_model.estimate(operations, grid(1, 1))
+    # 3000 cycles at 1.5 GHz, and a kernel whose products take a microsecond.
+    assert estimate.expected_seconds == pytest.approx(3e-6)
+    assert estimate.seconds < estimate.expected_seconds
+    silent = [operation._replace(cycles=None) for operation in operations]
+    assert cost_model.estimate(silent, grid(1, 1)).expected_seconds is None
+    hasty = [operation._replace(flops=0, cycles=1.0) for operation in operations]
+    moved = total_bytes(operations) / CHIPS["v5e"].memory_rate
+    assert cost_model.estimate(hasty, grid(1, 1)).expected_seconds == pytest.approx(moved)
+
+
 # --- time ---
 
 

@@ -41,13 +41,15 @@ class Chip(NamedTuple):
     wraps: str
     """The dimensions of a slice that close to rings. "16": those of 16 chips; "cubes": all, if all
     are multiples of 4."""
+    clock: float = 0.0
+    """Cycles per second, the unit of the compiler's own estimates. 0: unknown."""
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, 16e9, "cubes"),
-    "v5e": Chip("TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, 16e9, "16"),
-    "v5p": Chip("TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, 16e9, "cubes"),
-    "v6e": Chip("TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, 32e9, "16"),
+    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, 16e9, "cubes", 1.05e9),
+    "v5e": Chip("TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, 16e9, "16", 1.5e9),
+    "v5p": Chip("TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, 16e9, "cubes", 1.75e9),
+    "v6e": Chip("TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, 32e9, "16", 1.75e9),
 }
 """Name in a topology -> chip."""
 
@@ -72,7 +74,7 @@ class Torus(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A lower bound on a program's time on one device."""
+    """A program's time on one device: a lower bound, and what the compiler expects."""
 
     flops: float
     bytes: float
@@ -92,14 +94,23 @@ class Estimate(NamedTuple):
     bytes take, whichever is longer."""
     uncounted: tuple[str, ...]
     """Kernels that do not state their FLOPs."""
+    expected_seconds: float | None = None
+    """The cycles that the compiler estimates for each operation, and exposed collectives. None if
+    the compiler or the chip's clock says nothing."""
 
 
 def estimate(operations: Sequence[Operation], torus: Torus) -> Estimate:
-    """Return the least time of a program's operations, at peak rates."""
+    """Return the least time of a program's operations, at peak rates, and the expected time.
+
+    Operations without an estimate of the compiler (kernels, scatters) are expected to take the
+    least time. No scope is expected to take less than its bytes need.
+    """
     chip = torus.chip
     busy: dict[str, float] = {}  # Scope -> seconds of computation in it.
+    expected: dict[str, float] = {}
+    moving: dict[str, float] = {}  # Scope -> seconds of its bytes alone.
     overlapping: dict[str, dict[tuple[int, ...], float]] = {}  # Scope -> group -> seconds.
-    exposed_seconds = 0.0
+    waiting_seconds = 0.0
     all_link_seconds = 0.0
     link_bytes = 0.0
     memory_bytes = 0.0
@@ -116,13 +127,21 @@ def estimate(operations: Sequence[Operation], torus: Torus) -> Estimate:
                 by_group = overlapping.setdefault(operation.scope, {})
                 by_group[group] = by_group.get(group, 0.0) + seconds
             else:
-                exposed_seconds += seconds
+                waiting_seconds += seconds
         memory_bytes += operation.times * operation.bytes
-        seconds = max(operation.flops / chip.peak, operation.bytes / chip.memory_rate)
-        busy[operation.scope] = busy.get(operation.scope, 0.0) + operation.times * seconds
-    for scope, by_group in overlapping.items():
-        seconds = by_group.pop((), 0.0) + max(by_group.values(), default=0.0)
-        exposed_seconds += max(seconds - busy.get(scope, 0.0), 0.0)
+        memory_seconds = operation.bytes / chip.memory_rate
+        least = max(operation.flops / chip.peak, memory_seconds)
+        likely = least
+        if operation.cycles is not None and chip.clock:
+            likely = operation.cycles / chip.clock
+        for sums, seconds in ((busy, least), (expected, likely), (moving, memory_seconds)):
+            sums[operation.scope] = sums.get(operation.scope, 0.0) + operation.times * seconds
+    expected = {scope: max(seconds, moving[scope]) for scope, seconds in expected.items()}
+    exposed_seconds = waiting_seconds + _exposed(overlapping, busy)
+    expected_seconds = None
+    if chip.clock and any(operation.cycles for operation in operations):
+        exposed = waiting_seconds + _exposed(overlapping, expected)
+        expected_seconds = sum(expected.values()) + exposed
     flops = total_flops(operations)
     return Estimate(
         flops=flops,
@@ -134,7 +153,20 @@ def estimate(operations: Sequence[Operation], torus: Torus) -> Estimate:
         exposed_seconds=exposed_seconds,
         seconds=sum(busy.values()) + exposed_seconds,
         uncounted=tuple(sorted({op.name for op in operations if op.uncounted})),
+        expected_seconds=expected_seconds,
     )
+
+
+def _exposed(
+    overlapping: Mapping[str, Mapping[tuple[int, ...], float]], busy: Mapping[str, float]
+) -> float:
+    """Return the seconds of overlapping collectives that the computation of a scope cannot hide."""
+    total = 0.0
+    for scope, by_group in overlapping.items():
+        # Permutations in different directions run at the same time.
+        permuting = max((by_group[group] for group in by_group if group), default=0.0)
+        total += max(by_group.get((), 0.0) + permuting - busy.get(scope, 0.0), 0.0)
+    return total
 
 
 def sent_bytes(link: Link) -> float:

@@ -78,6 +78,9 @@ class Operation(NamedTuple):
     """The traced operation that it comes from."""
     uncounted: bool = False
     """A kernel that does not state its FLOPs."""
+    cycles: float | None = None
+    """The compiler's own estimate; None without one. 0 for copies beside computation, which take
+    nothing but their bytes."""
 
 
 def operations(program: Program, unknown_trips: int = 1) -> list[Operation]:
@@ -104,8 +107,10 @@ def _operations(
         opcode = instruction.opcode
         if opcode == "while":
             trips = hlo.trip_count(program, computation, instruction)
-            body = instruction.attribute("body") or ""
-            yield from inside(body, times * (unknown_trips if trips is None else trips))
+            trips = unknown_trips if trips is None else trips
+            yield from inside(instruction.attribute("body") or "", times * trips)
+            # The condition may contain a collective: it asks whether any row is still live.
+            yield from inside(instruction.attribute("condition") or "", times * (trips + 1))
         elif opcode == "conditional":
             branches = [list(inside(name, times)) for name in instruction.branches]
             yield from max(branches, key=_size, default=[])
@@ -125,8 +130,11 @@ def _operations(
                 and _is_kernel(instruction)
                 and not name.endswith(INDEXING)
             )
-            if flops or moved or uncounted:
-                yield Operation(times, flops, moved, None, computation.name, name, uncounted)
+            cycles = 0.0 if opcode.endswith("-start") else hlo.estimated_cycles(instruction)
+            if flops or moved or uncounted or cycles:
+                yield Operation(
+                    times, flops, moved, None, computation.name, name, uncounted, cycles
+                )
 
 
 def _size(branch: Sequence[Operation]) -> float:
@@ -283,6 +291,16 @@ def _main_memory_bytes(shapes: Sequence[Shape]) -> int:
     return sum(shape.bytes for shape in shapes if shape.space == 0)
 
 
+def _part_bytes(part: Sequence[Shape], whole: Sequence[Shape]) -> float:
+    """Return the bytes of a part of an array, with its share of the array's padding.
+
+    The padding of the part's own layout does not count: one row does not fill a tile of eight.
+    """
+    logical = sum(shape.logical_bytes for shape in whole)
+    padding = _bytes(whole) / logical if logical else 1.0
+    return padding * sum(shape.logical_bytes for shape in part)
+
+
 def _moved_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
     """Return the bytes that an instruction reads from and writes to main memory."""
     opcode = instruction.opcode
@@ -295,10 +313,12 @@ def _moved_bytes(program: Program, computation: Computation, instruction: Instru
         return _asynchronous_bytes(instruction, operands)
     written = _main_memory_bytes(instruction.shapes)
     if opcode in SLICES:
-        return written + (_bytes(instruction.shapes) if _main_memory_bytes(operands[0]) else 0)
+        read = _part_bytes(instruction.shapes, operands[0])
+        return written + (read if _main_memory_bytes(operands[0]) else 0)
     if opcode in UPDATES:
         update = computation.shapes_of(_update_operand(instruction))
-        return _main_memory_bytes(update) + (_bytes(update) if written else 0)
+        changed = _part_bytes(update, instruction.shapes)
+        return _main_memory_bytes(update) + (changed if written else 0)
     return written + sum(map(_main_memory_bytes, operands))
 
 
@@ -330,7 +350,7 @@ def _fusion_bytes(program: Program, computation: Computation, fusion: Instructio
     their updates.
     """
     inner = program.computations[fusion.calls[0]]
-    total = 0
+    total = 0.0
     for number, operand in enumerate(fusion.operands):
         size = _main_memory_bytes(computation.shapes_of(operand))
         parameter = inner.parameter(number)
@@ -347,18 +367,29 @@ def _read_bytes(program: Program, computation: Computation, name: str) -> float:
             if operand != name:
                 continue
             if user.opcode in SLICES and number == 0:
-                total += _bytes(user.shapes)
+                total += _part_bytes(user.shapes, computation.shapes_of(name))
             elif user.opcode == "bitcast":
                 total += _read_bytes(program, computation, user.name)
             elif user.opcode == "fusion":
                 inner = program.computations[user.calls[0]]
                 parameter = inner.parameter(number)
-                total += _read_bytes(program, inner, parameter.name) if parameter else 0
+                if parameter is not None:
+                    total += _read_bytes(program, inner, parameter.name)
+                if parameter is not None and _without_bitcasts(inner, inner.root) is parameter:
+                    # The nested fusion reads nothing. Who reads its result reads the parameter.
+                    total += _read_bytes(program, computation, user.name)
             elif user.opcode in UPDATES and number == 0:
                 continue
             elif user.opcode not in ("tuple", "get-tuple-element"):
                 return math.inf
     return total
+
+
+def _without_bitcasts(computation: Computation, instruction: Instruction) -> Instruction:
+    """Return the instruction whose bytes this one returns, in whatever shape."""
+    while instruction.opcode == "bitcast" and instruction.operands[0] in computation.instructions:
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
 
 
 def _written_bytes(
@@ -376,7 +407,8 @@ def _written_bytes(
     while root.opcode in ("bitcast", "copy") and root.operands[0] in computation.instructions:
         root = computation.instructions[root.operands[0]]
     if root.opcode in UPDATES:
-        return min(_bytes(computation.shapes_of(_update_operand(root))), size)
+        update = computation.shapes_of(_update_operand(root))
+        return min(_part_bytes(update, root.shapes), size)
     if root.opcode == "fusion":
         inner = program.computations[root.calls[0]]
         return min(_written_bytes(program, inner, inner.root, shapes), size)
@@ -401,7 +433,11 @@ def _links(
             if channel in channels:
                 return
             channels.add(channel)
-        size = sum(_bytes(computation.shapes_of(name)) for name in instruction.operands)
+        size = sum(
+            shape.logical_bytes
+            for name in instruction.operands
+            for shape in computation.shapes_of(name)
+        )
         overlaps = (
             instruction.opcode.endswith("-start")
             or "async_collective_name" in instruction.attributes

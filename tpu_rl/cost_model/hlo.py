@@ -22,6 +22,8 @@ class Shape(NamedTuple):
     dims: tuple[int, ...]
     space: int
     """Memory space of its layout. 0 is the device's main memory; on a TPU, 1 is VMEM."""
+    padded: tuple[int, ...] = ()
+    """`dims` rounded up to whole tiles; empty if the layout has no tiles."""
 
     @property
     def elements(self) -> int:
@@ -29,9 +31,14 @@ class Shape(NamedTuple):
         return math.prod(self.dims)
 
     @property
-    def bytes(self) -> int:
+    def logical_bytes(self) -> int:
         """Size without the padding of tiled layouts."""
         return math.ceil(self.elements * width(self.dtype) / 8)
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory, with the padding of tiled layouts."""
+        return math.ceil(math.prod(self.padded or self.dims) * width(self.dtype) / 8)
 
 
 class Instruction(NamedTuple):
@@ -115,6 +122,8 @@ def width(dtype: str) -> int:
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
+_TILE = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
+"""The order of the dimensions, fastest first, and the outermost tile. Tiles within it fill it."""
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s*.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _COMMENT = re.compile(r"/\*[^*]*\*/")
@@ -183,9 +192,22 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     def parse(match: re.Match[str]) -> Shape:
         space = _SPACE.search(match[3] or "")
         dims = tuple(int(size.lstrip("<=")) for size in match[2].split(",") if size)
-        return Shape(match[1], dims, int(space[1]) if space else 0)
+        return Shape(match[1], dims, int(space[1]) if space else 0, _padded(dims, match[3] or ""))
 
     return tuple(map(parse, _ARRAY.finditer(text)))
+
+
+def _padded(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Return `dims` rounded up to whole tiles of a layout such as {0,1:T(8,128)(2,1)}."""
+    tiled = _TILE.search(layout)
+    if tiled is None:
+        return ()
+    order = [int(axis) for axis in tiled[1].split(",") if axis]
+    tile = [int(size) for size in tiled[2].split(",")]
+    padded = list(dims)
+    for axis, size in zip(order, reversed(tile), strict=False):
+        padded[axis] = -(-dims[axis] // size) * size
+    return tuple(padded)
 
 
 def unfused(program: Program) -> list[Computation]:
@@ -210,6 +232,12 @@ def backend_json(instruction: Instruction) -> dict:
         return json.JSONDecoder().raw_decode(text)[0]
     except json.JSONDecodeError:
         return {}
+
+
+def estimated_cycles(instruction: Instruction) -> float | None:
+    """Return the cycles that the TPU compiler expects an instruction to take, or None."""
+    stated = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    return float(stated[1]) if stated else None
 
 
 # --- trip counts ---

@@ -1,7 +1,8 @@
-"""Lower bounds on the time of a step, and what it sends between chips: the lines of a plan.
+"""The time of a step, and what it sends between chips: the lines of a plan.
 
-`estimate_step` turns a compiled step into a line. Times are bounds: nothing on a chip runs at its
-peak. `model_flops` counts what the model itself needs, the numerator of MFU.
+`estimate_step` turns a compiled step into a line. It has a lower bound on the time, since nothing
+on a chip runs at its peak, and what the TPU compiler expects. `model_flops` counts what the model
+itself needs, the numerator of MFU.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Line(NamedTuple):
     """Lower bound for one call; for a decode segment, for one decode step."""
     mfu: float | None
     """For the update, an upper bound on model FLOPs utilization, rematerialization not counted."""
+    expected_seconds: float | None = None
+    """Expected time of what `seconds` bounds. None if the compiler states no cycles."""
 
     def fits(self, target: Target) -> bool:
         """Return whether the step compiled and fits the memory of a device."""
@@ -55,8 +58,16 @@ class Line(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Upper bound over all chips; 0 if the time is unknown."""
-        return self.step.tokens / self.step.loops / self.seconds if self.seconds else 0.0
+        """Tokens over all chips by the expected time, or an upper bound; 0 if both are unknown."""
+        seconds = self.expected_seconds or self.seconds
+        return self.step.tokens / self.step.loops / seconds if seconds else 0.0
+
+    @property
+    def expected_mfu(self) -> float | None:
+        """Expected model FLOPs utilization of the update."""
+        if self.mfu is None or not self.expected_seconds:
+            return None
+        return self.mfu * self.seconds / self.expected_seconds
 
 
 class Plan(NamedTuple):
@@ -76,12 +87,25 @@ class Plan(NamedTuple):
     @property
     def seconds(self) -> float:
         """Lower bound for one step of the run, in its last stage; 0 if the speed is unknown."""
-        last_stage = self.lines[-1][0] if self.lines else None
+        return sum(line.step.times * line.step.loops * line.seconds for line in self._last_stage())
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """Expected time of one step of the run, in its last stage; None if it is unknown.
+
+        What a step leaves unknown counts with its lower bound.
+        """
+        lines = self._last_stage()
+        if not any(line.expected_seconds for line in lines):
+            return None
         return sum(
-            line.step.times * line.step.loops * line.seconds
-            for stage, line in self.lines
-            if stage == last_stage
+            line.step.times * line.step.loops * (line.expected_seconds or line.seconds)
+            for line in lines
         )
+
+    def _last_stage(self) -> list[Line]:
+        last_stage = self.lines[-1][0] if self.lines else None
+        return [line for stage, line in self.lines if stage == last_stage]
 
 
 class Change(NamedTuple):
@@ -108,7 +132,9 @@ def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
     if step.model_flops is not None:
         ideal_seconds = step.model_flops / step.mesh.size / target.chip.peak
         mfu = ideal_seconds / seconds
-    return Line(step, memory, estimate, flops, links, seconds, mfu)
+    expected = estimate.expected_seconds
+    expected = None if expected is None else expected / step.loops
+    return Line(step, memory, estimate, flops, links, seconds, mfu, expected)
 
 
 def torus(mesh: Mesh, chip: Chip) -> Torus:

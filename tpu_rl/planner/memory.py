@@ -69,8 +69,20 @@ def step_memory(step: Step, state: Mapping[str, int]) -> Memory:
     parts["temporaries"] = stats.temp_size_in_bytes
     parts["outputs"] = max(new_outputs - sum(step.argument_bytes.values()), 0)
     parts["code"] = stats.generated_code_size_in_bytes
+    parts["padding"] = padding_bytes(step.compiled.text)
     nonzero = {name: size for name, size in parts.items() if size}
     return Memory(nonzero, largest_arrays(step.compiled.text), step.offloaded_bytes)
+
+
+def padding_bytes(text: str) -> int:
+    """Return the bytes by which tiles make a program's arguments larger than their elements."""
+    return sum(
+        shape.bytes - shape.logical_bytes
+        for instruction in cost_model.read(text).entry.instructions.values()
+        if instruction.opcode == "parameter"
+        for shape in instruction.shapes
+        if shape.space == 0
+    )
 
 
 def state_bytes(state: TrainState, trainable: update_step.Trainable) -> dict[str, int]:

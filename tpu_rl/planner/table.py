@@ -20,7 +20,8 @@ SPEED_COLUMNS = (
     "TFLOP",
     "HBM GB",
     "links GB",
-    "seconds",
+    "at least, s",
+    "expected, s",
     "bound by",
     "tokens/s",
     "MFU",
@@ -38,8 +39,10 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
     console.print(speed_table(plan))
     _show_largest(console, plan, target)
     if plan.seconds and plan.fits(target):
+        expected = plan.expected_seconds
+        likely = "" if expected is None else f", expected {expected:,.3g} s"
         console.print(
-            f"one step of the run takes at least {plan.seconds:,.3g} s,"
+            f"one step of the run takes at least {plan.seconds:,.3g} s{likely},"
             " without rewards and waiting for the host"
         )
     for stage, line in plan.lines:
@@ -87,22 +90,32 @@ def _speed_row(stage: str, line: Line) -> list[str]:
     step, estimate = line.step, line.estimate
     label = f"{stage}: {step.name}"
     if step.compiled.program is None:
-        return [label, format_times(step.times), *"-------"]
+        return [label, format_times(step.times), *"--------"]
     if step.loops > 1:
         label += ", per token"
     row = [label, format_times(step.times * step.loops), f"{line.flops / step.loops / 1e12:,.3g}"]
     if estimate is None:
         links = sum(line.links.values()) / step.loops / 1e9
-        return [*row, "-", f"{links:,.3g}", *"----"]
+        return [*row, "-", f"{links:,.3g}", *"-----"]
     return [
         *row,
         f"{estimate.bytes / step.loops / 1e9:,.3g}",
         f"{estimate.link_bytes / step.loops / 1e9:,.3g}",
         f"{line.seconds:,.3g}",
+        "-" if line.expected_seconds is None else f"{line.expected_seconds:,.3g}",
         bound_by(line),
         f"{line.tokens_per_second:,.0f}",
-        "-" if line.mfu is None else f"at most {line.mfu:.0%}",
+        format_mfu(line),
     ]
+
+
+def format_mfu(line: Line) -> str:
+    """Format the MFU of a line: the bound and, if it is known, what is expected."""
+    if line.mfu is None:
+        return "-"
+    expected = line.expected_mfu
+    likely = "" if expected is None else f", expected {expected:.0%}"
+    return f"at most {line.mfu:.0%}{likely}"
 
 
 def format_times(times: float) -> str:
@@ -155,6 +168,7 @@ def as_json(plan: Plan, target: Target, changes: Sequence[Change]) -> dict[str, 
         "micro_batch_rows": plan.micro_batch_rows,
         "fits": plan.fits(target),
         "seconds": plan.seconds,
+        "expected_seconds": plan.expected_seconds,
         "steps": [_step_json(stage, line, target) for stage, line in plan.lines],
         "changes": [{"flags": change.flags, "bytes": round(change.total)} for change in changes],
     }
@@ -176,9 +190,11 @@ def _step_json(stage: str, line: Line, target: Target) -> dict[str, Any]:
         "links": line.links,
         "estimate": None if line.estimate is None else line.estimate._asdict(),
         "seconds": line.seconds,
+        "expected_seconds": line.expected_seconds,
         "bound_by": bound_by(line),
         "tokens_per_second": line.tokens_per_second,
         "mfu": line.mfu,
+        "expected_mfu": line.expected_mfu,
         "compile_seconds": round(step.compiled.seconds, 1),
         "refused": step.compiled.memory_error[:2000],
     }
