@@ -188,9 +188,15 @@ def write(
         new[key_name], new["k_scale"] = quantize(key)
         new["v"], new["v_scale"] = quantize(value)
 
+    rows = jnp.arange(len(key))[:, None, None]
+    kv_heads = jnp.arange(key.shape[2])[None, None, :]
+    places = view.places[:, :, None]
+
     def indices(name: str) -> tuple:
-        dims_before_place = (slice(None),) * (2 if name == TRANSPOSED_KEYS else 1)
-        return layer, jnp.arange(len(key))[:, None], *dims_before_place, view.places
+        # Heads have indices, too. With a slice over them, the TPU's compiler stores the new tokens
+        # in another layout than attention reads, and copies the whole cache for every token.
+        dims_before_place = (slice(None),) if name == TRANSPOSED_KEYS else ()
+        return layer, rows, kv_heads, *dims_before_place, places
 
     after = {
         name: before[name].at[indices(name)].set(part, mode="drop", unique_indices=True)

@@ -1,0 +1,73 @@
+"""Decode steps as the TPU's compiler makes them: the cache stays in one layout."""
+
+import math
+
+import pytest
+
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tests.fixtures.tpu_decoding import compile_decoding, copies
+from tpu_rl import models
+from tpu_rl.planner.steps import chip_bytes
+from tpu_rl.train import sharding
+
+ROWS, LENGTH = 32, 1024
+
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "gemma": {"model_type": "gemma2", "sliding_window": 256, "query_pre_attn_scalar": 128},
+    "mixture": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
+}
+
+
+def model_of(family, kv_heads):
+    config = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2 * kv_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 1024,
+        "max_position_embeddings": 2048,
+    }
+    return models.from_config(config | FAMILIES[family], dtype="bfloat16", param_dtype="bfloat16")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "tensor", "cache_dtype"),
+    [
+        ("llama", 1, 1, "bfloat16"),
+        ("llama", 2, 1, "bfloat16"),
+        ("llama", 8, 1, "bfloat16"),
+        ("llama", 2, 2, "bfloat16"),
+        ("llama", 2, 1, "int8"),
+        ("gemma", 2, 1, "bfloat16"),
+        ("mixture", 2, 1, "bfloat16"),
+        *(
+            pytest.param(family, kv_heads, 1, "bfloat16", marks=pytest.mark.nightly)
+            for family in ("gemma", "mixture")
+            for kv_heads in (1, 8)
+        ),
+    ],
+)
+def test_no_token_copies_the_cache(family, kv_heads, tensor, cache_dtype):
+    """`kv_heads` are those of a chip."""
+    model = model_of(family, kv_heads * tensor)
+    if cache_dtype == "int8":
+        model = models.with_int8_cache(model)
+    devices = tpu_devices("v5e:2x2")[: 2 * tensor]
+    mesh = sharding.sampling_mesh(sharding.make_mesh(fsdp=len(devices), devices=devices), tensor)
+    program, cache = compile_decoding(model, mesh, ROWS, LENGTH)
+    smallest_layer = min(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)[1:]) for leaf in cache if leaf.ndim == 5
+    )
+    assert not copies(program, smallest_layer)
+    stats = program.memory_analysis()
+    assert stats is not None
+    assert stats.temp_size_in_bytes <= 0.1 * chip_bytes(cache)
