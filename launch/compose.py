@@ -497,6 +497,14 @@ def roll_out(context: RunContext) -> Decoding:
     return replace(plain, config=replace(plain.config, prompt_length=context.max_length))
 
 
+def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:
+    """Return how a stage answers held-out problems, once each, as shapes of programs see it."""
+    exact = context.with_exact_cache()
+    if stage.algorithm.experience.policy == "guided":
+        return _plain_decoding(exact, exact.guided_policy(stage.algorithm), 1)
+    return _plain_decoding(exact, exact.rollout_policy("policy"), 1)
+
+
 def _plain_decoding(context: RunContext, policy: RolloutPolicy, group_size: int) -> Decoding:
     """Return decoding without speculation and stop strings."""
     config = context.config

@@ -20,7 +20,6 @@ from launch.plan_steps import (
     StagePlan,
     learning_lines,
     plan_stage,
-    samples,
     sampling_lines,
     state_bytes,
 )
@@ -74,7 +73,7 @@ def make_plan(
 def _stage_lines(
     planned: StagePlan, target: Target, parts: tuple[Part, ...], compile_with: Compile
 ) -> Iterator[Line]:
-    if "sampling" in parts and samples(planned.stage):
+    if "sampling" in parts:
         yield from sampling_lines(planned, target, compile_with)
     if "learning" in parts:
         yield from learning_lines(planned, target, compile_with)

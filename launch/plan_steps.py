@@ -53,6 +53,10 @@ from tpu_rl.types import (
     TrainState,
 )
 
+READS_STATE = frozenset(("jit(init_optimizer)", "jit(all_finite)", "jit(_all_finite)"))
+"""Programs of a run that are not planned although they take whole trees: they make a part of the
+train state, or return a flag for it. All others that are not planned take single arrays."""
+
 
 class StagePlan(NamedTuple):
     """The parts that the steps of a stage share."""
@@ -134,9 +138,14 @@ def state_bytes(planned: StagePlan) -> dict[str, int]:
 
 
 def samples(stage: Stage) -> bool:
-    """Return whether the stage samples completions."""
+    """Return whether the stage samples completions to learn from."""
     spec = stage.algorithm.experience
     return (spec.sampled_by is not None or spec.on_policy > 0) and spec.kind is not Demonstrations
+
+
+def answers(context: RunContext, stage: Stage) -> bool:
+    """Return whether the stage is evaluated by its answers to held-out problems."""
+    return bool(compose.read_for_evaluation(context, stage))
 
 
 def sampling_lines(
@@ -145,6 +154,7 @@ def sampling_lines(
     """Compile the stage's sampler calls, with the weights placed as the run places them."""
     context, state = planned.context, planned.state
     reads = compose.read_for_rollouts(context, planned.stage)
+    reads += compose.read_for_evaluation(context, planned.stage)
     params = reshard_for_sampling(state.params, reads, context.sampling_layout)
     planned = planned._replace(state=dataclasses.replace(state, params=params))
     sizes = state_bytes(planned)
@@ -156,60 +166,71 @@ def sampler_calls(planned: StagePlan) -> list[SamplerCall]:
     """Return the stage's calls of the sampler.
 
     They sample the completions of each step or, for Q#, roll-ins and roll-outs once for all steps
-    of the stage.
+    of the stage, and then answers to held-out problems.
     """
+    context, stage = planned.context, planned.stage
+    calls = _calls_to_learn_from(planned) if samples(stage) else []
+    if not answers(context, stage):
+        return calls
+    decoding = compose.evaluation_decoding(context, stage)
+    return [*calls, _call(planned, " of evaluations", decoding, context.config.evaluation.rows, 0)]
+
+
+def _call(
+    planned: StagePlan,
+    label: str,
+    decoding: Decoding,
+    prompts: int,
+    times: float,
+    partial_prompts: int = 0,
+    mean_new_tokens: float | None = None,
+) -> SamplerCall:
+    config = replace(decoding.config, speculation=Speculation())
+    assert config.prompt_length is not None
+    return SamplerCall(
+        label,
+        decoding.policy.policy,
+        decoding.policy.params(planned.state.params),
+        decoding.policy.mesh,
+        config,
+        prompts,
+        config.prompt_length,
+        partial_prompts,
+        config.max_new_tokens if mean_new_tokens is None else mean_new_tokens,
+        times,
+    )
+
+
+def _calls_to_learn_from(planned: StagePlan) -> list[SamplerCall]:
     context, stage = planned.context, planned.stage
     algorithm: Any = stage.algorithm
     batch = context.config.batch
 
-    def call(
-        label: str,
-        decoding: Decoding,
-        prompts: int,
-        partial_prompts: int = 0,
-        mean_new_tokens: float | None = None,
-        times: float = 1,
-    ) -> SamplerCall:
-        config = replace(decoding.config, speculation=Speculation())
-        assert config.prompt_length is not None
-        return SamplerCall(
-            label,
-            decoding.policy.policy,
-            decoding.policy.params(planned.state.params),
-            decoding.policy.mesh,
-            config,
-            prompts,
-            config.prompt_length,
-            partial_prompts,
-            config.max_new_tokens if mean_new_tokens is None else mean_new_tokens,
-            times,
-        )
-
     if algorithm.experience.source == "q_examples":
         times = 1 / (stage.last - stage.first + 1)
-        roll_ins = call(
-            " of roll-ins",
-            compose.roll_in(context, stage),
-            algorithm.prompts,
-            times=times,
+        roll_ins = _call(
+            planned, " of roll-ins", compose.roll_in(context, stage), algorithm.prompts, times
         )
-        roll_outs = call(
+        roll_outs = _call(
+            planned,
             " of roll-outs",
             compose.roll_out(context),
             algorithm.prompts * batch.group_size,
+            times,
             # A roll-in is cut at any of its tokens with the same probability.
             mean_new_tokens=context.config.sampling.max_new_tokens / 2,
-            times=times,
         )
         return [roll_ins, roll_outs]
 
     partial_prompts = context.config.rollout.partial
     shares = algorithm.experience.shares(batch.prompts + partial_prompts)
     return [
-        call(
+        _call(
+            planned,
             f" by {role}" if len(shares) > 1 else "",
             compose.decoding(context, role),
             prompts,
+            1,
             partial_prompts,
         )
         for role, prompts in shares.items()

@@ -4,24 +4,27 @@ Where the TPU compiler is installed, every preset compiles for a TPU.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 from huggingface_hub import constants
 
-from launch import compose, plan, plan_search, plan_steps, preflight, roles
+from launch import compose, plan, plan_search, plan_steps, preflight, roles, run
 from launch import config as configuration
 from launch.config import MeshConfig
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
-from tpu_rl import models
+from tpu_rl import models, sampler
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.planner import estimates, known_models, memory, sampling, steps
+from tpu_rl.runtime import compilations
 from tpu_rl.train import optimizers
 
 SMALL = (
@@ -29,6 +32,8 @@ SMALL = (
     "4",
     "--batch.group-size",
     "2",
+    "--evaluation.rows",
+    "0",
     "--batch.micro-batch-rows",
     "2",
     "--steps",
@@ -177,6 +182,76 @@ def test_plan_covers_every_step_of_a_run():
     )
     most = layers + 8 * decoder.hidden_size * decoder.vocab.size + whole_rows
     assert layers * tokens < update.flops < 1.05 * most * tokens
+
+
+EVERY_PROGRAM = (
+    *("arithmetic_grpo", "--algorithm.kl-loss-coef", "0.1", "--evaluation.rows", "12"),
+    *("--batch.prompts", "4", "--batch.group-size", "2", "--batch.micro-batch-rows", "2"),
+    *("--sampling.max-num-seqs", "4", "--sampling.host-sync-steps", "4", "--steps", "1"),
+)
+"""More rows than slots, and evaluations with more prompts than a step has."""
+
+
+@pytest.mark.slow
+def test_a_run_compiles_no_program_that_is_larger_than_planned(tmp_path, monkeypatch, caplog):
+    """Programs that the plan does not name move single arrays, or only read the train state."""
+    segments = partial(sampler.SegmentConfig, initial_cache_tokens=6, min_slots_per_device=2)
+    monkeypatch.setattr(sampler, "SegmentConfig", segments)
+    config = configuration.parse([*EVERY_PROGRAM, "--run-dir", str(tmp_path / "run")])
+    planned: dict[str, int] = {}
+
+    def compile_and_note(mesh, function, *arguments):
+        compiled = steps.compile_step(mesh, function, *arguments)
+        name = f"jit({function.__name__})"
+        arrays = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "dtype")]
+        planned[name] = max(planned.get(name, 0), steps.chip_bytes(arrays))
+        return compiled
+
+    plan_search.make_plan(
+        config, local_target(), plan_steps.read_model(config), compile_with=compile_and_note
+    )
+    assert planned.keys() == {
+        f"jit({name})"
+        for name in (
+            *("prefill", "refill", "resize_leaf", "decode_segment", "make_batch", "update"),
+        )
+    }
+    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    stage = plan_steps.plan_stage(config, config.stages[0], mesh, plan_steps.read_model(config))
+    largest_leaf = max(map(steps.chip_bytes, jax.tree.leaves(stage.state.params)))
+
+    jax.clear_caches()
+    caplog.set_level(logging.DEBUG, compilations.LOGGER)
+    assert run.main([*EVERY_PROGRAM, "--run-dir", str(tmp_path / "run")]) == 0
+    compiled: dict[str, int] = {}
+    for record in caplog.records:
+        if str(record.msg).startswith(compilations.MESSAGE):
+            name, avals = str(record.args[0]), record.args[1]
+            size = sum(aval.size * aval.dtype.itemsize for aval in avals)
+            compiled[name] = max(compiled.get(name, 0), size)
+    assert planned.keys() <= compiled.keys()
+    for name, size in compiled.items():
+        if name in planned:
+            assert size <= planned[name], name
+        elif name not in plan_steps.READS_STATE:
+            assert size <= 2 * largest_leaf + 2**14, name
+
+
+def test_evaluations_that_need_more_than_a_step_are_planned():
+    """Twelve problems at once need a larger pool than four prompts."""
+    config = configuration.parse(EVERY_PROGRAM)
+    config = replace(config, sampling=replace(config.sampling, max_num_seqs=32))
+    model = plan_steps.read_model(config)
+    made = plan_search.make_plan(config, local_target(), model, ("sampling",))
+    steps_by_name = {line.step.name: line.step for _, line in made.lines}
+    step, evaluation = steps_by_name["prefill"], steps_by_name["prefill of evaluations"]
+    assert evaluation.tokens == 3 * step.tokens
+    assert evaluation.times == 0
+    assert evaluation.argument_bytes["cache"] > step.argument_bytes["cache"]
+    # Four problems need no more than the four prompts of a step, of which each is sampled twice.
+    config = replace(config, evaluation=replace(config.evaluation, rows=4))
+    made = plan_search.make_plan(config, local_target(), model, ("sampling",))
+    assert not any("evaluations" in line.step.name for _, line in made.lines)
 
 
 def test_partial_completions_are_prefilled_in_their_own_length():
@@ -518,6 +593,8 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
         return seen[text]
 
     config = configuration.preset(name)
+    # Their answers would be compiled once more for each preset, only for other sizes.
+    config = replace(config, evaluation=replace(config.evaluation, rows=0))
     default = "gsm8k" if config.model.path is None else None
     kind = next((kind for kind in MODELS if name.startswith(kind)), default)
     if kind and not str(config.model.path).startswith("builtin:"):

@@ -1,4 +1,8 @@
-"""The sampler's jitted steps compiled for shapes: prefill, and decoding with two cache lengths.
+"""The sampler's jitted steps compiled for shapes.
+
+These are prefill, of later pools beside full slots too; decoding with two cache lengths; refilling
+slots, between segments and within them; and the growth of the cache. Where a run calls a program
+for several sizes, the largest is planned.
 
 Speculative drafts are left out. They are made for few rows only: with them decoding is faster and
 needs hardly more memory.
@@ -47,7 +51,37 @@ class SamplerCall(NamedTuple):
     mean_new_tokens: float
     """Expected tokens of a completion; the maximum where nothing better is known."""
     times: float
-    """Calls per step of the run."""
+    """Calls per step of the run. 0: an evaluation, which is no part of a step."""
+
+    @property
+    def slots(self) -> int:
+        """Rows decoded at once, over all devices."""
+        rows = self.prompts * self.config.samples_per_prompt
+        return _round_up(min(self.config.max_num_seqs, rows), slots.device_count(self.mesh))
+
+    @property
+    def pools(self) -> int:
+        """Pools of prompts that a device prefills one after the other."""
+        devices = slots.device_count(self.mesh)
+        return _ceil_div(_ceil_div(self.prompts, devices), self.slots // devices)
+
+    @property
+    def pool_prompts(self) -> int:
+        """Prompts of a pool, over all devices."""
+        devices = slots.device_count(self.mesh)
+        return devices * _ceil_div(_ceil_div(self.prompts, devices), self.pools)
+
+    def covers(self, other: SamplerCall) -> bool:
+        """Return whether no program of another call needs more memory than this call's."""
+        same = (self.policy, self.prompt_tokens, self.config.max_new_tokens)
+        return (
+            same == (other.policy, other.prompt_tokens, other.config.max_new_tokens)
+            and self.slots >= other.slots
+            and self.pool_prompts >= other.pool_prompts
+            and self.pools >= other.pools
+            and self.prompts * self.config.samples_per_prompt
+            >= other.prompts * other.config.samples_per_prompt
+        )
 
 
 def sampling_steps(
@@ -56,8 +90,11 @@ def sampling_steps(
     """Compile the steps of sampler calls: prefill, then decoding, by the longest cache first.
 
     `params` are the shapes of the train state. What a call reads beyond them is a copy of weights.
+    Evaluations that another call covers are left out.
     """
     for call in calls:
+        if not call.times and any(other.times and other.covers(call) for other in calls):
+            continue
         copies = copied_weights(params, call.params)
         yield from _call_steps(call, {"decoding weights": chip_bytes(copies)}, compile_with)
 
@@ -81,16 +118,15 @@ def _call_steps(
 ) -> Iterator[Step]:
     config = call.config
     devices = slots.device_count(call.mesh)
-    rows = call.prompts * config.samples_per_prompt
-    slot_count = _round_up(min(config.max_num_seqs, rows), devices)
-    rows = _round_up(rows, devices)
-
-    prompts = _round_up(min(call.prompts, slot_count), devices)
+    rows = _round_up(call.prompts * config.samples_per_prompt, devices)
+    waits = rows > call.slots
+    prompts = call.pool_prompts
+    outputs = _output_shapes(call.mesh, rows, config.max_new_tokens)
     prefill, pool = _prefill(call, prompts, call.prompt_tokens, compile_with)
     yield Step(
         f"prefill{call.label}",
         prefill,
-        weight_bytes | _cache_bytes(pool),
+        weight_bytes | _cache_bytes(pool, outputs),
         call.times * call.prompts / prompts,
         prompts * call.prompt_tokens,
         call.mesh,
@@ -100,25 +136,59 @@ def _call_steps(
     if call.partial_prompts:
         length = _longest_partial(config, call.prompt_tokens)
         texts = max(1, prompts // devices * call.prompt_tokens // length) * devices
-        prefill, partial_pool = _prefill(call, texts, length, compile_with)
+        partial, partial_pool = _prefill(call, texts, length, compile_with)
         yield Step(
             f"prefill{call.label}, partial completions",
-            prefill,
-            weight_bytes | _cache_bytes(partial_pool),
+            partial,
+            weight_bytes | _cache_bytes(partial_pool, outputs),
             call.times * (call.partial_prompts * config.samples_per_prompt) / texts,
             texts * length,
             call.mesh,
         )
-    for new_tokens in cache_lengths(config.max_new_tokens):
-        yield _decode_step(call, rows, slot_count, new_tokens, pool, weight_bytes, compile_with)
+    lengths = cache_lengths(config.max_new_tokens)
+    if not call.times:
+        lengths = lengths[:1]
+    for new_tokens in lengths:
+        empty = _empty_slots(call, new_tokens, pool)
+        yield _decode_step(call, rows, new_tokens, empty, outputs, weight_bytes, compile_with)
+        if isinstance(empty, Compiled) or new_tokens < config.max_new_tokens:
+            continue
+        full = _cache_bytes(pool, empty, outputs)
+        if call.pools > 1:
+            name = f"prefill{call.label}, beside full slots"
+            tokens = prompts * call.prompt_tokens
+            yield Step(name, prefill, weight_bytes | full, 0, tokens, call.mesh)
+        yield _refill_step(call, pool, empty, weight_bytes | full, compile_with)
+        if waits:
+            yield _refilling_segment(call, pool, empty, outputs, weight_bytes | full, compile_with)
+        beside = (pool, outputs) if waits else (outputs,)
+        yield from _growth_step(call, empty, beside, weight_bytes, compile_with)
+
+
+def _empty_slots(call: SamplerCall, new_tokens: int, pool: Any) -> slots.Slots | Compiled:
+    """Return the shapes of slots whose cache has room for `new_tokens` new tokens.
+
+    If they do not fit, return the refused program.
+    """
+    config = replace(call.config, max_new_tokens=new_tokens)
+    cache_shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
+    keys = _key_shapes(call.mesh, call.slots)
+    length = call.prompt_tokens + new_tokens
+    arguments = (call.policy, config, call.params, keys, length, cache_shardings)
+    # Not `compile_with`: this program is no step of the plan, only the shapes it returns matter.
+    # It writes what later programs hold, and holds less.
+    compiled = compile_step(call.mesh, slots.empty_slots, *arguments)
+    if compiled.program is None:
+        return compiled
+    return output_shapes(call.mesh, slots.empty_slots, arguments, compiled)
 
 
 def _decode_step(
     call: SamplerCall,
     rows: int,
-    slot_count: int,
     new_tokens: int,
-    pool: Any,
+    empty: slots.Slots | Compiled,
+    outputs: slots.Outputs,
     weight_bytes: dict[str, int],
     compile_with: Compile,
 ) -> Step:
@@ -128,27 +198,28 @@ def _decode_step(
     little beside them.
     """
     config = replace(call.config, max_new_tokens=new_tokens)
-    length = call.prompt_tokens + new_tokens
-    name = f"decode{call.label}, cache of {length:,}"
+    name = f"decode{call.label}, cache of {call.prompt_tokens + new_tokens:,}"
     decode_steps = config.segments.steps
-    tokens = slot_count * decode_steps
-    cache_shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(pool.cache))
-    keys = _key_shapes(call.mesh, slot_count)
-    arguments = (call.policy, config, call.params, keys, length, cache_shardings)
-    # Not `compile_with`: this program is no step of the plan, only the shapes it returns matter.
-    compiled = compile_step(call.mesh, slots.empty_slots, *arguments)
-    if compiled.program is None:
-        return Step(name, compiled, weight_bytes, 0, tokens, call.mesh, loops=decode_steps)
-    empty = output_shapes(call.mesh, slots.empty_slots, arguments, compiled)
-    outputs = slots.Outputs(
-        *(
-            _row_shape(call.mesh, rows, call.config.max_new_tokens, dtype=dtype)
-            for dtype in (jnp.int32, jnp.float32, jnp.float32)
-        )
-    )
-    taken = _row_shape(call.mesh, slots.device_count(call.mesh))
-    pool_and_queue = (None, None)
-    compiled = compile_with(
+    tokens = call.slots * decode_steps
+    if isinstance(empty, Compiled):
+        return Step(name, empty, weight_bytes, 0, tokens, call.mesh, loops=decode_steps)
+    compiled = _compile_segment(call, config, (None, None), empty, outputs, compile_with)
+    times = 0.0
+    if config == call.config:
+        times = call.times * rows / call.slots * call.mean_new_tokens / decode_steps
+    needed = weight_bytes | _cache_bytes(empty, outputs)
+    return Step(name, compiled, needed, times, tokens, call.mesh, loops=decode_steps)
+
+
+def _compile_segment(
+    call: SamplerCall,
+    config: sampler.SamplerConfig,
+    pool_and_queue: tuple[Any, Any],
+    empty: slots.Slots,
+    outputs: slots.Outputs,
+    compile_with: Compile,
+) -> Compiled:
+    return compile_with(
         call.mesh,
         decode_loop.decode_segment,
         call.policy,
@@ -157,17 +228,116 @@ def _decode_step(
         call.params,
         *pool_and_queue,
         empty,
-        taken,
+        _row_shape(call.mesh, slots.device_count(call.mesh)),
         outputs,
     )
-    # With more rows than slots, the prompts of the waiting rows are in memory too.
-    waiting_bytes = chip_bytes(pool) if rows > slot_count else 0
-    cache_bytes = {"cache": chip_bytes((empty, outputs)) + waiting_bytes}
-    times = 0.0
-    if config == call.config:
-        times = call.times * rows / slot_count * call.mean_new_tokens / decode_steps
-    return Step(
-        name, compiled, weight_bytes | cache_bytes, times, tokens, call.mesh, loops=decode_steps
+
+
+def _refilling_segment(
+    call: SamplerCall,
+    pool: Any,
+    empty: slots.Slots,
+    outputs: slots.Outputs,
+    needed: dict[str, int],
+    compile_with: Compile,
+) -> Step:
+    """Compile a decode segment that refills its slots.
+
+    How often it does so is not known to a compiler: the step counts one token and one refill.
+    """
+    queue = _queue_shapes(call)
+    compiled = _compile_segment(call, call.config, (pool, queue), empty, outputs, compile_with)
+    name = f"decode{call.label}, with refills, one token"
+    return Step(name, compiled, needed, 0, call.slots, call.mesh)
+
+
+def _refill_step(
+    call: SamplerCall,
+    pool: Any,
+    empty: slots.Slots,
+    needed: dict[str, int],
+    compile_with: Compile,
+) -> Step:
+    taken = _row_shape(call.mesh, slots.device_count(call.mesh))
+    arguments = (call.mesh, pool, _queue_shapes(call), empty, taken)
+    compiled = compile_with(call.mesh, slots.refill, *arguments)
+    return Step(f"refill{call.label}", compiled, needed, 0, 0, call.mesh)
+
+
+def _growth_step(
+    call: SamplerCall,
+    empty: slots.Slots,
+    beside: Any,
+    weight_bytes: dict[str, int],
+    compile_with: Compile,
+) -> Iterator[Step]:
+    """Compile the last growth of the cache, for the leaf whose copy needs the most memory.
+
+    Leaves are copied one after the other: those before it are new and those after it old.
+    """
+    config = call.config
+    old_tokens = config.segments.initial_cache_tokens
+    if old_tokens >= config.max_new_tokens:
+        return
+    while 2 * old_tokens < config.max_new_tokens:
+        old_tokens *= 2
+    old_length = call.prompt_tokens + old_tokens
+    new = jax.tree.leaves(empty.cache)
+    shapes = jax.eval_shape(
+        lambda params: call.policy.init_cache(params, call.slots, old_length), call.params
+    )
+    old = [
+        leaf if leaf.shape == shape.shape else with_shardings(shape, leaf.sharding)
+        for leaf, shape in zip(new, jax.tree.leaves(shapes), strict=True)
+    ]
+    peaks = {
+        number: chip_bytes((new[: number + 1], old[number:]))
+        for number in range(len(new))
+        if new[number] is not old[number]
+    }
+    if not peaks:
+        return
+    number = max(peaks, key=lambda number: peaks[number])
+    compiled = compile_with(
+        call.mesh,
+        slots.resize_leaf,
+        call.policy,
+        call.mesh,
+        call.params,
+        old[number],
+        None,
+        call.slots,
+        call.prompt_tokens + config.max_new_tokens,
+        number,
+        new[number].sharding,
+    )
+    needed = {"cache": peaks[number] + chip_bytes((empty._replace(cache=None), beside))}
+    yield Step(f"growth{call.label}", compiled, weight_bytes | needed, 0, 0, call.mesh)
+
+
+def _output_shapes(mesh: Mesh, rows: int, columns: int) -> slots.Outputs:
+    return slots.Outputs(
+        *(
+            _row_shape(mesh, rows, columns, dtype=dtype)
+            for dtype in (jnp.int32, jnp.float32, jnp.float32)
+        )
+    )
+
+
+def _queue_shapes(call: SamplerCall) -> slots.Queue:
+    devices = slots.device_count(call.mesh)
+    group = call.config.samples_per_prompt
+    rows = _ceil_div(call.prompts * group, devices)
+    entries = devices * min(rows, call.pool_prompts // devices * group)
+    row = _row_shape(call.mesh, entries)
+    return slots.Queue(
+        row=row,
+        context=row,
+        num_sampled=row,
+        limit=row,
+        key=_key_shapes(call.mesh, entries),
+        size=_row_shape(call.mesh, devices),
+        has_more=_row_shape(call.mesh, devices, dtype=jnp.bool),
     )
 
 
@@ -187,8 +357,8 @@ def _prefill(
     return compiled, output_shapes(call.mesh, slots.prefill, arguments, compiled)
 
 
-def _cache_bytes(pool: Any) -> dict[str, int]:
-    return {} if pool is None else {"cache": chip_bytes(pool)}
+def _cache_bytes(*trees: Any) -> dict[str, int]:
+    return {"cache": chip_bytes(trees)}
 
 
 def _longest_partial(config: sampler.SamplerConfig, prompt_tokens: int) -> int:

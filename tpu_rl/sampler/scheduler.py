@@ -285,6 +285,7 @@ def _decode(
         while queues.needs_next_pool(status.num_taken):
             contexts, host_queue = queues.next_pool(status.num_taken)
             tokens, lengths = map(place, contexts)
+            pool = None  # Freed before the next takes memory.
             queue = jax.tree.map(place, host_queue)
             pool = slot_ops.prefill(mode.policy, mesh, params, tokens, lengths)
             if slots is None:

@@ -288,7 +288,6 @@ def refill(
     return slots, segment_status(mesh, slots, num_taken)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "mesh", "rows", "length", "shardings"))
 def resize_slots(
     policy: Policy,
     mesh: Mesh | None,
@@ -300,18 +299,74 @@ def resize_slots(
 ) -> Slots:
     """Return `rows` of the slots, each device's live ones first, with a cache of `length` tokens.
 
-    `shardings` are those of the cache's leaves (see `cache_shardings`).
+    `shardings` are those of the cache's leaves (see `cache_shardings`). The slots are donated. Each
+    leaf of the cache is freed before the next is copied, so that two whole caches are never in
+    memory together.
+    """
+    cache = slots.cache
+    order = None
+    if rows < len(slots.live):
+        slots, order = live_first(mesh, slots._replace(cache=None), rows)
+    leaves, structure = jax.tree.flatten(cache)
+    empty = jax.eval_shape(lambda params: policy.init_cache(params, rows, length), params)
+    resized = []
+    for number, (leaf, shape) in enumerate(zip(leaves, jax.tree.leaves(empty), strict=True)):
+        if leaf.shape == shape.shape:
+            resized.append(leaf)
+            continue
+        placement = None if shardings is None else shardings[number]
+        copied = resize_leaf(policy, mesh, params, leaf, order, rows, length, number, placement)
+        # Programs are queued: without waiting, the next leaf may get memory before this one is
+        # given back.
+        resized.append(jax.block_until_ready(copied))
+        leaf.delete()
+    return slots._replace(cache=jax.tree.unflatten(structure, resized))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "rows"))
+def live_first(mesh: Mesh | None, slots: Slots, rows: int) -> tuple[Slots, Array]:
+    """Return `rows` slots, each device's live ones first, and their numbers on their device.
+
+    The slots have no cache.
     """
 
-    def live_first(slots: Slots) -> tuple[Slots]:
-        order = jnp.argsort(~slots.live, stable=True)[: rows // device_count(mesh)]
-        rest = jax.tree.map(lambda leaf: leaf[order], slots._replace(cache=None))
-        return (rest._replace(cache=take_rows(slots.cache, order)),)
+    def on_device(slots: Slots, live: Array) -> tuple[Slots, Array]:
+        order = jnp.argsort(~live, stable=True)[: rows // device_count(mesh)]
+        return jax.tree.map(lambda leaf: leaf[order], slots), order
 
-    if rows < len(slots.live):
-        (slots,) = map_devices(mesh, live_first, slots)
-    empty_cache = _empty_cache(policy, params, rows, length, shardings)
-    return slots._replace(cache=resize(slots.cache, empty_cache))
+    return map_devices(mesh, on_device, slots, slots.live, num_results=2)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("policy", "mesh", "rows", "length", "number", "placement")
+)
+def resize_leaf(
+    policy: Policy,
+    mesh: Mesh | None,
+    params: Params,
+    leaf: Array,
+    order: Array | None,
+    rows: int,
+    length: int,
+    number: int,
+    placement: Any,
+) -> Array:
+    """Return leaf `number` of a cache of `rows` rows and `length` tokens, filled from `leaf`.
+
+    Its rows are those of `order`, numbered on each device, or the same as before if that is None.
+    """
+    if order is not None:
+        no_slots = Slots._make((leaf, *(None for _ in Slots._fields[1:])))
+
+        def take(slots: Slots, order: Array) -> tuple[Slots]:
+            return (slots._replace(cache=take_rows(slots.cache, order)),)
+
+        (taken,) = map_devices(mesh, take, no_slots, order)
+        leaf = taken.cache
+    empty = jax.tree.leaves(policy.init_cache(params, rows, length))[number]
+    if placement is not None:
+        empty = jax.lax.with_sharding_constraint(empty, placement)
+    return resize(leaf, empty)
 
 
 @functools.partial(jax.jit, donate_argnames=("slots",))
