@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch import compose, evaluate_q_sharp, evaluators, mesh_checks, preflight, roles, stages
+from launch import compose, evaluate_q_sharp, evaluators, meshes, preflight, roles, stages
 from launch import config as configuration
 from launch.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
 from launch.saved_run import load_language, load_run
@@ -269,7 +269,7 @@ def loss(
     """Return the loss of demonstrations under the model, in nats per token."""
     mesh = compose.make_mesh(MeshConfig())
     role = models.role(language.model, lambda tree: tree)
-    batch = mesh_checks.fit_micro_batch(config, mesh).batch
+    batch = meshes.fit_micro_batch(config, mesh).batch
     batch = replace(batch, num_minibatches=1)
     max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     with jax.set_mesh(mesh):

@@ -119,7 +119,7 @@ def run(flags: argparse.Namespace, run_flags: list[str]) -> int:
 
 def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
     """Print the plan and, with --search, the best one. Returns both as --json writes them."""
-    from launch import compose, mesh_checks, plan_search, plan_steps
+    from launch import compose, meshes, plan_search, plan_steps
     from tpu_rl.planner import table
 
     target = find_target(flags.topology)
@@ -139,7 +139,7 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
         )
         # Nothing of the user's runs for a plan.
         config = replace(config, environment="", agent="")
-    for note in mesh_checks.notes(config, model, mesh):
+    for note in meshes.notes(config, model, mesh):
         _say(f"note: {note}")
     made = plan_search.make_plan(config, target, model, say=_say)
     changes = [] if made.fits(target) else plan_search.changes(config, made, target)

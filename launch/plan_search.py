@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
 from typing import Any, Literal, NamedTuple
 
-from launch import compose, mesh_checks
+from launch import compose, meshes
 from launch.config import ExperimentConfig, MeshConfig, require_trainable
 from launch.plan_steps import (
     StagePlan,
@@ -27,6 +27,7 @@ from tpu_rl.algos import plugins
 from tpu_rl.errors import InputError
 from tpu_rl.planner.estimates import Change, Line, Plan, Target
 from tpu_rl.planner.steps import Compile, compile_step
+from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.train import sharding
 from tpu_rl.types import Model
 
@@ -56,7 +57,11 @@ def make_plan(
 ) -> Plan:
     """Compile every step of every stage for the target, or only some parts of the stages."""
     mesh = compose.make_mesh(config.mesh, target.devices)
-    config = mesh_checks.fit_micro_batch(config, mesh)
+    config = meshes.fit_micro_batch(config, mesh)
+    if "sampling" in parts:
+        config, decoding = meshes.choose_sampling(config, model, mesh, target.memory)
+        if decoding:
+            say(decoding)
     lines = []
     for stage in config.stages:
         planned = plan_stage(config, stage, mesh, model)
@@ -171,7 +176,7 @@ def _proposals(
             {"sampling": replace(sampling, max_num_seqs=rows)},
             {"cache": share, "temporaries": share},
         )
-    if not learns and sampling.tensor_parallel is None and devices % 2 == 0:
+    if not learns and sampling.tensor_parallel == meshes.TRAIN_MESH and devices % 2 == 0:
         tensor = math.gcd(devices, 8)
         # One whole copy of the weights per `tensor` devices, and nothing gathered token by token.
         # Most weights of a mixture are experts, which are not copied.
@@ -307,9 +312,10 @@ def search_sampling(
 ) -> Candidate | None:
     """Return the fastest way to sample that fits: on the run's mesh, or on a mesh for sampling."""
     fitting = []
-    tensor_sizes = (None, 1, 2, 4, 8) if model.config.moe else (None, 2, 4, 8)
+    train_mesh: TensorParallel = meshes.TRAIN_MESH
+    tensor_sizes = (train_mesh, 1, 2, 4, 8) if len(target.devices) > 1 else (train_mesh,)
     for tensor in tensor_sizes:
-        if tensor is not None and (
+        if isinstance(tensor, int) and (
             len(target.devices) % tensor or model.config.attention.num_heads % tensor
         ):
             continue

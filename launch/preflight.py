@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from launch import compose, config_checks, mesh_checks, roles
+from launch import compose, config_checks, meshes, roles
 from launch.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl import data, metrics, models, rewards, tokenizers
 from tpu_rl.algorithm_spec import SourceName
@@ -45,7 +45,7 @@ def prepare(config: ExperimentConfig) -> None:
     host_agreement.require_same_devices()
     warn_of_unused_accelerators()
     base = models.from_config(roles.model_directory(config))
-    for note in mesh_checks.notes(config, base, compose.make_mesh(config.mesh)):
+    for note in meshes.notes(config, base, compose.make_mesh(config.mesh)):
         print(f"note: {note}", file=sys.stderr)
 
 

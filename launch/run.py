@@ -27,7 +27,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 import tpu_rl
-from launch import compose, dry_run, evaluators, finish, mesh_checks, preflight, stages
+from launch import (
+    compose,
+    dry_run,
+    evaluators,
+    finish,
+    meshes,
+    preflight,
+    roles,
+    stages,
+)
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage, to_dict
 from launch.roles import RunContext
@@ -269,9 +278,14 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     began = time.perf_counter()
     run_dir = folder.path
     mesh = compose.make_mesh(config.mesh)
-    config = mesh_checks.fit_micro_batch(config, mesh)
+    config = meshes.fit_micro_batch(config, mesh)
     say = print if processes.index() == 0 else lambda text: None
     say(where_it_runs(config, folder))
+    model = roles.from_config(config, roles.model_directory(config))
+    memory = meshes.device_memory(mesh)
+    config, decoding = meshes.choose_sampling(config, model, mesh, memory)
+    if decoding:
+        say(decoding)
     with jax.set_mesh(mesh), compilations.watch(say):
         checkpoints = manager.open_checkpoints(folder.checkpoints)
         context, step, seconds, params, resumed = begin_or_resume(

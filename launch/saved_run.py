@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from launch import compose, roles, stages
+from launch import compose, meshes, roles, stages
 from launch import config as configuration
 from launch.config import ExperimentConfig, MeshConfig, ModelConfig
 from launch.roles import RunContext
@@ -33,6 +33,9 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
         )
     mesh = compose.make_mesh(MeshConfig())
     config = _fit_to_mesh(configuration.load(run_dir / remote_run.CONFIG), mesh)
+    model = roles.from_config(config, roles.model_directory(config))
+    memory = meshes.device_memory(mesh)
+    config, _ = meshes.choose_sampling(config, model, mesh, memory)
     with jax.set_mesh(mesh):
         context, params = compose.make_context(config, run_dir, mesh)
     # For reading only: the run may still be going on.
@@ -80,6 +83,6 @@ def _fit_to_mesh(config: ExperimentConfig, mesh: Mesh) -> ExperimentConfig:
     attention = "auto" if mesh.devices.flat[0].platform == "tpu" else "xla"
     config = replace(config, model=replace(config.model, attention=attention))
     tensor_parallel = config.sampling.tensor_parallel
-    if tensor_parallel is not None and mesh.size % tensor_parallel:
+    if isinstance(tensor_parallel, int) and mesh.size % tensor_parallel:
         config = replace(config, sampling=replace(config.sampling, tensor_parallel=None))
     return config

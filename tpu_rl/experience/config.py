@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from tpu_rl import sampler
 from tpu_rl.environments import TASKS
 from tpu_rl.sampler import Speculation
+from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
 
 DataFormat = Literal["plain", "code", "gsm8k", "gsm8k_solutions"]
@@ -126,10 +127,12 @@ class SamplingConfig:
     differ from the trainer's: policy/log_prob_gap_mean says by how much, and GRPO's
     --algorithm.importance-sampling-cap with recomputed old log-probs corrects for it. Evaluation
     never rounds."""
-    tensor_parallel: int | None = None
+    tensor_parallel: TensorParallel | None = None
     """Devices that share heads, widths and vocabulary during sampling, whatever the run's mesh is.
     The other devices share rows; all devices share the experts of a mixture if they divide their
-    number. Decoding then gathers no weights. The default samples on the run's mesh."""
+    number. Decoding then gathers no weights. By default the smallest number is chosen whose weights
+    and cache fit; where the memory of a device is not known, as on CPUs, train-mesh. train-mesh:
+    sample on the run's mesh, and gather weights that it shards over fsdp for every token."""
     host_sync_steps: int = 128
     """Decode steps between two visits of the host, which starts the rewards of complete groups and
     looks for stop strings."""

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import Select
+from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Params, Policy
 
@@ -51,13 +52,17 @@ class SamplingLayout(NamedTuple):
     """The type that the model computes in."""
 
 
-def require_tensor_parallel(tensor_parallel: int | None, mesh: Mesh | AbstractMesh) -> None:
+def require_tensor_parallel(
+    tensor_parallel: TensorParallel | None, mesh: Mesh | AbstractMesh
+) -> None:
     """Check --sampling.tensor-parallel.
 
     Raises:
         InputError: if the number does not divide the mesh's devices.
     """
-    if tensor_parallel is None or (tensor_parallel >= 1 and mesh.size % tensor_parallel == 0):
+    if not isinstance(tensor_parallel, int):
+        return
+    if tensor_parallel >= 1 and mesh.size % tensor_parallel == 0:
         return
     divisors = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
     nearest = sorted(divisors, key=lambda n: abs(n - tensor_parallel))[:3]
@@ -68,14 +73,15 @@ def require_tensor_parallel(tensor_parallel: int | None, mesh: Mesh | AbstractMe
     )
 
 
-def sampling_mesh(tensor_parallel: int | None, mesh: Mesh) -> Mesh:
-    """Return the mesh for sampling, over the devices of the run's mesh.
+def sampling_mesh(tensor_parallel: TensorParallel | None, mesh: Mesh) -> Mesh:
+    """Return the mesh for sampling, over the devices of the run's mesh: that one if no number is
+    given.
 
     Raises:
         InputError: if `tensor_parallel` does not divide the mesh's devices.
     """
     require_tensor_parallel(tensor_parallel, mesh)
-    if tensor_parallel is None:
+    if not isinstance(tensor_parallel, int):
         return mesh
     return sharding.sampling_mesh(mesh, tensor_parallel)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from tpu_rl.errors import InputError
+
+TensorParallel = int | Literal["train-mesh"]
+"""The number of devices that share heads and widths during sampling, or the mesh of training."""
 
 
 @dataclass(frozen=True)

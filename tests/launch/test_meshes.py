@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launch import compose, mesh_checks
+from launch import compose, meshes
 from launch import config as configuration
 from launch.config import ExperimentConfig
 from tests.fixtures import several
@@ -42,14 +42,12 @@ def abstract_mesh(**sizes: int) -> sharding.AbstractMesh:
 def test_micro_batches_grow_until_devices_divide_them(rows, sizes, expected):
     config = experiment(rows)
     mesh = abstract_mesh(**sizes)
-    fitted = mesh_checks.fit_micro_batch(config, mesh)
+    fitted = meshes.fit_micro_batch(config, mesh)
     assert fitted == experiment(expected)
-    assert mesh_checks.fit_micro_batch(fitted, mesh) == fitted
+    assert meshes.fit_micro_batch(fitted, mesh) == fitted
     mesh = abstract_mesh(**sizes | {"tensor": 1})
     notes = [
-        note
-        for note in mesh_checks.notes(config, tiny("llama3").model, mesh)
-        if "micro-batches" in note
+        note for note in meshes.notes(config, tiny("llama3").model, mesh) if "micro-batches" in note
     ]
     if rows == expected:
         assert notes == []
@@ -61,9 +59,9 @@ def test_note_about_heads_names_the_nearest_divisors():
     model = tiny("llama3").model
     assert model.config.attention.num_heads == 4
     mesh = abstract_mesh(fsdp=2, tensor=2)
-    assert mesh_checks.notes(experiment(tensor_parallel=2), model, mesh) == []
+    assert meshes.notes(experiment(tensor_parallel=2), model, mesh) == []
     mesh = abstract_mesh(fsdp=2, tensor=8)
-    notes = mesh_checks.notes(experiment(tensor_parallel=8), model, mesh)
+    notes = meshes.notes(experiment(tensor_parallel=8), model, mesh)
     assert notes[:2] == [
         f"{flag} 8 does not divide 4 heads: each of these devices computes all of them; "
         "nearest that do: 2, 4"
@@ -75,14 +73,14 @@ def test_note_about_experts():
     model = tiny("mixtral").model
     assert model.config.moe is not None
     num_experts = model.config.moe.num_experts
-    notes = mesh_checks.notes(experiment(micro_batch_rows=10), model, abstract_mesh(expert=5))
+    notes = meshes.notes(experiment(micro_batch_rows=10), model, abstract_mesh(expert=5))
     assert notes[0].startswith(f"--mesh.expert 5 does not divide {num_experts} experts")
 
 
 def test_impossible_tensor_parallel_size_is_an_input_error():
     model = tiny("llama3").model
     with pytest.raises(InputError, match="cannot be cut into groups of 0"):
-        mesh_checks.notes(experiment(tensor_parallel=0), model, abstract_mesh(fsdp=2))
+        meshes.notes(experiment(tensor_parallel=0), model, abstract_mesh(fsdp=2))
 
 
 def test_q_examples_do_not_depend_on_the_micro_batch():

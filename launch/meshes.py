@@ -1,0 +1,285 @@
+"""The meshes of a run: sizes that devices share evenly, and the mesh for sampling.
+
+A dimension that a mesh axis does not divide is replicated (see `sharding.spec`). That is never
+wrong, but as slow as on fewer devices. `fit_micro_batch` and `notes` look for such dimensions.
+
+A training mesh that shards weights along their width would gather all of them for every decoded
+token. So a run samples on a mesh of its own. Where --sampling.tensor-parallel does not name it,
+`choose_sampling` takes the smallest tensor parallelism whose decoding weights and cache fit on a
+device beside the train state: whatever is split further, devices must exchange. It computes with
+shapes and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from launch import compose, plan_steps, roles
+from launch.config import ExperimentConfig
+from launch.plan_steps import StagePlan
+from tpu_rl.cost_model import CHIPS
+from tpu_rl.models import Select
+from tpu_rl.models.config import DecoderConfig
+from tpu_rl.planner import estimates
+from tpu_rl.planner.sampling import copied_weights
+from tpu_rl.planner.steps import chip_bytes
+from tpu_rl.rollout import weights
+from tpu_rl.rollout.weights import require_tensor_parallel
+from tpu_rl.runtime import processes
+from tpu_rl.sampler import SegmentConfig
+from tpu_rl.sampler.config import TensorParallel
+from tpu_rl.train import sharding
+from tpu_rl.types import Model
+
+TRAIN_MESH = "train-mesh"
+
+TEMPORARIES = 0.05
+"""Share of a chip's memory that is left for what prefill and decoding compute: the planner's
+examples take less."""
+
+CACHE_AXES = ("layers", "slots", "kv_heads", None, None)
+LANES = 128
+
+
+# --- sizes that devices share ---
+
+
+def fit_micro_batch(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> ExperimentConfig:
+    """Return the configuration with micro-batches that the mesh's devices share evenly.
+
+    Rows are only added: 16 devices with 4 rows would each compute all 4, and with 16 rows each
+    computes one.
+    """
+    devices = _row_devices(mesh)
+    rows = math.ceil(config.batch.micro_batch_rows / devices) * devices
+    return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
+
+
+def notes(config: ExperimentConfig, base: Model, mesh: Mesh | AbstractMesh) -> list[str]:
+    """Return one line for each thing that the mesh does not divide, with a remedy.
+
+    Raises InputError if the devices cannot be divided as --sampling.tensor-parallel says.
+    """
+    require_tensor_parallel(config.sampling.tensor_parallel, mesh)
+    lines = []
+    wanted_rows = config.batch.micro_batch_rows
+    rows = fit_micro_batch(config, mesh).batch.micro_batch_rows
+    if rows != wanted_rows:
+        devices = _row_devices(mesh)
+        lines.append(
+            f"micro-batches of {rows} rows, not {wanted_rows}: {devices} devices share them"
+        )
+    for model in roles.role_models(config, base).values():
+        for part in _shared_parts(model.config, mesh, config.sampling.tensor_parallel):
+            if part.size % part.devices:
+                lines.append(_describe(part, mesh.size))
+    return list(dict.fromkeys(lines))
+
+
+class _Part(NamedTuple):
+    """A dimension of a model that devices share."""
+
+    flag: str
+    devices: int
+    name: str
+    size: int
+
+
+def _shared_parts(
+    config: DecoderConfig, mesh: Mesh | AbstractMesh, tensor_parallel: TensorParallel | None
+) -> Iterator[_Part]:
+    """Yield the dimensions of a model that devices share.
+
+    Heads of keys are not among them: if there are fewer of them than devices, several devices need
+    the same one.
+    """
+    tensor = mesh.shape["tensor"]
+    yield _Part("--mesh.tensor", tensor, "heads", config.attention.num_heads)
+    if isinstance(tensor_parallel, int):
+        yield _Part(
+            "--sampling.tensor-parallel", tensor_parallel, "heads", config.attention.num_heads
+        )
+    if config.moe is None:
+        yield _Part("--mesh.tensor", tensor, "columns of the MLP", config.mlp.intermediate_size)
+    else:
+        width = config.moe.intermediate_size
+        yield _Part("--mesh.tensor", tensor, "columns of an expert", width)
+        yield _Part("--mesh.expert", mesh.shape["expert"], "experts", config.moe.num_experts)
+
+
+def _describe(part: _Part, mesh_size: int) -> str:
+    divisors = [n for n in range(1, mesh_size + 1) if mesh_size % n == 0 and part.size % n == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - part.devices))[:2])
+    return (
+        f"{part.flag} {part.devices} does not divide {part.size} {part.name}: each of these "
+        f"devices computes all of them; nearest that do: {', '.join(map(str, nearest))}"
+    )
+
+
+def _row_devices(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of devices that share the rows of a micro-batch."""
+    return math.prod(mesh.shape[axis] for axis in sharding.RULES["rows"])
+
+
+# --- the mesh for sampling ---
+
+
+class _Need(NamedTuple):
+    """Bytes of one chip during sampling."""
+
+    steady: int
+    """Train state, decoding weights, the longest cache, and the pool of prompts."""
+    growing: int
+    """The same, while the longest cache is filled from the one before it."""
+
+    def fits(self, memory: int) -> bool:
+        return max(self.steady + TEMPORARIES * memory, self.growing) <= memory
+
+
+def device_memory(mesh: Mesh) -> int | None:
+    """Return the bytes that a program may use on a device, or None if that is not known.
+
+    It is the same number on all processes, which call this together.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    for chip in CHIPS.values():
+        if chip.kind == kind:
+            return chip.memory
+    return processes.from_first(lambda: estimates.device_memory(jax.local_devices()[0]))
+
+
+def choose_sampling(
+    config: ExperimentConfig, model: Model, mesh: Mesh, memory: int | None
+) -> tuple[ExperimentConfig, str]:
+    """Return the configuration with a value for --sampling.tensor-parallel, and a line about it.
+
+    The line is empty if there is one device. `memory` is that of a device; if it is None, the run
+    samples on its training mesh.
+    """
+    given = config.sampling.tensor_parallel
+    if mesh.size == 1:
+        return config, ""
+    if given is not None:
+        return config, f"decoding: {_spread(given, mesh)}"
+    if memory is None:
+        return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}"
+    if not any(mesh.shape[axis] > 1 for axis in sharding.RULES["embed"]):
+        reason = "it gathers no weights"
+        return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}: {reason}"
+
+    # cuDNN's trial is left out: it runs on the device, and computes packed rows only.
+    plain = replace(config, model=replace(config.model, attention="xla"))
+    stages = [plan_steps.plan_stage(plain, stage, mesh, model) for stage in config.stages]
+    stages = [planned for planned in stages if _reads(planned)]
+    if not stages:
+        return _with(config, TRAIN_MESH), ""
+    needs = {size: _need(stages, size) for size in [*_sizes(stages, mesh), TRAIN_MESH]}
+    for size, need in needs.items():
+        if need.fits(memory):
+            reason = "the smallest tensor parallelism that fits"
+            if size == TRAIN_MESH:
+                reason = "no copy of the weights fits that need not be gathered for every token"
+            break
+    else:
+        size = min(needs, key=lambda size: needs[size].growing)
+        need = needs[size]
+        reason = "nothing fits, and this is the least"
+    line = (
+        f"decoding: {_spread(size, mesh)}: {reason} (about {need.steady / 2**30:.1f} of "
+        f"{memory / 2**30:.1f} GiB a device; --sampling.tensor-parallel)"
+    )
+    return _with(config, size), line
+
+
+def _with(config: ExperimentConfig, size: TensorParallel) -> ExperimentConfig:
+    return replace(config, sampling=replace(config.sampling, tensor_parallel=size))
+
+
+def _spread(size: TensorParallel, mesh: Mesh) -> str:
+    if not isinstance(size, int):
+        return "on the training mesh"
+    return f"data {mesh.size // size} x tensor {size}"
+
+
+def _reads(planned: StagePlan) -> list[Select]:
+    """Return the roles that a stage samples from, in rollouts or in evaluations."""
+    context, stage = planned.context, planned.stage
+    reads = compose.read_for_evaluation(context, stage)
+    if plan_steps.samples(stage):
+        reads = [*compose.read_for_rollouts(context, stage), *reads]
+    return list(dict.fromkeys(reads))
+
+
+def _sizes(stages: Sequence[StagePlan], mesh: Mesh) -> list[int]:
+    """Return the numbers of devices that can share the heads of every model that is sampled."""
+    heads = [
+        planned.context.models[select.name].config.attention.num_heads
+        for planned in stages
+        for select in _reads(planned)
+        if select.name in planned.context.models
+    ]
+    common = math.gcd(mesh.size, *heads)
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def _need(stages: Sequence[StagePlan], size: TensorParallel) -> _Need:
+    """Return the bytes of the fullest stage."""
+    needs = [_stage_need(planned, size) for planned in stages]
+    return _Need(max(need.steady for need in needs), max(need.growing for need in needs))
+
+
+def _stage_need(planned: StagePlan, size: TensorParallel) -> _Need:
+    context = planned.context._replace(config=_with(planned.context.config, size))
+    config = context.config
+    layout = context.sampling_layout
+    reads = _reads(planned)
+    params = weights.reshard_for_sampling(planned.state.params, reads, layout)
+    state = replace(planned.state, params=params)
+    held = sum(plan_steps.state_bytes(planned._replace(context=context, state=state)).values())
+    names = [select.name for select in reads if select.name in context.models]
+    policies = [context.policy(name) for name in names]
+    read = weights.rollout_policy(policies[0], reads, layout).params(params)
+    held += chip_bytes(copied_weights(params, read))
+
+    rows = min(
+        config.sampling.max_num_seqs,
+        max(config.batch.prompts * config.batch.group_size, config.evaluation.rows),
+    )
+
+    def cache_bytes(rows: int, tokens: int) -> int:
+        return sum(_cache_bytes(policy, read, layout.mesh, rows, tokens) for policy in policies)
+
+    prompt_tokens = config.sampling.max_prompt_tokens
+    longest = config.sampling.max_new_tokens
+    steady = held + cache_bytes(min(config.batch.prompts, rows), prompt_tokens)
+    steady += cache_bytes(rows, prompt_tokens + longest)
+    shorter = SegmentConfig().initial_cache_tokens
+    if shorter >= longest:
+        return _Need(steady, steady)
+    while 2 * shorter < longest:
+        shorter *= 2
+    return _Need(steady, steady + cache_bytes(rows, prompt_tokens + shorter))
+
+
+def _cache_bytes(policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int) -> int:
+    """Return the bytes of a cache on one device, which holds its share of rows and heads."""
+    devices = math.prod(mesh.shape[axis] for axis in sharding.rules(mesh)["slots"])
+    rows = math.ceil(rows / devices) * devices
+    cache = jax.eval_shape(lambda: policy.init_cache(params, rows, tokens))
+    total = 0
+    for leaf in jax.tree.leaves(cache):
+        if leaf.ndim == 1:
+            continue
+        axes = CACHE_AXES[: leaf.ndim]
+        placement = NamedSharding(mesh, sharding.spec(axes, leaf.shape, mesh))
+        *outer, width = placement.shard_shape(leaf.shape)
+        if mesh.devices.flat[0].platform == "tpu":
+            width = math.ceil(width / LANES) * LANES
+        total += math.prod(outer) * width * leaf.dtype.itemsize
+    return total

@@ -1,0 +1,58 @@
+"""The mesh for sampling that a run chooses by itself, and the line that it prints about it."""
+
+import pytest
+
+from launch import compose, meshes, plan_steps
+from launch import config as configuration
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl.cost_model import CHIPS
+
+V5E = CHIPS["v5e"].memory
+AT_SCALE = (
+    ["gsm8k_grpo", "--batch.prompts", "64", "--batch.group-size", "8"]
+    + ["--sampling.max-prompt-tokens", "512", "--sampling.max-new-tokens", "1536"]
+    + ["--batch.row-length", "2048", "--algorithm.kl-loss-coef", "0.001"]
+)
+
+
+def chosen(flags, memory: int | None = V5E, topology="v5e:4x4"):
+    with plan_steps.known_by_name(configuration.parse(flags)) as config:
+        mesh = compose.make_mesh(config.mesh, tpu_devices(topology))
+        model = plan_steps.read_model(config)
+        config, line = meshes.choose_sampling(config, model, mesh, memory)
+    return config.sampling.tensor_parallel, line
+
+
+def test_one_device_has_nothing_to_choose():
+    config = configuration.parse(["arithmetic_grpo"])
+    mesh = compose.make_mesh(config.mesh)
+    model = plan_steps.read_model(config)
+    assert meshes.choose_sampling(config, model, mesh, 2**30) == (config, "")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("model", "flags", "size", "line"),
+    [
+        # A sixteenth of the state, 3.7 GiB of weights and 4 GiB of cache fit four ways, but not
+        # while the cache grows.
+        ("Llama-3.1-8B", [], 8, "data 2 x tensor 8: the smallest tensor parallelism that fits"),
+        ("Llama-3.2-1B", [], 1, "data 16 x tensor 1: the smallest"),
+        ("Qwen2.5-0.5B", ["--mesh.data", "16"], "train-mesh", "it gathers no weights"),
+        ("Llama-3.1-8B", ["--sampling.tensor-parallel", "4"], 4, "data 4 x tensor 4"),
+        ("Llama-3.1-8B", ["--sampling.tensor-parallel", "train-mesh"], "train-mesh", "on the"),
+    ],
+)
+def test_the_smallest_tensor_parallelism_that_fits_is_chosen(model, flags, size, line):
+    tensor_parallel, said = chosen([*AT_SCALE, "--model.path", model, *flags])
+    assert tensor_parallel == size
+    assert said.startswith("decoding: ")
+    assert line in said
+
+
+@needs_libtpu
+def test_less_memory_splits_weights_further_and_unknown_memory_not_at_all():
+    flags = [*AT_SCALE, "--model.path", "Llama-3.2-1B"]
+    assert [chosen(flags, gib * 2**30)[0] for gib in (8, 6, 5)] == [1, 2, 8]
+    assert "nothing fits" in chosen(flags, 2**30)[1]
+    assert chosen(flags, None) == ("train-mesh", "decoding: on the training mesh")
