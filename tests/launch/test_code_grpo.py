@@ -10,7 +10,6 @@ import pytest
 from launch import run
 from launch.config import FileData
 from tests.fixtures.sandboxes import confined
-from tpu_rl import sandbox
 from tpu_rl.algos import GrpoConfig
 from tpu_rl.data import files
 from tpu_rl.errors import InputError
@@ -71,13 +70,14 @@ def test_two_steps_in_which_programs_really_run(checkpoint, tmp_path, monkeypatc
     program = KNOWS_ALL.format(
         functions="".join(row["solution"] for row in rows if "def " in row["solution"])
     )
-    turn, outcomes, run_one, decode = itertools.count(), [], sandbox.run, Tokenizer.decode
+    turn, outcomes, run_all, decode = itertools.count(), [], unit_tests.all_pass, Tokenizer.decode
 
-    def spied(*arguments, **settings):
-        outcomes.append(run_one(*arguments, **settings))
-        return outcomes[-1]
+    def spied(*arguments):
+        verdicts = run_all(*arguments)
+        outcomes.extend(verdicts)
+        return verdicts
 
-    monkeypatch.setattr(unit_tests, "run", spied)
+    monkeypatch.setattr(unit_tests, "all_pass", spied)
 
     def decode_every_other(self, ids, skip_special=True):
         if skip_special and next(turn) % 2 == 0:
@@ -103,8 +103,7 @@ def test_two_steps_in_which_programs_really_run(checkpoint, tmp_path, monkeypatc
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [sample["reward"] for sample in samples] == [1, 0] * 4
     assert all(sample["prompt"].endswith("in a fenced block.") for sample in samples)
-    assert len(outcomes) >= 12
-    assert any(outcome.ended for outcome in outcomes)  # what the model wrote is no Python
+    assert outcomes.count(True) == len(outcomes) // 2 >= 4
 
 
 @confined
@@ -130,7 +129,7 @@ BAD_ROWS = {
     "no assert": ({"tests": ["f()"]}, "asserts nothing"),
     "a package": (
         {"tests": ["import numpy\nassert numpy.array(f()) == 1"]},
-        "what the test imports as numpy",
+        "what the test imports must be of",
     ),
 }
 

@@ -297,27 +297,6 @@ def test_honest_programs_pass():
     assert unit_tests.passes(counts, "assert count('aab') == {'a': 2, 'b': 1}")
 
 
-def test_program_sees_only_the_calls_of_a_test():
-    steps, judged = unit_tests.split(
-        "xs = [3, 1]\nwant = [1, 3]\nassert sorted(f(xs)) == want, 'no'"
-    )
-    assert steps == [("do", "xs = [3, 1]"), ("value", "f(xs)")]
-    assert judged == [("do", "want = [1, 3]"), ("value", "bool(sorted(hole_0) == want)")]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    ["want = sorted([3, 1])", "want: list = [1, 3]", "a = [3, 1]\nb = 0\nwant = sorted(a[b:])"],
-)
-def test_program_does_not_see_values_that_a_test_computes_without_it(answer):
-    test = answer + "\nassert len(want) == 2 and f() == want"
-    steps, judged = unit_tests.split(test)
-    assert steps == [("value", "f()")]
-    assert judged[-1] == ("value", "bool(len(want) == 2 and hole_0 == want)")
-    assert not unit_tests.passes("def f(): return want", test)
-    assert unit_tests.passes("def f(): return [1, 3]", test)
-
-
 @confined
 @pytest.mark.parametrize(
     "test",
@@ -334,18 +313,6 @@ def test_tests_may_import_known_modules(test):
     assert unit_tests.passes("def f(): return 1", test)
     assert not unit_tests.passes("def f(): return 2", test)
     assert not unit_tests.passes("def f(): return want", test)
-
-
-def test_program_sees_its_arguments():
-    steps, judged = unit_tests.split(
-        "a = [3, 1]\nb = sorted(a)\nassert f(b) == [1, 3]\nassert g(1) == len(a)"
-    )
-    assert steps == [
-        ("do", "a = [3, 1]"),
-        ("do", "b = sorted(a)"),
-        *[("value", text) for text in ("f(b)", "g(1)", "a")],
-    ]
-    assert judged == [("value", "bool(hole_0 == [1, 3])"), ("value", "bool(hole_1 == len(hole_2))")]
 
 
 # Expression -> a program with a function f for which it is true.
@@ -385,24 +352,6 @@ def test_values_that_are_not_literals_are_compared(claim):
     assert not unit_tests.passes("def f(*x): return [7]\ng = f", f"assert {claim}")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os')",
-        "open('x')",
-        "[].__class__",
-        "eval('1')",
-        "float(x=1)",
-        "2 ** 9",
-        "a",
-        "f''",
-        "[" * 999,
-    ],
-)
-def test_only_values_are_accepted_as_values(text):
-    assert unit_tests.value_source(text) is None
-
-
 @confined
 def test_statement_that_raises_after_the_asserts_fails_the_test():
     assert not unit_tests.passes("def f(): return 1", "assert f() == 1\nf(2)")
@@ -415,20 +364,17 @@ def test_statement_that_raises_after_the_asserts_fails_the_test():
             "",
             "f(1)",
             "assert",
-            "assert all(f(x) for x in range(3))",
             "import numpy as np\nassert np.allclose(f(1), 1)",
         ),
-        "assert f(0) == 0\nfor i in range(1, 5):\n    assert f(i) == i * i",
-        "def check(f):\n    assert f(1) == 1\ncheck(f)",
         "assert sum(10, 15) == 6",
         "want = 1\nassert f() == 1\nassert want == 1",
         "from numpy import isclose\nassert isclose(f(), 1.0)",
         "from math import *\nassert f() == 1",
     ],
 )
-def test_tests_that_need_the_program_in_their_own_process_are_refused(test):
-    with pytest.raises(ValueError, match="test|apart"):
-        unit_tests.split(test)
+def test_tests_that_cannot_be_judged_are_refused(test):
+    with pytest.raises(ValueError, match="test"):
+        unit_tests.prepare(test)
 
 
 # --- the reward ---

@@ -1,7 +1,8 @@
 """Run model-written programs where they can do no harm.
 
-A program runs in a process that has confined itself (`child.py`). What it prints, and the values of
-expressions in its scope, come back over pipes. `tpu_rl.sandbox.unit_tests` judges programs by them.
+A program runs in a process that has confined itself (`child.py`). What it prints comes back over
+pipes. `judge` runs a test in a second such process, which asks the program over a channel of plain
+values (`channel.py`). `tpu_rl.sandbox.unit_tests` prepares the tests.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple, Self
 
 from tpu_rl.errors import MachineError
 
 CHILD = Path(__file__).with_name("child.py")
+CHANNEL = Path(__file__).with_name("channel.py")
 START_SECONDS = 20.0
 """Time for the process to start and confine itself."""
 
@@ -37,7 +41,7 @@ class SandboxLimits:
     memory_mb: int = 512
     disk_mb: int = 16
     output_kb: int = 1024
-    """Limit of each stream: stdout, stderr, and the values of expressions."""
+    """Limit of each stream: stdout and stderr."""
 
 
 class Outcome(NamedTuple):
@@ -49,9 +53,8 @@ class Outcome(NamedTuple):
     printed: str
     errors: str
     """The end of what it wrote to stderr."""
-    values: list[str]
-    """The source of the value of each expression that was reached, as the program reports it
-    (`child.source`). Parse it; never run it as it is."""
+    verdict: str = ""
+    """Of a test: see `channel.judge`."""
 
 
 class Refused(Exception):
@@ -61,46 +64,73 @@ class Refused(Exception):
 def run(
     program: str,
     stdin: str = "",
-    steps: Sequence[tuple[str, str]] = (),
     limits: SandboxLimits | None = None,
     confine: bool = True,
 ) -> Outcome:
-    """Run a program, then steps in its scope.
+    """Run a program.
 
     Args:
         program: Python source.
         stdin: its standard input.
-        steps: ("do", statements) or ("value", expression). Values are reported.
         limits: what the run may use.
         confine: if False, the program has limits, but otherwise the rights of this process.
 
     Raises:
         Refused: before the program begins, if it cannot be confined.
     """
+    request = {"program": program, "stdin": stdin, "role": ""}
+    with _Run(request, (), limits or SandboxLimits(), confine) as running:
+        return running.outcome()
+
+
+def judge(
+    program: str,
+    test: CodeType,
+    program_names: Iterable[str],
+    num_asserts: int,
+    limits: SandboxLimits | None = None,
+    confine: bool = True,
+) -> str:
+    """Run a test of a program in a process of its own, and return the verdict.
+
+    It is "passed" or a reason (see `channel.judge`). All together has the time of one program.
+
+    Args:
+        program: Python source.
+        test: see `unit_tests.prepare`, as for the next two.
+        program_names: names that the program defines.
+        num_asserts: asserts that must be reached.
+        limits: what each of the two processes may use.
+        confine: see `run`.
+
+    Raises:
+        Refused: before the program begins, if a process cannot be confined.
+    """
     limits = limits or SandboxLimits()
-    request = {
-        "program": program,
-        "stdin": stdin,
-        "steps": list(steps),
-        "confine": confine,
-        "memory_bytes": limits.memory_mb << 20,
-        "disk_bytes": limits.disk_mb << 20,
-        "cpu_seconds": int(limits.seconds) + 1,
-    }
-    with tempfile.TemporaryDirectory(prefix="tpu_rl_program_") as folder:
-        report, protocol = os.pipe()
-        process = _spawn(protocol, folder)
+    requests, to_program = os.pipe()
+    answers, to_judge = os.pipe()
+    arguments = (program, requests, to_judge)
+    serve = {"stdin": "", "role": "serve", "arguments": arguments, "channel": _channel_code()}
+    arguments = (test, set(program_names), num_asserts, answers, to_program)
+    ask = serve | {"role": "judge", "arguments": arguments}
+    with (
+        _Run(ask, (answers, to_program), limits, confine) as judging,
+        _Run(serve, (requests, to_judge), limits, confine) as running,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        # What the program prints must be read, or it waits forever.
+        program_outcome = thread.submit(running.outcome)
         try:
-            return _communicate(process, report, marshal.dumps(request), limits)
+            outcome = judging.outcome()
         finally:
-            # Its namespace ends with it, and so does everything that the program started there.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            os.close(report)
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None and not pipe.closed:
-                    pipe.close()
+            running.kill()
+        try:
+            program_outcome.result()
+        except Refused as error:
+            # Without a reason it was this function that ended it, before it began.
+            if str(error):
+                raise
+    return outcome.verdict or f"failed: the test ended with {outcome.ended or 'no verdict'}"
 
 
 def require() -> None:
@@ -115,21 +145,79 @@ def require() -> None:
         )
 
 
-@cache
 def refusal() -> str:
     """Return the reason why programs cannot be confined on this machine, or ""."""
-    try:
-        # The import tests that the program can read the standard library.
-        outcome = run("import fractions\nprint(1)")
-    except Refused as error:
-        return str(error)
-    return "" if outcome.printed == "1\n" else f"a program that prints 1 ended with {outcome}"
+    # Only a good answer is kept: on a busy machine one start may be too slow.
+    if not _confined:
+        try:
+            # The import tests that the program can read the standard library.
+            outcome = run("import fractions\nprint(1)")
+        except Refused as error:
+            return str(error)
+        if outcome.printed != "1\n":
+            return f"a program that prints 1 ended with {outcome}"
+        _confined.append(True)
+    return ""
+
+
+_confined: list[bool] = []
+"""Not empty if programs were confined on this machine."""
 
 
 # --- the process ---
 
 
-def _spawn(protocol: int, folder: str) -> subprocess.Popen[bytes]:
+@cache
+def _channel_code() -> CodeType:
+    return compile(CHANNEL.read_text(encoding="utf-8"), "channel", "exec")
+
+
+class _Run:
+    """A child process with a request. It ends with the context."""
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        channel: Sequence[int],
+        limits: SandboxLimits,
+        confine: bool,
+    ):
+        """Start the process; it takes over the descriptors of `channel`."""
+        request = request | {
+            "confine": confine,
+            "memory_bytes": limits.memory_mb << 20,
+            "disk_bytes": limits.disk_mb << 20,
+            "cpu_seconds": int(limits.seconds) + 1,
+        }
+        self._limits = limits
+        self._request = marshal.dumps(request)
+        self._folder = tempfile.TemporaryDirectory(prefix="tpu_rl_program_")
+        self._report, protocol = os.pipe()
+        self._process = _spawn(protocol, channel, self._folder.name)
+
+    def outcome(self) -> Outcome:
+        """Wait for the end."""
+        return _communicate(self._process, self._report, self._request, self._limits)
+
+    def kill(self) -> None:
+        """Kill the process, and everything that it started in its namespace."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.wait()
+        os.close(self._report)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+        self._folder.cleanup()
+
+
+def _spawn(protocol: int, channel: Sequence[int], folder: str) -> subprocess.Popen[bytes]:
     """Start the child process. It has nothing of this process but its pipes."""
     try:
         return subprocess.Popen(
@@ -138,13 +226,14 @@ def _spawn(protocol: int, folder: str) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(protocol,),
+            pass_fds=(protocol, *channel),
             start_new_session=True,
             cwd=folder,
             env={"LANG": "C.UTF-8"},
         )
     finally:
-        os.close(protocol)
+        for descriptor in (protocol, *channel):
+            os.close(descriptor)
 
 
 def _communicate(
@@ -191,8 +280,8 @@ def _communicate(
             ended = f"exit {code}" if code else ""
         except subprocess.TimeoutExpired:
             ended = "time"
-    values, printed, errors = (bytes(text).decode(errors="replace") for text in streams.values())
-    return Outcome(ended, printed, errors[-2000:], values.splitlines())
+    verdict, printed, errors = (bytes(text).decode(errors="replace") for text in streams.values())
+    return Outcome(ended, printed, errors[-2000:], verdict.strip())
 
 
 def _send(process: subprocess.Popen[bytes], request: bytes) -> None:

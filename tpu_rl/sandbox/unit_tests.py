@@ -1,8 +1,8 @@
 """Judge model-written programs by what they compute, never by what they claim.
 
-A program gets inputs and no expected outputs. A process that has never seen the program compares
-what it prints, or the values of the tests' expressions. So an exit code, a printed verdict or a
-patched `==` achieve nothing.
+A program gets inputs and no expected outputs. What it prints is compared here; a test with asserts
+runs in a process of its own, which gets nothing but plain values from the program. So an exit code,
+a printed verdict or a patched `==` achieve nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import ast
 import builtins
 import json
 import os
-from collections.abc import Iterable, Sequence
+import symtable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
-from tpu_rl.sandbox import SandboxLimits, run
+from tpu_rl.sandbox import SandboxLimits, judge, run
 
 MODULES = {
     "math",
@@ -30,24 +32,30 @@ MODULES = {
     "decimal",
 }
 """Modules of the standard library. What a test calls of them belongs to the test."""
+IMPORTABLE = MODULES | {
+    "abc",
+    "bisect",
+    "contextlib",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "enum",
+    "hashlib",
+    "heapq",
+    "io",
+    "json",
+    "numbers",
+    "random",
+    "statistics",
+    "sys",
+    "textwrap",
+    "time",
+    "typing",
+    "unicodedata",
+}
+"""Modules of the standard library that a test may import."""
 TEST_NAMES = MODULES | set(vars(builtins))
 """Names that a test has without the program."""
-MAKERS = {
-    "float",
-    "range",
-    "set",
-    "frozenset",
-    "iter",
-    "keys",
-    "values",
-    "items",
-    "deque",
-    "Fraction",
-    "Decimal",
-}
-"""Functions and methods that `child.source` writes."""
-MAX_VALUE_TEXT = 1 << 16
-"""Characters of one value. A longer one is no answer to a test, and takes long to parse."""
 
 
 def passes(
@@ -70,21 +78,11 @@ def passes(
             outcome = run(program, stdin, limits=limits, confine=confine)
             return not outcome.ended and _lines(outcome.printed) == _lines(output)
         case str():
-            program_steps, test_steps = split(test)
-            outcome = run(program, steps=program_steps, limits=limits, confine=confine)
-            values = [value_source(text) for text in outcome.values]
-            if outcome.ended or len(values) != _num_values(program_steps) or None in values:
-                return False
-            # The asserts run in a process that has never seen the program.
-            imports = [("do", f"import {', '.join(sorted(MODULES))}")]
-            holes = [("do", f"hole_{n} = ({value})") for n, value in enumerate(values)]
-            verdict = run("", steps=imports + holes + test_steps, confine=confine)
-            return verdict.values == ["True"] * _num_values(test_steps)
+            verdict = judge(program, *prepare(test), limits=limits, confine=confine)
+            if verdict.startswith("refused"):
+                raise ValueError(f"{verdict}, in the test {test!r:.100}")
+            return verdict == "passed"
     raise _not_a_test(test)
-
-
-def _num_values(steps: Steps) -> int:
-    return sum(kind == "value" for kind, _ in steps)
 
 
 def _not_a_test(test: Any) -> ValueError:
@@ -95,145 +93,112 @@ def _not_a_test(test: Any) -> ValueError:
 
 # --- the test's part and the program's part ---
 
-Steps = list[tuple[str, str]]
-"""("do", statements) or ("value", expression), as `sandbox.run` takes them."""
+
+class Prepared(NamedTuple):
+    """A test as `sandbox.judge` takes it."""
+
+    code: CodeType
+    program_names: set[str]
+    num_asserts: int
 
 
-def split(test: str) -> tuple[Steps, Steps]:
-    """Split the statements of a test in two: (steps of the program, steps of the test).
+def prepare(test: str) -> Prepared:
+    """Compile a test for a process of its own.
 
-    The first are run in the program's process, and the second in a process of their own. There,
-    hole_0, hole_1 and so on are the values of the first.
-
-    An expression belongs to the program if it uses a name that is neither built in nor of MODULES.
-    Its value is reported. What is done with the values, and the comparison, belongs to the test.
+    There every name is the test's, except for those that it uses without defining them: they are
+    the program's, and each use of them asks its process. So the test's functions, loops, literals
+    and comparisons are beyond the program's reach. Each assert must be reached.
 
     Raises:
-        ValueError: if the test has no asserts, or its two parts cannot be separated.
+        ValueError: if the test has no asserts, or its part cannot be separated from the program's.
     """
     try:
         tree = ast.parse(test)
-    except (SyntaxError, MemoryError, RecursionError) as error:
+        table = symtable.symtable(test, "test", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"the test {test!r:.100} is not Python: {error}") from None
-    _require_separable(tree)
-    shared = [statement for statement in tree.body if _is_known_import(statement)]
-    known = TEST_NAMES | _imported_names(shared)
-    unknown_imports = _imported_names(node for node in ast.walk(tree) if node not in shared) - known
-    expected = _expected_values(tree, known, unknown_imports)
-    holes = _Holes(unknown_imports, known | expected)
-    program_steps: Steps = []
-    test_steps: Steps = []
-    for statement in tree.body:
-        if isinstance(statement, ast.Assert):
-            text = ast.unparse(statement)
-            num_before = len(holes.expressions)
-            condition = ast.unparse(holes.visit(statement.test))
-            test_steps.append(("value", f"bool({condition})"))
-            new_expressions = holes.expressions[num_before:]
-            program_steps += [("value", ast.unparse(expression)) for expression in new_expressions]
-            if not new_expressions:
-                raise ValueError(
-                    f"{text!r:.100} asks nothing of the program: "
-                    "all its names are built in or the test's"
-                )
-            continue
-        if _assigned_name(statement) in expected or statement in shared:
-            test_steps.append(("do", ast.unparse(statement)))
-        if _assigned_name(statement) not in expected:
-            program_steps.append(("do", ast.unparse(statement)))
-    if not _num_values(test_steps):
+    _require_known_imports(tree)
+    defined = {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
+    names = _global_names(table) - defined - TEST_NAMES
+    _require_separable(tree, names)
+    num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    if not num_asserts:
         raise ValueError(f"the test {test!r:.100} asserts nothing")
-    return program_steps, test_steps
+    _require_questions(tree, names)
+    used = _global_names(table) & MODULES - defined
+    imports = [ast.Import([ast.alias(name)]) for name in sorted(used)]
+    rewrite = _Rewrite()
+    judged = rewrite.visit(tree)
+    judged.body = [*imports, *_seeds(tree), *judged.body]
+    code = compile(ast.fix_missing_locations(judged), "test", "exec")
+    return Prepared(code, names, rewrite.num_asserts)
 
 
-def _require_separable(tree: ast.Module) -> None:
-    """Raise ValueError if the parts of the test cannot be separated.
-
-    An assert inside another statement would have to be judged by the program's own process, and the
-    names of a star import are not known.
-    """
-    for statement in tree.body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Assert) and node is not statement:
-                kind = type(statement).__name__.lower()
-                raise ValueError(
-                    f"{ast.unparse(node)!r:.100} in a {kind} "
-                    "cannot be judged apart from the program"
-                )
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            raise ValueError(
-                f"names of {ast.unparse(node)!r:.100} cannot be told apart from the program's"
-            )
+def _refusal(node: ast.stmt | ast.expr | ast.excepthandler, why: str) -> ValueError:
+    return ValueError(f"line {node.lineno} of the test, {ast.unparse(node)!r:.100}: {why}")
 
 
-def _is_known_import(statement: ast.stmt) -> bool:
-    """Return True if the statement imports from MODULES only."""
-    match statement:
-        case ast.Import():
-            return all(alias.name.partition(".")[0] in MODULES for alias in statement.names)
-        case ast.ImportFrom(level=0):
-            return statement.module in MODULES
-    return False
+def _is_defined(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
 
 
-def _imported_names(imports: Iterable[ast.AST]) -> set[str]:
-    """Return the names that imports define."""
-    aliases = [
-        alias
-        for node in imports
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    ]
-    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
-
-
-def _expected_values(tree: ast.Module, known: set[str], unknown_imports: set[str]) -> set[str]:
-    """Return names of values that the test computes by itself and does not show to the program.
-
-    Such a value needs only what is `known` without the program, and is in no expression of the
-    program, which must not see the expected result.
-    """
-    values = {
-        _assigned_name(node): node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
+def _global_names(table: symtable.SymbolTable) -> set[str]:
+    """Return the names that code reads from outside of its functions."""
+    names = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
     }
-    stored = [
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-    ]
-    expected = {name for name in values if stored.count(name) == 1}
-    # Each name that is dropped may expose others, so repeat until none is.
-    while True:
-        shown: set[str] = set()
-        for node in tree.body:
-            if isinstance(node, ast.Assert):
-                holes = _Holes(unknown_imports, known | expected)
-                holes.visit(ast.parse(ast.unparse(node.test), mode="eval").body)
-                shown |= {name for hole in holes.expressions for name in _loaded_names(hole)}
-            elif _assigned_name(node) not in expected:
-                shown |= _loaded_names(node)
-        dropped = {
-            name
-            for name in expected
-            if name in shown or not _uses_only(values[name], known | expected)
-        }
-        if not dropped:
-            return expected
-        expected -= dropped
+    return names.union(*map(_global_names, table.get_children()))
 
 
-def _assigned_name(statement: ast.stmt) -> str:
-    """Return the name that a statement assigns to, or "" if it is not an assignment to one name."""
-    if isinstance(statement, ast.AnnAssign):
-        target: ast.expr = statement.target
-    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-    else:
-        return ""
-    return target.id if isinstance(target, ast.Name) else ""
+def _require_known_imports(tree: ast.Module) -> None:
+    """Raise ValueError if the test imports anything but IMPORTABLE."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if any(alias.name == "*" for alias in node.names):
+                raise _refusal(node, "its names cannot be told apart from the program's")
+            modules = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            if module.partition(".")[0] not in IMPORTABLE:
+                known = ", ".join(sorted(IMPORTABLE))
+                raise _refusal(node, f"what the test imports must be of {known}")
+
+
+def _require_separable(tree: ast.Module, program_names: set[str]) -> None:
+    """Raise ValueError if classes of the program would be part of the test's own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            parts = [*node.bases, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.ExceptHandler) and node.type:
+            parts = [node.type]
+        else:
+            continue
+        if any(_loaded_names(part) & program_names for part in parts):
+            raise _refusal(node, "a class of the program cannot be judged apart from it")
+
+
+def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
+    """Raise ValueError if an assert at the top of the test does not depend on the program."""
+    dependent = set(program_names)
+    size = -1
+    while size != len(dependent):
+        size = len(dependent)
+        for statement in tree.body:
+            if _loaded_names(statement) & dependent:
+                dependent |= _bound_names(statement)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assert) and not _loaded_names(statement) & dependent:
+            raise _refusal(
+                statement,
+                "it asks nothing of the program: all its names are built in or the test's",
+            )
+    if not program_names:
+        raise ValueError("the test asks nothing of the program")
 
 
 def _loaded_names(node: ast.AST) -> set[str]:
@@ -245,108 +210,61 @@ def _loaded_names(node: ast.AST) -> set[str]:
     }
 
 
-def _uses_only(value: ast.expr, known: set[str]) -> bool:
-    """Return True if an expression uses no names but known ones and those that it binds itself."""
-    names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
-    bound = {part.arg for part in ast.walk(value) if isinstance(part, ast.arg)}
-    bound |= {
-        part.id
-        for part in ast.walk(value)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+def _bound_names(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement may define or change."""
+    names: set[str] = set()
+    for part in ast.walk(statement):
+        match part:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name):
+                # A call may change its arguments.
+                names.add(name)
+    return names - TEST_NAMES
+
+
+def _seeds(tree: ast.Module) -> list[ast.stmt]:
+    """Return statements that make a test's random numbers the same in each run."""
+    roots = {
+        module.partition(".")[0]
+        for node in ast.walk(tree)
+        for module in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
     }
-    return names <= known | bound
+    return ast.parse("__import__('random').seed(0)").body if "random" in roots else []
 
 
-class _Holes(ast.NodeTransformer):
-    """Replaces each maximal expression of the program by a name for its value.
+class _Rewrite(ast.NodeTransformer):
+    """Makes asserts and calls for their effect into calls of `channel.judge`'s functions."""
 
-    `expressions` has the replaced expressions, in the order of the names' numbers.
-    """
+    def __init__(self):
+        self.num_asserts = 0
+        """Asserts that must be reached: those of constants, as `assert False`, need not."""
 
-    def __init__(self, unknown_imports: set[str], known: set[str]):
-        """Prepare for the asserts of one test.
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        number = -1
+        if not isinstance(node.test, ast.Constant):
+            number = self.num_asserts
+            self.num_asserts += 1
+        arguments: list[ast.expr] = [ast.Constant(number), node.test]
+        call = ast.Call(ast.Name("<check>", ast.Load()), arguments, [])
+        return ast.copy_location(ast.Expr(call), node)
 
-        Args:
-            unknown_imports: names that the test imports from modules outside MODULES.
-            known: names that the test has without the program.
-        """
-        self.expressions: list[ast.expr] = []
-        self._unknown_imports = unknown_imports
-        self._known = known
-
-    def visit(self, node: ast.AST) -> Any:
-        if isinstance(
-            node,
-            ast.Lambda
-            | ast.ListComp
-            | ast.SetComp
-            | ast.DictComp
-            | ast.GeneratorExp
-            | ast.NamedExpr,
-        ):
-            raise ValueError(
-                f"the assert's {ast.unparse(node)!r:.100} cannot be judged apart from the program"
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            call = node.value
+            function = ast.Name("<discard>", ast.Load())
+            node.value = ast.copy_location(
+                ast.Call(function, [call.func, *call.args], call.keywords), call
             )
-        if isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-            root: ast.AST = node
-            while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-                root = root.func if isinstance(root, ast.Call) else root.value
-            if isinstance(root, ast.Name) and root.id in self._unknown_imports:
-                modules = ", ".join(sorted(MODULES))
-                raise ValueError(f"what the test imports as {root.id} is not of {modules}")
-            if isinstance(root, ast.Name) and root.id not in self._known:
-                self.expressions.append(node)
-                return ast.Name(f"hole_{len(self.expressions) - 1}")
-        return self.generic_visit(node)
-
-
-# --- values ---
-
-
-def value_source(text: str) -> str | None:
-    """Return the source of a value from a line that a program reports.
-
-    Returns None if it has anything but literals and MAKERS, or is too long.
-    """
-    if len(text) > MAX_VALUE_TEXT:
-        return None
-    try:
-        source = text.encode().decode("unicode_escape")
-        tree = ast.parse(source, mode="eval")
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-    return source if all(map(_is_part_of_value, ast.walk(tree))) else None
-
-
-def _is_part_of_value(node: ast.AST) -> bool:
-    """Return True if a node of a syntax tree may be part of a value."""
-    if isinstance(node, ast.Call):
-        # ast.walk also visits the function, which must be a maker.
-        return isinstance(node.func, ast.Attribute | ast.Name) and not node.keywords
-    if isinstance(node, ast.Attribute):
-        return node.attr in MAKERS
-    if isinstance(node, ast.Name):
-        return node.id in MAKERS | {"fractions", "decimal", "collections"}
-    return isinstance(node, VALUE_NODES)
-
-
-VALUE_NODES = (
-    ast.Expression,
-    ast.Constant,
-    ast.List,
-    ast.Tuple,
-    ast.Set,
-    ast.Dict,
-    ast.expr_context,
-    # Signs and complex numbers.
-    ast.UnaryOp,
-    ast.USub,
-    ast.UAdd,
-    ast.BinOp,
-    ast.Add,
-    ast.Sub,
-)
-"""Nodes of the syntax trees of literals."""
+        return node
 
 
 def _lines(text: str) -> list[str]:
@@ -393,7 +311,7 @@ def check_tests(column: Any) -> None:
             case {"input": str(), "output": str()}:
                 continue
             case str():
-                split(test)
+                prepare(test)
             case _:
                 raise _not_a_test(test)
 
