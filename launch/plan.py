@@ -1,13 +1,13 @@
 """Plan a run without an accelerator: does it fit, what does it communicate, how fast can it be?
 
-    python launch/plan.py PRESET [--topology v5e:4x4] [--model.path DIR_OR_NAME] [--json FILE]
-    [--search] [flags of run.py]
+    python launch/plan.py PRESET [--topology v5e:4x4] [--slices N] [--model.path DIR_OR_NAME]
+    [--json FILE] [--search] [flags of run.py]
 
 The plan compiles the steps of the run for shapes instead of arrays. With --topology the TPU
 compiler does it, which needs no TPU (pip install -e ".[plan]"). Without --topology they are
 compiled for the local devices. --model.path, a teacher, a critic or a drafter may be the name of a
 well-known model; its weights are not needed. Times are lower bounds, computed from the chip's peak
-rates.
+rates, and what the TPU compiler expects.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 # `prepare` chooses the platform before jax is imported: modules that import jax are imported in
 # functions.
+from tpu_rl.cost_model import Topology, topologies
 from tpu_rl.errors import InputError, MachineError, TpuRlError
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from launch.plan_search import Candidate
     from tpu_rl.planner.estimates import Target
 
-TOPOLOGIES = ("v4", "v5e", "v5p", "v6e")
-TOPOLOGY_HELP = f"NAME:AxB or NAME:AxBxC with NAME one of {', '.join(TOPOLOGIES)}"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -63,7 +62,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="For all other flags see: python launch/run.py PRESET --help-all",
     )
     parser.add_argument(
-        "--topology", help=f"{TOPOLOGY_HELP}, or cpu for this machine (default: the local devices)"
+        "--topology",
+        help=f"{topologies.HELP}; or cpu for this machine (default: the local devices)",
+    )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        help="slices of the topology, with the data-center network between them (default: 1)",
     )
     parser.add_argument("--json", type=Path, help="also write the plan to this file")
     parser.add_argument(
@@ -88,14 +93,12 @@ def prepare(flags: argparse.Namespace) -> None:
     if flags.topology == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
     if flags.topology in (None, "cpu"):
+        if flags.slices is not None:
+            raise InputError(
+                "local devices have no slices", where="--slices", fix="give --topology, too"
+            )
         return
-    name, _, sizes = flags.topology.partition(":")
-    if name not in TOPOLOGIES or not sizes:
-        raise InputError(
-            f"no such topology: {flags.topology!r}",
-            where="--topology",
-            fix=f"{TOPOLOGY_HELP}, such as v5e:4x4 or v5p:2x2x4",
-        )
+    topologies.parse(flags.topology, flags.slices)
     if importlib.util.find_spec("libtpu") is None:
         raise MachineError(
             "the TPU compiler is not installed",
@@ -122,12 +125,12 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
     from launch import compose, meshes, plan_search, plan_steps
     from tpu_rl.planner import table
 
-    target = find_target(flags.topology)
+    target = find_target(flags.topology, flags.slices)
     if flags.search and target.chip is None:
         raise InputError(
             "--search compares times, and the rates of these devices are not known",
             where="--topology",
-            fix=TOPOLOGY_HELP,
+            fix=topologies.HELP,
         )
     model = plan_steps.read_model(config)
     mesh = compose.make_mesh(config.mesh, target.devices)
@@ -171,14 +174,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def find_target(topology: str | None) -> Target:
+def find_target(topology: str | None, slices: int | None = None) -> Target:
     """Return the chips of a TPU topology, or the local devices for None and "cpu".
 
     Raises:
         InputError: if the TPU compiler does not know the topology.
     """
     import jax
-    from jax.experimental import topologies
 
     from tpu_rl.cost_model import CHIPS
     from tpu_rl.planner.estimates import Target, device_memory
@@ -188,25 +190,33 @@ def find_target(topology: str | None) -> Target:
         kind = devices[0].device_kind
         chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
         return Target(kind, devices, chip, device_memory(devices[0]))
-    name, _, sizes = topology.partition(":")
+    named = topologies.parse(topology, slices)
+    chip = CHIPS[named.chip]
+    return Target(str(named), _compiler_devices(named), chip, chip.memory)
+
+
+def _compiler_devices(named: Topology) -> list[Any]:
+    """Return the TPU compiler's devices of a topology."""
+    import jax
+    from jax.experimental.topologies import get_topology_desc
+
     options: dict[str, Any] = {}
-    if name == "v4":
+    if named.slices > 1:
+        options["num_slices"] = named.slices
+    if named.chip == "v4":
         options["chip_config_name"] = "megacore"
-    if set(sizes.split("x")) == {"1"}:
+    if set(named.shape.split("x")) == {"1"}:
         # By default a host has four chips, which a topology of one chip cannot be cut into.
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        description = topologies.get_topology_desc(
-            topology_name=topology, platform="tpu", **options
-        )
+        return list(get_topology_desc(topology_name=named.name, platform="tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         raise InputError(
-            f"the TPU compiler knows no {topology}",
+            f"the TPU compiler knows no {named}",
             where="--topology",
             why=str(error).splitlines()[0][:200],
             fix="use a topology such as v5e:4x4",
         ) from error
-    return Target(topology, description.devices, CHIPS[name], CHIPS[name].memory)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from launch import compose, roles
 from launch.config import ExperimentConfig, Stage
 from launch.roles import Language, RunContext
 from tpu_rl import models, tokenizers
+from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import experience_sharding, layout_of, longest_texts
 from tpu_rl.models.decoder import axes
 from tpu_rl.plain_values import replace_strings
@@ -93,8 +94,18 @@ def known_by_name(config: ExperimentConfig) -> Iterator[ExperimentConfig]:
 
 
 def read_model(config: ExperimentConfig) -> Model:
-    """Return the model of --model.path without weights: a directory, hub id or builtin:NAME."""
-    directory = models.find_directory(roles.model_path(config.model.path))
+    """Return the model of --model.path without weights: a directory, hub id or builtin:NAME.
+
+    Raises:
+        InputError: if there is no such model. It names the well-known models most like it.
+    """
+    try:
+        directory = models.find_directory(roles.model_path(config.model.path))
+    except InputError as error:
+        near = known_models.nearest(str(config.model.path))
+        known = f"known by name: {', '.join(near or known_models.SHAPES)}"
+        fix = f"{error.fix}; {known}" if error.fix else known
+        raise InputError(error.what, where=error.where, why=error.why, fix=fix) from error
     return models.from_config(
         directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype
     )

@@ -10,8 +10,9 @@ import pytest
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model
-from tpu_rl.cost_model import CHIPS, Torus, costs, hlo
+from tpu_rl.cost_model import CHIPS, Torus, costs, hlo, topologies
 from tpu_rl.cost_model.costs import Link, group_of
+from tpu_rl.errors import InputError
 
 LAYERS, WIDTH, INNER, ROWS = 6, 64, 160, 96
 
@@ -344,6 +345,52 @@ def test_the_expected_time_is_the_compilers_cycles_and_at_least_that_of_the_byte
     hasty = [operation._replace(flops=0, cycles=1.0) for operation in operations]
     moved = total_bytes(operations) / CHIPS["v5e"].memory_rate
     assert cost_model.estimate(hasty, grid(1, 1)).expected_seconds == pytest.approx(moved)
+
+
+def test_collectives_between_slices_go_over_the_network():
+    program = module("""
+        ENTRY %main (x: f32[256,1024]) -> f32[256,1024] {
+          %x = f32[256,1024]{1,0:T(8,128)} parameter(0)
+          %token = token[] after-all()
+          %sent = (f32[256,1024]{1,0:T(8,128)}, u32[], token[]) send(%x, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+          %done = token[] send-done(%sent), channel_id=2
+          ROOT %y = f32[256,1024]{1,0:T(8,128)} copy(%x)
+        }
+    """)  # noqa: E501
+    (link,) = (op.link for op in cost_model.operations(program) if op.link)
+    assert link == Link("all-reduce", 2**20, (0, 1), True, slices=2)
+    seconds = cost_model.link_seconds(link, grid(2, 2))
+    assert seconds == pytest.approx(2**20 / CHIPS["v5e"].network_rate, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("v5e:4x4", "v5e:4x4"),
+        ("v5litepod-16", "v5e:4x4"),
+        ("V6E-8", "v6e:2x4"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v5p-512", "v5p:4x8x8"),
+        ("v4-384", "v4:4x4x12"),
+        ("2*v5p-128", "2*v5p:4x4x4"),
+        ("v7x:2x2x1", "tpu7x:2x2x1"),
+    ],
+)
+def test_topologies_have_the_names_of_the_cloud(text, name):
+    assert str(topologies.parse(text)) == name
+
+
+@pytest.mark.parametrize("text", ["v5e-12", "v5p-6", "v9:2x2", "v5e", "tpu7x-128", "0*v5e:2x2"])
+def test_names_of_no_topology_are_refused(text):
+    with pytest.raises(InputError) as error:
+        topologies.parse(text)
+    assert error.value.fix
+
+
+def test_a_number_of_slices_may_be_given_apart():
+    assert str(topologies.parse("v5e-4", slices=3)) == "3*v5e:2x2"
+    with pytest.raises(InputError, match="contradict"):
+        topologies.parse("2*v5e:2x2", slices=3)
 
 
 # --- time ---

@@ -42,21 +42,41 @@ SMALL = (
 """Flags with which an arithmetic preset compiles in seconds."""
 
 PARAMETERS = {
+    "Llama-2-7B": 6_738_415_616,
+    "Llama-2-13B": 13_015_864_320,
+    "Llama-2-70B": 68_976_648_192,
     "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
     "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.3-70B": 70_553_706_496,
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-360M": 361_821_120,
+    "SmolLM2-1.7B": 1_711_376_384,
+    "Mixtral-8x7B": 46_702_792_704,
+    "OLMoE-1B-7B": 6_919_161_856,
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
     "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
     "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
     "Gemma-2-2B": 2_614_341_888,
     "Gemma-2-9B": 9_241_705_984,
+    "Gemma-2-27B": 27_227_128_320,
     "Gemma-3-1B": 999_885_952,
+    "Gemma-3-4B": 3_880_263_168,
     "Gemma-3-12B": 11_766_034_176,
+    "Gemma-3-27B": 27_009_346_304,
 }
 """Parameters of each checkpoint; of Gemma 3 without the vision tower."""
 
@@ -502,6 +522,16 @@ def test_command_prints_tables_and_writes_json(tmp_path):
     assert planned["steps"][1]["bytes"]["temporaries"] > 0
 
 
+def test_a_name_like_a_well_known_one_is_corrected(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = configuration.parse(["arithmetic_grpo", "--model.path", "Llama-3.1-7B"])
+    with pytest.raises(InputError, match=r"known by name: Llama-3\.1-70B, Llama-3\.1-8B"):
+        plan_steps.read_model(config)
+    assert known_models.nearest("meta-llama/Meta-Llama-3.1-8B")[0] == "Llama-3.1-8B"
+    assert not known_models.nearest("gpt-5")
+
+
 def test_search_requires_a_chip_of_known_speed():
     with pytest.raises(InputError, match="rates of these devices are not known"):
         plan.run(*plan.parse(["arithmetic_grpo", "--topology", "cpu", "--search"]))
@@ -510,6 +540,9 @@ def test_search_requires_a_chip_of_known_speed():
 def test_bad_topologies_and_a_missing_compiler_are_reported(monkeypatch):
     flags, _ = plan.parse(["arithmetic_grpo", "--topology", "v9:2x2"])
     with pytest.raises(InputError, match="no such topology"):
+        plan.prepare(flags)
+    flags, _ = plan.parse(["arithmetic_grpo", "--topology", "cpu", "--slices", "2"])
+    with pytest.raises(InputError, match="no slices"):
         plan.prepare(flags)
     flags, others = plan.parse(
         ["gsm8k_grpo", "--topology", "v5e:4x4", "--model.path", "Llama-3.1-8B"]

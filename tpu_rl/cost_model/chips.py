@@ -1,10 +1,11 @@
 """Peak rates of TPU chips, and the least time that a program's operations take on them.
 
 Figures are per chip, in decimal units, from Google's public pages (Cloud TPU documentation, "TPU
-architecture": the pages of v4, v5e, v5p and v6e). The rate of a link is the chip's bandwidth over
-its ports, one way; where a page gives the sum of both directions, half of it. The rate to the host
-is on none of these pages: it is the figure that "How to Scale Your Model" (Austin et al., 2025,
-chapter 2) uses.
+architecture": the pages of v4, v5e, v5p, v6e and TPU7x). The rate of a link is the chip's bandwidth
+over its ports, one way; where a page gives the sum of both directions, half of it. The data-center
+network of v5e is that of a pod over its chips; none is stated for v4, which counts like v5e. The
+rate to the host is on none of these pages: it is the figure that "How to Scale Your Model" (Austin
+et al., 2025, chapter 2) uses. That of TPU7x is an assumption.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from tpu_rl.cost_model.costs import Link, Operation, total_flops
 
 HOP_SECONDS = 1e-6
 """Latency of a message between neighboring chips: about a microsecond."""
+
+NETWORK_SECONDS = 1e-5
+"""Latency of a message over the data-center network. This is an assumption: tens of microseconds
+are usual."""
 
 Coordinates = Sequence[tuple[int, ...]]
 """The place in the torus of each partition's chip."""
@@ -41,15 +46,26 @@ class Chip(NamedTuple):
     wraps: str
     """The dimensions of a slice that close to rings. "16": those of 16 chips; "cubes": all, if all
     are multiples of 4."""
+    network_rate: float
+    """Bytes per second of one chip to other slices, over the data-center network."""
     clock: float = 0.0
     """Cycles per second, the unit of the compiler's own estimates. 0: unknown."""
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, 16e9, "cubes", 1.05e9),
-    "v5e": Chip("TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, 16e9, "16", 1.5e9),
-    "v5p": Chip("TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, 16e9, "cubes", 1.75e9),
-    "v6e": Chip("TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, 32e9, "16", 1.75e9),
+    "v4": Chip("TPU v4", int(30.75 * 2**30), 1.2e12, 275e12, 50e9, 16e9, "cubes", 3.125e9, 1.05e9),
+    "v5e": Chip(
+        "TPU v5 lite", int(15.75 * 2**30), 0.819e12, 197e12, 50e9, 16e9, "16", 3.125e9, 1.5e9
+    ),
+    "v5p": Chip(
+        "TPU v5", int(95.74 * 2**30), 2.765e12, 459e12, 100e9, 16e9, "cubes", 6.25e9, 1.75e9
+    ),
+    "v6e": Chip(
+        "TPU v6 lite", int(31.25 * 2**30), 1.638e12, 918e12, 100e9, 32e9, "16", 12.5e9, 1.75e9
+    ),
+    # jax sees each of the two chiplets as a device: half of the chip's figures. Their link to each
+    # other counts like one to a neighboring chip.
+    "tpu7x": Chip("TPU7x", int(94.75 * 2**30), 3.69e12, 1153.5e12, 50e9, 16e9, "cubes", 6.25e9),
 }
 """Name in a topology -> chip."""
 
@@ -70,7 +86,8 @@ class Torus(NamedTuple):
         spans_dimension = size == self.sizes[dimension]
         if self.chip.wraps == "16":
             return spans_dimension and size == 16
-        return spans_dimension and all(n % 4 == 0 for n in self.sizes)
+        # A fourth dimension counts the devices of a chip.
+        return spans_dimension and dimension < 3 and all(n % 4 == 0 for n in self.sizes[:3])
 
 
 class Estimate(NamedTuple):
@@ -181,8 +198,11 @@ def link_seconds(link: Link, torus: Torus) -> float:
     """Return the time of a collective: bytes over the links of a chip in its group, plus latency.
 
     A group that fills a box of the torus uses one link per dimension, or two where the dimension is
-    a ring. Any other group uses one link, and so does a permutation.
+    a ring. Any other group uses one link, and so does a permutation. Between slices, every chip
+    has its share of the data-center network.
     """
+    if link.slices > 1:
+        return sent_bytes(link) / torus.chip.network_rate + NETWORK_SECONDS
     rate = torus.chip.link_rate
     chips = [torus.coordinates[partition] for partition in link.group]
     sizes = [len(set(values)) for values in zip(*chips, strict=True)]

@@ -62,6 +62,9 @@ class Link(NamedTuple):
     """Partition numbers of one replica group. All groups are alike."""
     overlaps: bool
     """It may run during computation that does not wait for it."""
+    slices: int = 1
+    """Above 1, it goes over the data-center network, between as many slices of chips. Its group
+    then counts slices."""
 
 
 class Operation(NamedTuple):
@@ -308,6 +311,9 @@ def _moved_bytes(program: Program, computation: Computation, instruction: Instru
         return _fusion_bytes(program, computation, instruction)
     if opcode.removesuffix("-start") in COLLECTIVES:
         return 0
+    if opcode in ("send", "recv"):
+        arrays = instruction.shapes[:1]  # Not the context handle.
+        return _main_memory_bytes(arrays)
     operands = [computation.shapes_of(operand) for operand in instruction.operands]
     if opcode.endswith("-start"):
         return _asynchronous_bytes(instruction, operands)
@@ -447,11 +453,29 @@ def _links(
         is_scattered = kind == "all-reduce" and computation.root.opcode == "dynamic-slice"
         kind = "reduce-scatter" if is_scattered else kind
         yield Link(kind, size, group_of(instruction.attributes), overlaps)
+    elif kind == "send" and (transfer := _TRANSFER.search(instruction.attributes)):
+        # The compiler has done its part within the slices: what is sent is the share of a chip.
+        slices = _count_of(transfer[1])
+        size = computation.shapes_of(instruction.operands[0])[0].logical_bytes
+        kind = transfer[2].lower().replace("_", "-").replace("one-to-one", "collective-permute")
+        yield Link(kind, size, tuple(range(slices)), overlaps=True, slices=slices)
     elif instruction.opcode == "fusion":
         for name in instruction.calls:
             inner = program.computations[name]
             for inner_instruction in inner.instructions.values():
                 yield from _links(program, inner, inner_instruction, channels)
+
+
+_TRANSFER = re.compile(
+    r'_xla_megascale_target="\{([\d,:]+)\}[^"]*",_xla_megascale_transfer_type="(\w+)"'
+)
+"""The slices between which a host transfer sends, and the kind of its collective."""
+
+
+def _count_of(numbers: str) -> int:
+    """Return how many numbers "0,4" or "0:3" lists; the end of a range belongs to it."""
+    ranges = [part.split(":") for part in numbers.split(",")]
+    return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
 
 
 def group_of(attributes: str) -> tuple[int, ...]:

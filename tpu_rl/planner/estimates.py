@@ -139,9 +139,14 @@ def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
 
 def torus(mesh: Mesh, chip: Chip) -> Torus:
     """Return the places of a mesh's devices. Devices without coordinates stand in a row."""
+    devices = list(mesh.devices.flat)
+    # Where a chip has two devices, they are neighbors in one more dimension.
+    has_cores = len({getattr(device, "core_on_chip", 0) for device in devices}) > 1
     coordinates = [
-        tuple(device.coords) if device.platform == "tpu" else (i,)
-        for i, device in enumerate(mesh.devices.flat)
+        (*device.coords, *([device.core_on_chip] if has_cores else []))
+        if device.platform == "tpu"
+        else (i,)
+        for i, device in enumerate(devices)
     ]
     return Torus(coordinates, chip)
 
@@ -152,7 +157,8 @@ def link_bytes(operations: Sequence[cost_model.Operation], mesh: Mesh) -> dict[s
     for operation in operations:
         link = operation.link
         if link is not None:
-            name = f"{link.kind} {'+'.join(mesh_axes(link.group, mesh))}".strip()
+            axes = "slices" if link.slices > 1 else "+".join(mesh_axes(link.group, mesh))
+            name = f"{link.kind} {axes}".strip()
             sizes[name] = sizes.get(name, 0.0) + operation.times * cost_model.sent_bytes(link)
     return sizes
 

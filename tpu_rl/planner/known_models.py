@@ -6,6 +6,7 @@ loads weights.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,9 +43,42 @@ def _llama(
     }
 
 
+def _llama2(sizes: dict[str, Any]) -> dict[str, Any]:
+    return sizes | {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0}
+
+
+def _smollm2(sizes: dict[str, Any], theta: float) -> dict[str, Any]:
+    return _llama2(sizes) | {"rope_theta": theta, "tie_word_embeddings": True}
+
+
+def _mixtral(sizes: dict[str, Any]) -> dict[str, Any]:
+    return sizes | {
+        "model_type": "mixtral",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+
+
+def _olmoe(sizes: dict[str, Any]) -> dict[str, Any]:
+    return sizes | {
+        "model_type": "olmoe",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "norm_topk_prob": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    }
+
+
 def _qwen(generation: int, sizes: dict[str, Any], tied: bool) -> dict[str, Any]:
     return sizes | {
         "model_type": f"qwen{generation}",
+        "head_dim": 128
+        if generation == 3
+        else sizes["hidden_size"] // sizes["num_attention_heads"],
         "rope_theta": 1e6,
         "tie_word_embeddings": tied,
     }
@@ -62,49 +96,88 @@ def _qwen3_moe(sizes: dict[str, Any], experts: int, chosen: int, width: int) -> 
     }
 
 
-def _gemma2(sizes: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(sizes: dict[str, Any], head_dim: int = 256, scalar: int = 256) -> dict[str, Any]:
     return sizes | {
         "model_type": "gemma2",
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
         "sliding_window": 4096,
     }
 
 
-def _gemma3(sizes: dict[str, Any], window: int, factor: float | None = None) -> dict[str, Any]:
+def _gemma3(
+    sizes: dict[str, Any],
+    window: int,
+    factor: float | None = None,
+    head_dim: int = 256,
+    scalar: int = 256,
+) -> dict[str, Any]:
     scaling = {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor else {}
     return (
         sizes
         | scaling
         | {
             "model_type": "gemma3_text",
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
+            "head_dim": head_dim,
+            "query_pre_attn_scalar": scalar,
             "sliding_window": window,
         }
     )
 
 
+_LLAMA_8B = _llama(_sizes(4096, 14_336, 32, 32, 8, 128_256), factor=8.0, head_dim=128)
+_LLAMA_70B = _llama(_sizes(8192, 28_672, 80, 64, 8, 128_256), factor=8.0, head_dim=128)
+
 SHAPES: Mapping[str, dict[str, Any]] = {
+    "Llama-2-7B": _llama2(_sizes(4096, 11_008, 32, 32, 32, 32_000)),
+    "Llama-2-13B": _llama2(_sizes(5120, 13_824, 40, 40, 40, 32_000)),
+    "Llama-2-70B": _llama2(_sizes(8192, 28_672, 80, 64, 8, 32_000)),
     "Llama-3.2-1B": _llama(
         _sizes(2048, 8192, 16, 32, 8, 128_256), factor=32.0, head_dim=64, tied=True
     ),
-    "Llama-3.1-8B": _llama(_sizes(4096, 14_336, 32, 32, 8, 128_256), factor=8.0, head_dim=128),
-    "Llama-3.3-70B": _llama(_sizes(8192, 28_672, 80, 64, 8, 128_256), factor=8.0, head_dim=128),
+    "Llama-3.2-3B": _llama(
+        _sizes(3072, 8192, 28, 24, 8, 128_256), factor=32.0, head_dim=128, tied=True
+    ),
+    "Llama-3.1-8B": _LLAMA_8B,
+    "Llama-3.1-70B": _LLAMA_70B,
+    "Llama-3.3-70B": _LLAMA_70B,
+    "SmolLM2-135M": _smollm2(_sizes(576, 1536, 30, 9, 3, 49_152), theta=1e5),
+    "SmolLM2-360M": _smollm2(_sizes(960, 2560, 32, 15, 5, 49_152), theta=1e5),
+    "SmolLM2-1.7B": _smollm2(_sizes(2048, 8192, 24, 32, 32, 49_152), theta=1.3e5),
+    "Mixtral-8x7B": _mixtral(_sizes(4096, 14_336, 32, 32, 8, 32_000)),
+    "OLMoE-1B-7B": _olmoe(_sizes(2048, 1024, 16, 16, 16, 50_304)),
     "Qwen2.5-0.5B": _qwen(2, _sizes(896, 4864, 24, 14, 2, 151_936), tied=True),
     "Qwen2.5-1.5B": _qwen(2, _sizes(1536, 8960, 28, 12, 2, 151_936), tied=True),
+    "Qwen2.5-3B": _qwen(2, _sizes(2048, 11_008, 36, 16, 2, 151_936), tied=True),
     "Qwen2.5-7B": _qwen(2, _sizes(3584, 18_944, 28, 28, 4, 152_064), tied=False),
+    "Qwen2.5-14B": _qwen(2, _sizes(5120, 13_824, 48, 40, 8, 152_064), tied=False),
     "Qwen2.5-32B": _qwen(2, _sizes(5120, 27_648, 64, 40, 8, 152_064), tied=False),
+    "Qwen2.5-72B": _qwen(2, _sizes(8192, 29_568, 80, 64, 8, 152_064), tied=False),
     "Qwen3-0.6B": _qwen(3, _sizes(1024, 3072, 28, 16, 8, 151_936), tied=True),
+    "Qwen3-1.7B": _qwen(3, _sizes(2048, 6144, 28, 16, 8, 151_936), tied=True),
     "Qwen3-4B": _qwen(3, _sizes(2560, 9728, 36, 32, 8, 151_936), tied=True),
     "Qwen3-8B": _qwen(3, _sizes(4096, 12_288, 36, 32, 8, 151_936), tied=False),
+    "Qwen3-14B": _qwen(3, _sizes(5120, 17_408, 40, 40, 8, 151_936), tied=False),
+    "Qwen3-32B": _qwen(3, _sizes(5120, 25_600, 64, 64, 8, 151_936), tied=False),
     "Qwen3-30B-A3B": _qwen3_moe(
         _sizes(2048, 6144, 48, 32, 4, 151_936), experts=128, chosen=8, width=768
     ),
+    "Qwen3-235B-A22B": _qwen3_moe(
+        _sizes(4096, 12_288, 94, 64, 4, 151_936), experts=128, chosen=8, width=1536
+    ),
     "Gemma-2-2B": _gemma2(_sizes(2304, 9216, 26, 8, 4, 256_000)),
     "Gemma-2-9B": _gemma2(_sizes(3584, 14_336, 42, 16, 8, 256_000)),
+    "Gemma-2-27B": _gemma2(_sizes(4608, 36_864, 46, 32, 16, 256_000), head_dim=128, scalar=144),
     "Gemma-3-1B": _gemma3(_sizes(1152, 6912, 26, 4, 1, 262_144), window=512),
+    "Gemma-3-4B": _gemma3(_sizes(2560, 10_240, 34, 8, 4, 262_208), window=1024, factor=8.0),
     "Gemma-3-12B": _gemma3(_sizes(3840, 15_360, 48, 16, 8, 262_208), window=1024, factor=8.0),
+    "Gemma-3-27B": _gemma3(
+        _sizes(5376, 21_504, 62, 32, 16, 262_208),
+        window=1024,
+        factor=8.0,
+        head_dim=128,
+        scalar=168,
+    ),
 }
 """Name -> a Hugging Face configuration, as `models.from_config` reads it."""
 
@@ -114,7 +187,20 @@ def find(name: str) -> dict[str, Any] | None:
 
     `name` may be a hub id such as "meta-llama/Llama-3.1-8B-Instruct", in upper or lower case.
     """
-    model = name.rpartition("/")[2].lower()
-    for suffix in ("-it", "-instruct", "-pt"):
-        model = model.removesuffix(suffix)
+    model = _short_name(name)
     return next((shape for known, shape in SHAPES.items() if known.lower() == model), None)
+
+
+def nearest(name: str, count: int = 4) -> list[str]:
+    """Return the well-known names most like `name`, best first; empty if none is like it."""
+    by_lower = {known.lower(): known for known in SHAPES}
+    close = difflib.get_close_matches(_short_name(name), by_lower, count, cutoff=0.7)
+    return [by_lower[match] for match in close]
+
+
+def _short_name(name: str) -> str:
+    """Return the name of a model without owner, variant and date, in lower case."""
+    model = name.rpartition("/")[2].lower().removeprefix("meta-")
+    for suffix in ("-hf", "-chat", "-v0.1", "-0924", "-it", "-instruct", "-pt", "-base"):
+        model = model.removesuffix(suffix)
+    return model

@@ -45,6 +45,8 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
             f"one step of the run takes at least {plan.seconds:,.3g} s{likely},"
             " without rewards and waiting for the host"
         )
+    if target.chip is not None and not target.chip.clock:
+        console.print("no time is expected: the clock of this chip is not public")
     for stage, line in plan.lines:
         if line.memory.on_host:
             console.print(f"{stage}: {line.step.name}: {host_traffic(line, target)}", markup=False)
