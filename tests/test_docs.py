@@ -27,6 +27,7 @@ FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
 # repository, of pytest, of SLURM and of gcloud.
 OTHER_FLAGS = {
     "repeats",
+    "slices",
     "turn-tokens",
     "preset",
     "adapter",
