@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "algos": BASICS | {"user_code", "losses", "train.packing", "algorithm_spec"},
     "models": STATE | {"runtime.processes", "untrusted_files"},
     "sampler": STATE | {"losses"},
-    "cost_model": set(),
+    "cost_model": {"errors"},
     "planner": STATE | {"train.update_step", "cost_model", "models", "sampler"},
     # Text, files and processes.
     "tokenizers": BASICS | {"untrusted_files"},
