@@ -44,7 +44,8 @@ def write(path: Path, count: int) -> None:
         import pyarrow
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows(count))), path)
+        table = pyarrow.Table.from_pylist(list(rows(count)))
+        parquet.write_table(table, path, write_page_checksum=True)
         return
     with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
         for row in rows(count):

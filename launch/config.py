@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import io
 import itertools
+import json
 import pkgutil
 import warnings
 from collections.abc import Sequence
@@ -24,9 +26,10 @@ import tyro
 import yaml
 
 from launch import config_checks, help_text, presets
+from tpu_rl import run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
 from tpu_rl.environments.pool import EnvironmentLimits
-from tpu_rl.errors import InputError
+from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -293,7 +296,7 @@ def parse(argv: list[str]) -> ExperimentConfig:
     has_preset = bool(argv) and not argv[0].startswith("-")
     chosen = argv[0] if has_preset else DEFAULT_PRESET
     flags = argv[1:] if has_preset else argv
-    default = load(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
+    default = load_file(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
     name, flags = take_flag(flags, ALGORITHM_FLAG)
     if name is not None:
         default = with_algorithm(default, name)
@@ -441,12 +444,27 @@ def preset(name: str) -> ExperimentConfig:
 def save(config: ExperimentConfig, path: Path) -> None:
     """Write the file completely or not at all, so that a run that dies can read it again."""
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    text = yaml.safe_dump(to_dict(config), sort_keys=False)
+    unfinished.write_text(run_files.sealed(text), encoding="utf-8")
     unfinished.replace(path)
 
 
 def load(path: Path) -> ExperimentConfig:
     """Return the configuration that an earlier run saved.
+
+    Raises:
+        InputError: if it describes a plugin that cannot be loaded.
+        DamagedDataError: if the file is not as the run wrote it.
+    """
+    values, _ = run_files.read_config(path)
+    try:
+        return from_dict(ExperimentConfig, values, find_plugin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise run_files.damage(path, f"it is no configuration: {error}") from error
+
+
+def load_file(path: Path) -> ExperimentConfig:
+    """Return the configuration in a file of the user, who may have edited what a run saved.
 
     Raises:
         InputError: if there is no such file, or it holds no configuration.
@@ -455,8 +473,19 @@ def load(path: Path) -> ExperimentConfig:
         raise InputError(
             f"no such file: {path}", fix="give a preset's name or the config.yaml of a run"
         )
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return from_dict(ExperimentConfig, values, find_plugin)
+    try:
+        values, _ = run_files.read_config(path, may_be_edited=True)
+        return from_dict(ExperimentConfig, values, find_plugin)
+    except DamagedDataError as error:
+        cause = error.why
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = str(error)
+    raise InputError(
+        "the file holds no configuration",
+        where=str(path),
+        why=cause,
+        fix="give a preset's name or the config.yaml of a run",
+    )
 
 
 def find_plugin(kind: str) -> type | None:
@@ -506,6 +535,14 @@ def that_stay(config: ExperimentConfig) -> dict[str, Any]:
         for name, value in flatten(to_dict(config), "").items()
         if name not in MAY_CHANGE and name.partition(".")[0] not in MAY_CHANGE
     }
+
+
+def settings_hash(config: ExperimentConfig) -> str:
+    """Return a hash of the settings that must stay while a run goes on."""
+    kept = that_stay(config)
+    if config.optimizer.schedule != "constant":
+        kept["steps"] = config.steps
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

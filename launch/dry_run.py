@@ -23,7 +23,7 @@ from launch import compose, preflight, roles
 from launch.config import ExperimentConfig, FileData, Stage, to_dict
 from tpu_rl import data, models, rewards
 from tpu_rl.data import Row, Rows
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, printable
 from tpu_rl.experience import examples, step_labels, tasks
 from tpu_rl.experience.examples import Example, Span
 from tpu_rl.rollout import scoring
@@ -64,7 +64,7 @@ def inspect(config: ExperimentConfig) -> None:
     held_out = check_held_out(config, tokenizer)
     trial, trial_warnings = try_rewards(config, first_rows or held_out[:2], tokenizer)
     for warning in dict.fromkeys([*warnings, *trial_warnings]):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     print_plan(config)
     console = Console(highlight=False)
     for example in shown:

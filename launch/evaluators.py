@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from launch import compose, roles
 from launch.config import ExperimentConfig, FileData, Stage
 from launch.roles import RunContext
-from tpu_rl import rewards
+from tpu_rl import data, rewards
 from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
@@ -27,6 +27,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make
 from tpu_rl.rollout.evaluation import Estimate
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.runtime import agreement, processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Algorithm, Params, Purpose
 
@@ -272,6 +273,7 @@ def ranking(
     There is at least one of them.
     """
     tokenizer = context.language.tokenizer
+    _require_same_rows(given.held_out)
     train_lengths, train_good = pair_accuracy.lengths_of(given.train, tokenizer, context.max_length)
     if stage.algorithm.experience.graded:
         labels = [bool(row["label"]) for row in given.held_out]
@@ -326,6 +328,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
     if compose.are_given(stage):
         given = compose.require_pairs(context.config, context.language.tokenizer)
+        _require_same_rows(given.held_out)
         return reward_accuracy.given_pairs(
             given.train, given.held_out, context.language.tokenizer, context.max_length
         )
@@ -350,7 +353,15 @@ def _evaluation_rows(context: RunContext) -> list[Row]:
     config = context.config
     if not config.evaluation.rows:
         return []
-    return tasks.evaluation_rows(config.data, config.algorithm.experience, config.evaluation.rows)
+    rows = tasks.evaluation_rows(config.data, config.algorithm.experience, config.evaluation.rows)
+    _require_same_rows(rows)
+    return rows
+
+
+def _require_same_rows(rows: Sequence[Row]) -> None:
+    """Raise InputError if another process has other held-out rows. All processes call it."""
+    if processes.count() > 1:
+        agreement.require_equal({"the held-out rows": data.fingerprint(rows)})
 
 
 def _problems(context: RunContext) -> list[Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import sys
 import time
@@ -15,9 +14,10 @@ import jax
 import tpu_rl
 from launch import compose, roles, stages
 from launch.roles import RunContext
-from tpu_rl import metrics, models, report
-from tpu_rl.checkpoint import digests
+from tpu_rl import metrics, models, report, run_files
+from tpu_rl.checkpoint import digests, manifests
 from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.errors import printable
 from tpu_rl.experience import pair_audit
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
@@ -35,13 +35,12 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     """
     config = context.config
     run_dir = context.run_dir
-    save_models(context, params)
+    folders = save_models(context, params)
     audit_pairs(context, params)
     digest = digests.of_tree(params[roles.product(config.algorithm)])
     if processes.index():
         return
-    metrics_text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in metrics_text.splitlines()]
+    rows = list(run_files.read_rows(run_dir / run_files.METRICS))
     summary = {
         "steps": config.steps,
         "seconds": round(time.perf_counter() - began, 1),
@@ -49,6 +48,7 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         "params_digest": digest,
         "versions": versions(),
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
+        "files": manifests.describe_files(run_dir, folders),
     }
     # The page written while the run was on goes first: without one, no run counts as finished.
     (run_dir / report.FILE).unlink(missing_ok=True)
@@ -78,12 +78,12 @@ def write_final_report(run_dir: Path) -> None:
 
 
 def _warn(error: Exception) -> None:
-    cause = redact(f"{type(error).__name__}: {error}")
+    cause = redact(printable(f"{type(error).__name__}: {error}"))
     print(f"warning: {report.FILE} was not written: {cause}", file=sys.stderr)
 
 
-def save_models(context: RunContext, params: Params) -> None:
-    """Save every model that was trained as a Hugging Face directory.
+def save_models(context: RunContext, params: Params) -> list[Path]:
+    """Save every model that was trained as a Hugging Face directory; return the directories.
 
     The model that the run is for goes to model/, others go to a folder with the name of their role.
     Adapters are merged into these, and are also saved by themselves, in model_adapter/, for PEFT.
@@ -91,18 +91,23 @@ def save_models(context: RunContext, params: Params) -> None:
     algorithm = context.config.algorithm
     product = roles.product(algorithm)
     tokenizer = context.language.tokenizer
+    folders: list[Path] = []
     for name, spec in algorithm.roles.items():
         if spec.trainable and spec.trunk_of is None:
             path = context.run_dir / ("model" if name == product else name)
             role_params = context.params_of(name)(params)
             model = context.models[name]
             models.save(str(path), model, role_params, tokenizer)
+            folders.append(path)
             base = roles.adapter_base(context.config, name)
             if base is not None:
-                models.save_adapters(f"{path}_adapter", model, role_params, base, tokenizer)
+                adapter_path = path.with_name(f"{path.name}_adapter")
+                models.save_adapters(str(adapter_path), model, role_params, base, tokenizer)
+                folders.append(adapter_path)
     reading = roles.reading(algorithm)
     if reading is not None and processes.index() == 0:
         reward_model.write_reading(context.run_dir / "model", reading, tokenizer.chat)
+    return folders
 
 
 def audit_pairs(context: RunContext, params: Params) -> None:

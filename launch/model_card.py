@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from launch import roles
 from launch.config import ExperimentConfig, FileData
 from launch.finish import evaluation_of, versions
 from launch.roles import BUILTIN
+from tpu_rl import run_files
 from tpu_rl.algos import plugins
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
@@ -79,15 +79,11 @@ def read_results(run_dir: Path, step: int) -> dict[str, Any]:
 
     A run that is not finished has no summary of that step. Its rows have the evaluations so far.
     """
-    summary_file = run_dir / "summary.json"
-    if summary_file.is_file():
-        summary = json.loads(summary_file.read_text(encoding="utf-8"))
-        if summary["steps"] == step:
-            # Runs of before they were recorded have no versions.
-            return {"eval": summary["eval"], "versions": summary.get("versions") or versions()}
-    metrics_file = run_dir / "metrics.jsonl"
-    text = metrics_file.read_text(encoding="utf-8") if metrics_file.is_file() else ""
-    rows = [json.loads(line) for line in text.splitlines()]
+    summary = run_files.read_summary(run_dir)
+    if summary and summary["steps"] == step:
+        # Runs of before they were recorded have no versions.
+        return {"eval": summary["eval"], "versions": summary.get("versions") or versions()}
+    rows = run_files.read_rows(run_dir / run_files.METRICS)
     evaluations = [evaluation_of(row) for row in rows if row["step"] <= step]
     measured = [evaluation for evaluation in evaluations if evaluation]
     if not measured:

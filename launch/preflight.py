@@ -26,7 +26,7 @@ from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, printable
 from tpu_rl.experience import tasks
 from tpu_rl.rewards import named, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
@@ -39,7 +39,7 @@ from tpu_rl.types import Model, QExamples
 def prepare(config: ExperimentConfig) -> None:
     """Check the run's input, print warnings, and then start JAX on the devices."""
     for warning in check(config):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     compilation_cache.enable()
     claim_devices()
     host_agreement.require_same_devices()

@@ -10,7 +10,6 @@ exit code 75; Ctrl-C does the same with 130.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -40,14 +39,14 @@ from launch import (
 from launch import config as configuration
 from launch.config import ExperimentConfig, Stage, to_dict
 from launch.roles import RunContext
-from tpu_rl import metrics, redaction, report
-from tpu_rl.checkpoint import gcs, manager, train_state_io
+from tpu_rl import metrics, redaction, report, run_files
+from tpu_rl.checkpoint import gcs, identity, manager, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable
 from tpu_rl.experience.layout import lay_out
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.models import Select
@@ -163,18 +162,27 @@ def open_run_dir(config: ExperimentConfig, folder: RunFolder) -> Path:
 
     Raises:
         InputError: if a run with another configuration has begun in the folder.
+        DamagedDataError: if a file that the run wrote is missing or has changed.
     """
     run_dir = folder.path
     require_same_configuration(config, run_dir, folder.address)
     run_dir.mkdir(parents=True, exist_ok=True)
+    identity.begin(run_dir)
     configuration.save(config, run_dir / "config.yaml")
     folder.publish_files()
     return run_dir
 
 
 def require_same_configuration(config: ExperimentConfig, run_dir: Path, address: str) -> None:
-    """Raise InputError if a run with another configuration has begun in the folder."""
+    """Raise InputError if a run with another configuration has begun in the folder.
+
+    Raises DamagedDataError if that cannot be told, or the rows are not those of the checkpoints.
+    """
     saved = run_dir / "config.yaml"
+    if not run_files.exists(saved):
+        identity.require_no_checkpoints(run_dir, saved)
+    if not gcs.is_address(address):
+        run_files.require_recorded_rows(run_dir)
     if saved.exists() and (run_dir / "metrics.jsonl").exists():
         changes = configuration.differences(configuration.load(saved), config)
         if changes:
@@ -188,12 +196,10 @@ def require_same_configuration(config: ExperimentConfig, run_dir: Path, address:
 
 def is_finished(config: ExperimentConfig, run_dir: Path) -> bool:
     """Return True if an earlier run took all the steps that are configured."""
-    summary = run_dir / "summary.json"
     # `finish` deletes it before it writes the summary, and writes it again last.
     page = run_dir / report.FILE
-    if not (page.exists() and summary.exists()):
-        return False
-    return json.loads(summary.read_text())["steps"] >= config.steps
+    summary = run_files.read_summary(run_dir)
+    return page.exists() and bool(summary) and summary["steps"] >= config.steps
 
 
 class StageParts(NamedTuple):
@@ -278,6 +284,9 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     began = time.perf_counter()
     run_dir = folder.path
     mesh = compose.make_mesh(config.mesh)
+    names = identity.Identity(
+        processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
+    )
     config = meshes.fit_micro_batch(config, mesh)
     say = print if processes.index() == 0 else lambda text: None
     say(where_it_runs(config, folder))
@@ -289,7 +298,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     with jax.set_mesh(mesh), compilations.watch(say):
         checkpoints = manager.open_checkpoints(folder.checkpoints)
         context, step, seconds, params, resumed = begin_or_resume(
-            config, run_dir, mesh, checkpoints
+            config, folder, mesh, checkpoints, names
         )
         if step < config.steps:
             say(f"{what_it_trains(config, params)}; compiling ...")
@@ -311,7 +320,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 run_dir,
                 signals,
                 checkpoints,
-                CheckpointWriter(folder, checkpoints, began),
+                CheckpointWriter(folder, checkpoints, began, names),
                 sink,
                 Profile(config.profile, run_dir),
                 HealthMonitor(),
@@ -363,6 +372,7 @@ def train_stage(
     A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once.
     """
     plateau = stages.PlateauDetector(stage, job.run_dir, last_step)
+    job.writer.phase = stage.index
     for step in range(max(last_step + 1, stage.first), stage.last + 1):
         watchdog.mark(f"the border before step {step}, where all processes meet")
         source_state = parts.source.get_state()
@@ -414,7 +424,7 @@ def take_step(
     experience = parts.source.draw(step, state)
     state = parts.for_training(state)
     for warning in experience.warnings:
-        print(f"warning: step {step}: {warning}", file=sys.stderr)
+        print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
     packed = lay_out(batch_config, experience.data, parts.mesh, parts.key_tiles)
 
     update_began = time.perf_counter()
@@ -512,12 +522,20 @@ class ResumePoint(NamedTuple):
 
 
 def begin_or_resume(
-    config: ExperimentConfig, run_dir: Path, mesh: Mesh, checkpoints: manager.Checkpoints
+    config: ExperimentConfig,
+    folder: RunFolder,
+    mesh: Mesh,
+    checkpoints: manager.Checkpoints,
+    names: identity.Identity,
 ) -> ResumePoint:
     """Read the newest checkpoint, if there is one.
 
-    A damaged checkpoint is set aside with a warning, and the one before it is read.
+    A damaged checkpoint is set aside with a warning, and the one before it is read. One of another
+    run, or with other rows beside it, stays where it is, and DamagedDataError is raised.
     """
+    run_dir = folder.path
+    # `resume_from` compares the rows in a bucket.
+    rows_in = None if gcs.is_address(folder.address) else run_dir
     while True:
         context, params = compose.make_context(config, run_dir, mesh)
         step = checkpoints.latest()
@@ -540,6 +558,7 @@ def begin_or_resume(
             print(f"warning: {error.what} It is set aside as {place}. {error.why}", file=sys.stderr)
             del parts, abstract_state
             continue
+        processes.from_first(partial(identity.require, extra, names, step, stage.index, rows_in))
         parts.source.set_state(extra["data"])
         print(f"resumed at step {step} (digest ok)")
         resumed = {stage.index: (parts, state)}
@@ -549,8 +568,18 @@ def begin_or_resume(
 class CheckpointWriter:
     """Writes the checkpoints of a run."""
 
-    def __init__(self, folder: RunFolder, checkpoints: manager.Checkpoints, began: float):
+    def __init__(
+        self,
+        folder: RunFolder,
+        checkpoints: manager.Checkpoints,
+        began: float,
+        names: identity.Identity,
+    ):
         """Write to a folder; `began` is when the run began, less the time it was not running."""
+        self.phase = 0
+        """The number of the stage that the next checkpoint belongs to."""
+        self._names = names
+        self._rows = run_files.RowHashes(folder.path)
         self._folder = folder
         self._checkpoints = checkpoints
         self._began = began
@@ -559,7 +588,14 @@ class CheckpointWriter:
         """Save the state after a step; `source_state` is that of the source before the next."""
         watchdog.mark(f"the checkpoint of step {step}")
         self._folder.publish(step)
-        extra = {"data": source_state, "seconds": time.perf_counter() - self._began}
+        of_run = processes.from_first(
+            lambda: identity.describe(self._names, self.phase, self._rows)
+        )
+        extra = {
+            "data": source_state,
+            "seconds": time.perf_counter() - self._began,
+            identity.KEY: of_run,
+        }
         train_state_io.save(self._checkpoints, step, state, extra, wait)
 
     def catch_up(self, step: int, state: TrainState, source_state: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ from launch import compose, meshes, roles, stages
 from launch import config as configuration
 from launch.config import ExperimentConfig, MeshConfig, ModelConfig
 from launch.roles import RunContext
-from tpu_rl.checkpoint import gcs, manager, remote_run, train_state_io
+from tpu_rl import run_files
+from tpu_rl.checkpoint import gcs, identity, manager, remote_run, train_state_io
 from tpu_rl.errors import InputError
 from tpu_rl.types import Params
 
@@ -24,7 +25,7 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
 
     Raises:
       InputError: there is no run, or no checkpoint.
-      DamagedDataError: the checkpoint is not what was saved.
+      DamagedDataError: the checkpoint is not what was saved, or not this run's.
     """
     run_dir = remote_run.fetch(address)
     if not (run_dir / remote_run.CHECKPOINTS).is_dir():
@@ -32,7 +33,10 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
             "the run has no checkpoints yet", where=address, fix="let it reach its first one"
         )
     mesh = compose.make_mesh(MeshConfig())
-    config = _fit_to_mesh(configuration.load(run_dir / remote_run.CONFIG), mesh)
+    run_files.require_recorded_rows(run_dir)
+    saved_config = configuration.load(run_dir / remote_run.CONFIG)
+    names = identity.Identity(identity.read(run_dir), configuration.settings_hash(saved_config))
+    config = _fit_to_mesh(saved_config, mesh)
     model = roles.from_config(config, roles.model_directory(config))
     memory = meshes.device_memory(mesh)
     config, _ = meshes.choose_sampling(config, model, mesh, memory)
@@ -52,7 +56,8 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
         state, _ = compose.learner(context, stage, algorithm, params)
     abstract_state = train_state_io.abstract(state)
     del state, params  # There may be no room for two states.
-    state, _ = train_state_io.restore(checkpoints, step, abstract_state)
+    state, extra = train_state_io.restore(checkpoints, step, abstract_state)
+    identity.require(extra, names, step, stage.index, run_dir)
     checkpoints.close()
     return context, state.params, step
 

@@ -6,13 +6,12 @@ checkpoint therefore has the same stages as before.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launch.config import ExperimentConfig, Plateau, Stage
+from tpu_rl import run_files
 from tpu_rl.metrics import METRICS_FILE
 from tpu_rl.runtime import processes
 
@@ -24,7 +23,11 @@ def of_run(config: ExperimentConfig, run_dir: Path, step: int) -> tuple[Stage, .
     """Return the stages of a run that has taken `step` steps. All processes call it together."""
 
     def early_ends() -> list[int]:
-        return [row["step"] for row in _rows(run_dir) if row.get(ENDED) and row["step"] <= step]
+        return [
+            row["step"]
+            for row in run_files.read_rows(run_dir / METRICS_FILE)
+            if row.get(ENDED) and row["step"] <= step
+        ]
 
     return config.stages_ended(processes.from_first(early_ends))
 
@@ -44,7 +47,7 @@ class PlateauDetector:
         metric = self._plateau.metric
 
         def earlier_values() -> list[float | None]:
-            rows = _rows(run_dir)
+            rows = run_files.read_rows(run_dir / METRICS_FILE)
             return [row.get(metric) for row in rows if stage.first <= row["step"] <= step]
 
         for value in processes.from_first(earlier_values):
@@ -69,13 +72,3 @@ def is_flat(plateau: Plateau, values: list[float]) -> bool:
     """
     n = plateau.over
     return len(values) >= 2 * n and sum(values[-n:]) - sum(values[-2 * n : -n]) < plateau.gain * n
-
-
-def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete rows of metrics.jsonl."""
-    path = run_dir / METRICS_FILE
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)

@@ -29,13 +29,15 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "redaction": set(),
     "errors": {"redaction"},
-    "metrics": {"redaction", "errors"},
+    "run_files": {"errors"},
+    "metrics": {"redaction", "errors", "run_files"},
     "untrusted_files": {"errors"},
     "algorithm_spec": {"types"},
     "plain_values": {"errors"},
     "user_code": {"errors"},
     "cli": {"redaction", "errors", "runtime.stdio", "python_run"},
-    "python_run": {"errors", "types", "models", "tokenizers", "checkpoint", "metrics"},
+    "python_run": {"errors", "types", "models", "tokenizers", "checkpoint", "metrics"}
+    | {"run_files"},
     # Mathematics.
     "train": BASICS,
     "losses": STATE | {"train.packing", "algorithm_spec"},
@@ -48,8 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizers": BASICS | {"untrusted_files"},
     "data": STATE,
     "runtime": STATE | {"train.update_step", "redaction"},
-    "checkpoint": STATE | {"runtime", "metrics"},
-    "report": {"errors", "metrics", "redaction"},
+    "checkpoint": STATE | {"runtime", "metrics", "run_files"},
+    "report": {"errors", "metrics", "redaction", "run_files"},
     # Experience.
     "sandbox": {"errors"},
     "environments": BASICS | {"user_code", "sandbox"} | WORKERS,
@@ -71,8 +73,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"runtime"},
     "diagnosis": MODEL_CODE
     | {"untrusted_files"}
-    | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience"},
+    | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience", "run_files"},
     "experience": MODEL_CODE
+    | {"run_files"}
     | {"rollout", "sampler", "environments", "rewards", "sandbox", "runtime", "train"},
 }
 """Folder or module directly in tpu_rl -> what it may import of tpu_rl besides itself.

@@ -6,7 +6,20 @@ that reaches the user is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import re
+
 from tpu_rl.redaction import redact
+
+_CONTROLS = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[P-_X^][^\x1b\n]*\x1b\\|[ -~])"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+"""Terminal escape sequences, and characters that move the cursor or reverse text."""
+
+
+def printable(text: str) -> str:
+    """Return a text of a user's program without what a terminal would obey."""
+    return _CONTROLS.sub("", text)
 
 
 class TpuRlError(Exception):
@@ -24,11 +37,12 @@ class TpuRlError(Exception):
     code = 1
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = ""):
-        # Errors are printed and stored. Messages of other libraries may contain a token.
-        self.what = redact(what)
-        self.where = redact(where)
-        self.why = redact(why)
-        self.fix = redact(fix)
+        # Errors are printed and stored. Messages of other libraries may contain a token, and those
+        # of a user's functions what a model wrote.
+        self.what = redact(printable(what))
+        self.where = redact(printable(where))
+        self.why = redact(printable(why))
+        self.fix = redact(printable(fix))
         lines = [self.what]
         for name, text in (("where", self.where), ("why", self.why), ("fix", self.fix)):
             if text:

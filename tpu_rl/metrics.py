@@ -11,12 +11,14 @@ Only process 0 writes; on other processes the same calls do nothing.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
 import os
 import re
 import secrets
+import sys
 import textwrap
 import time
 from collections import deque
@@ -28,12 +30,13 @@ import jax
 import rich.console
 import yaml
 
-from tpu_rl.errors import DamagedDataError, MachineError
+from tpu_rl import run_files
+from tpu_rl.errors import MachineError
 from tpu_rl.redaction import redact, redact_environment
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-SUMMARY_FILE = "summary.json"
+METRICS_FILE = run_files.METRICS
+SAMPLES_FILE = run_files.SAMPLES
+SUMMARY_FILE = run_files.SUMMARY
 TABLE_STEPS = 20
 """Every so many steps, dashboards get a table of completions."""
 DASHBOARDS = ("wandb", "trackio")
@@ -77,9 +80,9 @@ def open_metrics(
     if trackio:
         copies.append(open_trackio(folder, config))
     if tensorboard:
-        copies.append(TensorBoard(folder / "tensorboard", resume_step + 1, config))
+        copies.extend(open_tensorboard(folder / "tensorboard", resume_step + 1, config))
     for name in (METRICS_FILE, SAMPLES_FILE):
-        _delete_rows_after(folder / name, resume_step)
+        run_files.truncate_after(folder / name, resume_step)
     console = Console(max(resume_step, 0), total_steps)
     return Sink(
         [JsonLines(folder / METRICS_FILE), *copies, console], JsonLines(folder / SAMPLES_FILE)
@@ -87,11 +90,13 @@ def open_metrics(
 
 
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Write summary.json atomically."""
+    """Write summary.json, with a hash of itself, atomically."""
     path = Path(run_dir) / SUMMARY_FILE
+    values = _json_safe(summary)
+    values |= {run_files.CHECKSUM: run_files.checksum(values)}
     temporary = path.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(_json_safe(summary), file, indent=2, ensure_ascii=False, allow_nan=False)
+        json.dump(values, file, indent=2, ensure_ascii=False, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -190,33 +195,6 @@ class JsonLines:
         self._file.close()
 
 
-def _delete_rows_after(path: Path, last_step: int) -> None:
-    """Truncate a file of rows, which are in the order of their steps, after `last_step`.
-
-    A last line that was cut off by a crash is deleted too.
-    """
-    if not path.exists():
-        return
-    end = 0
-    with path.open("rb+") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DamagedDataError(
-                    f"{path.name}, line {number}, is not a row of metrics.",
-                    where=f"{path}:{number}",
-                    why=f"{type(error).__name__}: {error}",
-                    fix="Mend or delete that line by hand, or start again in another --run-dir.",
-                ) from error
-            if step > last_step:
-                break
-            end += len(line)
-        file.truncate(end)
-
-
 def _json_safe(value: Any) -> Any:
     """Return the value with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
@@ -273,6 +251,20 @@ class TensorBoard:
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
+
+
+def open_tensorboard(
+    folder: Path, purge_step: int, config: Mapping[str, Any] | None
+) -> list[TensorBoard]:
+    """Return TensorBoard's writer, or none with a warning if its folder cannot be written."""
+    try:
+        return [TensorBoard(folder, purge_step, config)]
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        cause = error.strerror or str(error)
+        print(f"warning: there are no curves for TensorBoard: {folder}: {cause}", file=sys.stderr)
+        return []
 
 
 def require(name: str) -> Any:

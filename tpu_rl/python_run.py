@@ -102,17 +102,13 @@ def train(
 
 def read_run(address: str) -> Run:
     """Return what a run has left in its folder, local or gs://."""
-    import json
-
+    from tpu_rl import run_files
     from tpu_rl.checkpoint import gcs, remote_run
-    from tpu_rl.metrics import METRICS_FILE, SUMMARY_FILE
 
     folder = remote_run.fetch(address) if gcs.is_address(address) else Path(address)
-    metrics_file = folder / METRICS_FILE
-    summary_file = folder / SUMMARY_FILE
-    lines = metrics_file.read_text("utf-8").splitlines() if metrics_file.exists() else []
-    summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else {}
-    return Run(folder, [json.loads(line) for line in lines], summary, folder / "model")
+    run_files.require_recorded_rows(folder, (run_files.METRICS,))
+    rows = list(run_files.read_rows(folder / run_files.METRICS))
+    return Run(folder, rows, run_files.read_summary(folder), folder / "model")
 
 
 def launch_module(name: str) -> Any:

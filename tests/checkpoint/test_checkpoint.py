@@ -283,13 +283,13 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, value):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("number", "words"), [(2, "newer"), (0, "older")])
+@pytest.mark.parametrize(("number", "words"), [(3, "newer"), (1, "older")])
 def test_another_format_is_refused(tmp_path, monkeypatch, number, words):
     with monkeypatch.context() as patch:
         patch.setattr(manager, "FORMAT", number)
         save_one(tmp_path, numbered(3))
     with pytest.raises(
-        InputError, match=rf"format {number}; this program reads format 1[^§]*{words} tpu_rl"
+        InputError, match=rf"format {number}; this program reads format 2[^§]*{words} tpu_rl"
     ):
         restore_one(tmp_path, manager.abstract(numbered(3)))
 

@@ -84,6 +84,7 @@ def test_it_is_the_run_of_a_folder(copy, whole, capsys):
         "rows-000000002.json",
         "rows-000000004.json",
         "run_folder",
+        "run_id",
         "samples-000000002.jsonl",
         "samples-000000004.jsonl",
         "summary.json",

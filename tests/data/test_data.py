@@ -170,6 +170,23 @@ def test_parquet(tmp_path):
         data.read(tmp_path / "b.parquet")
 
 
+def test_a_flipped_bit_in_a_parquet_page_is_refused(tmp_path):
+    """If the file has checksums. The page is not compressed here."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": f"{number} apples"} for number in range(50)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path, write_page_checksum=True, compression="none"
+    )
+    assert data.read(path) == rows
+    content = bytearray(path.read_bytes())
+    content[content.index(b"7 apples")] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="a damaged Parquet file"):
+        data.read(path)
+
+
 # --- order ---
 
 ROWS = [{"prompt": str(i)} for i in range(10)]

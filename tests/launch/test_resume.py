@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from launch import run, verify
+from launch import report, run, verify
 from tests.fixtures.runs import TINY, digest, flip, rows_of, run_until
 from tpu_rl.checkpoint import lock, run_checks, train_state_io
+from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.runtime import preemption
 
 STEPS = ["--steps", "4"]
@@ -86,13 +87,13 @@ class FakeCheckpoints:
 @pytest.mark.parametrize(
     ("latest", "step", "saved"), [(None, 0, []), (2, 2, []), (2, 3, [3]), (None, 1, [1])]
 )
-def test_last_step_is_saved_before_the_run_leaves(latest, step, saved, monkeypatch):
+def test_last_step_is_saved_before_the_run_leaves(latest, step, saved, monkeypatch, tmp_path):
     """Also a step whose save in the background was lost."""
     steps = []
     monkeypatch.setattr(
         run.CheckpointWriter, "save", lambda self, step, *rest, wait: steps.append(step)
     )
-    writer = run.CheckpointWriter(None, FakeCheckpoints(latest), 0.0)
+    writer = run.CheckpointWriter(RunFolder(tmp_path), FakeCheckpoints(latest), 0.0, None)
     writer.catch_up(step, None, {})
     assert steps == saved
     message = "before the first step" if latest is None else "step 2 is saved"
@@ -176,6 +177,78 @@ def test_run_resumes_from_the_checkpoint_before_a_damaged_one(whole, copy, capsy
     assert rows_of(copy) == rows_of(whole)
     assert verify.main([str(copy)]) == 0
     assert "checkpoint 4 is damaged and was set aside" in capsys.readouterr().out
+
+
+def test_a_copied_checkpoint_is_set_aside(whole, copy, capsys):
+    """It is whole, and of another step."""
+    shutil.rmtree(copy / "checkpoints" / "4")
+    shutil.copytree(copy / "checkpoints" / "3", copy / "checkpoints" / "4")
+    assert "checkpoint 4 is a copy of checkpoint 3" in faults_of(copy)
+    assert run.main([*TINY, *STEPS, "--run-dir", str(copy)]) == 0
+    printed = capsys.readouterr()
+    assert "Checkpoint 4 is damaged: it is a copy of checkpoint 3" in printed.err
+    assert "resumed at step 3 (digest ok)" in printed.out
+    assert digest(copy) == digest(whole)
+
+
+def test_a_checkpoint_of_another_run_is_refused(copy, capsys):
+    """It is not set aside: the file with the run's name may be what changed."""
+    (copy / "run_id").write_text("another\n")
+    assert run.main([*TINY, *STEPS, "--run-dir", str(copy)]) == 4
+    assert "Checkpoint 4 is not of this run" in capsys.readouterr().err
+    assert (copy / "checkpoints" / "4").is_dir()
+    assert any("checkpoint 4 is of another run" in fault for fault in faults_of(copy))
+
+
+def cut(path: Path) -> None:
+    """Remove the last row of a file."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+
+
+def change_a_number(path: Path) -> None:
+    """Change the last digit of a file of rows."""
+    content = path.read_bytes()
+    at = max(content.rfind(b"%d" % digit) for digit in range(10))
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+def link_to_itself(path: Path) -> None:
+    """Put a loop of links in place of a file."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+DAMAGED_FILES = [
+    ("metrics.jsonl", Path.unlink),
+    ("metrics.jsonl", cut),
+    ("metrics.jsonl", change_a_number),
+    ("metrics.jsonl", link_to_itself),
+    ("samples.jsonl", cut),
+    ("config.yaml", Path.unlink),
+    ("config.yaml", flip),
+    ("config.yaml", cut),
+    ("run_id", Path.unlink),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGED_FILES)
+def test_damaged_files_beside_checkpoints_are_exit_code_4(copy, capsys, name, damage):
+    damage(copy / name)
+    assert run.main([*TINY, *STEPS, "--run-dir", str(copy)]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert name in error
+    assert verify.main([str(copy)]) == 4
+    if name != "run_id":
+        assert report.main([str(copy)]) == 4
+
+
+def test_verify_names_a_flip_in_the_model(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    flip(weights)
+    assert faults_of(tmp_path / "run") == [f"changed: {weights}"]
 
 
 def test_run_without_an_intact_checkpoint_is_an_error_each_time(copy, capsys):
@@ -265,11 +338,12 @@ def test_verify_names_faulty_samples(copy):
         ([*lines, *of_step_two], "step 2 comes after step 4"),
     ):
         path.write_bytes(b"".join(changed))
-        assert faults_of(copy) == [f"samples.jsonl: {message}"]
+        assert f"samples.jsonl: {message}" in faults_of(copy)
 
 
 def test_incomplete_last_step_is_no_fault(copy):
     """A run that ended while it wrote leaves samples of a step without metrics, and half a line."""
+    shutil.rmtree(copy / "checkpoints" / "4")  # Its rows were whole when it was saved.
     metrics_file = copy / "metrics.jsonl"
     lines = metrics_file.read_bytes().splitlines(keepends=True)
     metrics_file.write_bytes(b"".join(lines[:4]) + lines[4][:50])

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.fixtures.runs import flip
 from tpu_rl.runtime import compilation_cache, host
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,21 @@ def test_programs_are_found_again_also_by_processes_side_by_side(tmp_path):
     hits, _, said = result(started(tmp_path))
     assert hits > 0
     assert said == ""
+
+
+def test_a_flipped_entry_is_compiled_again(tmp_path):
+    """zstandard decompresses many of them without an error."""
+    _, folder, _ = result(started(tmp_path))
+    entries = sorted(Path(folder).glob("*-cache"))
+    whole = {path.name: path.read_bytes() for path in entries}
+    for path in entries:
+        flip(path)
+    hits, _, said = result(started(tmp_path))
+    assert hits == 0
+    assert said.count("is compiled again: its entry in the cache is damaged") == len(entries) > 0
+    hits, _, said = result(started(tmp_path))
+    assert (hits, said) == (len(entries), "")
+    assert {path.name for path in Path(folder).glob("*-cache")} == set(whole)
 
 
 def test_the_users_own_word_stands(tmp_path):

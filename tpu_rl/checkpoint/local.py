@@ -179,6 +179,16 @@ class StepFolders:
 
     # --- reading ---
 
+    def require_intact(self, step: int) -> None:
+        """Raise ValueError if a step has other files than its manifest says.
+
+        Contents are not read here: the digests of record and arrays tell.
+        """
+        differences = manifests.compare(self._folder(step), sizes_only=True)
+        if differences is not None and (differences.changed or differences.missing):
+            names = [*differences.changed, *differences.missing]
+            raise ValueError(f"changed or missing: {', '.join(names[:3])}")
+
     def read_record(self, step: int) -> dict[str, Any]:
         """Return the JSON record of a step."""
         args = self._ocp.args

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Tree = Any
 """Any pytree of jax.Array; `restore` takes one of jax.ShapeDtypeStruct."""
 
-FORMAT = 1
+FORMAT = 2
 """The format of a step. A record without a number has format 1. In every format, `sha256` is the
 hash of the rest of the record."""
 
@@ -112,7 +112,12 @@ class Checkpoints:
             )
         self._require_finite_params(step, arrays)
         self._require_disk_space(step, arrays)
-        record = {"format": FORMAT, "leaves": digests.describe(arrays), "extra": extra}
+        record = {
+            "format": FORMAT,
+            "step": step,
+            "leaves": digests.describe(arrays),
+            "extra": extra,
+        }
         record["sha256"] = digests.sha256(record)
         error = _first_error(lambda: self._write(step, arrays, record, wait))
         if error is None:
@@ -315,6 +320,7 @@ class Checkpoints:
         reason = ""
         with _quiet_pending_reads():
             try:
+                self._steps.require_intact(step)
                 result = read(step)
             except Exception as error:  # tensorstore's errors arrive as bare Exception
                 failure = error
@@ -338,6 +344,8 @@ class Checkpoints:
         if processes.any_of(saved_hash != digests.sha256(record)):
             raise self._damaged(step, "its record is not the one that was saved")
         self._require_format(step, record.get("format", 1))
+        if processes.any_of(record["step"] != step):
+            raise self._damaged(step, f"it is a copy of checkpoint {record['step']}")
         return record
 
     def _require_format(self, step: int, number: int) -> None:

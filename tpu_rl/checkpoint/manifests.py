@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,31 +34,58 @@ def write(folder: Path) -> None:
     unfinished.replace(folder / MANIFEST)
 
 
-def compare(folder: Path) -> Differences | None:
+def compare(folder: Path, sizes_only: bool = False) -> Differences | None:
     """Return how a folder differs from its manifest, or None if it has no manifest.
+
+    With `sizes_only`, no file but the manifest is read.
 
     If the manifest itself is damaged, it is the only entry in `changed`: what it says about other
     files cannot be trusted.
     """
     path = folder / MANIFEST
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         files = json.loads(content)["files"]
         is_intact = content == _serialize(files).encode()
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:
         return Differences([MANIFEST], [], [])
     present = dict(_files(folder))
     return Differences(
         changed=[
-            name for name in files if name in present and _describe(present[name]) != files[name]
+            name
+            for name in files
+            if name in present and _is_changed(present[name], files[name], sizes_only)
         ],
         missing=sorted(files.keys() - present.keys()),
         added=sorted(present.keys() - files.keys()),
     )
+
+
+def describe_files(root: Path, folders: list[Path]) -> dict[str, dict[str, Any]]:
+    """Return name relative to the root -> size and SHA-256 of every file in some folders."""
+    return {
+        str((folder / name).relative_to(root)): _describe(path)
+        for folder in folders
+        for name, path in sorted(_files(folder))
+    }
+
+
+def changed_files(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the names of the files that are not as `describe_files` found them."""
+    return [name for name, seen in files.items() if _is_changed(root / name, seen, False)]
+
+
+def _is_changed(path: Path, expected: dict[str, Any], sizes_only: bool) -> bool:
+    """Return whether a file is not as its manifest says. A broken link or a pipe is not."""
+    if not path.is_file():
+        return True
+    if path.stat().st_size != expected["size"]:
+        return True
+    return not sizes_only and _describe(path) != expected
 
 
 def _serialize(files: dict[str, dict[str, Any]]) -> str:
@@ -74,7 +102,7 @@ def _files(folder: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
     """Yield (name relative to the folder, path) of every file at any depth but the manifest."""
     for path in folder.iterdir():
         name = prefix + path.name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             yield from _files(path, f"{name}/")
         elif name not in (MANIFEST, _UNFINISHED):
             yield name, path

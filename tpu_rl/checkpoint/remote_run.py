@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpu_rl import run_files
 from tpu_rl.checkpoint import gcs, gcs_lock
 from tpu_rl.checkpoint.gcs import Store
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
@@ -48,10 +49,19 @@ def fetch(address: str) -> Path:
 
 
 def is_run(address: str) -> bool:
-    """Return whether an address is the folder of a run that has started."""
+    """Return whether an address is the folder of a run that has started.
+
+    Raises DamagedDataError if it has checkpoints and no configuration.
+    """
     if gcs.is_address(address):
         return Store(address, gcs.SHORT_RETRIES).read(CONFIG) is not None
-    return (Path(address) / CONFIG).is_file()
+    config = Path(address) / CONFIG
+    if config.is_file():
+        return True
+    is_model = (Path(address) / "config.json").exists()
+    if not is_model and run_files.has_checkpoints(Path(address)):
+        raise run_files.damage(config, "it is missing beside checkpoints")
+    return False
 
 
 def checkpoints_of(address: str) -> str:
@@ -97,7 +107,7 @@ class RowPart(NamedTuple):
             body = json.loads(content)
             part = RowPart(body["after"], body["last"], body["files"])
             return part if part.serialize() == content else None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpu_rl.checkpoint import gcs, manifests, remote_run
+from tpu_rl import run_files
+from tpu_rl.checkpoint import gcs, identity, manifests, remote_run
 from tpu_rl.errors import DamagedDataError, InputError
-
-# As in tpu_rl.metrics, which imports JAX.
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-SUMMARY = "summary.json"
+from tpu_rl.run_files import METRICS, SAMPLES, SUMMARY
 
 
 class Finding(NamedTuple):
@@ -39,6 +37,8 @@ def verify(address: str) -> list[Finding]:
         findings = list(check_stored_checkpoints(address))
     else:
         findings = list(check_checkpoints(run_dir / remote_run.CHECKPOINTS))
+        findings += check_model(run_dir)
+    findings += check_identity(run_dir)
     findings += check_metrics(metrics)
     findings += check_samples(samples, metrics.steps)
     findings += check_summary(run_dir, metrics.steps)
@@ -62,14 +62,14 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
 
 
 def check_checkpoint(path: Path) -> Iterator[Finding]:
-    """Compare the files of one checkpoint with its manifest."""
+    """Compare the files of one checkpoint with its manifest, or else its arrays."""
     differences = manifests.compare(path)
     if differences is None:
         yield Finding(
-            f"checkpoint {path.name} has no manifest: the job ended right after it. "
-            "Its arrays are checked when it is restored",
+            f"checkpoint {path.name} has no manifest: the job ended right after it",
             is_fault=False,
         )
+        yield from check_stored_checkpoints(str(path.parents[1]), only=int(path.name))
         return
     for kind, names in differences._asdict().items():
         for name in names:
@@ -78,15 +78,15 @@ def check_checkpoint(path: Path) -> Iterator[Finding]:
         yield Finding(f"checkpoint {path.name}: all files as they were written", is_fault=False)
 
 
-def check_stored_checkpoints(address: str) -> Iterator[Finding]:
-    """Read every array of all checkpoints in a bucket, on the CPU, and compare its digest."""
+def check_stored_checkpoints(address: str, only: int | None = None) -> Iterator[Finding]:
+    """Read every array of all checkpoints, or of one, on the CPU, and compare its digest."""
     import jax  # Imported here because it takes a second, and folders on disks do without.
 
     from tpu_rl.checkpoint import manager
 
     jax.config.update("jax_platforms", "cpu")
     checkpoints = manager.read_checkpoints(remote_run.checkpoints_of(address))
-    steps = checkpoints.steps()
+    steps = checkpoints.steps() if only is None else [only]
     if not steps:
         yield Finding("no checkpoints yet", is_fault=False)
     for step in steps:
@@ -100,8 +100,76 @@ def check_stored_checkpoints(address: str) -> Iterator[Finding]:
             if step in checkpoints.steps():
                 raise
             yield Finding(error.what, is_fault=False)
-    for name in checkpoints.damaged_steps():
+    for name in checkpoints.damaged_steps() if only is None else ():
         yield Finding(f"checkpoint {name} is damaged and was set aside: {address}", is_fault=False)
+
+
+# --- the run ---
+
+
+def check_identity(run_dir: Path) -> Iterator[Finding]:
+    """Check configuration, name and rows against what the checkpoints recorded of them."""
+    yield from _faults(lambda: run_files.read_config(run_dir / run_files.CONFIG))
+    folder = run_dir / run_files.CHECKPOINTS
+    steps = {
+        int(name): path
+        for path in folder.glob("*")
+        if (name := path.name.removesuffix(".json")).isdecimal()
+    }
+    found: dict[Path, str] = {}
+    for step, path in sorted(steps.items()):
+        try:
+            record = run_files.read_record(path)
+            if record is None:
+                if not run_files.exists(path / manifests.MANIFEST):
+                    yield Finding(f"checkpoint {step} has no record")
+                continue
+            of_run = record["extra"].get(identity.KEY, {})
+            if record["step"] != step:
+                yield Finding(f"checkpoint {step} is a copy of checkpoint {record['step']}")
+            elif of_run and of_run["id"] != identity.read(run_dir):
+                yield Finding(f"checkpoint {step} is of another run, {of_run['id']}")
+            found |= dict(run_files.changed_rows(run_dir, of_run.get("rows", {})))
+        except DamagedDataError as error:
+            yield Finding(f"checkpoint {step}: {error.what} {error.why}")
+    for file, why in found.items():
+        yield Finding(f"{file.name}: {why}")
+    for path in sorted(run_dir.glob("*/*.npz")):
+        if not _is_whole_archive(path):
+            yield Finding(f"{path.relative_to(run_dir)} is damaged")
+    yield from _faults(lambda: list(run_files.read_rows(run_dir / "dataset_changes.jsonl", ())))
+
+
+def _faults(read: Callable[[], Any]) -> Iterator[Finding]:
+    """Yield what is wrong with a file, if anything is."""
+    try:
+        read()
+    except DamagedDataError as error:
+        yield Finding(f"{error.what} {error.where}: {error.why}")
+
+
+def _is_whole_archive(path: Path) -> bool:
+    """Return whether the parts of an .npz file have their checksums."""
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    # zipfile and zlib each raise their own errors for damaged files.
+    except Exception:
+        return False
+
+
+def check_model(run_dir: Path) -> Iterator[Finding]:
+    """Compare the models that a finished run has written with their hashes in summary.json."""
+    try:
+        files = run_files.read_summary(run_dir).get("files", {})
+    except DamagedDataError:
+        return  # `check_summary` says so.
+    changed = manifests.changed_files(run_dir, files)
+    for name in changed:
+        state = "changed" if run_files.exists(run_dir / name) else "missing"
+        yield Finding(f"{state}: {run_dir / name}")
+    if files and not changed:
+        yield Finding(f"{len(files)} files of models: as they were written", is_fault=False)
 
 
 # --- rows ---
@@ -114,8 +182,8 @@ class Rows(NamedTuple):
     """The name of the file."""
     steps: list[int]
     """The `step` of each complete row."""
-    lines: list[bytes]
-    """Each complete row as it was written."""
+    hashes: list[bytes]
+    """The SHA-256 of each complete row: rows may be more than memory."""
     findings: list[Finding]
     """The findings about lines that are not rows."""
 
@@ -123,31 +191,30 @@ class Rows(NamedTuple):
 def read_rows(path: Path) -> Rows:
     """Read a file of rows."""
     rows = Rows(path.name, [], [], [])
-    if not path.exists():
+    if not path.is_file():
         rows.findings.append(Finding(f"{path.name} is missing"))
         return rows
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        step = step_of(line)
-        if not line.endswith(b"\n"):
-            text = f"{path.name}, line {number}, is cut off: the job ended while it wrote it"
-            rows.findings.append(Finding(text, is_fault=False))
-        elif step is None:
-            rows.findings.append(
-                Finding(f"{path.name}, line {number}, is not a row: {line[:60]!r}")
-            )
-        else:
-            rows.steps.append(step)
-            rows.lines.append(line)
+    try:
+        with path.open("rb") as file:
+            _add_rows(rows, run_files.lines(path, file))
+    except DamagedDataError as error:
+        rows.findings.append(Finding(f"{path.name}: {error.why}"))
     return rows
 
 
-def step_of(line: bytes) -> int | None:
-    """Return the step of a row, or None if the line is not a row."""
-    try:
-        row: Any = json.loads(line)
-        return row["step"] if type(row["step"]) is int else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+def _add_rows(rows: Rows, lines: Iterator[bytes]) -> None:
+    for number, line in enumerate(lines, start=1):
+        row = run_files.parse_row(line)
+        if not line.endswith(b"\n"):
+            text = f"{rows.name}, line {number}, is cut off: the job ended while it wrote it"
+            rows.findings.append(Finding(text, is_fault=False))
+        elif isinstance(row, str):
+            rows.findings.append(
+                Finding(f"{rows.name}, line {number}, is not a row: {line[:60]!r}")
+            )
+        else:
+            rows.steps.append(row["step"])
+            rows.hashes.append(hashlib.sha256(line).digest())
 
 
 def check_metrics(rows: Rows) -> Iterator[Finding]:
@@ -176,7 +243,7 @@ def check_samples(rows: Rows, metrics_steps: list[int]) -> Iterator[Finding]:
     known_steps = set(metrics_steps)
     newest_step = max(known_steps, default=-1)
     last = -1
-    pairs = zip(rows.steps, rows.lines, strict=True)
+    pairs = zip(rows.steps, rows.hashes, strict=True)
     for step, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
         lines = [line for _, line in group]
         half = len(lines) // 2
@@ -197,14 +264,14 @@ def check_samples(rows: Rows, metrics_steps: list[int]) -> Iterator[Finding]:
 
 def check_summary(run_dir: Path, metrics_steps: list[int]) -> Iterator[Finding]:
     """Check that the last step of a finished run is in metrics.jsonl."""
-    path = run_dir / SUMMARY
-    if not path.exists():
-        return
     try:
-        steps = json.loads(path.read_bytes())["steps"]
-    except (ValueError, KeyError, TypeError):
-        yield Finding(f"{SUMMARY} cannot be read")
+        summary = run_files.read_summary(run_dir)
+    except DamagedDataError as error:
+        yield Finding(f"{SUMMARY} cannot be read: {error.why}")
         return
+    if not summary:
+        return
+    steps = summary["steps"]
     last = max(metrics_steps, default=-1)
     if last < steps:
         yield Finding(f"{SUMMARY} says {steps} steps, {METRICS} ends at step {last}")

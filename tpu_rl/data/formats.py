@@ -337,7 +337,10 @@ def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
     try:
         opened = str(file) if content is None else pyarrow.BufferReader(content)
         # A mapped file is not also held as it lies on the disk.
-        table = parquet.ParquetFile(opened, memory_map=content is None).read()
+        # Files have checksums if they were written with write_page_checksum.
+        table = parquet.ParquetFile(
+            opened, memory_map=content is None, page_checksum_verification=True
+        ).read()
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
             "a damaged Parquet file",

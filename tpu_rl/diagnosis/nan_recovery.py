@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tpu_rl import run_files
 from tpu_rl.checkpoint import manager, train_state_io
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import StepExperience
@@ -45,10 +46,8 @@ class NanRecovery:
         """The number of steps in a row in which every update was skipped."""
 
         def count_earlier_steps() -> list[Any]:
-            path = run_dir / METRICS_FILE
-            if path.exists():
-                for line in path.read_text(encoding="utf-8").splitlines():
-                    self._count(json.loads(line))
+            for row in run_files.read_rows(run_dir / METRICS_FILE):
+                self._count(row)
             return [self.in_a_row, self._has_rolled_back]
 
         self.in_a_row, self._has_rolled_back = processes.from_first(count_earlier_steps)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_rl import data
+from tpu_rl import data, run_files
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.data import Row
 from tpu_rl.errors import DamagedDataError, InputError
@@ -196,6 +196,5 @@ def earlier_fingerprints(run_dir: Path, name: str) -> tuple[str, ...]:
     Checkpoints may still contain them.
     """
     path = run_dir / CHANGES_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return tuple(record["was"] for record in records if record["data"] == name)
+    records = run_files.read_rows(path, keys=())
+    return tuple(str(record.get("was")) for record in records if record.get("data") == name)

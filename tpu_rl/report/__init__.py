@@ -99,7 +99,7 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         InputError: if the run has no metrics.
         DamagedDataError: if a file of the run cannot be read.
     """
-    run = read_run(Path(run_dir))
+    run = read_run(Path(run_dir), live=refresh_seconds is not None)
     steps = completion_pages.read_steps(Path(run_dir) / SAMPLES_FILE)
     run = run._replace(page_steps=tuple(samples[0]["step"] for samples in steps))
     if run.summary:

@@ -6,24 +6,24 @@ supervised training has no rewards.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
-from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+from tpu_rl import run_files
+from tpu_rl.errors import InputError
+from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE
 from tpu_rl.report.series import Series
 
 GUIDED_FILE = "guided.json"
 MAX_SAMPLED_STEPS = 20
 """Steps at either end of a run whose samples the report reads, at most."""
 BLOCK_BYTES = 1 << 20
+ROW_FILES = (METRICS_FILE, SAMPLES_FILE)
 PROBLEMS = "problems"
 PAIRS = "pairs"
 STEPS = "steps"
@@ -134,14 +134,20 @@ def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, live: bool = False) -> Run:
     """Read a run folder.
+
+    Args:
+        folder: the run folder.
+        live: whether a run that is on reads it, whose samples, which may be many, are not compared
+            with what its checkpoints recorded of them.
 
     Raises:
         InputError: if it has no metrics.
         DamagedDataError: if a file in it cannot be read.
     """
-    rows = list(_json_lines(folder / METRICS_FILE, ("step", "time")))
+    run_files.require_recorded_rows(folder, (METRICS_FILE,) if live else ROW_FILES)
+    rows = list(run_files.read_rows(folder / METRICS_FILE, ("step", "time")))
     if not rows:
         raise InputError(
             "There is nothing to report.",
@@ -150,11 +156,10 @@ def read_run(folder: Path) -> Run:
             fix="Give the folder of a run.",
         )
     config_path = folder / "config.yaml"
-    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
-    try:
-        config = _mapping(yaml.safe_load(config_text) or {})
-    except (yaml.YAMLError, TypeError) as error:
-        raise _damage(config_path, "it is no configuration", error) from error
+    config: dict[str, Any] = {}
+    config_text = ""
+    if run_files.exists(config_path):
+        config, config_text = run_files.read_config(config_path)
     early, late = _early_and_late(folder / SAMPLES_FILE, len(rows))
     return Run(
         name=folder.resolve().name,
@@ -164,63 +169,17 @@ def read_run(folder: Path) -> Run:
         config=config,
         config_text=config_text,
         summary=_summary(folder, max(rows[-1]["step"], config.get("steps") or 0)),
-        guided=_json(folder / GUIDED_FILE),
+        guided=run_files.read_json(folder / GUIDED_FILE),
     )
 
 
 def _summary(folder: Path, steps: int) -> dict[str, Any]:
     """Return the summary, or {} if it is that of an earlier job with fewer steps."""
-    summary = _json(folder / SUMMARY_FILE)
+    summary = run_files.read_summary(folder)
     return summary if summary.get("steps", 0) >= steps else {}
 
 
-def _damage(path: Path, where: str, error: Exception) -> DamagedDataError:
-    return DamagedDataError(
-        f"{path.name} cannot be read.",
-        where=str(path),
-        why=f"{where}: {error}",
-        fix="python launch/verify.py RUN_DIR names all faults of a run folder",
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise _damage(path, "it is not a JSON object", error) from error
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"it is a {type(value).__name__}")
-    return value
-
-
 # --- rows ---
-
-
-def _json_lines(path: Path, keys: tuple[str, ...] = ("step",)) -> Iterator[dict[str, Any]]:
-    """Return the rows of a file that may be missing; an unfinished last line is left out."""
-    if path.exists():
-        with path.open("rb") as file:
-            yield from _rows(path, file, keys)
-
-
-def _rows(
-    path: Path, lines: Iterable[bytes], keys: tuple[str, ...] = ("step",)
-) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            row = json.loads(line)
-            for key in keys:
-                float(row[key])
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damage(path, "it has a line that is not a row", error) from error
-        yield row
 
 
 def _lines_backward(path: Path) -> Iterator[bytes]:
@@ -233,6 +192,8 @@ def _lines_backward(path: Path) -> Iterator[bytes]:
             file.seek(start)
             first, *others = (file.read(end - start) + rest).splitlines(keepends=True)
             yield from reversed(others)
+            if len(first) > run_files.MAX_BYTES:
+                raise run_files.damage(path, "it has a line that is too long")
             rest = first
             end = start
         if rest:
@@ -250,8 +211,8 @@ def _early_and_late(
     if not path.exists():
         return [], []
     count = max(1, min(MAX_SAMPLED_STEPS, num_steps // 10))
-    early = _of_first_steps(_json_lines(path), count)
-    late = _of_first_steps(_rows(path, _lines_backward(path)), count)[::-1]
+    early = _of_first_steps(run_files.read_rows(path), count)
+    late = _of_first_steps(run_files.rows_of(path, _lines_backward(path)), count)[::-1]
     if not early or early[0]["step"] == late[-1]["step"]:
         return [], []
     if early[-1]["step"] >= late[0]["step"]:

@@ -2,6 +2,9 @@
 
 JAX_COMPILATION_CACHE_DIR names another folder, of any size. JAX_ENABLE_COMPILATION_CACHE=0 switches
 the cache off. No failure here stops a run: without a folder, everything is compiled again.
+
+Each entry of our folder ends with its SHA-256. JAX has none: zstandard, which it uses where that is
+installed, decompresses flipped bits without an error, and a wrong program computes wrong numbers.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import filelock
 import jax
+from jax._src import compilation_cache as jax_cache
+from jax._src.compilation_cache_interface import CacheInterface
 
 MAX_BYTES = 4 * 2**30
 """The least recently used programs beyond this size are deleted."""
@@ -22,6 +28,9 @@ MIN_COMPILE_SECONDS = 0.2
 a default run."""
 LOCK_SECONDS = 10.0
 """Seconds to wait for other processes that clean the folder."""
+MARK = b"tpu_rl sha256 "
+"""The beginning of the end of an entry; its digest follows."""
+END_BYTES = len(MARK) + hashlib.sha256().digest_size
 
 
 def enable() -> None:
@@ -38,7 +47,59 @@ def enable() -> None:
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+    check_entries(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def check_entries(folder: Path) -> None:
+    """Make JAX write and compare our checksums in this folder, and in no other.
+
+    JAX has no public way to do so. Without the function that this replaces, entries have no
+    checksums, and the folder is not used.
+    """
+    open_cache = jax_cache.get_file_cache
+
+    def open_checked(path: str) -> Any:
+        opened = open_cache(path)
+        if opened is None or path != str(folder):
+            return opened
+        return CheckedEntries(opened[0], folder), path
+
+    jax_cache.get_file_cache = open_checked
+
+
+class CheckedEntries(CacheInterface):
+    """A cache of JAX whose entries end with a checksum. A damaged one is dropped."""
+
+    def __init__(self, entries: Any, folder: Path):
+        self._entries = entries
+        self._folder = folder
+        self._path = entries._path
+
+    def get(self, key: str) -> bytes | None:
+        """Return an entry, or None if it is missing or not what was written."""
+        written = self._entries.get(key)
+        if written is None:
+            return None
+        value = written[:-END_BYTES]
+        if written[-END_BYTES:] == end_of(value):
+            return value
+        name = key.rpartition("-")[0] or key
+        print(
+            f"warning: {name} is compiled again: its entry in the cache is damaged", file=sys.stderr
+        )
+        for kind in ("cache", "atime"):
+            (self._folder / f"{key}-{kind}").unlink(missing_ok=True)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write an entry."""
+        self._entries.put(key, value + end_of(value))
+
+
+def end_of(value: bytes) -> bytes:
+    """Return the end of an entry."""
+    return MARK + hashlib.sha256(value).digest()
 
 
 def default_folder(root: Path = Path("/")) -> Path:
@@ -54,6 +115,7 @@ def default_folder(root: Path = Path("/")) -> Path:
     prefixes = ("model name", "flags", "Features", "CPU part")
     features = {line for line in lines if line.startswith(prefixes)}
     machine = " ".join([platform.machine(), platform.processor(), *sorted(features)])
+    machine += MARK.decode()  # Entries of earlier versions have no checksums.
     return base / "tpu_rl" / f"compiled-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
 
 
