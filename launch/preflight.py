@@ -221,6 +221,14 @@ def check_tokenizer(
             tokenizer.encode_prompt(row["prompt"], row.get("tools"))
             prompt_rows.append(row)
     vocab_size = model.config.vocab.size
+    forbidden = {token for token, bias in config.sampling.logit_bias if bias == -math.inf}
+    if len(forbidden.intersection(range(vocab_size))) == vocab_size:
+        raise InputError(
+            "every token is forbidden",
+            where="--sampling.logit-bias",
+            why=f"it has -inf for all {vocab_size} tokens of the vocabulary",
+            fix="leave at least one",
+        )
     beyond = [text for text, token_id in tokenizer.control.items() if token_id >= vocab_size]
     warnings = []
     if beyond:

@@ -400,6 +400,7 @@ def train_stage(
             watchdog.mark(f"the evaluation after step {step}")
             state, measured = evaluate(parts, state, in_full=is_run_end)
             row |= measured
+        job.writer.confirm_lock()
         job.sink.write(step, row, experience.samples)
         if step % job.config.evaluation.interval == 0 and not is_run_end:
             finish.update_report(job.run_dir)
@@ -581,6 +582,7 @@ class CheckpointWriter:
         self._names = names
         self._rows = run_files.RowHashes(folder.path)
         self._folder = folder
+        self.confirm_lock = folder.confirm_lock
         self._checkpoints = checkpoints
         self._began = began
 

@@ -121,6 +121,37 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         pass
 
 
+def test_a_deleted_lock_is_made_again(tmp_path, capsys):
+    with lock.hold(tmp_path) as confirm:
+        confirm()
+        (tmp_path / lock.LOCK_FILE).unlink()
+        confirm()
+        assert "was deleted: it is locked again" in capsys.readouterr().err
+        other = start(CONTENDER, tmp_path, tmp_path)
+        assert f"pid {os.getpid()}" in first_line(other)
+        other.communicate()
+
+
+def test_a_holder_of_a_deleted_lock_learns_of_the_next_job(tmp_path):
+    with lock.hold(tmp_path) as confirm:
+        (tmp_path / lock.LOCK_FILE).unlink()
+        other = start(HOLDER, tmp_path)
+        assert first_line(other) == "holds"
+        with pytest.raises(InputError, match="another job") as refused:
+            confirm()
+        assert f"pid {other.pid}" in refused.value.why
+        other.communicate("")
+
+
+def test_a_link_is_no_lock(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("text")
+    (tmp_path / lock.LOCK_FILE).symlink_to(target)
+    with pytest.raises(InputError, match="is a link"), lock.hold(tmp_path):
+        pass
+    assert target.read_text() == "text"
+
+
 def race(folder: Path, starters: int) -> list[str]:
     """Return the output of each of so many processes that try at the same moment."""
     folder.mkdir()

@@ -348,6 +348,13 @@ def test_a_bias_on_no_token_is_refused():
         sample(trigram()[0], PARAMS, PROMPTS, KEY, config)
 
 
+def test_a_bias_that_forbids_every_token_is_refused():
+    bias = tuple((token, -np.inf) for token in range(V))
+    config = SamplerConfig(max_new_tokens=1, logit_bias=bias)
+    with pytest.raises(InputError, match="forbids every token"):
+        sample(trigram()[0], PARAMS, PROMPTS, KEY, config)
+
+
 # --- several devices ---
 
 ON_A_MESH = r"""

@@ -3,7 +3,8 @@
 The lock is a POSIX record lock of the kernel (fcntl). Of any number of simultaneous starters it
 lets in exactly one, and it ends with its holder, however the holder died. Stale locks therefore do
 not exist, and a child process that outlives the holder does not keep the lock. The content of the
-file is only for people. Over NFS the lock holds between hosts. On file systems whose locks do not
+file is only for people. If the file is deleted, its holder makes a new one at its next step, or learns
+that another job has. Over NFS the lock holds between hosts. On file systems whose locks do not
 reach other hosts (gcsfuse), it protects against a second job on the same host only.
 
 This module imports neither JAX nor anything else that takes time.
@@ -18,8 +19,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,37 +32,82 @@ _HOLDER_SECONDS = 1.0
 
 
 @contextmanager
-def hold(run_dir: Path) -> Iterator[None]:
+def hold(run_dir: Path) -> Iterator[Callable[[], None]]:
     """Create the folder if needed and hold its lock.
+
+    Yields a function that returns only if this process still holds the lock. If someone has deleted
+    the file, it locks a new one.
 
     Raises InputError, within about a second, if another process holds it, and MachineError if the
     folder cannot be written.
     """
     path = run_dir / LOCK_FILE
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise MachineError(
-            "the run folder cannot be written",
-            where=str(run_dir),
-            why=error.strerror or str(error),
-            fix="use another --run-dir",
-        ) from error
-    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-        _acquire(path, file)
-        holder = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        }
-        _write(file, json.dumps(holder) + "\n")
+    with ExitStack() as opened:
+        # All stay open: a lock ends when its process closes any handle of the file.
+        files = [opened.enter_context(_locked(path))]
+
+        def confirm() -> None:
+            if not _is_at(files[-1], path):
+                files.append(opened.enter_context(_locked(path)))
+                print(f"warning: {path} was deleted: it is locked again", file=sys.stderr)
+
         try:
-            yield
+            yield confirm
         finally:
             # The file stays: if it were deleted, two jobs that opened it before and after could
             # both hold a lock.
-            _write(file, "")
+            _write(files[-1], "")
+
+
+def _locked(path: Path) -> TextIO:
+    """Return the lock file, locked and with this process's name."""
+    while True:
+        file = _open(path)
+        try:
+            _acquire(path, file)
+        except InputError:
+            file.close()
+            raise
+        if _is_at(file, path):
+            break
+        file.close()  # It was deleted before it was locked.
+    holder = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    _write(file, json.dumps(holder) + "\n")
+    return file
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A link could make this truncate any file of the user.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if path.is_symlink():
+            raise InputError(
+                "the lock of the run folder is a link",
+                where=str(path),
+                why="two folders would share a lock, or a file that is no lock would be emptied",
+                fix="delete the link, or use another --run-dir",
+            ) from error
+        raise MachineError(
+            "the run folder cannot be written",
+            where=str(path.parent),
+            why=error.strerror or str(error),
+            fix="use another --run-dir",
+        ) from error
+    return os.fdopen(descriptor, "r+", encoding="utf-8")
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Return whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _acquire(path: Path, file: TextIO) -> None:

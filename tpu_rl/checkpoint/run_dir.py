@@ -47,7 +47,9 @@ from tpu_rl.runtime import agreement, processes
 class RunFolder:
     """A run folder on a disk: every file is written to its final place."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, confirm_lock: Callable[[], None] = lambda: None):
+        self.confirm_lock = confirm_lock
+        """Returns only if this job still holds the lock of the run folder."""
         self.path = path
         self.address = str(path)
         self.checkpoints = str(path / CHECKPOINTS)
@@ -87,8 +89,9 @@ def open_run_folder(address: str, on_lost: Callable[[str], None]) -> Iterator[Ru
     """
     is_first = processes.index() == 0
     if not gcs.is_address(address):
-        with lock.hold(Path(address)) if is_first else nullcontext():
-            yield RunFolder(Path(address))
+        held = lock.hold(Path(address)) if is_first else nullcontext(lambda: None)
+        with held as confirm_lock:
+            yield RunFolder(Path(address), confirm_lock)
         return
     store = Store(address, gcs.SHORT_RETRIES)
     store.read(gcs.MARK)
@@ -124,7 +127,7 @@ class Spool(RunFolder):
           confirm_lock: returns only if this job still holds the lock of the run folder.
         """
         self._store = Store(address)
-        self._confirm_lock = confirm_lock
+        self.confirm_lock = confirm_lock
         self.address = self._store.address
         self.checkpoints = f"{self.address}/{CHECKPOINTS}"
         self.path, self._parts = copy_to_spool(self._store)
@@ -156,7 +159,7 @@ class Spool(RunFolder):
         if processes.index():
             return
         # A job that was stopped for a minute may have lost the folder to another one.
-        self._confirm_lock()
+        self.confirm_lock()
         self.publish_files()
         after = self._parts[-1].last if self._parts else -1
         if step <= after:
@@ -169,7 +172,7 @@ class Spool(RunFolder):
             self._store.create(name, content)
             files[name] = describe(content)
         part = RowPart(after, step, files)
-        self._confirm_lock()  # Without rows-STEP.json, the objects above do not count.
+        self.confirm_lock()  # Without rows-STEP.json, the objects above do not count.
         self._store.create(part_name("rows", step), part.serialize())
         self._parts.append(part)
 
@@ -192,7 +195,7 @@ class Spool(RunFolder):
     def finish(self) -> None:
         if processes.index():
             return
-        self._confirm_lock()
+        self.confirm_lock()
         summary = self.path / SUMMARY_FILE
         products = [
             path for path in self._files() if path.name not in ROW_FILES and path != summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -129,6 +130,13 @@ def _check_logit_bias(policy: Policy, params: Params, config: SamplerConfig) -> 
             f"SamplerConfig.logit_bias names token {largest_id}",
             why=f"the vocabulary has {vocabulary} tokens",
             fix="name only ids of the model's vocabulary",
+        )
+    forbidden = {token for token, bias in config.logit_bias if bias == -math.inf}
+    if len(forbidden) == vocabulary:
+        raise InputError(
+            "SamplerConfig.logit_bias forbids every token",
+            why=f"it has -inf for all {vocabulary} tokens of the vocabulary",
+            fix="leave at least one",
         )
 
 

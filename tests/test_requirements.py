@@ -1,0 +1,27 @@
+"""requirements-lock.txt and the ranges of setup.py."""
+
+import runpy
+from pathlib import Path
+
+import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_locked_versions_lie_within_the_ranges(monkeypatch):
+    """Each package of setup.py that is no extra has a line."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    runpy.run_path(str(ROOT / "setup.py"))
+    lines = (ROOT / "requirements-lock.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    locked = {canonicalize_name(name): version for name, version in pairs}
+    assert "torch" not in locked
+    extras = [text for texts in given["extras_require"].values() for text in texts]
+    for text in given["install_requires"] + extras:
+        required = Requirement(text)
+        name = canonicalize_name(required.name)
+        if text in given["install_requires"] or name in locked:
+            assert required.specifier.contains(locked[name]), text
