@@ -3,9 +3,9 @@
 The lock is a POSIX record lock of the kernel (fcntl). Of any number of simultaneous starters it
 lets in exactly one, and it ends with its holder, however the holder died. Stale locks therefore do
 not exist, and a child process that outlives the holder does not keep the lock. The content of the
-file is only for people. If the file is deleted, its holder makes a new one at its next step, or learns
-that another job has. Over NFS the lock holds between hosts. On file systems whose locks do not
-reach other hosts (gcsfuse), it protects against a second job on the same host only.
+file is only for people. If the file is deleted, its holder makes a new one at its next step, or
+learns that another job has. Over NFS the lock holds between hosts. On file systems whose locks do
+not reach other hosts (gcsfuse), it protects against a second job on the same host only.
 
 This module imports neither JAX nor anything else that takes time.
 """
