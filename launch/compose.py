@@ -60,16 +60,22 @@ from tpu_rl.types import Algorithm, Model, Params, Probe, Purpose, Sampling, Tra
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the mesh over `devices`, by default all devices, which are then claimed.
 
-    If `fsdp` is -1, it takes the devices that the other axes leave.
+    If `fsdp` is -1, it takes the devices that the other axes leave. On whole cubes of a TPU, it
+    leaves half of them to `data` if weights would be sharded over all: a gather over all three
+    dimensions of such a slice becomes an all-reduce, which waits for nothing and hides nothing.
     """
     if devices is None:
         host.claim_devices()
-    count = jax.device_count() if devices is None else len(devices)
-    others = config.data * config.tensor * config.expert * config.context
-    fsdp = config.fsdp if config.fsdp > 0 else max(count // max(others, 1), 1)
-    return sharding.make_mesh(
-        config.data, fsdp, config.tensor, config.expert, config.context, devices
-    )
+        devices = jax.devices()
+    data = config.data
+    fsdp = config.fsdp
+    if fsdp <= 0:
+        others = data * config.tensor * config.expert * config.context
+        fsdp = max(len(devices) // max(others, 1), 1)
+        if data == config.tensor == 1 and fsdp % 2 == 0 and sharding.fill_torus(devices):
+            data = 2
+            fsdp //= 2
+    return sharding.make_mesh(data, fsdp, config.tensor, config.expert, config.context, devices)
 
 
 def make_context(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[RunContext, Params]:

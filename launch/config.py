@@ -110,7 +110,9 @@ class SamplesConfig:
 class MeshConfig:
     data: int = 1
     fsdp: int = -1
-    """-1 takes all devices that the other axes leave."""
+    """-1 takes all devices that the other axes leave. Only on whole cubes of v4 and v5p, such as
+    v5p:4x4x4, it leaves half of them to `data`, because weights sharded over a whole cube are
+    gathered by slower collectives, if `data` and `tensor` are 1."""
     tensor: int = 1
     expert: int = 1
     """Devices that share the experts of a mixture; for everything else this axis adds to fsdp."""

@@ -136,7 +136,7 @@ class _Need(NamedTuple):
     steady: int
     """Train state, decoding weights, the longest cache, and the pool of prompts."""
     growing: int
-    """The same, while the longest cache is filled from the one before it."""
+    """The same, while the longest cache is filled from the one before it, leaf by leaf."""
 
     def fits(self, memory: int) -> bool:
         return max(self.steady + TEMPORARIES * memory, self.growing) <= memory
@@ -252,27 +252,31 @@ def _stage_need(planned: StagePlan, size: TensorParallel) -> _Need:
         max(config.batch.prompts * config.batch.group_size, config.evaluation.rows),
     )
 
-    def cache_bytes(rows: int, tokens: int) -> int:
-        return sum(_cache_bytes(policy, read, layout.mesh, rows, tokens) for policy in policies)
+    def cache_bytes(rows: int, tokens: int) -> list[int]:
+        return [
+            size
+            for policy in policies
+            for size in _cache_bytes(policy, read, layout.mesh, rows, tokens)
+        ]
 
     prompt_tokens = config.sampling.max_prompt_tokens
     longest = config.sampling.max_new_tokens
-    steady = held + cache_bytes(min(config.batch.prompts, rows), prompt_tokens)
-    steady += cache_bytes(rows, prompt_tokens + longest)
+    steady = held + sum(cache_bytes(min(config.batch.prompts, rows), prompt_tokens))
+    steady += sum(cache_bytes(rows, prompt_tokens + longest))
     shorter = SegmentConfig().initial_cache_tokens
     if shorter >= longest:
         return _Need(steady, steady)
     while 2 * shorter < longest:
         shorter *= 2
-    return _Need(steady, steady + cache_bytes(rows, prompt_tokens + shorter))
+    return _Need(steady, steady + max(cache_bytes(rows, prompt_tokens + shorter)))
 
 
-def _cache_bytes(policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int) -> int:
-    """Return the bytes of a cache on one device, which holds its share of rows and heads."""
+def _cache_bytes(policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int) -> list[int]:
+    """Return the bytes of a cache's leaves on one device: of its share of rows and heads."""
     devices = math.prod(mesh.shape[axis] for axis in sharding.rules(mesh)["slots"])
     rows = math.ceil(rows / devices) * devices
     cache = jax.eval_shape(lambda: policy.init_cache(params, rows, tokens))
-    total = 0
+    sizes = []
     for leaf in jax.tree.leaves(cache):
         if leaf.ndim == 1:
             continue
@@ -281,5 +285,5 @@ def _cache_bytes(policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int) -
         *outer, width = placement.shard_shape(leaf.shape)
         if mesh.devices.flat[0].platform == "tpu":
             width = math.ceil(width / LANES) * LANES
-        total += math.prod(outer) * width * leaf.dtype.itemsize
-    return total
+        sizes.append(math.prod(outer) * width * leaf.dtype.itemsize)
+    return sizes

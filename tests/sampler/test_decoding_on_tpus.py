@@ -1,9 +1,12 @@
-"""Decode steps as the TPU's compiler makes them: the cache stays in one layout."""
+"""Decode steps as the TPU's compiler makes them: no copies of the cache, and few collectives."""
 
 import math
+import re
 
 import pytest
 
+from launch import compose
+from launch.config import MeshConfig
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tests.fixtures.tpu_decoding import compile_decoding, copies
 from tpu_rl import models
@@ -24,7 +27,7 @@ FAMILIES = {
 }
 
 
-def model_of(family, kv_heads):
+def model_of(family, kv_heads, vocabulary=1024):
     config = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -32,7 +35,7 @@ def model_of(family, kv_heads):
         "num_attention_heads": 2 * kv_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": 128,
-        "vocab_size": 1024,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
     }
     return models.from_config(config | FAMILIES[family], dtype="bfloat16", param_dtype="bfloat16")
@@ -71,3 +74,35 @@ def test_no_token_copies_the_cache(family, kv_heads, tensor, cache_dtype):
     stats = program.memory_analysis()
     assert stats is not None
     assert stats.temp_size_in_bytes <= 0.1 * chip_bytes(cache)
+
+
+def collectives(program):
+    """Return (kind, elements of the largest result) of each collective of a program."""
+
+    def elements(shapes):
+        sizes = re.findall(r"\[([\d,]+)]", shapes)
+        return max((math.prod(map(int, dims.split(","))) for dims in sizes), default=1)
+
+    lines = re.findall(r"= (.*?) (all-gather|all-reduce)(?:-start)?\(", program.as_text())
+    return [(kind, elements(shapes)) for shapes, kind in lines]
+
+
+@needs_libtpu
+def test_logits_stay_on_their_shards():
+    """A shard of 8,250 tokens is no multiple of the sampler's blocks."""
+    vocabulary = 33_000
+    mesh = sharding.sampling_mesh(sharding.make_mesh(fsdp=4, devices=tpu_devices("v5e:2x2")), 4)
+    program, _ = compile_decoding(model_of("llama", 4, vocabulary), mesh, ROWS, LENGTH)
+    assert max(size for _, size in collectives(program)) < ROWS * vocabulary / 4
+
+
+@needs_libtpu
+@pytest.mark.timeout(300)
+def test_default_mesh_of_a_cube_gathers_weights():
+    """Weights that are sharded over a whole cube come by all-reduces, which are synchronous."""
+    mesh = compose.make_mesh(MeshConfig(), tpu_devices("v5p:4x4x4"))
+    assert (mesh.shape["data"], mesh.shape["fsdp"]) == (2, 32)
+    program, _ = compile_decoding(model_of("llama", 8, 4096), mesh, 256, 512)
+    weight = 256 * 512
+    kinds = {kind for kind, size in collectives(program) if size >= weight}
+    assert kinds == {"all-gather"}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.train import sharding
 from tpu_rl.types import Array, Purpose
 
 BLOCK = 128
@@ -180,11 +181,19 @@ def invert_cdf(mass: Array, uniform: Array) -> Array:
         uniform: [B] float32 in [0, 1).
     """
     mass = jnp.where(mass >= jnp.finfo(jnp.float32).tiny, mass, 0.0)
-    blocks = jnp.pad(mass, ((0, 0), (0, -mass.shape[-1] % BLOCK))).reshape(mass.shape[0], -1, BLOCK)
+    rows, vocabulary = mass.shape
+    # No block crosses two shards of the vocabulary: devices would gather all of it.
+    shards = sharding.spread("vocab", vocabulary)
+    shard_tokens = vocabulary // shards
+    shard_mass = mass.reshape(rows, shards, shard_tokens)
+    padding = (0, -shard_tokens % BLOCK)
+    blocks = jnp.pad(shard_mass, ((0, 0), (0, 0), padding)).reshape(rows, -1, BLOCK)
     block_mass = jnp.sum(blocks, axis=-1)
     block, remainder = _invert_level(block_mass, uniform * jnp.sum(block_mass, axis=-1))
     mass_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _invert_level(mass_in_block, remainder)[0]
+    shard, block_of_shard = jnp.divmod(block, blocks.shape[1] // shards)
+    token_of_shard = block_of_shard * BLOCK + _invert_level(mass_in_block, remainder)[0]
+    return shard * shard_tokens + token_of_shard
 
 
 def _invert_level(mass: Array, target: Array) -> tuple[Array, Array]:

@@ -133,6 +133,15 @@ def _arrange_devices(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarr
     )
 
 
+def fill_torus(devices: Sequence[Any]) -> bool:
+    """Return True if the devices are all chips of a TPU slice that closes to rings in three
+    dimensions: cubes of 4 x 4 x 4 chips, on v4 and v5p."""
+    if devices[0].platform != "tpu":
+        return False
+    extents = [len(set(values)) for values in zip(*(d.coords for d in devices), strict=True)]
+    return math.prod(extents) == len(devices) and all(n % 4 == 0 for n in extents)
+
+
 def _nearest_sizes(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """Return the three factorizations of `count` that are nearest to `sizes`.
 
