@@ -1,5 +1,6 @@
 """Secrets stay out of errors, logs and files."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import run
-from tpu_rl import redaction
+from tpu_rl import metrics, redaction
 from tpu_rl.errors import InputError
 
 SECRET = "Pa55phrase-of-the-hub"
@@ -45,6 +46,86 @@ def test_secrets_of_the_environment_are_known_by_their_names(monkeypatch):
     ):
         monkeypatch.setenv(name, value)
         assert redaction.redact(f"a {value}") == f"a {value}"
+
+
+A = "aB3dE5fG7hJ9kL2mN4pQ6rS8"
+"""Random enough for a token."""
+ENVIRONMENT = {
+    "PGPASSWORD": f"pg{A}",
+    "MYSQL_PWD": f"my{A}",
+    "HF_TOKEN_READ": f"hr{A}",
+    "GH_TOKEN2": f"gh{A}",
+    "AWS_SECRET_ACCESS_KEY": f"/aws{A}+x/y=",
+    "DATABASE_URL": f"postgres://db.example/{A}",
+    "TEAM_WEBHOOK_URL": f"https://hooks.example/{A}",
+    "SENTRY_DSN": f"https://{A}@sentry.example/1",
+    "QUOTED_TOKEN": f'q"uo\\te\n{A}',
+    "ACCENT_SECRET": f"é{A}",
+}
+SHAPES = [
+    f"hf_{A}",
+    f"ghp_{A}",
+    f"ghr_{A}",
+    f"github_pat_{A}",
+    f"glpat-{A}",
+    f"sk-proj-{A}",
+    f"sk_live_{A}",
+    f"AKIA{'B' * 16}",
+    f"ASIA{'B' * 16}",
+    f"ya29.{A}",
+    f"xoxb-{A}",
+    f"npm_{A}{A}",
+    f"pypi-{A}{A}",
+    f"SG.{A}.{A}",
+    f"eyJhbGciOiJIUzI1NiJ9.{A}.{A}",
+    f"12345678:AA{A}{A}",
+]
+NAMED = [
+    "Server=db;Uid=me;Pwd={};",
+    "AccountName=me;AccountKey={};EndpointSuffix=core",
+    "Authorization: Bearer {}",
+    "https://hooks.slack.com/services/T0/B0/{}",
+    "https://discord.com/api/webhooks/1/{}",
+    "redis://:{}@cache:6379/0",
+    "https://x.example/?access_token={}&page=2",
+]
+
+
+def encoded(value: str) -> list[str]:
+    data = value.encode()
+    return [base64.b64encode(prefix + data).decode() for prefix in (b"", b"u:", b"me:")]
+
+
+def leaks(text: str) -> list[str]:
+    """Return the secrets of above that a text still has."""
+    values = [*ENVIRONMENT.values(), *SHAPES, A]
+    values += [form[4:-4] for value in ENVIRONMENT.values() for form in encoded(value)]
+    return [value for value in values if value in text]
+
+
+def all_shapes() -> list[str]:
+    texts = [f"see {value} there" for value in (*ENVIRONMENT.values(), *SHAPES)]
+    texts += [f"see {form} there" for value in ENVIRONMENT.values() for form in encoded(value)]
+    return [*texts, *(text.format(A) for text in NAMED)]
+
+
+def test_33_shapes_are_hidden(monkeypatch, tmp_path):
+    """In errors, in a run's configuration, and in the rows of failed rewards."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert len(ENVIRONMENT) + len(SHAPES) + len(NAMED) == 33
+    for text in all_shapes():
+        assert leaks(text)
+        assert not leaks(redaction.redact(text)), text
+        assert not leaks(str(InputError(text, why=text)))
+        assert not leaks(json.dumps(metrics.without_secrets({"a": [text]})))
+    rows = metrics.JsonLines(tmp_path / "samples.jsonl")
+    rows.append(*({"step": 1, "error": text} for text in all_shapes()))
+    rows.append(*({"step": 1, "completion": value} for value in ENVIRONMENT.values()))
+    rows.close()
+    written = (tmp_path / "samples.jsonl").read_text()
+    assert not leaks(written)
+    assert not leaks(str([json.loads(line) for line in written.splitlines()]))
 
 
 def test_errors_hide_them(monkeypatch):

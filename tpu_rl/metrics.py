@@ -185,8 +185,7 @@ class JsonLines:
         lines = [
             json.dumps(_json_safe(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows
         ]
-        # The error of a failed reward, or a completion, may contain a token of the environment.
-        self._file.write(redact_environment("".join(lines)))
+        self._file.write("".join(lines))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -196,9 +195,17 @@ class JsonLines:
 
 
 def _json_safe(value: Any) -> Any:
-    """Return the value with None in place of NaN and infinities, which JSON lacks."""
+    """Return the value without secrets, and with None for NaN and infinities, which JSON lacks.
+
+    The error of a failed reward may contain any secret, and a completion one of the environment.
+    """
+    if isinstance(value, str):
+        return redact_environment(value)
     if isinstance(value, Mapping):
-        return {key: _json_safe(item) for key, item in value.items()}
+        return {
+            key: redact(item) if key == "error" and isinstance(item, str) else _json_safe(item)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [_json_safe(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -254,3 +254,79 @@ def test_impossible_limits_are_refused_by_their_flag(wrong):
         RewardLimits(**wrong)
     (name,) = wrong
     assert error.value.where == f"--reward-limits.{name.replace('_', '-')}"
+
+
+LEAK = """
+kept = []
+def score(prompts, completions):
+    kept.append(bytearray(MEGABYTES << 20))
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "limit", "batches"),
+    [
+        (30, 0.25, 10),
+        pytest.param(90, 0.25, 20, marks=pytest.mark.slow),
+        pytest.param(50, 1.0, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_a_reward_that_leaks_loses_no_row(tmp_path, megabytes, limit, batches):
+    (tmp_path / "mine.py").write_text(LEAK.replace("MEGABYTES", str(megabytes)))
+    limits = RewardLimits(memory_gb=limit)
+    score = rewards.from_path(f"{tmp_path / 'mine.py'}:score", limits)
+    processes = set()
+    for _ in range(batches):
+        assert score(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
+        processes.add(score._worker._process.popen.pid)
+    # Each process serves as many batches as fit.
+    assert 2 <= len(processes) <= batches * megabytes / (limit * 1024 / 4)
+    score.stop()
+
+
+def test_a_stray_frame_does_not_shift_later_batches(tmp_path):
+    code = """
+        import json, os, struct
+        text = json.dumps({"values": [7.0], "number": 0, "bytes": 1, "no_memory": False}).encode()
+        for number in range(3, 32):
+            try: os.write(number, struct.pack("<Q", len(text)) + text)
+            except OSError: pass
+    """
+    (tmp_path / "mine.py").write_text(
+        "calls = 0\n"
+        "def score(completions):\n"
+        "    global calls\n    calls += 1\n"
+        "    if calls == 2:\n" + code + "\n"
+        "    return [float(text) for text in completions]\n"
+    )
+    worker = Worker(f"{tmp_path / 'mine.py'}:score")
+    for text in ("3", "4", "5", "6"):
+        assert worker.call({"completions": [text]}, 1, 20.0) == [float(text)]
+    worker.stop()
+
+
+def test_a_daemon_of_a_reward_ends_with_it(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import subprocess, sys\n"
+        "daemon = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'],\n"
+        "                          start_new_session=True)\n"
+        "def score(completions):\n    return [daemon.pid]\n"
+    )
+    worker = Worker(f"{tmp_path / 'mine.py'}:score")
+    [daemon] = worker.call({"completions": ["c"]}, 1, 20.0)
+    assert not ended(int(daemon))
+    worker.stop()
+    deadline = time.monotonic() + 20
+    while not ended(int(daemon)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_set_is_no_answer(tmp_path):
+    """It has no order, and equal scores would become one."""
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return {1.0, 2.0}\n")
+    worker = Worker(f"{tmp_path / 'mine.py'}:score")
+    failure = worker.call({"completions": ["a", "b"]}, 2, 20.0)
+    assert "not a list of numbers" in str(failure)
+    worker.stop()

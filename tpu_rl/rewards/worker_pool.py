@@ -1,7 +1,8 @@
 """Worker processes for reward functions of the user, which may crash, hang or print anything.
 
-Every call has a deadline. If a worker misses it, or dies, it is killed with all its children, and
-started again for the next call. It answers in JSON, which is checked. What it prints goes to
+Every call has a deadline. If a worker misses it, or dies, it is killed with all that it started,
+and started again for the next call. One that has filled its memory over several calls is replaced,
+and the call is repeated. It answers in JSON, which is checked. What it prints goes to
 stderr, up to a limit. Nothing that it does can end the run.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import pickle
 import struct
@@ -94,6 +96,7 @@ class Worker:
         self.path = path
         self._memory_bytes = memory_bytes
         self._output = workers.Output("a reward function")
+        self._numbers = itertools.count()
         self._process, parameters = self._start(START_SECONDS)
         self.signature = _signature(parameters)
 
@@ -112,6 +115,21 @@ class Worker:
             `size` values, each a float, None, or a RewardFailure of that completion alone; or a
             RewardFailure of the whole call.
         """
+        was_used = self._size_after_first > 0
+        values = self._ask(arguments, size, seconds, deadline)
+        # A function that leaks has filled its process, and not these completions.
+        is_full = self._no_memory or (was_used and self._process.popen.poll() not in (None, 0))
+        if isinstance(values, RewardFailure) and was_used and is_full:
+            self.stop()
+            values = self._ask(arguments, size, seconds, deadline)
+        if self._is_nearly_full():
+            self.stop()
+        return values
+
+    def _ask(
+        self, arguments: dict[str, list[Any]], size: int, seconds: float, deadline: float
+    ) -> list[Any] | RewardFailure:
+        """Call the function once, in a new process if the last one has ended."""
         if self._process.popen.poll() is not None:
             self.stop()
             try:
@@ -121,12 +139,13 @@ class Worker:
         began = time.monotonic()
         seconds = max(min(seconds, deadline - began), 0)
         deadline = began + seconds
-        request = pickle.dumps((arguments, size))
+        number = next(self._numbers)
+        request = pickle.dumps((number, arguments, size))
         process = self._process
         values = None
         try:
             if workers.write(process, struct.pack("<Q", len(request)) + request, deadline):
-                reply = workers.read_frame(process, deadline, MAX_VALUE_BYTES * (size + 2))
+                reply = self._reply(number, deadline, MAX_VALUE_BYTES * (size + 2))
                 values = _checked(reply, size) if reply is not None else None
         except BaseException:
             # After Ctrl-C in a notebook, the reply would be read by the next call.
@@ -134,12 +153,40 @@ class Worker:
             raise
         return self._end(seconds, deadline) if values is None else values
 
+    def _reply(self, number: int, deadline: float, max_bytes: int) -> dict[str, Any] | None:
+        """Return the reply with this number, None if there is none. Other frames are dropped.
+
+        Those are not of this call: the function may write to any descriptor.
+        """
+        while frame := workers.read_frame(self._process, deadline, max_bytes):
+            match workers.parsed(frame):
+                case {"number": int() as found, "bytes": int() as size} as reply:
+                    if found == number:
+                        self._no_memory = reply.get("no_memory") is True
+                        self._size = size
+                        self._size_after_first = self._size_after_first or size
+                        return reply
+                case None:
+                    return None
+        return None
+
+    def _is_nearly_full(self) -> bool:
+        """Return True if the process has grown over half of the memory that it had left at first.
+
+        The next call might hit the limit in the middle.
+        """
+        first = self._size_after_first
+        return 0 < self._memory_bytes < 2 * self._size - first if first else False
+
     def stop(self) -> None:
-        """End the process, and all that it started in its group."""
+        """End the process, and all that it started."""
         self._reaper()
 
     def _start(self, seconds: float) -> tuple[workers.Process, list[list[Any]] | None]:
         deadline = time.monotonic() + seconds
+        self._no_memory = False
+        self._size = 0
+        self._size_after_first = 0
         process = workers.spawn(worker_process.__file__, self._memory_bytes, [self.path])
         self._output.follow(process.popen)
         self._reaper = weakref.finalize(self, workers.reap, process)
@@ -239,9 +286,9 @@ class IsolatedReward:
 # --- replies ---
 
 
-def _checked(reply: bytes, size: int) -> list[Any] | RewardFailure | None:
+def _checked(reply: dict[str, Any], size: int) -> list[Any] | RewardFailure | None:
     """Return the content of a reply, or None if it is not a valid reply."""
-    match workers.parsed(reply):
+    match reply:
         case {"failure": [str() as message, str() as frames]}:
             return RewardFailure(message, frames)
         case {"values": list() as values} if len(values) == size:

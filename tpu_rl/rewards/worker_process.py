@@ -28,6 +28,8 @@ class RewardFailure(Exception):
     def __init__(self, message: str, frames: str = ""):
         super().__init__(message)
         self.frames = frames
+        self.no_memory = False
+        """True if the function ran out of memory."""
 
 
 # --- the user's function ---
@@ -53,7 +55,9 @@ def call(
         values = function(**arguments)
         if inspect.isawaitable(values):
             values = worker_child.wait_for(values)
-        if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+        if not isinstance(values, Iterable) or isinstance(
+            values, (str, bytes, set, frozenset, Mapping)
+        ):
             return RewardFailure(f"it returned {shorten(values)} and not a list of numbers")
         # An iterator may be endless.
         values = list(values) if isinstance(values, Sized) else list(islice(values, size + 1))
@@ -61,7 +65,9 @@ def call(
         raise
     # The user's program may raise anything, and the run must go on.
     except (Exception, SystemExit) as error:
-        return RewardFailure(*worker_child.failure_of(error))
+        failure = RewardFailure(*worker_child.failure_of(error))
+        failure.no_memory = isinstance(error, MemoryError)
+        return failure
     if len(values) != size:
         return RewardFailure(f"it returned {len(values)} values for {size} completions")
     return values
@@ -73,10 +79,11 @@ def call(
 def main(
     requests: int, replies: int, crash: int, trainer: int, memory_bytes: int, path: str
 ) -> None:
-    """Load the function, then answer each request (arguments, size).
+    """Load the function, then answer each request (number, arguments, size).
 
     The first reply is {"parameters": [[name, kind, has a default], ...], "whole_batch": bool} or
-    {"input_error": [...]}. The others are {"values": [...]} or {"failure": [message, frames]}.
+    {"input_error": [...]}. The others are {"values": [...]} or {"failure": [message, frames]}, with
+    the request's number, the bytes of the address space, and "no_memory".
 
     Args:
         requests: see `worker_child.begin`, as for the next four.
@@ -96,7 +103,7 @@ def main(
         return
     process = os.getpid()
     while True:
-        arguments, size = pickle.loads(incoming.get())
+        number, arguments, size = pickle.loads(incoming.get())
         try:
             values = call(function, arguments, size)
         except TpuRlError as error:
@@ -105,9 +112,12 @@ def main(
             # The function forked, and its child returned from it too. Only one of them may reply.
             os._exit(0)
         if isinstance(values, RewardFailure):
-            worker_child.reply(replies, {"failure": [str(values), values.frames]})
+            content: dict[str, Any] = {"failure": [str(values), values.frames]}
+            content["no_memory"] = values.no_memory
         else:
-            worker_child.reply(replies, {"values": [_encode(value) for value in values]})
+            content = {"values": [_encode(value) for value in values], "no_memory": False}
+        content |= {"number": number, "bytes": worker_child.address_space()}
+        worker_child.reply(replies, content)
 
 
 def _encode(value: Any) -> Any:

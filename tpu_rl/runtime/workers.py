@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import struct
@@ -47,6 +48,8 @@ class Process(NamedTuple):
     replies: int
     crash: int
     """The text that faulthandler writes about a fatal signal."""
+    mark: str
+    """See `child_processes.marks`."""
 
 
 def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
@@ -65,6 +68,8 @@ def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
     worker_ends = (worker_requests, worker_replies, worker_crash)
     numbers = [*worker_ends, os.getpid(), memory_bytes]
     values = (program, sys.path, [*numbers, *arguments])
+    mark = secrets.token_hex(8)
+    child_processes.marks.add(mark)
     popen = subprocess.Popen(
         [sys.executable, "-u", "-c", PROGRAM, *(json.dumps(value) for value in values)],
         stdin=subprocess.DEVNULL,
@@ -74,22 +79,26 @@ def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
         start_new_session=True,
         # If the user's code uses JAX, it must not claim the accelerators. Sets of texts have one
         # order in all workers, and after a resume.
-        env={"PYTHONHASHSEED": "0"} | os.environ | {"JAX_PLATFORMS": "cpu"},
+        env={"PYTHONHASHSEED": "0"}
+        | os.environ
+        | {"JAX_PLATFORMS": "cpu", child_processes.MARK: mark},
     )
     for descriptor in worker_ends:
         os.close(descriptor)
     os.set_blocking(our_requests, False)
     os.set_blocking(our_crash, False)
     child_processes.groups.add(popen.pid)
-    return Process(popen, our_requests, our_replies, our_crash)
+    return Process(popen, our_requests, our_replies, our_crash, mark)
 
 
 def reap(process: Process) -> None:
-    """End a worker and all that it started in its group, and close its pipes."""
+    """End a worker and all that it started, daemons too, and close its pipes."""
     child_processes.groups.discard(process.popen.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.popen.pid, signal.SIGKILL)
     process.popen.wait()
+    child_processes.kill_marked([process.mark])
+    child_processes.marks.discard(process.mark)
     for descriptor in (process.requests, process.replies, process.crash):
         os.close(descriptor)
 
