@@ -182,13 +182,14 @@ def find_target(topology: str | None, slices: int | None = None) -> Target:
     """
     import jax
 
-    from tpu_rl.cost_model import CHIPS
+    from tpu_rl.cost_model import CHIPS, GPUS
     from tpu_rl.planner.estimates import Target, device_memory
 
     if topology in (None, "cpu"):
         devices = jax.devices()
         kind = devices[0].device_kind
-        chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+        chips = (*CHIPS.values(), *GPUS.values())
+        chip = next((chip for chip in chips if chip.kind == kind), None)
         return Target(kind, devices, chip, device_memory(devices[0]))
     named = topologies.parse(topology, slices)
     chip = CHIPS[named.chip]

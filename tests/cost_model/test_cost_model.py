@@ -10,7 +10,7 @@ import pytest
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model
-from tpu_rl.cost_model import CHIPS, Torus, costs, hlo, topologies
+from tpu_rl.cost_model import CHIPS, GPUS, Torus, costs, hlo, topologies
 from tpu_rl.cost_model.costs import Link, group_of
 from tpu_rl.errors import InputError
 
@@ -415,6 +415,23 @@ def test_a_collective_uses_the_links_of_its_box():
     assert cost_model.link_seconds(ring, grid(16, 16)) == pytest.approx(
         2 * 15 / 16 * size / (2 * rate), rel=1e-3
     )
+
+
+def test_a_library_product_on_a_gpu_has_a_roofline_and_no_expectation():
+    program = module("""
+        ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
+          %a = bf16[4096,4096]{1,0} parameter(0)
+          %b = bf16[4096,4096]{1,0} parameter(1)
+          ROOT %c = bf16[4096,4096]{1,0} custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+        }
+    """)  # noqa: E501
+    gpu = GPUS["NVIDIA H100 80GB HBM3"]
+    row = Torus([(i,) for i in range(16)], gpu)
+    estimate = cost_model.estimate(cost_model.operations(program), row)
+    assert estimate.seconds == pytest.approx(2 * 4096**3 / gpu.peak)
+    assert estimate.expected_seconds is None
+    gathered = Link("all-gather", 10**9, tuple(range(16)), False)
+    assert cost_model.link_seconds(gathered, row) == pytest.approx(15e9 / gpu.link_rate, rel=1e-2)
 
 
 def test_cubes_are_rings_in_all_dimensions():

@@ -4,13 +4,23 @@
 turns them into a lower bound on time for a `Chip`.
 """
 
-from tpu_rl.cost_model.chips import CHIPS, Chip, Estimate, Torus, estimate, link_seconds, sent_bytes
+from tpu_rl.cost_model.chips import (
+    CHIPS,
+    GPUS,
+    Chip,
+    Estimate,
+    Torus,
+    estimate,
+    link_seconds,
+    sent_bytes,
+)
 from tpu_rl.cost_model.costs import Operation, operations, total_flops
 from tpu_rl.cost_model.hlo import read, unfused
 from tpu_rl.cost_model.topologies import Topology
 
 __all__ = [
     "CHIPS",
+    "GPUS",
     "Chip",
     "Estimate",
     "Operation",

@@ -1,4 +1,4 @@
-"""Peak rates of TPU chips, and the least time that a program's operations take on them.
+"""Peak rates of TPU chips and GPUs, and the least time that a program's operations take on them.
 
 Figures are per chip, in decimal units, from Google's public pages (Cloud TPU documentation, "TPU
 architecture": the pages of v4, v5e, v5p, v6e and TPU7x). The rate of a link is the chip's bandwidth
@@ -45,7 +45,7 @@ class Chip(NamedTuple):
     """Bytes per second between the memory of the chip and of its host, one way."""
     wraps: str
     """The dimensions of a slice that close to rings. "16": those of 16 chips; "cubes": all, if all
-    are multiples of 4."""
+    are multiples of 4; "none": none."""
     network_rate: float
     """Bytes per second of one chip to other slices, over the data-center network."""
     clock: float = 0.0
@@ -69,6 +69,19 @@ CHIPS: Mapping[str, Chip] = {
 }
 """Name in a topology -> chip."""
 
+GPUS: Mapping[str, Chip] = {
+    name: Chip(name, 0, memory_rate, peak, link_rate, host_rate, "none", 50e9)
+    for name, memory_rate, peak, link_rate, host_rate in (
+        ("NVIDIA A100-SXM4-40GB", 1.555e12, 312e12, 300e9, 32e9),
+        ("NVIDIA A100-SXM4-80GB", 2.039e12, 312e12, 300e9, 32e9),
+        ("NVIDIA H100 80GB HBM3", 3.35e12, 989e12, 450e9, 64e9),
+        ("NVIDIA H200", 4.8e12, 989e12, 450e9, 64e9),
+        ("NVIDIA B200", 8e12, 2250e12, 900e9, 64e9),
+    )
+}
+"""`device_kind` in jax -> GPU, from NVIDIA's data sheets: products without sparsity, NVLink one
+way, and a switch between the GPUs of a host. The device says how much memory a program may use."""
+
 
 class Torus(NamedTuple):
     """The chips on which the partitions of a program run."""
@@ -83,6 +96,8 @@ class Torus(NamedTuple):
 
     def is_ring(self, dimension: int, size: int) -> bool:
         """Return whether `size` chips in a line along a dimension close to a ring."""
+        if self.chip.wraps == "none":
+            return False
         spans_dimension = size == self.sizes[dimension]
         if self.chip.wraps == "16":
             return spans_dimension and size == 16

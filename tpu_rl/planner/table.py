@@ -46,7 +46,7 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
             " without rewards and waiting for the host"
         )
     if target.chip is not None and not target.chip.clock:
-        console.print("no time is expected: the clock of this chip is not public")
+        console.print("nothing is expected: no cycles of the compiler, or no public clock")
     for stage, line in plan.lines:
         if line.memory.on_host:
             console.print(f"{stage}: {line.step.name}: {host_traffic(line, target)}", markup=False)
