@@ -40,7 +40,7 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     digest = digests.of_tree(params[roles.product(config.algorithm)])
     if processes.index():
         return
-    rows = list(run_files.read_rows(run_dir / run_files.METRICS))
+    rows = list(run_files.read_metrics(run_dir))
     summary = {
         "steps": config.steps,
         "seconds": round(time.perf_counter() - began, 1),

@@ -83,7 +83,7 @@ def read_results(run_dir: Path, step: int) -> dict[str, Any]:
     if summary and summary["steps"] == step:
         # Runs of before they were recorded have no versions.
         return {"eval": summary["eval"], "versions": summary.get("versions") or versions()}
-    rows = run_files.read_rows(run_dir / run_files.METRICS)
+    rows = run_files.read_metrics(run_dir)
     evaluations = [evaluation_of(row) for row in rows if row["step"] <= step]
     measured = [evaluation for evaluation in evaluations if evaluation]
     if not measured:

@@ -560,6 +560,8 @@ def begin_or_resume(
             del parts, abstract_state
             continue
         processes.from_first(partial(identity.require, extra, names, step, stage.index, rows_in))
+        if rows_in is not None and processes.index() == 0:
+            run_files.cut_rows(rows_in, extra[identity.KEY]["rows"])
         parts.source.set_state(extra["data"])
         print(f"resumed at step {step} (digest ok)")
         resumed = {stage.index: (parts, state)}

@@ -12,7 +12,6 @@ from typing import Any
 
 from launch.config import ExperimentConfig, Plateau, Stage
 from tpu_rl import run_files
-from tpu_rl.metrics import METRICS_FILE
 from tpu_rl.runtime import processes
 
 ENDED = "run/phase_ended"
@@ -25,7 +24,7 @@ def of_run(config: ExperimentConfig, run_dir: Path, step: int) -> tuple[Stage, .
     def early_ends() -> list[int]:
         return [
             row["step"]
-            for row in run_files.read_rows(run_dir / METRICS_FILE)
+            for row in run_files.read_metrics(run_dir)
             if row.get(ENDED) and row["step"] <= step
         ]
 
@@ -47,7 +46,7 @@ class PlateauDetector:
         metric = self._plateau.metric
 
         def earlier_values() -> list[float | None]:
-            rows = run_files.read_rows(run_dir / METRICS_FILE)
+            rows = run_files.read_metrics(run_dir)
             return [row.get(metric) for row in rows if stage.first <= row["step"] <= step]
 
         for value in processes.from_first(earlier_values):

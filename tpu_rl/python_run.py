@@ -107,7 +107,7 @@ def read_run(address: str) -> Run:
 
     folder = remote_run.fetch(address) if gcs.is_address(address) else Path(address)
     run_files.require_recorded_rows(folder, (run_files.METRICS,))
-    rows = list(run_files.read_rows(folder / run_files.METRICS))
+    rows = list(run_files.read_metrics(folder))
     return Run(folder, rows, run_files.read_summary(folder), folder / "model")
 
 

@@ -173,6 +173,17 @@ def read_rows(path: Path, keys: tuple[str, ...] = ("step",)) -> Iterator[dict[st
             raise _unreadable(path, error) from error
 
 
+def read_metrics(run_dir: Path, keys: tuple[str, ...] = ("step",)) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl, which has each step once and in order."""
+    path = run_dir / METRICS
+    last = -1
+    for row in read_rows(path, keys):
+        if row["step"] <= last:
+            raise damage(path, f"step {row['step']} comes after step {last}")
+        last = row["step"]
+        yield row
+
+
 def lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines of a file with their ends."""
     while line := file.readline(MAX_BYTES + 1):
@@ -287,6 +298,13 @@ def changed_rows(run_dir: Path, recorded: dict[str, dict[str, Any]]) -> Iterator
             yield path, f"it is {remaining:,} bytes shorter than at a checkpoint"
         elif digest.hexdigest() != expected["sha256"]:
             yield path, "rows before a checkpoint are not those that were written"
+
+
+def cut_rows(run_dir: Path, recorded: dict[str, dict[str, Any]]) -> None:
+    """Delete the rows after a checkpoint, which `require_rows` has found whole up to it."""
+    for name, rows in recorded.items():
+        if (run_dir / name).exists():
+            os.truncate(run_dir / name, rows["size"])
 
 
 def require_rows(run_dir: Path, recorded: dict[str, dict[str, Any]]) -> None:

@@ -21,7 +21,6 @@ from tpu_rl import run_files
 from tpu_rl.checkpoint import manager, train_state_io
 from tpu_rl.errors import InputError
 from tpu_rl.experience.source import StepExperience
-from tpu_rl.metrics import METRICS_FILE
 from tpu_rl.runtime import processes
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import TrainState
@@ -46,7 +45,7 @@ class NanRecovery:
         """The number of steps in a row in which every update was skipped."""
 
         def count_earlier_steps() -> list[Any]:
-            for row in run_files.read_rows(run_dir / METRICS_FILE):
+            for row in run_files.read_metrics(run_dir):
                 self._count(row)
             return [self.in_a_row, self._has_rolled_back]
 

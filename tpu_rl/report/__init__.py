@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tpu_rl import run_files
 from tpu_rl.errors import InputError
 from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
@@ -132,6 +133,8 @@ def _page(title: str, body: str, refresh_seconds: int | None = None) -> str:
 
 def _write(folder: Path, page: str) -> None:
     path = folder / FILE
+    if path.is_dir():
+        raise run_files.damage(path, "a folder has its name", "delete it, and build the page again")
     # The command launch/report.py may write at the same time as the run.
     temporary = path.with_name(f"{FILE}.{os.getpid()}.tmp")
     temporary.write_text(page, encoding="utf-8")

@@ -147,7 +147,7 @@ def read_run(folder: Path, live: bool = False) -> Run:
         DamagedDataError: if a file in it cannot be read.
     """
     run_files.require_recorded_rows(folder, (METRICS_FILE,) if live else ROW_FILES)
-    rows = list(run_files.read_rows(folder / METRICS_FILE, ("step", "time")))
+    rows = list(run_files.read_metrics(folder, ("step", "time")))
     if not rows:
         raise InputError(
             "There is nothing to report.",
