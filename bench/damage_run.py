@@ -242,7 +242,13 @@ def exported(run_dir: Path) -> Any:
 
 
 def resumed(run_dir: Path) -> Any:
-    """Return the results of the run after the same command, or its exit code."""
+    """Return the results of the run after the same command, or its exit code.
+
+    The command goes on from the last checkpoint, as if the run had ended before its report.
+    """
+    page = run_dir / "report.html"
+    if page.is_file():
+        page.unlink()
     code = run.main([*FLAGS, "--run-dir", str(run_dir)])
     return code or results(run_dir)
 
@@ -270,8 +276,6 @@ def try_case(number: int, kind: str, name: str, whole: Path, other: Path, seed: 
         if not same_of_other.exists():  # Orbax names some files at random.
             same_of_other = whole / elsewhere
         KINDS[kind](Target(run_dir / name, same_of_other, whole / elsewhere, rng))
-        if not is_model and name != "report.html":
-            (run_dir / "report.html").unlink()  # As if the run had ended before its report.
         commands: dict[str, Callable[[Path], Any]] = {"read_run": read_back, "report": page}
         if number % 4 == 0:
             commands["export"] = exported
