@@ -3,7 +3,9 @@
 import math
 import re
 
+import jax
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from launch import compose
 from launch.config import MeshConfig
@@ -11,7 +13,7 @@ from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tests.fixtures.tpu_decoding import compile_decoding, copies
 from tpu_rl import models
 from tpu_rl.planner.steps import chip_bytes
-from tpu_rl.train import sharding
+from tpu_rl.train import sharding, update_step
 
 ROWS, LENGTH = 32, 1024
 
@@ -106,3 +108,14 @@ def test_default_mesh_of_a_cube_gathers_weights():
     weight = 256 * 512
     kinds = {kind for kind, size in collectives(program) if size >= weight}
     assert kinds == {"all-gather"}
+
+
+@needs_libtpu
+def test_the_compiler_knows_the_options_of_training():
+    devices = tpu_devices("v5p:4x4x4")
+    options = update_step.compiler_options(sharding.make_mesh(fsdp=64, devices=devices))
+    assert options
+    one = jax.ShapeDtypeStruct((8, 128), "float32", sharding=SingleDeviceSharding(devices[0]))
+    jax.jit(lambda x: 2 * x, compiler_options=options).lower(one).compile()
+    v5e = sharding.make_mesh(fsdp=4, devices=tpu_devices("v5e:2x2"))
+    assert update_step.compiler_options(v5e) is None
