@@ -150,7 +150,9 @@ def _call_steps(
         lengths = lengths[:1]
     for new_tokens in lengths:
         empty = _empty_slots(call, new_tokens, pool)
-        yield _decode_step(call, rows, new_tokens, empty, outputs, weight_bytes, compile_with)
+        # Of evaluations only the memory matters, and a segment that refills needs more.
+        if call.times or not waits or isinstance(empty, Compiled):
+            yield _decode_step(call, rows, new_tokens, empty, outputs, weight_bytes, compile_with)
         if isinstance(empty, Compiled) or new_tokens < config.max_new_tokens:
             continue
         full = _cache_bytes(pool, empty, outputs)
@@ -247,7 +249,7 @@ def _refilling_segment(
     """
     queue = _queue_shapes(call)
     compiled = _compile_segment(call, call.config, (pool, queue), empty, outputs, compile_with)
-    name = f"decode{call.label}, with refills, one token"
+    name = f"decode{call.label} with refills, per token"
     return Step(name, compiled, needed, 0, call.slots, call.mesh)
 
 

@@ -106,18 +106,18 @@ def _speed_row(stage: str, line: Line) -> list[str]:
         f"{line.seconds:,.3g}",
         "-" if line.expected_seconds is None else f"{line.expected_seconds:,.3g}",
         bound_by(line),
-        f"{line.tokens_per_second:,.0f}",
+        f"{line.tokens_per_second:,.0f}" if step.tokens else "-",
         format_mfu(line),
     ]
 
 
 def format_mfu(line: Line) -> str:
-    """Format the MFU of a line: the bound and, if it is known, what is expected."""
+    """Format the MFU of a line: what is expected, if that is known, and the bound."""
     if line.mfu is None:
         return "-"
     expected = line.expected_mfu
-    likely = "" if expected is None else f", expected {expected:.0%}"
-    return f"at most {line.mfu:.0%}{likely}"
+    likely = "" if expected is None else f"{expected:.0%}, "
+    return f"{likely}at most {line.mfu:.0%}"
 
 
 def format_times(times: float) -> str:
