@@ -194,8 +194,8 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     update takes a quarter less memory and no more time (docs/benchmarks/scaling.md). Decoding is
     faster with it, so the sampler does not use these options.
 
-    On v4 and v5p, collectives would wait for nothing else and hide behind nothing by default. v5e
-    and v6e overlap them without options.
+    On v4 and v5p, no collective overlaps with computation by default. On v5e and v6e the options
+    change nothing, or 1 % of the time (docs/benchmarks/scaling.md).
     """
     device = mesh.devices.flat[0]
     if device.device_kind in ("TPU v4", "TPU v5"):
