@@ -11,7 +11,7 @@ from typing import Any
 
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import end_of_sequence
+from tpu_rl.tokenizers import end_of_sequence, probe
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
 # Otherwise transformers prints a warning at every start that PyTorch is missing.
@@ -114,6 +114,8 @@ def load(directory: Path) -> Tokenizer:
     if settings_file.is_file():
         settings = untrusted_files.read_json(settings_file)
         untrusted_files.refuse_outside_files(settings, settings_file)
+    if (directory / "tokenizer.json").is_file():
+        probe.require_harmless(directory / "tokenizer.json")
     try:
         if has_config:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -121,8 +123,11 @@ def load(directory: Path) -> Tokenizer:
             )
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-    # transformers and the Rust library below it raise bare Exception for damaged files.
-    except Exception as error:
+    # transformers and the Rust library below it raise bare Exception for damaged files, and the
+    # library's panics are no Exception.
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         raise InputError(
             "cannot load the tokenizer",
             where=str(directory),

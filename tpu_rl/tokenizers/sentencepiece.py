@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import end_of_sequence
+from tpu_rl.tokenizers import end_of_sequence, probe
 from tpu_rl.tokenizers.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -64,6 +64,7 @@ def load(file: Path, chat_template: str | None = None) -> Tokenizer:
     """Return the tokenizer of a .model file. Raises InputError if it is not one."""
     import sentencepiece
 
+    probe.require_harmless(file)
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.Load(str(file))

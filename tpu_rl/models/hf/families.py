@@ -281,6 +281,13 @@ def read_config(
     _require_sizes(hf, where)
     _require_supported(hf, where)
     layer_types = _layer_types(family, hf, where)
+    if not 0 <= float(hf["rms_norm_eps"]) < 1:
+        raise InputError(
+            f"rms_norm_eps is {hf['rms_norm_eps']}",
+            where=where,
+            why="it is added to a variance, so that none is zero: a small number",
+            fix="download config.json again",
+        )
     rope, sliding_rope = rope_config.read_rope(hf)
     return DecoderConfig(
         hidden_size=hf["hidden_size"],

@@ -7,6 +7,7 @@ these, the precedence is that of transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,10 +54,10 @@ def _read_parameters(
             why="the model would compute other rotary angles",
             fix="use a model with one of: default, linear, llama3",
         )
-    theta = float(parameters.get("rope_theta") or default_theta)
+    theta = _positive("rope_theta", parameters.get("rope_theta") or default_theta)
     if scaling == "default":
         return RopeConfig(theta)
-    factor = float(parameters["factor"])
+    factor = _positive("factor", parameters["factor"])
     if scaling == "linear":
         return RopeConfig(theta, scaling="linear", factor=factor)
     original_length = parameters.get("original_max_position_embeddings")
@@ -64,7 +65,20 @@ def _read_parameters(
         theta,
         scaling="llama3",
         factor=factor,
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
+        low_freq_factor=_positive("low_freq_factor", parameters["low_freq_factor"]),
+        high_freq_factor=_positive("high_freq_factor", parameters["high_freq_factor"]),
         original_length=int(original_length or hf["max_position_embeddings"]),
     )
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a number of the rotary embedding. Raises InputError if it is not positive."""
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise InputError(
+            f"{name} is {number}",
+            where="config.json",
+            why="rotary angles need a positive finite number",
+            fix="download config.json again",
+        )
+    return number

@@ -28,6 +28,16 @@ DTYPES = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 DTYPE_NAMES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPES["BF16"]}
 
+BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
+}
+"""The format's dtypes of whole bytes -> bytes of a number."""
+SMALL_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
+"""The other ones."""
+
 INDEX = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -83,7 +93,16 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for path in _find_files(directory):
-        tensors |= read_header(path)
+        found = read_header(path)
+        twice = sorted(tensors.keys() & found.keys())
+        if twice:
+            raise InputError(
+                f"the tensor {twice[0][:100]!r} is in two files",
+                where=str(directory),
+                why=f"{tensors[twice[0]].path.name} and {path.name} have it",
+                fix="download the model again",
+            )
+        tensors |= found
     return tensors
 
 
@@ -183,7 +202,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             fix="do not use this checkpoint: it may have been made to do harm",
         )
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
         header.pop("__metadata__", None)
         tensors = {name: _parse_entry(path, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -193,15 +212,32 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             why=repr(error)[:200],
             fix="download it again",
         ) from error
-    end = max((tensor.offset + tensor.size for tensor in tensors.values()), default=0)
-    if end > file_size:
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size)):
+        if tensor.offset != end:
+            raise InputError(
+                f"the tensors of {path.name} overlap, or there is a gap between them",
+                where=directory,
+                why=f"{name[:100]!r} begins at byte {tensor.offset} and not at {end}",
+                fix="download it again",
+            )
+        end += tensor.size
+    if end != file_size:
         raise InputError(
-            f"{path.name} is cut short",
+            f"{path.name} is cut short" if end > file_size else f"{path.name} is too long",
             where=directory,
-            why=f"it has {file_size} of {end} bytes",
+            why=f"it has {file_size} bytes, and its header describes {end}",
             fix="download it again",
         )
     return tensors
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a header. Raises ValueError if a name comes twice."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name comes twice")
+    return entries
 
 
 def _parse_entry(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
@@ -214,6 +250,11 @@ def _parse_entry(path: Path, entry: Mapping[str, Any], data_start: int) -> Store
     shape = tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (start, end - start, *shape)):
         raise ValueError(f"shape {shape}, data_offsets {start} to {end}"[:200])
+    code = entry["dtype"]
+    if not isinstance(code, str) or code not in BYTES and code not in SMALL_DTYPES:
+        raise ValueError(f"dtype {code!r}"[:200])
+    if code in BYTES and end - start != math.prod(shape) * BYTES[code]:
+        raise ValueError(f"shape {shape} of {code} in {end - start} bytes"[:200])
     return StoredTensor(path, entry["dtype"], shape, data_start + start, end - start)
 
 
