@@ -115,7 +115,7 @@ def load(directory: Path) -> Tokenizer:
         settings = untrusted_files.read_json(settings_file)
         untrusted_files.refuse_outside_files(settings, settings_file)
     if (directory / "tokenizer.json").is_file():
-        probe.require_harmless(directory / "tokenizer.json")
+        probe.require_harmless(directory / "tokenizer.json", "cannot load the tokenizer")
     try:
         if has_config:
             tokenizer = AutoTokenizer.from_pretrained(

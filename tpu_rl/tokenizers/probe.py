@@ -95,18 +95,22 @@ print("good")
 """
 
 
-def require_harmless(file: Path) -> None:
+def require_harmless(file: Path, message: str) -> None:
     """Check a tokenizer.json or a sentencepiece model by a trial.
+
+    Args:
+        file: the file.
+        message: the first line of the error.
 
     Raises:
         InputError: if it fails, or exceeds the limits of time and memory.
     """
     hashed = hashlib.sha256(file.read_bytes() + VERSION.encode()).hexdigest()
-    _require_harmless(hashed, str(file))
+    _require_harmless(hashed, str(file), message)
 
 
 @functools.cache
-def _require_harmless(hashed: str, file: str) -> None:
+def _require_harmless(hashed: str, file: str, message: str) -> None:
     known = _folder() / hashed
     if known.exists():
         return
@@ -134,7 +138,7 @@ def _require_harmless(hashed: str, file: str) -> None:
             known.touch()
         return
     raise InputError(
-        "the tokenizer fails in its trial",
+        message,
         where=file,
         why=_reason(process.returncode, printed, errors),
         fix="download its files again; do not use this one if it stays so: it may have been made "

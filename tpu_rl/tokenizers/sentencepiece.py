@@ -64,7 +64,7 @@ def load(file: Path, chat_template: str | None = None) -> Tokenizer:
     """Return the tokenizer of a .model file. Raises InputError if it is not one."""
     import sentencepiece
 
-    probe.require_harmless(file)
+    probe.require_harmless(file, "not a sentencepiece model")
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.Load(str(file))
