@@ -155,7 +155,8 @@ def largest_file(directory):
 
 
 def test_a_flipped_bit_is_found(tmp_path):
-    """Orbax alone restores such data without a word."""
+    """Orbax alone restores such data without a word. The manifest names the file, the digest the
+    array."""
     state = {
         "x": jax.random.bits(jax.random.key(0), (100_000,))
     }  # random bits: nothing to compress, nothing to parse
@@ -164,6 +165,9 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
     path.write_bytes(data)
+    with pytest.raises(DamagedDataError, match=f"changed or missing: .*{path.name}"):
+        restore_one(tmp_path, manager.abstract(state))
+    (tmp_path / "3" / manifests.MANIFEST).unlink()
     with pytest.raises(DamagedDataError, match="Checkpoint 3 is damaged: array x "):
         restore_one(tmp_path, manager.abstract(state))
 
@@ -185,6 +189,7 @@ def test_a_changed_record_is_found(tmp_path):
     text = path.read_text()
     path.write_text(text.replace("417", "517"))
     assert path.read_text() != text
+    (tmp_path / "3" / manifests.MANIFEST).unlink()
     with pytest.raises(DamagedDataError, match="record"):
         restore_one(tmp_path, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
 

@@ -34,10 +34,8 @@ def write(folder: Path) -> None:
     unfinished.replace(folder / MANIFEST)
 
 
-def compare(folder: Path, sizes_only: bool = False) -> Differences | None:
+def compare(folder: Path) -> Differences | None:
     """Return how a folder differs from its manifest, or None if it has no manifest.
-
-    With `sizes_only`, no file but the manifest is read.
 
     If the manifest itself is damaged, it is the only entry in `changed`: what it says about other
     files cannot be trusted.
@@ -56,9 +54,7 @@ def compare(folder: Path, sizes_only: bool = False) -> Differences | None:
     present = dict(_files(folder))
     return Differences(
         changed=[
-            name
-            for name in files
-            if name in present and _is_changed(present[name], files[name], sizes_only)
+            name for name in files if name in present and _is_changed(present[name], files[name])
         ],
         missing=sorted(files.keys() - present.keys()),
         added=sorted(present.keys() - files.keys()),
@@ -76,16 +72,16 @@ def describe_files(root: Path, folders: list[Path]) -> dict[str, dict[str, Any]]
 
 def changed_files(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names of the files that are not as `describe_files` found them."""
-    return [name for name, seen in files.items() if _is_changed(root / name, seen, False)]
+    return [name for name, seen in files.items() if _is_changed(root / name, seen)]
 
 
-def _is_changed(path: Path, expected: dict[str, Any], sizes_only: bool) -> bool:
+def _is_changed(path: Path, expected: dict[str, Any]) -> bool:
     """Return whether a file is not as its manifest says. A broken link or a pipe is not."""
     if not path.is_file():
         return True
     if path.stat().st_size != expected["size"]:
         return True
-    return not sizes_only and _describe(path) != expected
+    return _describe(path) != expected
 
 
 def _serialize(files: dict[str, dict[str, Any]]) -> str:

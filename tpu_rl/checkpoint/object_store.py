@@ -235,9 +235,6 @@ class StepObjects:
 
     # --- reading ---
 
-    def require_intact(self, step: int) -> None:
-        """Do nothing: one object commits a step, and its arrays have digests."""
-
     def read_record(self, step: int) -> dict[str, Any]:
         """Return the JSON record of a step."""
         return self._content(step)["record"]
