@@ -436,7 +436,7 @@ def to_pairs(
 def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
     """Return what computes log-probs of given completions under a role."""
     return text_log_probs.text_log_probs(
-        context.role(role), context.config.batch, context.mesh, context.reads_key_tiles
+        context.role(role), context.config.batch, context.mesh, context.attention_index
     )
 
 

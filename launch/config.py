@@ -69,6 +69,10 @@ class ModelConfig:
     128 divides the length of packed rows, a Pallas kernel that never stores a layer's scores; on
     NVIDIA GPUs in bfloat16, cuDNN's kernel for training and log-probs, if a trial gives what xla
     gives; otherwise xla. cudnn: the same, but an error where cuDNN cannot be used."""
+    exact_sampling: bool = False
+    """Let the update compute the very bits that the sampler did, so that the sampler-trainer gap is
+    0 at the first update of a batch, in bfloat16 too. It costs speed; see
+    docs/reference/attention.md."""
     remat: Literal["full", "save-dots", "none"] = "full"
     """The part of a layer that the backward pass computes again, to save memory. full: everything.
     save-dots: everything but the results of products with weights, and attention's; experts are
@@ -281,6 +285,10 @@ class ExperimentConfig:
         config_checks.check_sampling(self.sampling, self.batch, specs)
         config_checks.check_rollouts(self.rollout, self.batch, specs)
         config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
+        if self.model.exact_sampling:
+            config_checks.check_exact_sampling(
+                self.sampling, self.mesh.tensor, self.mesh.context, self.model.attention
+            )
 
 
 # --- command line ---

@@ -156,6 +156,47 @@ RAISE_ROW_LENGTH = (
 # --- runs that are about to train; a configuration that was saved earlier can always be read ---
 
 
+def check_exact_sampling(
+    sampling: SamplingConfig, tensor_devices: int, context_devices: int, attention: str
+) -> None:
+    """Check that sampler and trainer can compute the same bits."""
+
+    def refuse(what: str, where: str, why: str, fix: str) -> None:
+        where = f"--model.exact-sampling, {where}"
+        raise InputError(
+            f"exact sampling and {what} do not go together", where=where, why=why, fix=fix
+        )
+
+    if sampling.kv_cache_dtype == "int8":
+        refuse(
+            "an int8 cache",
+            "--sampling.kv-cache-dtype",
+            "the update reads keys that are not rounded",
+            "use --sampling.kv-cache-dtype computed",
+        )
+    if sampling.tensor_parallel not in (None, tensor_devices):
+        refuse(
+            "another tensor parallelism in sampling",
+            "--sampling.tensor-parallel",
+            "partial sums over devices would be added in another order",
+            f"use --sampling.tensor-parallel {tensor_devices}, that of the mesh",
+        )
+    if context_devices > 1:
+        refuse(
+            "context parallelism",
+            "--mesh.context",
+            "each device holds a part of every row's keys",
+            "use --mesh.context 1",
+        )
+    if attention == "cudnn":
+        refuse(
+            "cuDNN's attention",
+            "--model.attention",
+            "its order of sums is its own",
+            "use --model.attention auto",
+        )
+
+
 def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConfig) -> None:
     """Check that teachers are given, and that the sampling temperature suits the losses."""
     if not sampling.temperature >= 0:

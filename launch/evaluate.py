@@ -273,7 +273,7 @@ def loss(
     batch = replace(batch, num_minibatches=1)
     max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     with jax.set_mesh(mesh):
-        log_probs = text_log_probs.text_log_probs(role, batch, mesh, key_tiles=False)
+        log_probs = text_log_probs.text_log_probs(role, batch, mesh, "none")
         return held_out_loss.held_out_loss(log_probs, rows, language.tokenizer, max_length)(params)
 
 

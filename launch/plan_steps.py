@@ -324,7 +324,7 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
         config.batch, prompts=num_kept(config.batch.prompts, config.rollout.keep_variance_share)
     )
     data = longest_texts(batch, config.sampling, planned.stage.algorithm.experience)
-    layout = layout_of(batch, data)
+    layout = layout_of(batch, data, paths=config.model.exact_sampling)
 
     def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:
         placement = experience_sharding(mesh, array.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from tpu_rl.rewards import named, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import episodes
 from tpu_rl.runtime import compilation_cache, processes
-from tpu_rl.runtime.host import claim_devices, warn_of_unused_accelerators
+from tpu_rl.runtime.host import claim_devices, exact_settings, warn_of_unused_accelerators
 from tpu_rl.types import Model, QExamples
 
 
@@ -41,6 +42,8 @@ def prepare(config: ExperimentConfig) -> None:
     for warning in check(config):
         print(f"warning: {printable(warning)}", file=sys.stderr)
     compilation_cache.enable()
+    if config.model.exact_sampling:
+        os.environ |= exact_settings(os.environ)
     claim_devices()
     host_agreement.require_same_devices()
     warn_of_unused_accelerators()

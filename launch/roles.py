@@ -20,6 +20,7 @@ from tpu_rl.algorithm_spec import Reading, RoleSpec
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.errors import InputError
+from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.losses import return_distributions
 from tpu_rl.models.attention import cudnn_trial, flash
 from tpu_rl.models.attention.cudnn import unsupported_reason
@@ -209,7 +210,11 @@ def fast_models(config: ExperimentConfig, base: Model, mesh: Mesh) -> dict[str, 
         name: fast_model(config, model, mesh) for name, model in role_models(config, base).items()
     }
     wanted = config.model.attention
-    if wanted == "xla" or (wanted == "auto" and mesh.devices.flat[0].platform != "gpu"):
+    if (
+        config.model.exact_sampling
+        or wanted == "xla"
+        or (wanted == "auto" and mesh.devices.flat[0].platform != "gpu")
+    ):
         return result
     # The drafter never sees packed rows, only a cache.
     obstacles = {
@@ -241,6 +246,15 @@ def _cudnn_obstacle(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
 def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
     """Return the model with what is fastest on the mesh's devices, or what was asked for."""
     model = models.with_remat(model, config.model.remat)
+    if config.model.exact_sampling:
+        if model.config.moe is not None:
+            raise InputError(
+                "exact sampling and a mixture of experts do not go together",
+                where="--model.exact-sampling",
+                why="how a product with an expert is computed depends on the number of its tokens",
+                fix="use a dense model, or leave the flag out",
+            )
+        return models.with_exact_sampling(model)
     if mesh.devices.flat[0].platform == "cpu":
         model = models.with_cpu_cache(model)
     return models.with_attention_kernel(model) if has_attention_kernel(config, mesh) else model
@@ -471,12 +485,14 @@ class RunContext(NamedTuple):
         return self.config.sampling.max_prompt_tokens + self.config.sampling.max_new_tokens
 
     @property
-    def reads_key_tiles(self) -> bool:
-        """False if no attention reads `Layout.key_tiles`; see `layout.lay_out`."""
+    def attention_index(self) -> AttentionIndex:
+        """The part of a layout that attention reads."""
+        if self.config.model.exact_sampling:
+            return "paths"
         by_kernel = has_attention_kernel(self.config, self.mesh)
         if by_kernel and flash.is_supported(self.config.batch.row_length):
-            return False
-        return self.config.mesh.context <= 1
+            return "none"
+        return "tiles" if self.config.mesh.context <= 1 else "none"
 
     def params_of(self, role: str) -> Select:
         """Return what selects a role's params from the whole tree."""

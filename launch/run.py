@@ -47,7 +47,7 @@ from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable
-from tpu_rl.experience.layout import lay_out
+from tpu_rl.experience.layout import AttentionIndex, lay_out
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.models import Select
 from tpu_rl.rollout import samples, weights
@@ -206,7 +206,7 @@ class StageParts(NamedTuple):
     """The parts that the steps of a stage need, besides the state."""
 
     mesh: Mesh
-    key_tiles: bool
+    attention_index: AttentionIndex
     """See `layout.lay_out`."""
     make_batch: Callable[..., tuple[Any, Any]]
     update: update_step.UpdateStep
@@ -250,7 +250,7 @@ def compose_stage(
 
     parts = StageParts(
         mesh=context.mesh,
-        key_tiles=context.reads_key_tiles,
+        attention_index=context.attention_index,
         make_batch=make_batch,
         update=update,
         source=source,
@@ -426,7 +426,7 @@ def take_step(
     state = parts.for_training(state)
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
-    packed = lay_out(batch_config, experience.data, parts.mesh, parts.key_tiles)
+    packed = lay_out(batch_config, experience.data, parts.mesh, parts.attention_index)
 
     update_began = time.perf_counter()
     watchdog.mark(f"the update of step {step}")

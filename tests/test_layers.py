@@ -20,13 +20,14 @@ LIBRARY_LIMIT = 12
 COMMANDS_LIMIT = 25
 """How many modules may lie directly in tpu_rl and in launch."""
 
-BASICS = {"types", "errors"}
+BASICS = {"types", "errors", "sums"}
 STATE = BASICS | {"train.sharding"}
 MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
 WORKERS = {"runtime.workers", "runtime.worker_child"}
 ALLOWED: dict[str, set[str]] = {
     # Modules of tpu_rl itself.
     "types": set(),
+    "sums": {"types"},
     "redaction": set(),
     "errors": {"redaction"},
     "run_files": {"errors"},

@@ -58,11 +58,11 @@ class Model(NamedTuple):
     init: Callable[[Array], Params]
     """key -> random params."""
     hidden: Callable[..., Array]
-    """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None, visible_until=None) ->
-    [R, S, D].
+    """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None, visible_until=None,
+    paths=None) -> [R, S, D].
 
-    All inputs are [R, S] int32, except `key_tiles` (see `Rows`). `key_tiles` changes no result: it
-    only says which attention scores need not be computed.
+    All inputs are [R, S] int32, except `key_tiles` and `paths` (see `Rows`). They change no result:
+    `key_tiles` says which attention scores need not be computed, and `paths` in which order to sum.
     """
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
@@ -115,6 +115,8 @@ class Policy(NamedTuple):
     None: decided by the shapes of caches. All tokens can be taken back if each has its own place,
     and none otherwise.
     """
+    exact: bool = False
+    """See `Role`."""
 
 
 class Role(NamedTuple):
@@ -128,6 +130,8 @@ class Role(NamedTuple):
     """(full params tree, rows) -> [R, S, D]."""
     logits: Callable[[Params, Array], Array]
     """(full params tree, hidden [..., D]) -> [..., V] float32; for a head, its outputs [..., K]."""
+    exact: bool = False
+    """True if log-probs of sampler and trainer have equal bits (see `models.exact`)."""
 
 
 Roles = Mapping[str, Role]
@@ -273,6 +277,18 @@ class QExamples:
 
 
 @struct.dataclass
+class Paths:
+    """The attention of packed rows [R, S], one sequence at a time (see `models.exact`)."""
+
+    queries: Array
+    """[..., R, n, t] int32: slots of the queries of each tile, then S as padding. The queries of a
+    tile follow one another in a sequence."""
+    keys: Array
+    """[..., R, n, L] int32: slots of the sequence's tokens up to the tile's last query, by
+    position, then S as padding."""
+
+
+@struct.dataclass
 class Rows:
     """Packed rows, the input of models and losses. All arrays are [..., R, S] int32 unless noted.
 
@@ -305,6 +321,9 @@ class Rows:
     key_tiles: Array | None = None
     """[..., R, S / t, n] int32: for each tile of t query slots, the tiles that hold every key that
     its tokens see, then -1 as padding. None: all tiles."""
+    paths: Paths | None = None
+    """The sequences of the row, for models with `DecoderConfig.exact`. None: attention goes by
+    slots."""
     visible_until: Array | None = None
     """The slot after the last one whose token sees this one: the end of its subtree. Token i sees
     token j if j <= i < visible_until[j]. None: segments and branches say the same."""
@@ -334,6 +353,7 @@ class Layout:
     visible_until: Array
     actions: Array | None = None
     key_tiles: Array | None = None
+    paths: Paths | None = None
 
     @property
     def minibatches(self) -> int:
@@ -364,6 +384,7 @@ class Layout:
             previous=self.previous,
             actions=self.actions,
             key_tiles=self.key_tiles,
+            paths=self.paths,
             visible_until=self.visible_until,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,25 +23,30 @@ from tpu_rl.types import (
     Rollout,
 )
 
+AttentionIndex = Literal["tiles", "paths", "none"]
+"""The part of a layout that attention reads: `Layout.key_tiles`, `Layout.paths` or neither. Their
+sizes differ from batch to batch, and each new size compiles the programs again."""
 
-def lay_out(batch: BatchConfig, data: Any, mesh: Mesh, key_tiles: bool = True) -> Experience:
-    """Return the data with their places in packed rows, as device arrays spread over the mesh.
 
-    Set `key_tiles` to False if no attention reads `Layout.key_tiles`: their sizes differ from batch
-    to batch, and each new size would compile the programs again.
-    """
+def lay_out(
+    batch: BatchConfig, data: Any, mesh: Mesh, attention_index: AttentionIndex = "tiles"
+) -> Experience:
+    """Return the data with their places in packed rows, as device arrays spread over the mesh."""
 
     def place(array: Any) -> jax.Array:
         return sharding.put(array, experience_sharding(mesh, np.shape(array)))
 
-    layout = layout_of(batch, data)
-    if not key_tiles:
+    layout = layout_of(batch, data, paths=attention_index == "paths")
+    if attention_index != "tiles":
         layout = replace(layout, key_tiles=None)
     return jax.tree.map(place, Experience(data, layout))
 
 
-def layout_of(batch: BatchConfig, data: Any) -> Layout:
-    """Return the place of each token in the packed rows of the micro-batches."""
+def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
+    """Return the place of each token in the packed rows of the micro-batches.
+
+    `paths` says whether to fill `Layout.paths`.
+    """
     return packing.lay_out(
         np.asarray(data.action_mask),
         np.asarray(data.group_id),
@@ -51,6 +56,7 @@ def layout_of(batch: BatchConfig, data: Any) -> Layout:
         whole_groups=isinstance(data, Pairs),
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
+        paths=paths,
     )
 
 

@@ -7,6 +7,7 @@ sequence length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from tpu_rl.sums import tree_sum
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import Array, Params, Role, Rows
 
@@ -100,7 +102,7 @@ def log_probs_of_hidden(
 
     def chunk_log_probs(tokens: Array, states: Array) -> tuple[Array, Array]:
         logits = role.logits(params, states) / temperature
-        log_probs, entropy = log_probs_of_logits(logits, tokens)
+        log_probs, entropy = log_probs_of_logits(logits, tokens, role.exact)
         return log_probs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
     chunk_tokens = chunk_tokens or tokens_at_once(vocabulary(role, params, hidden))
@@ -319,29 +321,39 @@ def _gradients(
     return tuple(gradients[:count]), tuple(gradients[count:])
 
 
-@jax.custom_vjp
-def log_probs_of_logits(logits: Array, tokens: Array) -> tuple[Array, Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def log_probs_of_logits(logits: Array, tokens: Array, exact: bool = False) -> tuple[Array, Array]:
     """Return log-probs and entropies [...] of tokens [...] under logits [..., V].
 
-    It is logit - logsumexp, which is 1.5 times as fast as log_softmax followed by a gather and
-    keeps no second array of the size of the logits.
+    It is logit - max - log(sum(exp(logits - max))), in the order of `sampler.token_sampling`. With
+    `exact`, equal logits then give log-probs of equal bits. That is 1.5 times as fast as
+    log_softmax followed by a gather, and keeps no second array of the size of the logits.
     """
-    return _log_probs_of_logits(logits, tokens)[0]
+    return _log_probs_of_logits(logits, tokens, exact)[0]
 
 
-def _log_probs_of_logits(logits: Array, tokens: Array) -> tuple[tuple[Array, Array], Any]:
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+def _log_probs_of_logits(
+    logits: Array, tokens: Array, exact: bool
+) -> tuple[tuple[Array, Array], Any]:
+    largest = jnp.max(logits, axis=-1)
+    below_max = logits - largest[..., None]
+    mass = jnp.exp(below_max)
+    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
+    log_normalizer = largest + log_total
+    chosen = jnp.take_along_axis(below_max, tokens[..., None], axis=-1)[..., 0]
     probabilities = jnp.exp(logits - log_normalizer[..., None])
     entropy = log_normalizer - jnp.sum(probabilities * logits, axis=-1)
-    return (chosen - log_normalizer, entropy), (logits, tokens, log_normalizer, entropy)
+    return (chosen - log_total, entropy), (logits, tokens, log_normalizer, entropy)
 
 
-def _log_probs_of_logits_gradient(residuals: Any, gradients: tuple[Any, Any]) -> tuple[Array, None]:
+def _log_probs_of_logits_gradient(
+    exact: bool, residuals: Any, gradients: tuple[Any, Any]
+) -> tuple[Array, None]:
     """Return the gradient of the logits, without a scatter into the vocabulary.
 
     d log p(token) / d z_v = [v = token] - p(v) and d H / d z_v = -p(v) (log p(v) + H).
     """
+    del exact
     logits, tokens, log_normalizer, entropy = residuals
     log_prob_gradient, entropy_gradient = gradients
     log_p = logits - log_normalizer[..., None]
@@ -356,7 +368,7 @@ def _log_probs_of_logits_gradient(residuals: Any, gradients: tuple[Any, Any]) ->
 
 
 log_probs_of_logits.defvjp(
-    lambda logits, tokens: _log_probs_of_logits(logits.value, tokens.value),
+    lambda logits, tokens, exact: _log_probs_of_logits(logits.value, tokens.value, exact),
     _log_probs_of_logits_gradient,
     symbolic_zeros=True,
 )

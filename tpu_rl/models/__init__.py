@@ -33,6 +33,7 @@ from tpu_rl.models.policy import (
     role,
     with_attention_kernel,
     with_cpu_cache,
+    with_exact_sampling,
     with_int8_cache,
     with_remat,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "tokenizer_directory",
     "with_attention_kernel",
     "with_cpu_cache",
+    "with_exact_sampling",
     "with_head",
     "with_int8_cache",
     "with_lora",

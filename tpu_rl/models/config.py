@@ -269,6 +269,10 @@ class DecoderConfig:
     cache_dtype: str | None = None
     """The dtype of cached keys and values. "int8" adds one scale per token and head. None: the
     compute dtype."""
+    exact: bool = False
+    """Compute logits whose bits depend neither on the number of rows nor on that of keys (see
+    `models.exact`). Cached and packed tokens then have equal logits. Not for mixtures of experts.
+    """
     moe: MoeConfig | None = None
     """The mixture of experts in each layer. None: layers have an MLP."""
     num_outputs: int | None = None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models import kv_cache, layers
+from tpu_rl.models import exact, kv_cache, layers
 from tpu_rl.models.attention import flash
 from tpu_rl.models.attention.cudnn import cudnn_attention
 from tpu_rl.models.attention.flash_kernels import FlashConfig
@@ -37,7 +37,7 @@ from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.train.sharding import constrain, spread
-from tpu_rl.types import Array, Model, Params
+from tpu_rl.types import Array, Model, Params, Paths
 
 KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
@@ -54,6 +54,8 @@ class Context(NamedTuple):
     """Layer type -> cosines and sines of the queries' positions."""
     key_tiles: Array | None = None
     """See `layers.attention`."""
+    paths: Paths | None = None
+    """See `exact.path_attention`."""
     views: dict[str, kv_cache.CacheView] | None = None
     """Layer type -> view on the cache; None without a cache."""
 
@@ -148,12 +150,16 @@ class Weights(nn.Module):
     def norm(self, x: Array, name: str) -> Array:
         """Return the RMS norm of x over as many trailing dimensions as the scale has."""
         config = self.config.norm
+        normalize = functools.partial(
+            layers.rms_norm, eps=config.eps, unit_offset=config.unit_offset
+        )
+        if self.config.exact:
+            normalize = functools.partial(normalize, mean=exact.mean)
         scale = self._stored(name)
         if scale.ndim == 1:
-            return layers.rms_norm(x, scale, config.eps, config.unit_offset)
+            return normalize(x, scale)
         flat = x.reshape(*x.shape[: -scale.ndim], scale.size)
-        normed = layers.rms_norm(flat, scale.reshape(-1), config.eps, config.unit_offset)
-        return normed.reshape(x.shape)
+        return normalize(flat, scale.reshape(-1)).reshape(x.shape)
 
     def adapter(self, name: str) -> tuple[Array, Array]:
         """Return the matrices A and B of a weight's adapter."""
@@ -170,13 +176,16 @@ class Weights(nn.Module):
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
+        length = x.shape[1]
+        if self.config.exact:
+            x = exact.enough_rows(x, spread(PACKED.rows, len(x)))
         y = layers.product(equation, x, self.weight(name))
         if bias:
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
         scale = self.config.adapter_scale(name)
         if scale is not None:
             y = y + layers.low_rank(x, *self.adapter(name), scale)
-        return checkpoint_name(y, PRODUCT)
+        return checkpoint_name(y[:, :length], PRODUCT)
 
 
 class Layer(Weights):
@@ -282,14 +291,30 @@ class Layer(Weights):
         if token_shards > 1:
             keys = constrain(keys, KEY_AXES)
             values = constrain(values, KEY_AXES)
-        use_cudnn = config.kernel == "cudnn" and read_rows is None
+        if self.config.exact and read_rows is None and context.paths is not None:
+            attended = exact.path_attention(
+                query,
+                keys,
+                values,
+                queries,
+                context.paths,
+                scale=config.scale,
+                sliding_window=sliding_window,
+                softcap=config.softcap,
+            )
+            return checkpoint_name(attended, PRODUCT)
+        implementation = None
+        if self.config.exact:
+            implementation = exact.attention
+        elif config.kernel == "cudnn" and read_rows is None:
+            implementation = cudnn_attention
         attend = functools.partial(
             layers.attention,
             scale=config.scale,
             sliding_window=sliding_window,
             softcap=config.softcap,
             key_tiles=context.key_tiles,
-            implementation=cudnn_attention if use_cudnn else None,
+            implementation=implementation,
         )
         if read_rows and config.cpu_cache and spread(axes.rows, len(query)) == 1:
             block_rows = kv_cache.rows_per_block(keys)
@@ -427,6 +452,9 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     if config.num_outputs:
         return score(params, hidden.astype(config.dtype))
     vocab = config.vocab
+    positions = hidden.shape[1]
+    if config.exact:
+        hidden = exact.enough_rows(hidden, spread(PACKED.rows, len(hidden)))
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
     scale = config.adapter_scale("unembedding")
@@ -439,7 +467,7 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     if vocab.valid < vocab.size:
         valid = jnp.broadcast_to(jnp.arange(vocab.size) < vocab.valid, logits.shape)
         logits = jnp.where(valid, logits, layers.MASKED)
-    return logits
+    return logits[:, :positions]
 
 
 def score(params: Params, hidden: Array) -> Array:
@@ -452,11 +480,14 @@ def score(params: Params, hidden: Array) -> Array:
 
 
 def packed_context(
-    config: DecoderConfig, tokens: TokenIndex, key_tiles: Array | None = None
+    config: DecoderConfig,
+    tokens: TokenIndex,
+    key_tiles: Array | None = None,
+    paths: Paths | None = None,
 ) -> Context:
     """Return the context of packed rows."""
     keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
-    return Context(tokens, keys, _angles(config, tokens.positions), key_tiles)
+    return Context(tokens, keys, _angles(config, tokens.positions), key_tiles, paths)
 
 
 def cached_context(
@@ -498,6 +529,7 @@ def decoder(config: DecoderConfig) -> Model:
         branch_ids: Array,
         key_tiles: Array | None = None,
         visible_until: Array | None = None,
+        paths: Paths | None = None,
     ) -> Array:
         if visible_until is None:
             visible_until = layers.visible_until(segment_ids, branch_ids)
@@ -510,7 +542,7 @@ def decoder(config: DecoderConfig) -> Model:
             tokens = tokens[:, order]
             token_index = TokenIndex(*(field[:, order] for field in token_index))
             key_tiles = None  # They list tiles of tokens in their original order.
-        context = packed_context(config, token_index, key_tiles)
+        context = packed_context(config, token_index, key_tiles, paths)
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:

@@ -329,13 +329,19 @@ _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 # Norm and rotary embedding.
 
 
-def rms_norm(x: Array, scale: Array, eps: float, unit_offset: bool) -> Array:
+def rms_norm(
+    x: Array,
+    scale: Array,
+    eps: float,
+    unit_offset: bool,
+    mean: Callable[[Array], Array] = functools.partial(jnp.mean, axis=-1),
+) -> Array:
     """Return the RMS norm of x [..., D] with scale [D], computed in float32, in the dtype of x.
 
-    With `unit_offset` the gain is 1 + scale.
+    With `unit_offset` the gain is 1 + scale. `mean` is over the last dimension.
     """
     x_float32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(x_float32 * x_float32, axis=-1, keepdims=True)
+    mean_square = mean(x_float32 * x_float32)[..., None]
     normed = x_float32 * jax.lax.rsqrt(mean_square + eps)
     gain = scale.astype(jnp.float32) + (1.0 if unit_offset else 0.0)
     return (normed * jnp.broadcast_to(gain, x.shape)).astype(x.dtype)

@@ -44,7 +44,7 @@ def policy(model: Model, select: Callable[[Params], Params] | None = None) -> Po
     give an equal policy, which the sampler compiles once. Two lambdas are never the same, so pass a
     `Select` or a named function.
     """
-    whole = Policy(model.init_cache, model.extend, model.max_rollback)
+    whole = Policy(model.init_cache, model.extend, model.max_rollback, model.config.exact)
     return whole if select is None else _selecting_policy(whole, select)
 
 
@@ -63,7 +63,7 @@ def _selecting_policy(policy: Policy, select: Callable[[Params], Params]) -> Pol
     ) -> tuple[Array, Any]:
         return policy.extend(select(params), cache, tokens, positions, branch_ids, commit)
 
-    return Policy(init_cache, extend, policy.max_rollback)
+    return Policy(init_cache, extend, policy.max_rollback, policy.exact)
 
 
 def role(model: Model, select: Callable[[Params], Params]) -> Role:
@@ -81,12 +81,13 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
             rows.branch_ids,
             rows.key_tiles,
             rows.visible_until,
+            rows.paths,
         )
 
     def logits(params: Params, hidden: Array) -> Array:
         return model.logits(select(params), hidden)
 
-    return Role(hidden, logits)
+    return Role(hidden, logits, model.config.exact)
 
 
 def with_int8_cache(model: Model) -> Model:
@@ -108,6 +109,13 @@ def with_attention_kernel(
     """Return the model with an attention kernel, used where it supports the shapes (see
     `AttentionConfig.kernel`)."""
     return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
+
+
+def with_exact_sampling(model: Model) -> Model:
+    """Return the model whose cached and packed tokens have logits of equal bits (see
+    `DecoderConfig.exact`)."""
+    attention = replace(model.config.attention, kernel="none", cpu_cache=False)
+    return decoder(replace(model.config, attention=attention, exact=True))
 
 
 def with_remat(model: Model, remat: Literal["full", "save-dots", "none"]) -> Model:

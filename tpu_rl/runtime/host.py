@@ -98,6 +98,19 @@ def thread_pool_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {"PJRT_NPROC": str(max(cores(), min(THREADS_PER_DEVICE * devices, MAX_THREADS)))}
 
 
+WITHOUT_YNNPACK = "--xla_cpu_experimental_ynn_fusion_type="
+"""XLA flag: no product or sum on a CPU goes to YNNPACK, which chooses its loop by the number of
+rows."""
+
+
+def exact_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables to set before JAX starts, for `DecoderConfig.exact` on CPUs."""
+    flags = environment.get("XLA_FLAGS", "")
+    if WITHOUT_YNNPACK.rstrip("=") in flags:
+        return {}
+    return {"XLA_FLAGS": f"{flags} {WITHOUT_YNNPACK}".strip()}
+
+
 def claim_devices(root: Path = Path("/")) -> None:
     """Start JAX on its devices.
 

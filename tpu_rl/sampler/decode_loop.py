@@ -129,7 +129,8 @@ def _decode_step(
         params, slots.cache, last_token, position, jnp.zeros_like(last_token), live
     )
     logits = logits[:, 0].astype(jnp.float32)
-    sampled = sample_tokens(logits, uniforms(slots.key, slots.length), config, slots.seen)
+    uniform = uniforms(slots.key, slots.length)
+    sampled = sample_tokens(logits, uniform, config, slots.seen, exact=policy.exact)
     # A column beyond the end is dropped.
     columns = outputs.tokens.shape[1]
     column = jnp.where(slots.live, slots.num_sampled, columns)

@@ -77,7 +77,7 @@ def with_draft(policy: Policy, draft: Draft) -> Policy:
         _, draft_cache = draft.extend(params, cache.draft, tokens, positions, branch_ids, commit)
         return logits, SpeculativeCache(policy_cache, text, draft_cache)
 
-    return Policy(init_cache, extend)
+    return Policy(init_cache, extend, exact=policy.exact)
 
 
 def _with_tokens(text: Array, start: Array, tokens: Array) -> Array:
@@ -176,7 +176,7 @@ def decode_step(
     if slots.seen is not None:
         seen = _seen_at_each(slots.seen, draft_tokens).reshape(read.size, -1)
     flat_logits = logits.reshape(read.size, -1).astype(jnp.float32)
-    sampled = sample_tokens(flat_logits, uniform.reshape(-1), config, seen)
+    sampled = sample_tokens(flat_logits, uniform.reshape(-1), config, seen, exact=policy.exact)
     token, log_probs, behaviour_log_probs = (part.reshape(read.shape) for part in sampled)
 
     # Keep tokens up to the first that differs from the draft, that ends the row, or that is at its

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.sampler.config import SamplerConfig
+from tpu_rl.sums import tree_sum
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Purpose
 
@@ -58,7 +59,12 @@ def uniforms(keys: Array, positions: Array) -> Array:
 
 
 def sample_tokens(
-    logits: Array, uniform: Array, config: SamplerConfig, seen: Array | None = None
+    logits: Array,
+    uniform: Array,
+    config: SamplerConfig,
+    seen: Array | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Sample one token for each row.
 
@@ -68,6 +74,7 @@ def sample_tokens(
         config: temperature, truncation, repetition penalty and bias.
         seen: [B, V] bool, True for the tokens that the repetition penalty applies to. Required if
             there is a penalty.
+        exact: see `types.Role`.
 
     Returns:
         (token, log_prob, behaviour_log_prob), each [B]. `log_prob` is the log-probability over the
@@ -77,7 +84,7 @@ def sample_tokens(
     """
     scale = 1.0 if config.greedy else config.temperature
     below_max, mass = _unnormalized(logits / scale)
-    log_total = jnp.log(jnp.sum(mass, axis=-1))
+    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
     changed_logits = penalize(logits, config, seen)
     changed_below_max = below_max
     changed_mass = mass

@@ -26,11 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.types import Layout, Rows
+from tpu_rl.types import Layout, Paths, Rows
 
 TILE = 64
 """Approximate number of slots per tile of `Rows.key_tiles`. Smaller tiles leave out more keys;
 larger tiles gather less memory per attention score."""
+
+PATH_TILES = (8, 64)
+"""Smallest and largest number of queries in a tile of `Rows.paths`."""
+
+PATH_KEYS = 64
+"""The keys of a tile of `Rows.paths` are this number times a power of two."""
 
 WORTH_TILES = 0.75
 """If the longest list of key tiles covers more than this share of a row, attention reads all keys
@@ -151,6 +157,7 @@ def lay_out(
     whole_groups: bool = False,
     parent: Any = None,
     shared: Any = None,
+    paths: bool = False,
 ) -> Layout:
     """Assign the rows of action_mask [N, T] and group_id [N] to packed rows.
 
@@ -172,6 +179,7 @@ def lay_out(
         whole_groups: never split a group.
         parent, shared: [N] each, the leading tokens that rows share (see `types.Rollout`). None:
             the rows of a group share their prompt.
+        paths: fill `Layout.paths`.
 
     Raises:
         InputError: a prompt with one completion is longer than a row, or a group is and
@@ -191,7 +199,7 @@ def lay_out(
         most_rows = max(most_rows, row_limit)
     micro_batches = _round_up_count(_ceil_div(most_rows, micro_batch_rows))
     packed_shape = (minibatches, micro_batches, micro_batch_rows, row_length)
-    layout = _index(packed, mask.shape, packed_shape)
+    layout = _index(packed, mask.shape, packed_shape, paths)
     is_action = np.where(layout.source >= 0, mask.reshape(-1)[layout.source], False)
     return replace(
         layout, actions=_action_slots(is_action), key_tiles=_key_tiles(packed, packed_shape)
@@ -327,10 +335,12 @@ def _index(
     packed: list[list[_PackedRow]],
     shape: tuple[int, int],
     packed_shape: tuple[int, int, int, int],
+    paths: bool,
 ) -> Layout:
     """Return the index arrays of packed rows.
 
-    `shape` is that of the [N, T] arrays and `packed_shape` is [M, K, R, S].
+    `shape` is that of the [N, T] arrays and `packed_shape` is [M, K, R, S]. With `paths`, those of
+    `Rows.paths` are among them.
     """
     total_rows, width = shape
     _, micro_batches, micro_batch_rows, row_length = packed_shape
@@ -348,6 +358,11 @@ def _index(
     visible_until = np.full(total_slots, row_length, np.int32)
     # `previous` counts slots within a row. First tokens and padding point to themselves.
     previous = np.tile(np.arange(row_length, dtype=np.int32), total_slots // row_length)
+    tile_size = _path_tile_size(width)
+    # For each packed row, its tiles: (slots of the queries, slots of the keys).
+    path_tiles: list[list[tuple[np.ndarray, np.ndarray]]] = [
+        [] for _ in range(total_slots // row_length)
+    ]
 
     for step, rows in enumerate(packed):
         for row_number, row in enumerate(rows):
@@ -369,6 +384,10 @@ def _index(
                         slots_of[run.row][: run.start] = shared
                     first = cursor + run.slot
                     slots_of[run.row][run.start : run.stop] = np.arange(first, first + run.length)
+                    for start in range(run.start, run.stop, tile_size) if paths else ():
+                        stop = min(start + tile_size, run.stop)
+                        keys = slots_of[run.row][:stop] - row_start
+                        path_tiles[row_start // row_length].append((keys[start:], keys))
                     # Runs come depth first, so the last one that sets it ends the subtree.
                     for ancestor in (*(runs[number] for number in run.path), run):
                         start = cursor + ancestor.slot
@@ -402,8 +421,44 @@ def _index(
         "sequence_ids": sequence_ids.reshape(packed_shape),
         "previous": previous.reshape(packed_shape),
         "visible_until": visible_until.reshape(packed_shape),
+        "paths": _paths(path_tiles, tile_size, packed_shape) if paths else None,
     }
     return Layout(**fields)
+
+
+def _path_tile_size(width: int) -> int:
+    """Return the number of queries in a tile of `Rows.paths` for texts of `width` tokens."""
+    smallest, largest = PATH_TILES
+    return min(max(_power_of_two(width) // 4, smallest), largest)
+
+
+def _power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _paths(
+    path_tiles: list[list[tuple[np.ndarray, np.ndarray]]],
+    tile_size: int,
+    packed_shape: tuple[int, int, int, int],
+) -> Paths:
+    """Return `Rows.paths` of the tiles of each packed row: (slots of queries, slots of keys).
+
+    Sizes are rounded up to few values, so that few programs are compiled.
+    """
+    *counts, row_length = packed_shape
+    most_tiles = max(len(tiles) for tiles in path_tiles)
+    most_tiles = _power_of_two(max(most_tiles, 2 * row_length // tile_size))
+    longest = max((len(keys) for tiles in path_tiles for _, keys in tiles), default=1)
+    longest = PATH_KEYS * _power_of_two(_ceil_div(longest, PATH_KEYS))
+    queries = np.full((len(path_tiles), most_tiles, tile_size), row_length, np.int32)
+    keys = np.full((len(path_tiles), most_tiles, longest), row_length, np.int32)
+    for row, tiles in enumerate(path_tiles):
+        for tile, (tile_queries, tile_keys) in enumerate(tiles):
+            queries[row, tile, : len(tile_queries)] = tile_queries
+            keys[row, tile, : len(tile_keys)] = tile_keys
+    fields: dict[str, Any] = {"queries": queries, "keys": keys}
+    return Paths(**{name: x.reshape(*counts, *x.shape[1:]) for name, x in fields.items()})
 
 
 def _action_slots(is_action: np.ndarray) -> np.ndarray:

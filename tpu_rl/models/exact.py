@@ -1,0 +1,233 @@
+"""Arithmetic whose bits do not depend on how many rows and keys are computed together.
+
+A decoder with `DecoderConfig.exact` samples a token from the very bits that the update computes for
+it. Compilers choose the order of a sum by its shape, so a step that decodes one token per row adds
+up in another order than a pass over packed rows, and in bfloat16 the layers amplify a flipped bit
+up to the noise of the format. Here every order is written out:
+
+- attention reads keys in blocks, aligned by their position in the sequence, with one online softmax
+  (`attention`, and `path_attention` for packed rows);
+- sums of norms are trees (`sums.tree_sum`), and so are those of log-probs;
+- no product has a single row, which XLA for CPUs computes with another loop (`enough_rows`).
+
+On CPUs this also needs XLA without YNNPACK, which chooses its loop by the number of rows: see
+`runtime.host.exact_settings`.
+
+Letters in array shapes are those of `layers`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.models import layers
+from tpu_rl.models.layers import MASKED, TokenIndex
+from tpu_rl.sums import tree_sum
+from tpu_rl.types import Array, Paths
+
+KEY_BLOCK = 64
+"""Keys that `attention` reads at once."""
+
+MIN_ROWS = 2
+"""Smallest number of rows of a product on one device. XLA for CPUs computes a single row with
+another loop."""
+
+
+def mean(x: Array) -> Array:
+    """Return the mean of x [..., n] over its last dimension: [...]."""
+    return tree_sum(x) / x.shape[-1]
+
+
+def enough_rows(x: Array, shards: int) -> Array:
+    """Pad x [B, T, ...] with zeros along T until each device has `MIN_ROWS` rows.
+
+    The B rows are spread over `shards` devices.
+    """
+    device_rows = max(x.shape[0] // shards, 1)
+    missing = max(-(-MIN_ROWS // device_rows) - x.shape[1], 0)
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: TokenIndex,
+    keys: TokenIndex,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """Return the attention of `layers.attention`, with bits that depend only on visible keys.
+
+    Keys are read in blocks of `KEY_BLOCK`, one after another. A block in which a query sees nothing
+    changes no bit of its result. So a query gets the same bits wherever the keys that it sees come
+    in the same order and have the same places modulo `KEY_BLOCK`.
+
+    The gradient is that of `layers.dense_attention`.
+    """
+    attend = functools.partial(_attention, scale, sliding_window, softcap)
+    if query.shape[1] > 1:
+        return attend(query, key, value, queries, keys)
+    # As in `enough_rows`.
+    two_queries = TokenIndex(*(jnp.concatenate([field, field], axis=1) for field in queries))
+    attended = attend(jnp.concatenate([query, query], axis=1), key, value, two_queries, keys)
+    return attended[:, :1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    queries: TokenIndex,
+    keys: TokenIndex,
+) -> Array:
+    rows, length, num_heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = num_heads // kv_heads
+    missing = -key.shape[2] % KEY_BLOCK
+    num_blocks = (key.shape[2] + missing) // KEY_BLOCK
+    folded = query.reshape(rows, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    folded = folded.reshape(rows, kv_heads, group * length, head_dim)
+
+    def key_blocks(x: Array) -> Array:
+        """[B, K, S, E] -> [blocks, B, K, 64, E]."""
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
+        return jnp.moveaxis(x.reshape(rows, kv_heads, num_blocks, KEY_BLOCK, head_dim), 2, 0)
+
+    def index_blocks(x: Array) -> Array:
+        """[B, S] -> [blocks, B, 64]. No query sees the padding, whose `visible_until` is 0."""
+        x = jnp.pad(x, ((0, 0), (0, missing)))
+        return jnp.moveaxis(x.reshape(rows, num_blocks, KEY_BLOCK), 1, 0)
+
+    def add_block(
+        sums: tuple[Array, Array, Array], block: tuple[Array, Array, TokenIndex]
+    ) -> tuple[tuple[Array, Array, Array], None]:
+        max_score, total, weighted = sums
+        block_key, block_value, block_index = block
+        scores = jnp.einsum(
+            "bkqe,bkse->bkqs", folded, block_key, preferred_element_type=jnp.float32
+        )
+        scores = scores * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        mask = layers.attention_mask(queries, block_index, sliding_window)[:, None, None]
+        scores = scores.reshape(rows, kv_heads, group, length, KEY_BLOCK)
+        scores = jnp.where(mask, scores, MASKED)
+        new_max = jnp.maximum(max_score, scores.max(-1))
+        shrink = jnp.exp(max_score - new_max)
+        weights = jnp.where(mask, jnp.exp(scores - new_max[..., None]), 0.0)
+        block_weighted = jnp.einsum(
+            "bkqs,bkse->bkqe",
+            weights.astype(value.dtype).reshape(rows, kv_heads, group * length, KEY_BLOCK),
+            block_value,
+            preferred_element_type=jnp.float32,
+        )
+        total = total * shrink + tree_sum(weights)
+        weighted = weighted * shrink[..., None] + block_weighted.reshape(weighted.shape)
+        return (new_max, total, weighted), None
+
+    shape = (rows, kv_heads, group, length)
+    sums = (
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+    blocks = (key_blocks(key), key_blocks(value), TokenIndex(*map(index_blocks, keys)))
+    (_, total, weighted), _ = jax.lax.scan(add_block, sums, blocks)
+    attended = weighted / jnp.where(total > 0, total, 1.0)[..., None]
+    return attended.astype(query.dtype).transpose(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _attention_forward(
+    scale: float, sliding_window: int | None, softcap: float | None, *arguments: Any
+) -> tuple[Array, tuple]:
+    return _attention(scale, sliding_window, softcap, *arguments), arguments
+
+
+def _attention_backward(
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    arguments: tuple,
+    gradient: Array,
+) -> tuple:
+    *projections, queries, keys = arguments
+
+    def dense(query: Array, key: Array, value: Array) -> Array:
+        return layers.dense_attention(
+            query,
+            key,
+            value,
+            queries,
+            keys,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+
+    _, pull_back = jax.vjp(dense, *projections)
+    return (*pull_back(gradient), None, None)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def path_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    tokens: TokenIndex,
+    paths: Paths,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """Return `attention` of packed rows, with the bits of one row per sequence.
+
+    Args:
+        query: [R, S, H, E].
+        key, value: [R, K, S, E].
+        tokens: indices of the tokens, [R, S].
+        paths: the queries of each tile, and its keys by their position in the sequence.
+    """
+    rows, tiles, tile_size = paths.queries.shape
+    slots = query.shape[1]
+
+    def take(x: Array, index: Array) -> Array:
+        """[R, S, ...] at index [R, n, t] -> [R n, t, ...]."""
+        flat = jnp.minimum(index, slots - 1).reshape(rows, -1)
+        taken = jax.vmap(lambda row, at: row[at])(x, flat)
+        return taken.reshape(rows * tiles, -1, *x.shape[2:])
+
+    is_key = (paths.keys < slots).reshape(rows * tiles, -1)
+    keys = TokenIndex(*(take(field, paths.keys) for field in tokens))
+    keys = keys._replace(visible_until=jnp.where(is_key, keys.visible_until, 0))
+    key, value = (take(x.swapaxes(1, 2), paths.keys).swapaxes(1, 2) for x in (key, value))
+    attended = attention(
+        take(query, paths.queries),
+        key,
+        value,
+        TokenIndex(*(take(field, paths.queries) for field in tokens)),
+        keys,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+
+    def put(row: Array, at: Array) -> Array:
+        """[n t, H, E] -> [S, H, E]."""
+        return jnp.zeros((slots, *row.shape[1:]), row.dtype).at[at].set(row, mode="drop")
+
+    attended = attended.reshape(rows, tiles * tile_size, *query.shape[2:])
+    return jax.vmap(put)(attended, paths.queries.reshape(rows, -1))
