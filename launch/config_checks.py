@@ -174,7 +174,7 @@ def check_exact_sampling(
             "the update reads keys that are not rounded",
             "use --sampling.kv-cache-dtype computed",
         )
-    if sampling.tensor_parallel not in (None, tensor_devices):
+    if sampling.tensor_parallel not in (None, "train-mesh", tensor_devices):
         refuse(
             "another tensor parallelism in sampling",
             "--sampling.tensor-parallel",

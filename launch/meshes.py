@@ -169,6 +169,9 @@ def choose_sampling(
         return config, f"decoding: {_spread(given, mesh)}"
     if memory is None:
         return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}"
+    if config.model.exact_sampling:
+        reason = "exact sampling adds up in the order of training"
+        return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}: {reason}"
     if not any(mesh.shape[axis] > 1 for axis in sharding.RULES["embed"]):
         reason = "it gathers no weights"
         return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}: {reason}"

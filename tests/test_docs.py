@@ -26,6 +26,7 @@ FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
 # Flags in the documentation that are not settings of launch/run.py: those of other commands of this
 # repository, of pytest, of SLURM and of gcloud.
 OTHER_FLAGS = {
+    "xla_cpu_experimental_ynn_fusion_type",
     "repeats",
     "slices",
     "turn-tokens",

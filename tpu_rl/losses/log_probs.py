@@ -321,7 +321,6 @@ def _gradients(
     return tuple(gradients[:count]), tuple(gradients[count:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def log_probs_of_logits(logits: Array, tokens: Array, exact: bool = False) -> tuple[Array, Array]:
     """Return log-probs and entropies [...] of tokens [...] under logits [..., V].
 
@@ -329,10 +328,16 @@ def log_probs_of_logits(logits: Array, tokens: Array, exact: bool = False) -> tu
     `exact`, equal logits then give log-probs of equal bits. That is 1.5 times as fast as
     log_softmax followed by a gather, and keeps no second array of the size of the logits.
     """
-    return _log_probs_of_logits(logits, tokens, exact)[0]
+    result: Any = _log_probs_of_logits(logits, tokens, exact)
+    return result
 
 
-def _log_probs_of_logits(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _log_probs_of_logits(logits: Array, tokens: Array, exact: bool) -> tuple[Array, Array]:
+    return _log_probs_with_residuals(logits, tokens, exact)[0]
+
+
+def _log_probs_with_residuals(
     logits: Array, tokens: Array, exact: bool
 ) -> tuple[tuple[Array, Array], Any]:
     largest = jnp.max(logits, axis=-1)
@@ -367,8 +372,8 @@ def _log_probs_of_logits_gradient(
     return jnp.broadcast_to(gradient, logits.shape), None
 
 
-log_probs_of_logits.defvjp(
-    lambda logits, tokens, exact: _log_probs_of_logits(logits.value, tokens.value, exact),
+_log_probs_of_logits.defvjp(
+    lambda logits, tokens, exact: _log_probs_with_residuals(logits.value, tokens.value, exact),
     _log_probs_of_logits_gradient,
     symbolic_zeros=True,
 )
