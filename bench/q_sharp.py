@@ -38,7 +38,8 @@ COEFFICIENTS = (1.0, 0.5, 0.2, 0.1, 0.05)
 ARMS: dict[str, dict[str, Any]] = {
     "all_v": {},
     "single": {"prefixes": "single"},
-    "token_mean": {"weights": "token_mean"},
+    "token_mean": {"loss_aggregation": "token_mean"},
+    "unbiased": {"loss_aggregation": "token_mean", "drop_equal_returns": False},
     "q_type": {"q_type": "q", "candidates": None},
     "squared_error": {"distribution": "squared_error"},
     "histogram": {"distribution": "histogram"},

@@ -464,6 +464,7 @@ def _q_examples(context: RunContext, stage: Stage, params: Params) -> Source:
         config.batch.prompts * config.batch.group_size,
         algorithm.return_range,
         q_round_identity(config, rows),
+        algorithm.drop_equal_returns,
     )
     engine = q_examples.q_engine(roll_in(context, stage), roll_out(context), scorer(context))
     decode = context.language.tokenizer.decode

@@ -5,6 +5,8 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +78,8 @@ def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        QSharpConfig(),
-        QSharpConfig(q_type="q", candidates=None, loss_aggregation="token_mean"),
+        QSharpConfig(loss_aggregation="sequence_mean"),
+        QSharpConfig(q_type="q", candidates=None),
         QSharpConfig(distribution="squared_error", prefixes="single"),
         QSharpConfig(q_type="q", distribution="histogram", support=(0.0, 1.0, 5)),
     ],
@@ -118,9 +120,7 @@ def test_the_best_q_is_the_law_of_the_returns():
         return params["table"][tokens]
 
     table = Model("table", None, hidden, lambda params, h: h, None, None, None)  # pyright: ignore
-    algorithm = q_sharp(
-        QSharpConfig(loss_aggregation="token_mean"), {"q": tiny.role(table, "q")}, tiny.SAMPLING
-    )
+    algorithm = q_sharp(QSharpConfig(), {"q": tiny.role(table, "q")}, tiny.SAMPLING)
     batch, _ = algorithm.make_batch(tiny.experience(data), {}, ())
     micro_batches = [update_step.minibatch(update_step.minibatch(batch, 0), k) for k in range(2)]
 
@@ -323,6 +323,48 @@ def test_bad_guides_are_one_message_and_code_2(whole, capsys, flags, message):
     flags = [flag.replace("RUN", whole.run_dir) for flag in flags]
     assert evaluate.main(["builtin:arithmetic", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def collect_with_chance(chance: float, drop_equal_returns: bool, monkeypatch) -> np.ndarray:
+    """Return the returns that a round keeps of 3,000 prompts, each solved with one chance."""
+    prompts, group_size = 3000, 16
+    rewards = np.random.default_rng(0).random(prompts * group_size) < chance
+    count = len(rewards)
+    rollout = SimpleNamespace(
+        group_id=np.repeat(np.arange(prompts), group_size),
+        action_mask=np.ones((count, 1), bool),
+        tokens=np.zeros((count, 1), np.int32),
+        episode_id=None,
+    )
+    scored = SimpleNamespace(rollout=rollout, rewards=rewards.astype(np.float32))
+    sampled = SimpleNamespace(columns={q_examples.CUTS: np.zeros(count, np.int32)})
+    engine: Any = SimpleNamespace(generate=lambda *_: sampled, score=lambda _: scored)
+    monkeypatch.setattr(q_examples.records, "metrics", lambda _: {})
+    spec = q_examples.RoundSpec(1, 1, 0, 8, (0.0, 1.0), "", drop_equal_returns)
+    return q_examples.collect(engine, [{}] * prompts, {}, spec).returns
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.98])
+def test_the_papers_filter_pulls_returns_to_the_middle_and_the_default_does_not(
+    chance, monkeypatch
+):
+    returns = collect_with_chance(chance, False, monkeypatch)
+    assert abs(returns.mean() - chance) < 3 * (chance * (1 - chance) / len(returns)) ** 0.5
+    filtered = collect_with_chance(chance, True, monkeypatch)
+    expected = (chance - chance**16) / (1 - chance**16 - (1 - chance) ** 16)
+    assert abs(expected - chance) > 0.05
+    assert abs(filtered.mean() - expected) < 0.01
+
+
+def test_only_the_papers_filter_needs_groups():
+    assert QSharpConfig().experience.smallest_group == 1
+    assert QSharpConfig(drop_equal_returns=True).experience.smallest_group == 2
+
+
+def test_examples_of_which_all_earn_the_same_are_refused(monkeypatch):
+    for drop_equal_returns in (False, True):
+        with pytest.raises(InputError, match="nothing to learn from"):
+            collect_with_chance(0.0, drop_equal_returns, monkeypatch)
 
 
 def test_round_without_differing_rewards_is_an_input_error(tmp_path, capsys):

@@ -14,11 +14,12 @@ no target network. They do not depend on `kl_coef`, which comes in when decoding
 `losses.return_distributions`). V-type reads q at the token's own hidden state; Q-type reads it at
 the state of the token before, with one output per token of the vocabulary.
 
-The weights "sequence_mean" are the paper's. A completion's length is known only after it has been
-written, so 1 / length favors, at each prefix, the returns of short continuations; "token_mean" does
-not.
-
-Deviations: two-hot labels are offered as well as the nearest atom.
+Deviations: two-hot labels are offered as well as the nearest atom. Every token and every example
+count alike. The paper weights examples alike ("sequence_mean"). A completion's length is known only
+after it has been written, so 1 / length favors, at each prefix, the returns of short continuations.
+The paper also drops prompts whose G examples all have the same return (`drop_equal_returns`). Of a
+prompt that is solved with probability p, the share of right examples among those that stay is
+(p - p^G) / (1 - p^G - (1 - p)^G) and not p.
 """
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ class QSharpConfig:
     """Histogram only: label of a return between two atoms."""
     prefixes: Literal["all", "single"] = "all"
     """single: learn only the first labeled token of each example, where the reference took over."""
-    loss_aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
-    """Weights of the tokens: every example alike, or every token alike."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Weights of the tokens. token_mean: every token alike. sequence_mean: every example alike, as
+    in the paper; where lengths vary, q then favors the returns of short continuations."""
+    drop_equal_returns: bool = False
+    """Drop prompts whose examples all have the same return, as the paper does. With 16 examples, q
+    then learns 0.07 for a prompt that is solved with probability 0.02."""
     layers: int | None = None
     """Start q as this many first layers of the reference, or of `q_model`; all layers if not given.
     """
@@ -102,8 +107,9 @@ class QSharpConfig:
 
     @property
     def experience(self) -> ExperienceSpec:
-        # Prompts whose examples all earn the same are dropped, so each needs two or more.
-        return ExperienceSpec("q_examples", policy="guided", smallest_group=2)
+        # One example is always equal to itself.
+        smallest_group = 2 if self.drop_equal_returns else 1
+        return ExperienceSpec("q_examples", policy="guided", smallest_group=smallest_group)
 
     @property
     def histogram(self) -> Support | None:

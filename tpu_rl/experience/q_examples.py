@@ -4,14 +4,15 @@ return that followed.
 A round (arXiv 2502.20548, algorithm 1) is a stage of the run. At its beginning the policy, guided
 by q as it is then, answers prompts; in the first round the reference answers alone. Each answer is
 cut at a token drawn uniformly from its length, the reference continues from there, and the whole
-text is scored. Prompts whose examples all have the same return are dropped. The others go to
-RUN_DIR/examples/round_K.npz, and the stage learns from all rounds so far.
+text is scored. The examples go to RUN_DIR/examples/round_K.npz, and the stage learns from all
+rounds so far.
 
 The text behind the cut is always sampled again, in the first round too. The place of the cut
 depends on the answer's length, so the answer's own end would not be a fair sample of what follows
-the prefix. Dropping prompts, as the paper does, is not fair either: of prompts that are nearly
-always or nearly never solved, the examples that stay are the surprising ones, which pulls q's
-distribution of returns to the middle. `q/dropped_groups` counts the prompts dropped.
+the prefix. Dropping prompts whose examples all have the same return, as the paper does, is not fair
+either: of prompts that are nearly always or nearly never solved, the examples that stay are the
+surprising ones, which pulls q's distribution of returns to the middle. `q/dropped_groups` counts
+the prompts dropped.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class RoundSpec(NamedTuple):
     """The lowest and the highest return that q's distribution can represent."""
     identity: str
     """A digest of what the examples are made of; see `round_identity`."""
+    drop_equal_returns: bool = False
+    """Drop prompts whose examples all have the same return."""
 
 
 class Round(NamedTuple):
@@ -101,7 +104,7 @@ def q_example_source(
         decode: returns the text of token ids (`Tokenizer.decode`).
 
     Raises:
-        InputError: if no prompt has examples that differ in return.
+        InputError: if no examples differ in return; see `collect`.
         DamagedDataError: if an earlier round is missing, damaged or not the one that a checkpoint
             knows.
     """
@@ -198,17 +201,21 @@ def collect(engine: Engine, rows: list[Row], params: Params, spec: RoundSpec) ->
     """Sample and score the examples of a round.
 
     Raises:
-        InputError: if no prompt has examples that differ in return, or if a return is outside
-            `spec.return_range`.
+        InputError: if all examples have the same return or, with `spec.drop_equal_returns`, if
+            those of each prompt do; or if a return is outside `spec.return_range`.
     """
     sampled = engine.generate(params, RolloutRequest(rows, spec.first_step))
     scored = engine.score(sampled)
-    useful = ~scoring.zero_variance(scored) & np.isfinite(scored.rewards)
-    if not useful.any():
+    useful = np.isfinite(scored.rewards)
+    reason = f"all answers of {len(rows)} prompts earned the same"
+    if spec.drop_equal_returns:
+        useful &= ~scoring.zero_variance(scored)
         group_size = len(scored.rewards) // len(rows)
+        reason = f"for each of {len(rows)} prompts, all {group_size} answers earned the same"
+    if len(np.unique(scored.rewards[useful])) < 2:
         raise InputError(
             f"Q# has nothing to learn from in round {spec.number}",
-            why=f"for each of {len(rows)} prompts, all {group_size} answers earned the same",
+            why=reason,
             fix="use problems that the model solves sometimes, "
             "or raise --algorithm.prompts or --batch.group-size",
         )

@@ -1,9 +1,10 @@
 """Distributions of returns: how a model outputs them, how they are fitted, and how they guide a
 reference (Q#, arXiv 2502.20548, and its baselines).
 
-With deterministic transitions, the optimum of reward minus eta KL(policy || reference) has a closed
-form. It needs the distribution Z(x, y) of the return that follows token y in context x *under the
-reference* (theorem 2.2, equation 5):
+With deterministic transitions and rewards, the optimum of reward minus eta KL(policy || reference)
+has a closed form. (Of a random reward the optimum knows the mean alone, while E exp(z / eta) also
+counts the chance of a lucky draw.) It needs the distribution Z(x, y) of the return that follows
+token y in context x *under the reference* (theorem 2.2, equation 5):
 
     policy(y | x)  proportional to  reference(y | x) E_{z ~ Z(x, y)} exp(z / eta)
 

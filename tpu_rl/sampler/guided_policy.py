@@ -7,7 +7,7 @@ every coefficient.
 
 The temperature is the sampler's. It divides the guided logits, so the distribution sampled at
 temperature T is the guided policy to the power 1 / T, as in the paper's code. At temperature 1 it
-is the optimum itself.
+is the optimum itself, if transitions and rewards are deterministic.
 """
 
 from __future__ import annotations
