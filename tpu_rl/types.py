@@ -80,6 +80,8 @@ class Model(NamedTuple):
     `train.sharding`)."""
     max_rollback: int | None = None
     """See `Policy`."""
+    exact: bool = False
+    """See `Role`."""
 
 
 class Policy(NamedTuple):

@@ -451,10 +451,14 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     """
     if config.num_outputs:
         return score(params, hidden.astype(config.dtype))
+    if config.exact and hidden.ndim == 3:
+        padded = exact.enough_rows(hidden, spread(PACKED.rows, len(hidden)))
+        return _unembed(config, params, padded)[:, : hidden.shape[1]]
+    return _unembed(config, params, hidden)
+
+
+def _unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     vocab = config.vocab
-    positions = hidden.shape[1]
-    if config.exact:
-        hidden = exact.enough_rows(hidden, spread(PACKED.rows, len(hidden)))
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
     scale = config.adapter_scale("unembedding")
@@ -467,7 +471,7 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     if vocab.valid < vocab.size:
         valid = jnp.broadcast_to(jnp.arange(vocab.size) < vocab.valid, logits.shape)
         logits = jnp.where(valid, logits, layers.MASKED)
-    return logits[:, :positions]
+    return logits
 
 
 def score(params: Params, hidden: Array) -> Array:
@@ -591,6 +595,7 @@ def decoder(config: DecoderConfig) -> Model:
         extend=extend,
         axes=axes(param_shapes(config)),
         max_rollback=kv_cache.RING_SLACK if has_rings else kv_cache.UNLIMITED,
+        exact=config.exact,
     )
 
 

@@ -44,7 +44,7 @@ def policy(model: Model, select: Callable[[Params], Params] | None = None) -> Po
     give an equal policy, which the sampler compiles once. Two lambdas are never the same, so pass a
     `Select` or a named function.
     """
-    whole = Policy(model.init_cache, model.extend, model.max_rollback, model.config.exact)
+    whole = Policy(model.init_cache, model.extend, model.max_rollback, model.exact)
     return whole if select is None else _selecting_policy(whole, select)
 
 
@@ -87,7 +87,7 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
     def logits(params: Params, hidden: Array) -> Array:
         return model.logits(select(params), hidden)
 
-    return Role(hidden, logits, model.config.exact)
+    return Role(hidden, logits, model.exact)
 
 
 def with_int8_cache(model: Model) -> Model:
