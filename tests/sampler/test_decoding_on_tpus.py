@@ -47,13 +47,13 @@ def model_of(family, kv_heads, vocabulary=1024):
 @pytest.mark.parametrize(
     ("family", "kv_heads", "tensor", "cache_dtype"),
     [
-        ("llama", 1, 1, "bfloat16"),
-        ("llama", 2, 1, "bfloat16"),
         ("llama", 8, 1, "bfloat16"),
         ("llama", 2, 2, "bfloat16"),
-        ("llama", 2, 1, "int8"),
         ("gemma", 2, 1, "bfloat16"),
         ("mixture", 2, 1, "bfloat16"),
+        pytest.param("llama", 1, 1, "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("llama", 2, 1, "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("llama", 2, 1, "int8", marks=pytest.mark.nightly),
         *(
             pytest.param(family, kv_heads, 1, "bfloat16", marks=pytest.mark.nightly)
             for family in ("gemma", "mixture")
