@@ -182,12 +182,21 @@ class StepFolders:
     def read_record(self, step: int) -> dict[str, Any]:
         """Return the JSON record of a step.
 
-        Raises ValueError if the files are not those of its manifest, which the first process
-        compares. Reading arrays from damaged files would leave threads that print pages.
+        Raises ValueError, on all processes, if the files are not those of its manifest, which the
+        first process compares. Reading arrays from damaged files would leave threads that print
+        pages.
         """
-        differences = manifests.compare(self._folder(step)) if processes.index() == 0 else None
-        if differences is not None and (differences.changed or differences.missing):
-            names = [*differences.changed, *differences.missing]
+
+        def damaged() -> list[str]:
+            try:
+                differences = manifests.compare(self._folder(step))
+            except OSError as error:  # The other processes wait for an answer.
+                return [str(error)]
+            return [] if differences is None else [*differences.changed, *differences.missing]
+
+        # orbax's restore waits for all processes, so they must agree before it.
+        names = processes.from_first(damaged)
+        if names:
             raise ValueError(f"changed or missing: {', '.join(names[:3])}")
         args = self._ocp.args
         return self._manager.restore(step, args=args.Composite(record=args.JsonRestore()))["record"]
