@@ -95,9 +95,9 @@ from tpu_rl.experience import layout
 
 layout_of = layout.layout_of
 
-def print_and_lay_out(batch, data):
+def print_and_lay_out(batch, data, **settings):
     print("rows", batch.micro_batch_rows)
-    return layout_of(batch, data)
+    return layout_of(batch, data, **settings)
 
 layout.layout_of = print_and_lay_out
 flags = (

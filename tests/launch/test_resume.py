@@ -126,7 +126,13 @@ def test_signal_saves_the_last_complete_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adafactor", "muon", "lion", "sgd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "muon",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("adafactor", "lion", "sgd")),
+    ],
+)
 def test_every_optimizer_resumes_to_the_same_bits(name, tmp_path, monkeypatch):
     flags = [*TINY, *STEPS, "--optimizer.name", name]
     whole_run = [*flags, "--run-dir", str(tmp_path / "whole")]
