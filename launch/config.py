@@ -549,10 +549,10 @@ def that_stay(config: ExperimentConfig) -> dict[str, Any]:
 
 def settings_hash(config: ExperimentConfig) -> str:
     """Return a hash of the settings that must stay while a run goes on."""
-    kept = that_stay(config)
+    settings = that_stay(config)
     if config.optimizer.schedule != "constant":
-        kept["steps"] = config.steps
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        settings["steps"] = config.steps
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:

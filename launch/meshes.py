@@ -212,7 +212,8 @@ def _spread(size: TensorParallel, mesh: Mesh) -> str:
 
 def _reads(planned: StagePlan) -> list[Select]:
     """Return the roles that a stage samples from, in rollouts or in evaluations."""
-    context, stage = planned.context, planned.stage
+    context = planned.context
+    stage = planned.stage
     reads = compose.read_for_evaluation(context, stage)
     if plan_steps.samples(stage):
         reads = [*compose.read_for_rollouts(context, stage), *reads]

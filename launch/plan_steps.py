@@ -102,8 +102,8 @@ def read_model(config: ExperimentConfig) -> Model:
     try:
         directory = models.find_directory(roles.model_path(config.model.path))
     except InputError as error:
-        near = known_models.nearest(str(config.model.path))
-        known = f"known by name: {', '.join(near or known_models.SHAPES)}"
+        names = known_models.nearest(str(config.model.path))
+        known = f"known by name: {', '.join(names or known_models.SHAPES)}"
         fix = f"{error.fix}; {known}" if error.fix else known
         raise InputError(error.what, where=error.where, why=error.why, fix=fix) from error
     return models.from_config(
@@ -179,7 +179,8 @@ def sampler_calls(planned: StagePlan) -> list[SamplerCall]:
     They sample the completions of each step or, for Q#, roll-ins and roll-outs once for all steps
     of the stage, and then answers to held-out problems.
     """
-    context, stage = planned.context, planned.stage
+    context = planned.context
+    stage = planned.stage
     calls = _calls_to_learn_from(planned) if samples(stage) else []
     if not answers(context, stage):
         return calls

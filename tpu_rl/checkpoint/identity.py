@@ -90,12 +90,12 @@ def require(
         run_dir: the folder with the rows; None for a bucket, whose rows have hashes of their own.
     """
     recorded = extra.get(KEY, {})
-    found = recorded.get("id")
+    recorded_id = recorded.get("id")
     # Another version may have other settings, with the same effect.
     same_version = recorded.get("tpu_rl") == tpu_rl.__version__
     why = ""
-    if found != identity.run_id:
-        why = f"it is of the run {found}, and {RUN_ID} says {identity.run_id}"
+    if recorded_id != identity.run_id:
+        why = f"it is of the run {recorded_id}, and {RUN_ID} says {identity.run_id}"
     elif same_version and recorded.get("settings") != identity.settings:
         why = "it was saved with other settings than those in config.yaml"
     elif recorded.get("phase") != phase:

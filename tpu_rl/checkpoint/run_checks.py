@@ -116,7 +116,7 @@ def check_identity(run_dir: Path) -> Iterator[Finding]:
         for path in folder.glob("*")
         if (name := path.name.removesuffix(".json")).isdecimal()
     }
-    found: dict[Path, str] = {}
+    damaged_rows: dict[Path, str] = {}
     for step, path in sorted(steps.items()):
         try:
             record = run_files.read_record(path)
@@ -124,15 +124,15 @@ def check_identity(run_dir: Path) -> Iterator[Finding]:
                 if not run_files.exists(path / manifests.MANIFEST):
                     yield Finding(f"checkpoint {step} has no record")
                 continue
-            of_run = record["extra"].get(identity.KEY, {})
+            recorded = record["extra"].get(identity.KEY, {})
             if record["step"] != step:
                 yield Finding(f"checkpoint {step} is a copy of checkpoint {record['step']}")
-            elif of_run and of_run["id"] != identity.read(run_dir):
-                yield Finding(f"checkpoint {step} is of another run, {of_run['id']}")
-            found |= dict(run_files.changed_rows(run_dir, of_run.get("rows", {})))
+            elif recorded and recorded["id"] != identity.read(run_dir):
+                yield Finding(f"checkpoint {step} is of another run, {recorded['id']}")
+            damaged_rows |= dict(run_files.changed_rows(run_dir, recorded.get("rows", {})))
         except DamagedDataError as error:
             yield Finding(f"checkpoint {step}: {error.what} {error.why}")
-    for file, why in found.items():
+    for file, why in damaged_rows.items():
         yield Finding(f"{file.name}: {why}")
     for path in sorted(run_dir.glob("*/*.npz")):
         if not _is_whole_archive(path):

@@ -207,8 +207,8 @@ def path_attention(
     def take(x: Array, index: Array) -> Array:
         """[R, S, ...] at index [R, n, t] -> [R n, t, ...]."""
         flat = jnp.minimum(index, slots - 1).reshape(rows, -1)
-        taken = jax.vmap(lambda row, at: row[at])(x, flat)
-        return taken.reshape(rows * tiles, -1, *x.shape[2:])
+        selected = jax.vmap(lambda row, at: row[at])(x, flat)
+        return selected.reshape(rows * tiles, -1, *x.shape[2:])
 
     is_key = (paths.keys < slots).reshape(rows * tiles, -1)
     keys = TokenIndex(*(take(field, paths.keys) for field in tokens))

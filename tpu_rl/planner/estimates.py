@@ -141,11 +141,10 @@ def torus(mesh: Mesh, chip: Chip) -> Torus:
     """Return the places of a mesh's devices. Devices without coordinates stand in a row."""
     devices = list(mesh.devices.flat)
     # Where a chip has two devices, they are neighbors in one more dimension.
-    has_cores = len({getattr(device, "core_on_chip", 0) for device in devices}) > 1
+    is_tpu = devices[0].platform == "tpu"
+    has_cores = is_tpu and len({device.core_on_chip for device in devices}) > 1
     coordinates = [
-        (*device.coords, *([device.core_on_chip] if has_cores else []))
-        if device.platform == "tpu"
-        else (i,)
+        (*device.coords, *([device.core_on_chip] if has_cores else [])) if is_tpu else (i,)
         for i, device in enumerate(devices)
     ]
     return Torus(coordinates, chip)

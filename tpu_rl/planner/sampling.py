@@ -260,8 +260,8 @@ def _refill_step(
     needed: dict[str, int],
     compile_with: Compile,
 ) -> Step:
-    taken = _row_shape(call.mesh, slots.device_count(call.mesh))
-    arguments = (call.mesh, pool, _queue_shapes(call), empty, taken)
+    num_taken = _row_shape(call.mesh, slots.device_count(call.mesh))
+    arguments = (call.mesh, pool, _queue_shapes(call), empty, num_taken)
     compiled = compile_with(call.mesh, slots.refill, *arguments)
     return Step(f"refill{call.label}", compiled, needed, 0, 0, call.mesh)
 

@@ -34,7 +34,7 @@ def kill_marked(values: Collection[str]) -> None:
     assignments = [f"{MARK}={value}".encode() for value in values]
     # A daemon may start another while this looks for them, but not for long.
     for _ in range(20):
-        found = False
+        has_killed = False
         for folder in Path("/proc").glob("[0-9]*"):
             # Processes end, and most are of other users.
             with contextlib.suppress(OSError):
@@ -43,6 +43,6 @@ def kill_marked(values: Collection[str]) -> None:
                     assignment in environment for assignment in assignments
                 ):
                     os.kill(int(folder.name), signal.SIGKILL)
-                    found = True
-        if not found:
+                    has_killed = True
+        if not has_killed:
             return

@@ -125,7 +125,8 @@ def _require_harmless(hashed: str, file: str, message: str) -> None:
     try:
         printed, errors = process.communicate(timeout=WALL_TIME_FACTOR * SECONDS)
     except subprocess.TimeoutExpired:
-        printed, errors = b"", b""
+        printed = b""
+        errors = b""
         process.returncode = -signal.SIGXCPU
     finally:
         with contextlib.suppress(ProcessLookupError):

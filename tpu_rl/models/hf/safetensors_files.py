@@ -93,8 +93,8 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for path in _find_files(directory):
-        found = read_header(path)
-        twice = sorted(tensors.keys() & found.keys())
+        file_tensors = read_header(path)
+        twice = sorted(tensors.keys() & file_tensors.keys())
         if twice:
             raise InputError(
                 f"the tensor {twice[0][:100]!r} is in two files",
@@ -102,7 +102,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
                 why=f"{tensors[twice[0]].path.name} and {path.name} have it",
                 fix="download the model again",
             )
-        tensors |= found
+        tensors |= file_tensors
     return tensors
 
 
