@@ -18,26 +18,11 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.sandbox.forgeries import YES
 from tpu_rl.sandbox import SandboxLimits, unit_tests
 
-YES = """
-class Yes:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __lt__(self, other): return True
-    __le__ = __gt__ = __ge__ = __contains__ = __lt__
-    def __bool__(self): return True
-    def __hash__(self): return 0
-    def __len__(self): return 1
-    def __float__(self): return 0.0
-    def __abs__(self): return self
-    def __sub__(self, other): return 0
-    __rsub__ = __sub__
-    def __call__(self, *arguments): return self
-    def __iter__(self): return iter([self])
-    def __getitem__(self, key): return self
-    def __getattr__(self, name): return self
-"""
 FORGERIES = {
     "equals everything": YES + "def NAME(*arguments): return Yes()",
     "a list that equals everything": (
