@@ -408,7 +408,13 @@ def _flag_error(printed: str) -> InputError:
     groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
     blocks = [list(block) for is_rule, block in groups if not is_rule]
     message = " ".join(blocks[0]) if blocks else printed
-    nearest = [line.split()[0] for block in blocks[1:] for line in block if line.startswith("--")]
+    # tyro lists a switch as "--name, --no-name".
+    nearest = [
+        line.split()[0].rstrip(",")
+        for block in blocks[1:]
+        for line in block
+        if line.startswith("--")
+    ]
     if "Unrecognized" not in message:
         return InputError(message, where=" ".join(nearest), fix="--help-all lists all flags")
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"

@@ -144,6 +144,7 @@ def test_it_runs_in_another_thread_on_a_dataset(checkpoint, tmp_path):
     ("overrides", "given", "message", "where"),
     [
         ({"batch.promts": 3}, {}, "Unrecognized options: --batch.promts=3", "--batch.prompts"),
+        ({"model.exactsampling": 1}, {}, "did you mean --model.exact-sampling?", ""),
         ({"steps": "many"}, {}, "Error parsing --steps", "--steps"),
         ({"steps": True}, {}, "Missing value for argument '--steps'", ""),
         ({"data.path": "x"}, {}, "data.path is given twice", "data.path"),
