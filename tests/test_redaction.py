@@ -149,27 +149,41 @@ def test_tracebacks_hide_them():
 
 @pytest.mark.slow
 def test_no_file_of_a_run_holds_them(tmp_path, monkeypatch, capfd):
-    """A reward function fails with a token in its error, as one that asks a service may."""
-    monkeypatch.setenv("SERVICE_TOKEN", SECRET)
+    """A reward function fails with one in each row's error, as one that asks a service may."""
+    for name, value in {**ENVIRONMENT, "SERVICE_TOKEN": SECRET}.items():
+        monkeypatch.setenv(name, value)
+    texts = [SECRET, *all_shapes()]
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    calls = tmp_path / "calls"
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "import os\n\n\n"
+        "import json\n\n\n"
+        f"TEXTS = json.loads(open({str(tmp_path / 'texts.json')!r}).read())\n\n\n"
         "def ask(prompts, completions):\n"
-        "    raise RuntimeError('401 for token ' + os.environ.get('SERVICE_TOKEN', 'none'))\n"
+        f"    with open({str(calls)!r}, 'ab') as calls:\n"
+        "        calls.write(b'.')\n"
+        "        calls.flush()\n"
+        "        text = TEXTS[calls.tell() % len(TEXTS)]\n"
+        "    raise RuntimeError('401 for ' + text)\n"
     )
-    flags = f"""arithmetic_grpo --batch.prompts 2 --batch.group-size 2 --batch.row-length 128
-        --evaluation.rows 0
+    flags = f"""arithmetic_grpo --batch.prompts 16 --batch.group-size 8 --batch.row-length 128
+        --evaluation.rows 0 --samples.most 128
         --steps 1 --checkpoint-every 1 --reward {reward}:ask --reward-limits.fault-share 1.0"""
     assert run.main([*flags.split(), "--run-dir", str(tmp_path / "run")]) == 0
+    assert calls.stat().st_size >= len(texts)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"samples.jsonl", "config.yaml", "report.html"} <= {path.name for path in files}
-    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    written = [path.read_bytes().decode(errors="replace") for path in files]
     printed = capfd.readouterr()
-    assert SECRET not in printed.out + printed.err
-    samples = [
-        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    ]
-    assert all("401 for token" in sample["error"] for sample in samples)
+    for text in (*written, printed.out, printed.err):
+        assert SECRET not in text
+        assert not leaks(text)
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 128
+    assert all("401 for" in sample["error"] for sample in samples)
+    named = {name for name in ENVIRONMENT if name in str(samples)}
+    assert named == set(ENVIRONMENT)
 
 
 def test_dry_run_holds_none(monkeypatch, capsys):
