@@ -306,21 +306,43 @@ def test_a_stray_frame_does_not_shift_later_batches(tmp_path):
     worker.stop()
 
 
+DAEMON = (
+    "import subprocess, sys\n"
+    "daemon = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'],\n"
+    "                          start_new_session=True)\n"
+    "def score(completions):\n    return [daemon.pid]\n"
+)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while not ended(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_daemon_of_a_reward_ends_with_it(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import subprocess, sys\n"
-        "daemon = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'],\n"
-        "                          start_new_session=True)\n"
-        "def score(completions):\n    return [daemon.pid]\n"
-    )
+    (tmp_path / "mine.py").write_text(DAEMON)
     worker = Worker(f"{tmp_path / 'mine.py'}:score")
     [daemon] = worker.call({"completions": ["c"]}, 1, 20.0)
     assert not ended(int(daemon))
     worker.stop()
-    deadline = time.monotonic() + 20
-    while not ended(int(daemon)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_end(int(daemon))
+
+
+def test_a_daemon_of_a_reward_ends_with_a_trainer_that_is_killed(tmp_path):
+    (tmp_path / "mine.py").write_text(DAEMON)
+    program = (
+        "import os, signal\n"
+        "from tpu_rl.rewards.worker_pool import Worker\n"
+        f"worker = Worker({str(tmp_path / 'mine.py')!r} + ':score')\n"
+        "[daemon] = worker.call({'completions': ['c']}, 1, 20.0)\n"
+        "print(int(daemon), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    trainer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=100)
+    assert trainer.returncode == -signal.SIGKILL
+    wait_for_end(int(trainer.stdout))
 
 
 def test_a_set_is_no_answer(tmp_path):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import signal
 import struct
@@ -68,8 +67,7 @@ def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
     worker_ends = (worker_requests, worker_replies, worker_crash)
     numbers = [*worker_ends, os.getpid(), memory_bytes]
     values = (program, sys.path, [*numbers, *arguments])
-    mark = secrets.token_hex(8)
-    child_processes.marks.add(mark)
+    mark = child_processes.add_mark()
     popen = subprocess.Popen(
         [sys.executable, "-u", "-c", PROGRAM, *(json.dumps(value) for value in values)],
         stdin=subprocess.DEVNULL,
