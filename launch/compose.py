@@ -30,12 +30,12 @@ from tpu_rl.experience import (
     accepted,
     completions,
     dataset_identity,
-    one_step_off,
     pairs,
     partial_rollouts,
     q_examples,
     reference_log_probs,
     rollouts,
+    stale_rollouts,
     step_labels,
     tasks,
     text_log_probs,
@@ -247,7 +247,7 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
         max_prompt_tokens=prompt_room(config, context.language.tokenizer),
         run_dir=context.run_dir,
         accept_dataset_change=config.accept_dataset_change,
-        rows_in_checkpoints=bool(config.rollout.partial or config.rollout.one_step_off),
+        rows_in_checkpoints=bool(config.rollout.partial or config.batch.staleness),
     )
 
 
@@ -263,8 +263,8 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
         return partial_rollouts.partial_source(
             engine, stream, batch, settings.partial, values, share
         )
-    if settings.one_step_off:
-        return one_step_off.one_step_off_source(engine, stream, batch, values, share)
+    if batch.staleness:
+        return stale_rollouts.stale_source(engine, stream, batch, values, share)
     rounds = settings.dynamic_sampling_rounds
     return rollouts.rollout_source(engine, stream, batch, rounds, values, share)
 

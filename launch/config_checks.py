@@ -86,21 +86,22 @@ def check_sampling(
 def check_rollouts(
     rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
 ) -> None:
-    """Check partial and one-step-off rollouts, which train on older completions."""
-    if not rollout.partial and not rollout.one_step_off:
+    """Check partial and stale rollouts, which train on older completions."""
+    check_not_negative({"--batch.staleness": batch.staleness})
+    if not rollout.partial and not batch.staleness:
         return
-    where = "--rollout.partial" if rollout.partial else "--rollout.one-step-off"
+    where = "--rollout.partial" if rollout.partial else "--batch.staleness"
     if not 0 <= rollout.partial < batch.prompts:
         raise InputError(
             f"{rollout.partial} of {batch.prompts} groups cannot be carried over",
             where=where,
             fix=f"use 0 to {batch.prompts - 1}; an eighth of --batch.prompts is a beginning",
         )
-    if rollout.partial and rollout.one_step_off:
+    if rollout.partial and batch.staleness:
         raise InputError(
-            "rollouts are partial or one step off, not both",
-            where=f"{where}, --rollout.one-step-off",
-            why="together they would train on completions that are two steps old",
+            "rollouts are partial or stale, not both",
+            where=f"{where}, --batch.staleness",
+            why="a completion that continues would be older than the number says",
             fix="use one",
         )
     if rollout.dynamic_sampling_rounds:

@@ -352,7 +352,7 @@ def check_agent(config: ExperimentConfig) -> None:
     others = {
         "--environment": bool(config.environment),
         "--rollout.partial": bool(config.rollout.partial),
-        "--rollout.one-step-off": config.rollout.one_step_off,
+        "--batch.staleness": bool(config.batch.staleness),
         "--evaluation.turns": bool(config.evaluation.turns),
     }
     for flag, is_given in others.items():

@@ -132,7 +132,7 @@ def test_unfinished_groups_are_spread_over_the_devices():
         (["--rollout.partial", "4"], "4 of 4 groups cannot be carried over"),
         (["--rollout.partial", "-1"], "-1 of 4 groups"),
         (["--rollout.dynamic-sampling-rounds", "1"], "two would decide it"),
-        (["--rollout.one-step-off"], "two steps old"),
+        (["--batch.staleness=1"], "older than the number says"),
     ],
 )
 def test_impossible_settings_are_input_errors(flags, message):
@@ -152,13 +152,13 @@ def test_algorithms_without_old_rollouts_refuse_them():
     with pytest.raises(InputError, match="no older completions"):
         config.parse(["arithmetic_sft", "--rollout.partial", "1"])
     with pytest.raises(InputError, match="of the latest policy alone"):
-        config.parse(["arithmetic_mini_llm", "--rollout.one-step-off"])
+        config.parse(["arithmetic_mini_llm", "--batch.staleness", "1"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stale",
-    [["--rollout.partial", "2", "--sampling.host-sync-steps", "4"], ["--rollout.one-step-off"]],
+    [["--rollout.partial", "2", "--sampling.host-sync-steps", "4"], ["--batch.staleness", "2"]],
 )
 def test_interrupted_run_equals_uninterrupted_run(tmp_path: Path, capsys, stale):
     flags = [*TINY, *stale]

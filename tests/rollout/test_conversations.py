@@ -22,7 +22,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import lay_out
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.rollout import conversations, records, scoring
+from tpu_rl.rollout import conversations, records, sampled_json, scoring
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import SamplerConfig
@@ -167,8 +167,24 @@ def last_role(completions, completion_ids, **columns):
     assert all(len(ids) > 0 for ids in completion_ids)
     return [float([m["role"] for m in messages].count("user")) for messages in completions]
 """)
-    _, _, scored = roll_out(games, "Long", "--reward", f"{file}:last_role")
-    assert scored.parts["rewards.last_role"].tolist() == [4, 4, 1, 1, 4, 4, 4, 4]
+    context, params = context_of(games, "Long", "--reward", f"{file}:last_role")
+    engine = compose.rollout_engine(context)
+    with jax.set_mesh(context.mesh):
+        sampled = engine.generate(params, RolloutRequest(ROWS, step=1))
+    # They may wait in a checkpoint. Rewards are then asked for again, by the same thread.
+    restored = engine.resume(stored(sampled))
+    for waiting in (sampled, restored):
+        streamed = waiting.streamed_rewards()
+        assert list(streamed) == ["rewards.last_role"]
+        scored = engine.score(waiting)
+        assert scored.parts["rewards.last_role"].tolist() == [4, 4, 1, 1, 4, 4, 4, 4]
+        assert scored.episodes.states == sampled.episodes.states
+        assert records.metrics(scored)["env/turns"] == 3.5
+
+
+def stored(sampled: scoring.Sampled) -> scoring.Sampled:
+    """Return completions as a checkpoint brings them back."""
+    return sampled_json.from_json(json.loads(json.dumps(sampled_json.to_json(sampled))))
 
 
 def test_reward_functions_see_messages_and_the_environments(games):
@@ -318,8 +334,12 @@ def test_a_rewritten_history_is_a_row_of_its_own():
     engine = make_engine(decoding, Scorer(tokenizer))
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("go", "run")]
     with jax.set_mesh(policy.mesh):
-        scored = engine.roll_out(params, RolloutRequest(rows, step=1))
+        sampled = engine.generate(params, RolloutRequest(rows, step=1))
+    scored = engine.score(sampled)
     rollout = scored.rollout
+    restored = engine.score(engine.resume(stored(sampled)))
+    jax.tree.map(np.testing.assert_array_equal, restored.rollout, rollout)
+    assert records.records(restored, 1) == records.records(scored, 1)
     assert rollout.episode_id is not None
     counts = np.bincount(rollout.episode_id)
     assert len(counts) == 4

@@ -164,8 +164,8 @@ def test_bad_agents_are_one_message(context_of, file):
         "no function 'runn'": {"agent": f"{file}:runn"},
         "no such agent file": {"agent": "nowhere.py:run"},
         "--environment does not go together": {"environment": "x.py:Y", "agent": f"{file}:once"},
-        "one-step-off does not": {
-            "rollout": config.RolloutConfig(one_step_off=True),
+        "--batch.staleness does not": {
+            "batch": config.BatchConfig(staleness=1),
             "agent": f"{file}:once",
         },
     }

@@ -66,6 +66,9 @@ class BatchConfig:
     """Prompts, or demonstrations, per step of the run."""
     group_size: int = 8
     """Completions per prompt; 1 for demonstrations."""
+    staleness: int = 0
+    """Sample each batch so many steps before the step that learns from it, while other processes
+    compute the rewards of the batches before it. 0: rollouts are on-policy."""
     num_minibatches: int = 1
     """Optimizer steps per pass over the batch."""
     ppo_epochs: int = 1
@@ -91,9 +94,6 @@ class RolloutConfig:
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every
     --sampling.host-sync-steps tokens."""
-    one_step_off: bool = False
-    """Sample the next batch before this step's update, while this batch's rewards are computed in
-    other processes. Each step then learns from rollouts that are one update old."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def require_json(rows: Sequence[Row]) -> None:
                 raise InputError(
                     f"the column {column!r} has a value that a checkpoint cannot contain",
                     where=f"training row {number}; "
-                    "--data.path, --rollout.partial, --rollout.one-step-off",
+                    "--data.path, --rollout.partial, --batch.staleness",
                     why=f"with these flags checkpoints contain rows, as JSON: {error}",
                     fix="make it text or numbers, drop the column, or leave out both flags",
                 ) from error

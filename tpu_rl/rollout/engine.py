@@ -5,8 +5,8 @@
     scored   = engine.score(sampled)                 the remaining rewards
 
 An engine is built once, from small values: a policy, a tokenizer, sampler settings, reward
-functions. Online rollouts, preference pairs, step labels, Q# examples, partial and one-step-off
-rollouts, and evaluation all call it. Another way to produce completions, such as a conversation of
+functions. Online rollouts, preference pairs, step labels, Q# examples, partial and stale rollouts,
+and evaluation all call it. Another way to produce completions, such as a conversation of
 several turns, is another `generate`: it sees the data rows of its request, and `score` stays as it
 is.
 """
@@ -63,6 +63,9 @@ class Engine(NamedTuple):
     """(the whole params tree, request) -> completions. All processes call it together."""
     score: Callable[[Sampled], Scored]
     """Completions -> completions with rewards. All processes call it together."""
+    resume: Callable[[Sampled], Sampled] = lambda sampled: sampled
+    """Completions of an earlier process -> the same, whose rewards are on their way. By default
+    `score` computes all of them."""
 
     def roll_out(self, params: Params, request: RolloutRequest) -> Scored:
         """Generate completions and score them."""
@@ -115,6 +118,22 @@ class Scorer(NamedTuple):
         except BaseException:  # Ctrl-C too.
             streaming.cancel()
             raise
+
+    def resume(
+        self, sampled: Sampled, is_truncated: Callable[[list[int]], bool] | None = None
+    ) -> Sampled:
+        """Ask for rewards of completions that a checkpoint brought, as `streaming` would have."""
+        group_size = len(sampled.completions) // len(sampled.rows)
+        with self.streaming(
+            sampled.rows, group_size, step=sampled.step, is_truncated=is_truncated
+        ) as streaming:
+            token_ids = dict(enumerate(scoring.chosen_ids(sampled)))
+            answers = dict(enumerate(scoring.answers_of(sampled)))
+            local = scoring.local_rows(len(answers), group_size)
+            streaming.on_answered(
+                {row: answers[row] for row in range(len(answers))[local]}, token_ids
+            )
+        return replace(sampled, streamed_rewards=streaming.answers, cancel_rewards=streaming.cancel)
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,8 @@ def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:
     """Return the engine that answers each prompt, in a conversation if there is an environment."""
     if decoding.environment is None:
         return _single_turn_engine(decoding, scorer)
-    return Engine(functools.partial(conversations.generate, decoding, scorer), scorer)
+    converse = functools.partial(conversations.generate, decoding, scorer)
+    return Engine(converse, scorer, scorer.resume)
 
 
 def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
@@ -239,7 +259,7 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
             cancel_rewards=streaming.cancel,
         )
 
-    return Engine(generate, scorer)
+    return Engine(generate, scorer, functools.partial(scorer.resume, is_truncated=is_truncated))
 
 
 def _ended_before(resumed: Sequence[PartialCompletion | None]) -> dict[int, list[int]]:

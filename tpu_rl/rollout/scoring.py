@@ -182,10 +182,7 @@ def score(
     began = time.perf_counter()
     group_size = len(sampled.completions) // len(sampled.rows)
     prompts, columns = repeat_rows(sampled.rows, group_size)
-    if sampled.episodes is not None:
-        answers: list[Any] = sampled.episodes.messages
-    else:
-        answers = rewards.as_answers(prompts, sampled.completions)
+    answers = answers_of(sampled)
     scores = rewards.Scores(np.zeros(len(prompts), np.float32), {}, [])
     if reward_functions:
         scores = score_across_processes(
@@ -328,7 +325,7 @@ def rollout_columns(
     num_rows = len(sampled.completions)
     group_size = num_rows // len(sampled.rows)
     columns: dict[str, Callable[[], Sequence[Any]]] = {
-        "completion_ids": lambda: _chosen_ids(sampled),
+        "completion_ids": lambda: chosen_ids(sampled),
         "token_counts": lambda: np.asarray(sampled.lengths).tolist(),
         "truncated": lambda: np.asarray(sampled.rollout.truncated).tolist(),
         "group": lambda: [row // group_size for row in range(num_rows)],
@@ -343,7 +340,15 @@ def rollout_columns(
     return {name: column() for name, column in columns.items() if name in asked}
 
 
-def _chosen_ids(sampled: Sampled) -> list[list[int]]:
+def answers_of(sampled: Sampled) -> list[Any]:
+    """Return the completions as reward functions see them: texts, or lists of messages."""
+    if sampled.episodes is not None:
+        return sampled.episodes.messages
+    prompts, _ = repeat_rows(sampled.rows, len(sampled.completions) // len(sampled.rows))
+    return rewards.as_answers(prompts, sampled.completions)
+
+
+def chosen_ids(sampled: Sampled) -> list[list[int]]:
     """Return the tokens that the policy chose, of all rows of each completion or episode."""
     rollout = sampled.rollout if sampled.episode_rows is None else sampled.episode_rows.rollout
     chosen = [

@@ -1,0 +1,133 @@
+"""Stale rollouts: each batch is sampled up to N steps before the step that learns from it.
+
+A store holds the N batches that wait. In step k the policy samples the batch of step k + N, and
+the update learns from the oldest batch of the store:
+
+    step      1              2      3      4
+    samples   1 2 .. 1 + N   2 + N  3 + N  4 + N
+    learns    1              2      3      4
+
+The first step samples all of the first N + 1 batches. So a batch is at most N steps old, whatever
+takes how long: the schedule counts steps and knows no clock. A batch has the random keys of the
+step that learns from it. With N = 0 this is `rollouts.rollout_source`, bit by bit.
+
+Reward functions that work in other processes have the time of N steps to answer, where the run
+would otherwise wait for them after the last completion. The devices do not less work, so nothing is
+gained if rewards are quick.
+
+The price: log-probs are those of an older policy (after a run has gone back, of a later one), and
+the last N batches that are sampled are never trained on. Two corrections: CISPO's truncated weight
+of the ratio to the policy that sampled (AIPO: LlamaRL, arXiv 2505.24034), and GRPO's
+`--algorithm.old-log-probs recomputed` with an `--algorithm.importance-sampling-cap`, which clips
+the ratio to the latest policy and weights each token (decoupled PPO: AReaL, arXiv 2505.24298).
+
+A checkpoint contains the store, so a resumed run equals one that never stopped. Rewards that nobody
+has asked for yet are computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import data
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.partial_rollouts import STALE
+from tpu_rl.experience.rollouts import PromptValues, with_baseline
+from tpu_rl.experience.source import Source, StepExperience, from_scored
+from tpu_rl.rollout import records, sampled_json
+from tpu_rl.rollout.dynamic_sampling import keep_most_varied
+from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.scoring import Sampled, Scored
+from tpu_rl.types import TrainState
+
+AGE_MEAN = "rollout/staleness"
+"""Metric: the mean over a batch's tokens of the updates between the policy that sampled a token and
+the one that the step updates."""
+AGE_MAX = "rollout/staleness_max"
+"""Metric: the largest of them."""
+
+
+class _Waiting:
+    """A batch of the store."""
+
+    def __init__(self, sampled: Sampled):
+        self.sampled = sampled
+
+    @functools.cached_property
+    def as_json(self) -> dict[str, Any]:
+        """The batch as a checkpoint holds it. Each step asks for it."""
+        return sampled_json.to_json(self.sampled)
+
+
+def stale_source(
+    engine: Engine,
+    stream: data.RowStream,
+    batch: BatchConfig,
+    prompt_values: PromptValues | None = None,
+    keep_variance_share: float = 1.0,
+) -> Source:
+    """Return the source of rollouts that are `batch.staleness` steps old.
+
+    For the other arguments see `rollouts.rollout_source`.
+    """
+    store: deque[_Waiting] = deque()
+    is_restored = False
+
+    def sample(step: int, state: TrainState) -> Sampled:
+        """Sample the batch that a step will learn from."""
+        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
+        return engine.generate(state.params, request)
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        nonlocal is_restored
+        if is_restored:
+            for waiting in store:
+                waiting.sampled = engine.resume(waiting.sampled)
+            is_restored = False
+        while len(store) < max(batch.staleness, 1):
+            store.append(_Waiting(sample(step + len(store), state)))
+        current = store.popleft().sampled
+        # Before the next batch, whose rewards would be computed first.
+        values = None if prompt_values is None else prompt_values(step, state, current.rows, 0)
+        latest = current
+        if batch.staleness:
+            latest = sample(step + batch.staleness, state)
+            store.append(_Waiting(latest))
+        scored = engine.score(current)
+        if values is not None:
+            scored = with_baseline(scored, values)
+        experience = from_scored(keep_most_varied(scored, keep_variance_share), step)
+        experience.metrics.update(records.sampling_speed(latest))
+        experience.metrics.update(ages(scored, int(state.step)))
+        return experience
+
+    def get_state() -> dict[str, Any]:
+        return {"stream": stream.get_state(), "store": [waiting.as_json for waiting in store]}
+
+    def set_state(state: dict[str, Any]) -> None:
+        nonlocal store, is_restored
+        stream.set_state(state["stream"])
+        close()
+        store = deque(_Waiting(sampled_json.from_json(values)) for values in state["store"])
+        is_restored = True
+
+    def close() -> None:
+        for waiting in store:
+            waiting.sampled.cancel_rewards()
+
+    return Source(draw, get_state, set_state, close)
+
+
+def ages(scored: Scored, policy_step: int) -> dict[str, float]:
+    """Return the metrics of how old completions are, for a policy after `policy_step` updates."""
+    updates = np.abs(policy_step - np.asarray(scored.rollout.policy_step, np.int64))
+    num_tokens = max(int(scored.lengths.sum()), 1)
+    return {
+        STALE: int(scored.lengths[updates > 0].sum()) / num_tokens,
+        AGE_MEAN: int((updates * scored.lengths).sum()) / num_tokens,
+        AGE_MAX: float(updates.max()),
+    }
