@@ -465,8 +465,10 @@ def _q_examples(context: RunContext, stage: Stage, params: Params) -> Source:
         algorithm.return_range,
         q_round_identity(config, rows),
         algorithm.drop_equal_returns,
+        config.batch.group_size if algorithm.roll_in == "none" else 1,
     )
-    engine = q_examples.q_engine(roll_in(context, stage), roll_out(context), scorer(context))
+    continues = roll_out(context, stage)
+    engine = q_examples.q_engine(roll_in(context, stage), continues, scorer(context))
     decode = context.language.tokenizer.decode
     return q_examples.q_example_source(engine, rows, params, spec, context.run_dir, decode)
 
@@ -490,16 +492,23 @@ def roll_in(context: RunContext, stage: Stage) -> Decoding:
     """Return how the prefixes of Q# examples are sampled.
 
     They come from the guided policy; in the first round from the reference, because nothing has
-    learned to guide it.
+    learned to guide it. With `roll_in="none"` the reference writes whole answers.
     """
+    algorithm: Any = stage.algorithm
     policy = context.rollout_policy("policy")
-    if q_round(context.config, stage) > 1:
+    if algorithm.roll_in == "guided" and q_round(context.config, stage) > 1:
         policy = context.guided_policy(stage.algorithm)
     return _plain_decoding(context, policy, context.config.batch.group_size)
 
 
-def roll_out(context: RunContext) -> Decoding:
-    """Return how the reference continues prefixes of Q# examples, once each."""
+def roll_out(context: RunContext, stage: Stage) -> Decoding | None:
+    """Return how the reference continues prefixes of Q# examples, once each.
+
+    None with `roll_in="none"`: nothing is continued.
+    """
+    algorithm: Any = stage.algorithm
+    if algorithm.roll_in == "none":
+        return None
     plain = _plain_decoding(context, context.rollout_policy("policy"), 1)
     return replace(plain, config=replace(plain.config, prompt_length=context.max_length))
 

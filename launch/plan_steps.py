@@ -223,10 +223,13 @@ def _calls_to_learn_from(planned: StagePlan) -> list[SamplerCall]:
         roll_ins = _call(
             planned, " of roll-ins", compose.roll_in(context, stage), algorithm.prompts, times
         )
+        continues = compose.roll_out(context, stage)
+        if continues is None:
+            return [roll_ins]
         roll_outs = _call(
             planned,
             " of roll-outs",
-            compose.roll_out(context),
+            continues,
             algorithm.prompts * batch.group_size,
             times,
             # A roll-in is cut at any of its tokens with the same probability.

@@ -1,6 +1,11 @@
 """Q# on star graphs: a q that starts as the pretrained model learns which of that model's own paths
 end at the goal.
 
+The first node tells nothing about the end until two edges have been followed from it, so q's loss
+on it is flat for many steps. Four settings make it learn this in the end: q starts with all
+pretrained layers and keeps their next-token loss, all tokens of a path are labeled, graphs are
+fresh, and the phase is long. The two paths of a graph are learned from together.
+
 It then guides the model, with CD and FUDGE on the same q for comparison:
 
     python launch/evaluate.py runs/star_graph_pretrain/model --guide runs/star_graph_q_sharp
@@ -16,20 +21,16 @@ from launch.presets import star_graph_grpo
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.train.optimizers import OptimizerConfig
 
+BASE = star_graph_grpo.CONFIG
+
 CONFIG = replace(
-    star_graph_grpo.CONFIG,
-    # The paper's weights and its filter, with which docs/benchmarks/star_graphs.md was measured.
-    algorithm=QSharpConfig(
-        candidates=4,
-        prompts=49_152,
-        loss_aggregation="sequence_mean",
-        drop_equal_returns=True,
-    ),
-    optimizer=OptimizerConfig(
-        learning_rate=1e-3, schedule="cosine", warmup_steps=50, beta2=0.98, weight_decay=0.1
-    ),
-    batch=BatchConfig(prompts=128, group_size=2, row_length=108, micro_batch_rows=32),
+    BASE,
+    algorithm=QSharpConfig(candidates=4, prompts=262_144, roll_in="none", next_token_coef=0.1),
+    data=replace(BASE.data, rows=1_000_000),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, beta2=0.98),
+    # A row of 128 tokens holds four graphs with two paths each.
+    batch=BatchConfig(prompts=128, group_size=2, row_length=128, micro_batch_rows=32),
     evaluation=EvaluationConfig(rows=500, interval=250),
-    steps=2000,
+    steps=4000,
     checkpoint_every=250,
 )

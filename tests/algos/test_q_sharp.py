@@ -45,9 +45,12 @@ def loss_of(settings: QSharpConfig, data: QExamples, roles, params) -> tuple[flo
 
 def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) -> float:
     """A completion and a token at a time, from one forward a completion."""
+    language = tiny.attention_model()
     mask, returns, tokens = (np.asarray(x) for x in (data.action_mask, data.returns, data.tokens))
     learned = [np.flatnonzero(row)[: 1 if settings.prefixes == "single" else None] for row in mask]
     total, count = 0.0, sum(len(columns) > 0 for columns in learned)
+    written = [np.flatnonzero(row)[1:] for row in mask]
+    num_writers = sum(len(columns) > 0 for columns in written)
     size = 1 if settings.histogram is None else settings.histogram.atoms
     positions = jnp.arange(tokens.shape[1])[None]
     for n, columns in enumerate(learned):
@@ -72,15 +75,23 @@ def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) ->
             if settings.loss_aggregation == "token_mean":
                 weight = 1 / sum(map(len, learned))
             total += weight * loss
+        # What follows the first labeled token is predicted too, by the reference's unembedding.
+        logits = np.asarray(language.logits(params["policy"], hidden))[0]
+        for t in written[n]:
+            loss = np.logaddexp.reduce(logits[t - 1]) - logits[t - 1, tokens[n, t]]
+            weight = 1 / (num_writers * len(written[n]))
+            if settings.loss_aggregation == "token_mean":
+                weight = 1 / sum(map(len, written))
+            total += settings.next_token_coef * weight * loss
     return total
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        QSharpConfig(loss_aggregation="sequence_mean"),
+        QSharpConfig(loss_aggregation="sequence_mean", next_token_coef=0.3),
         QSharpConfig(q_type="q", candidates=None),
-        QSharpConfig(distribution="squared_error", prefixes="single"),
+        QSharpConfig(distribution="squared_error", prefixes="single", next_token_coef=0.3),
         QSharpConfig(q_type="q", distribution="histogram", support=(0.0, 1.0, 5)),
     ],
 )
@@ -94,7 +105,8 @@ def test_the_loss_is_its_formula(settings):
         data = tiny.q_examples()
         actual, metrics = loss_of(settings, data, roles, params)
         np.testing.assert_allclose(actual, plain_loss(settings, data, model, params), rtol=1e-6)
-        assert float(metrics["q/loss"]) == pytest.approx(actual, rel=1e-6)
+        of_next_tokens = settings.next_token_coef * metrics.get("q/next_token_loss", 0.0)
+        assert float(metrics["q/loss"] + of_next_tokens) == pytest.approx(actual, rel=1e-6)
         assert 0 < metrics["q/mean"] < 1
         assert 0 < metrics["q/accuracy"] < 1
 
@@ -142,6 +154,7 @@ def test_the_best_q_is_the_law_of_the_returns():
         {"support": (0.0, 1.0, 1)},
         {"candidates": None},
         {"prompts": 0},
+        {"next_token_coef": -0.1},
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):
@@ -149,7 +162,22 @@ def test_settings_that_cannot_work_are_refused(changes):
         QSharpConfig(**changes)
 
 
+def test_a_next_token_loss_needs_the_references_own_layers():
+    with pytest.raises(InputError, match="starts as another model"):
+        QSharpConfig(next_token_coef=0.1, q_model="other/model")
+
+
 # --- the order of examples ---
+
+
+def test_examples_that_share_a_prompt_are_drawn_together_and_packed_once():
+    spec = q_examples.RoundSpec(1, 1, 0, 6, (0.0, 1.0), "", together=3)
+    drawn = np.concatenate([q_examples.drawn_rows(step, 12, spec) for step in range(2)])
+    np.testing.assert_array_equal(np.sort(drawn), np.arange(12))
+    assert all(np.array_equal(block % 3, [0, 1, 2]) for block in drawn.reshape(4, 3))
+    tokens = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4], [1, 2, 6, 4], [1, 2, 7, 4]])
+    first = np.array([3, 3, 3, 2, 2])
+    np.testing.assert_array_equal(q_examples.prefix_ids(tokens, first), [0, 0, 1, 2, 2])
 
 
 def test_every_epoch_has_every_example_once_in_an_order_of_its_own():
@@ -205,6 +233,7 @@ def test_examples_are_cut_continued_and_scored(whole):
             assert value == (arithmetic.parse_answer(completion) == arithmetic.evaluate(prompt))
             prompt_length = len(tokenizer.encode_prompt(prompt + "="))
             assert prompt_length <= first < end
+            assert number == 2 or first == prompt_length
             assert tokens[end - 1] in tokenizer.eos_ids or end - prompt_length == 24
             assert not np.any(tokens[end:] != tokenizer.pad_id)
             returns.setdefault(prompt, []).append(value)
@@ -221,6 +250,7 @@ def test_metrics_of_a_run(whole):
     assert [row.get("q/round") for row in rows] == [None, 1, None, 2, None]
     names = {"q/loss", "q/mean", "q/accuracy", "q/examples", "q/epoch"}
     assert all(names <= row.keys() for row in rows[1:])
+    assert [("q/next_token_loss" in row) for row in rows] == [False, True, True, False, False]
     assert rows[3]["q/examples"] == len(round_of(whole, 1).ends) + len(round_of(whole, 2).ends)
     # The second round begins with a new head, which predicts one half everywhere.
     assert rows[3]["q/loss"] == pytest.approx(np.log(2), abs=0.05)

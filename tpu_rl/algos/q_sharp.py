@@ -7,12 +7,19 @@ reference, and guide the reference by it.
     histogram       L = -sum_i label_i(R) log z_i           cross-entropy
     squared_error   L = (p - R)^2                           the paper's ablation
 
+    plus, with `next_token_coef` c,  -c sum_t v_t log p(y_t | x, y_<t)
+
 The sum is over the tokens that the *reference* wrote, and the one before them: the last token of a
 prefix that the guided policy wrote and the reference continued (`experience.q_examples`). R is the
 return after them. The targets are samples of a fixed distribution, so there is no bootstrapping and
 no target network. They do not depend on `kl_coef`, which comes in when decoding (see
 `losses.return_distributions`). V-type reads q at the token's own hidden state; Q-type reads it at
 the state of the token before, with one output per token of the vocabulary.
+
+The last term is q's own next-token loss on the tokens that the reference wrote: the reference's
+frozen unembedding reads q's hidden states. It has no part in guidance. It keeps what pretraining
+taught q's layers (to follow an edge of a graph, say) while the returns say nothing yet about how to
+use it.
 
 Deviations: two-hot labels are offered as well as the nearest atom. Every token and every example
 count alike. The paper weights examples alike ("sequence_mean"). A completion's length is known only
@@ -34,7 +41,12 @@ from flax import struct
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, return_distributions
-from tpu_rl.losses.log_probs import over_actions, tokens_at_once, vocabulary
+from tpu_rl.losses.log_probs import (
+    log_probs_of_hidden,
+    over_actions,
+    tokens_at_once,
+    vocabulary,
+)
 from tpu_rl.losses.return_distributions import Support
 from tpu_rl.types import (
     Algorithm,
@@ -72,6 +84,13 @@ class QSharpConfig:
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weights of the tokens. token_mean: every token alike. sequence_mean: every example alike, as
     in the paper; where lengths vary, q then favors the returns of short continuations."""
+    roll_in: Literal["guided", "none"] = "guided"
+    """Author of the prefixes. guided: the policy that q guides, in the first round the reference;
+    the reference continues each from a random token. none: the reference writes the whole answer,
+    and all of its tokens are labeled."""
+    next_token_coef: float = 0.0
+    """Coefficient of q's next-token loss on the tokens that the reference wrote. It keeps what the
+    pretrained layers know. Not with `q_model`."""
     drop_equal_returns: bool = False
     """Drop prompts whose examples all have the same return, as the paper does. With 16 examples, q
     then learns 0.07 for a prompt that is solved with probability 0.02."""
@@ -91,6 +110,19 @@ class QSharpConfig:
 
     def __post_init__(self):
         low, high, atoms = self.support
+        if self.next_token_coef < 0:
+            raise InputError(
+                f"Q# cannot work with the coefficient {self.next_token_coef:g}",
+                where="--algorithm.next-token-coef",
+                fix="use 0 or more; 0.1 is enough to keep what pretraining learned",
+            )
+        if self.next_token_coef and self.q_model is not None:
+            raise InputError(
+                "q cannot keep a next-token loss if it starts as another model",
+                where="--algorithm.next-token-coef, --algorithm.q-model",
+                why="the reference's unembedding reads q's hidden states",
+                fix="leave one of the two out",
+            )
         has_candidates = self.q_type == "q" if self.candidates is None else self.candidates > 0
         if not has_candidates or self.kl_coef <= 0 or self.prompts <= 0:
             raise InputError(
@@ -144,7 +176,8 @@ class Batch:
 
     rows: Rows
     weights: dict[str, Array]
-    """"q": the weights of the tokens."""
+    """"q": the weights of the labeled tokens; "next_token": those of the tokens to predict, if a
+    loss predicts any."""
     returns: Array
 
 
@@ -153,6 +186,7 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
     del sampling
     q = roles["q"]
     support = config.histogram
+    next_token_coef = config.next_token_coef
     weighting = masked.weighting(config.loss_aggregation)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
@@ -160,19 +194,22 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
         examples, layout = experience
         assert isinstance(examples, QExamples)
         learned = examples.action_mask
+        # The first labeled token may be the last of a prefix that another policy wrote.
+        written = learned & (jnp.cumsum(learned, axis=-1) > 1)
         if config.prefixes == "single":
             learned &= jnp.cumsum(learned, axis=-1) == 1
-        weights = weighting(learned, layout.minibatch, layout.minibatches)
+        weights = {"q": weighting(learned, layout.minibatch, layout.minibatches)}
+        if next_token_coef:
+            weights["next_token"] = weighting(written, layout.minibatch, layout.minibatches)
         batch = Batch(
             rows=layout.rows(examples.tokens),
-            weights={"q": layout.pack(weights)},
+            weights={name: layout.pack(of_tokens) for name, of_tokens in weights.items()},
             returns=layout.pack(jnp.where(learned, examples.returns, 0.0)),
         )
         return batch, state
 
-    def token_outputs(params: Params, rows: Rows) -> Array:
+    def token_outputs(params: Params, rows: Rows, hidden: Array) -> Array:
         """Return q's outputs for each token, [R, S, K]."""
-        hidden = q.hidden(params, rows)
         if config.q_type == "v":
             return q.logits(params, hidden)
 
@@ -187,7 +224,8 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["q"]
         returns = batch.returns
-        outputs = token_outputs(params, batch.rows)
+        hidden = q.hidden(params, batch.rows)
+        outputs = token_outputs(params, batch.rows, hidden)
         if config.distribution == "squared_error":
             losses = jnp.square(jax.nn.sigmoid(outputs[..., 0]) - returns)
         else:
@@ -195,10 +233,16 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
                 outputs, returns, support, LABELS[config.labels]
             )
         value = masked.total(weights * losses, weights > 0)
+        metrics: Metrics = {}
+        if next_token_coef:
+            next_weights = batch.weights["next_token"]
+            log_probs = log_probs_of_hidden(roles["policy"], params, hidden, batch.rows).log_probs
+            value -= next_token_coef * masked.total(next_weights * log_probs, next_weights > 0)
+            metrics["q/next_token_loss"] = masked.weighted_average(-log_probs, next_weights)
         mean = return_distributions.mean_return(outputs, support)
         middle = 0.5 if support is None else (support.low + support.high) / 2
         right = jnp.where((mean > middle) == (returns > middle), 1.0, 0.0)
-        return value, {
+        return value, metrics | {
             "q/loss": masked.weighted_average(losses, weights),
             "q/mean": masked.weighted_average(mean, weights),
             "q/return": masked.weighted_average(returns, weights),

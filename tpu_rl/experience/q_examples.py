@@ -7,6 +7,10 @@ cut at a token drawn uniformly from its length, the reference continues from the
 text is scored. The examples go to RUN_DIR/examples/round_K.npz, and the stage learns from all
 rounds so far.
 
+With `roll_in="none"` nothing is cut: the reference writes whole answers, and each of their tokens
+has a label. That takes half the sampling, and such answers of a prompt share it when they are
+learned from.
+
 The text behind the cut is always sampled again, in the first round too. The place of the cut
 depends on the answer's length, so the answer's own end would not be a fair sample of what follows
 the prefix. Dropping prompts whose examples all have the same return, as the paper does, is not fair
@@ -63,6 +67,9 @@ class RoundSpec(NamedTuple):
     """A digest of what the examples are made of; see `round_identity`."""
     drop_equal_returns: bool = False
     """Drop prompts whose examples all have the same return."""
+    together: int = 1
+    """Number of consecutive examples that are drawn together: those of one prompt, if they share
+    it."""
 
 
 class Round(NamedTuple):
@@ -123,15 +130,16 @@ def q_example_source(
     digests = {name: digest for name, (_, digest) in files.items()}
     agreement.require_equal({f"examples/{name}": digest for name, digest in digests.items()})
     rounds = [round_ for round_, _ in files.values()]
-    num_examples = sum(len(round_.ends) for round_ in rounds)
+    joined = join(rounds)
+    num_examples = len(joined.ends)
     num_drawn = 0
 
     def draw(step: int, state: TrainState) -> StepExperience:
         nonlocal num_drawn
         del state
-        positions = num_drawn * spec.batch_size + np.arange(spec.batch_size)
+        rows = drawn_rows(num_drawn, num_examples, spec)
         num_drawn += 1
-        examples = take(rounds, shuffled(positions, num_examples, (spec.seed, spec.number)))
+        examples = take(joined, rows)
         metrics = {
             "q/examples": float(num_examples),
             "q/epoch": num_drawn * spec.batch_size / num_examples,
@@ -159,21 +167,47 @@ def q_example_source(
     return Source(draw, get_state, set_state)
 
 
-def take(rounds: Sequence[Round], rows: np.ndarray) -> QExamples:
-    """Return some examples of the rounds, whose rows are numbered through."""
-    tokens, first, ends, returns = (
-        np.concatenate([round_[field] for round_ in rounds])[rows] for field in range(4)
+def join(rounds: Sequence[Round]) -> Round:
+    """Return the examples of all rounds as one, with the other fields of the last."""
+    per_example = ("tokens", "first", "ends", "returns")
+    return rounds[-1]._replace(
+        **{name: np.concatenate([getattr(part, name) for part in rounds]) for name in per_example}
     )
+
+
+def take(examples: Round, rows: np.ndarray) -> QExamples:
+    """Return some examples."""
+    tokens, first, ends, returns = (field[rows] for field in examples[:4])
     columns = np.arange(tokens.shape[1])[None]
     labeled = (columns >= first[:, None]) & (columns < ends[:, None])
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "action_mask": labeled,
-        # Prefixes differ, also those of one prompt, so no two examples share one.
-        "group_id": np.arange(len(rows), dtype=np.int32),
+        "group_id": prefix_ids(tokens, first),
         "returns": np.where(labeled, returns[:, None], np.float32(0)),
     }
     return QExamples(**arrays)
+
+
+def prefix_ids(tokens: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Number the runs of rows that have the same tokens before their first labeled one.
+
+    tokens [B, T], first [B] -> [B] int32, from 0.
+    """
+    prefixes = np.where(np.arange(tokens.shape[1])[None] < first[:, None], tokens, -1)
+    begins = np.any(prefixes[1:] != prefixes[:-1], axis=1)
+    return np.concatenate([[0], np.cumsum(begins)]).astype(np.int32)
+
+
+def drawn_rows(num_drawn: int, num_examples: int, spec: RoundSpec) -> np.ndarray:
+    """Return the rows of the examples of the next step, [spec.batch_size].
+
+    If `spec.together` does not divide the number of examples, the last ones are left out.
+    """
+    blocks = spec.batch_size // spec.together
+    positions = num_drawn * blocks + np.arange(blocks)
+    chosen = shuffled(positions, num_examples // spec.together, (spec.seed, spec.number))
+    return (chosen[:, None] * spec.together + np.arange(spec.together)).reshape(-1)
 
 
 def shuffled(positions: np.ndarray, num_rows: int, seed: tuple[int, ...]) -> np.ndarray:
@@ -275,11 +309,12 @@ def check_returns(returns: np.ndarray, return_range: tuple[float, float]) -> Non
         )
 
 
-def q_engine(roll_in: Decoding, roll_out: Decoding, scorer: Scorer) -> Engine:
+def q_engine(roll_in: Decoding, roll_out: Decoding | None, scorer: Scorer) -> Engine:
     """Return the engine whose completions are examples for Q#.
 
     `roll_in` answers the prompts of a request. Each answer is cut at a random token, and `roll_out`
-    continues it from there. `Sampled.columns[CUTS]` has the tokens that were cut at.
+    continues it from there; without `roll_out` answers stay as they are. `Sampled.columns[CUTS]`
+    has the tokens that were cut at: the first of each answer, if none was.
     """
 
     def generate(params: Params, request: RolloutRequest) -> Sampled:
@@ -292,8 +327,11 @@ def q_engine(roll_in: Decoding, roll_out: Decoding, scorer: Scorer) -> Engine:
         with scorer.streaming(request.rows, roll_in.config.samples_per_prompt):
             watchdog.mark(f"the prefixes of Q# examples, before step {step}")
             answers = roll_in.sample(params, token_ids, step, row_ids)
-            watchdog.mark(f"the continuations of Q# examples, before step {step}")
-            rollout, cuts = cut_and_continue(roll_out, params, answers, step, row_ids)
+            if roll_out is None:
+                rollout, cuts = answers, np.asarray(answers.action_mask).argmax(1)
+            else:
+                watchdog.mark(f"the continuations of Q# examples, before step {step}")
+                rollout, cuts = cut_and_continue(roll_out, params, answers, step, row_ids)
             watchdog.mark(f"the rewards of Q# examples, before step {step}")
         sampled = scoring.describe(request.rows, rollout, scorer.tokenizer)
         seconds = time.perf_counter() - began
