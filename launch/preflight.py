@@ -132,6 +132,8 @@ def check_models(
     for role_directory in role_directories:
         check_weights(role_directory, models.from_config(role_directory), needs_weights)
     role_models = roles.role_models(config, model)
+    for role_model in role_models.values():
+        role_model.config.require_length(config.batch.row_length, "--batch.row-length")
     trains_mixture = any(
         trained.config.moe
         for stage in config.stages

@@ -140,6 +140,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     """Load the model, and answer requests until a signal comes."""
     language, params = saved_run.load_language(flags.model, config)
     length = max_model_len(flags, config)
+    language.model.config.require_length(length, "--max-model-len")
     pump = Pump(sampler_factory(language, params, length, flags.max_num_seqs))
     default = Distribution(flags.temperature)
     print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)

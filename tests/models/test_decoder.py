@@ -74,7 +74,7 @@ def test_cache_equals_whole_sequences(family):
     cache, logits = prefill(family, tokens, lengths)
     assert all(
         leaf.shape[1] == 3
-        for kind in ("full", "sliding")
+        for kind in ("full", "sliding", "unrotated")
         for leaf in jax.tree.leaves(cache.get(kind, []))
     )
     for row, length in enumerate(lengths):
@@ -476,9 +476,26 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
         (
             {"model_type": "mamba"},
             "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
-            "gemma2, gemma3_text, gemma3",
+            "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, granite, gemma3",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "may always rotate all of them"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.1}, "1 of the 10 dimensions"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            "short_factor has 1 numbers(.|\n)*5 pairs",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 numbers for 2"),
+        (
+            {
+                "model_type": "smollm3",
+                "no_rope_layers": [1, 0],
+                "layer_types": ["full_attention", "sliding_attention"],
+                "sliding_window": 5,
+            },
+            "without a rotary embedding is not supported(.|\n)*layer 1 has both",
+        ),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": None}, "lacks vocab_size"),
@@ -489,3 +506,11 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
 def test_unsupported_configurations_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         models.from_config(CONFIGS["llama2"] | change)
+
+
+def test_lengths_with_other_rotary_angles_are_refused():
+    config = models.from_config(CONFIGS["phi3"]).config
+    config.require_length(32, "--batch.row-length")
+    with pytest.raises(InputError, match=r"of 33 tokens(.|\n)*--batch.row-length(.|\n)*beyond 32"):
+        config.require_length(33, "--batch.row-length")
+    models.from_config(CONFIGS["llama3"]).config.require_length(10**6, "--batch.row-length")

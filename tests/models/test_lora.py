@@ -461,6 +461,101 @@ def test_transformers_agrees_after_adding_adapters_by_hand(family, tmp_path):
     np.testing.assert_allclose(one.logits(one.params, tokens), expected, rtol=0, atol=1e-4)
 
 
+def numbers_in(path):
+    return {
+        name: np.array(stored.read())
+        for name, stored in safetensors_files.read_header(path).items()
+    }
+
+
+def added_by_peft(directory):
+    """Return name -> what PEFT adds to a tensor of the base: alpha / r * B A, by its patterns."""
+    settings = json.loads((directory / "adapter_config.json").read_text())
+    tensors = numbers_in(directory / "adapter_model.safetensors")
+    added = {}
+    for name, a in tensors.items():
+        stem, end, _ = name.removeprefix("base_model.model.").rpartition(".lora_A.weight")
+        if end:
+            module = stem.rpartition(".")[2]
+            rank = settings["rank_pattern"].get(module, settings["r"])
+            alpha = settings["alpha_pattern"].get(module, settings["lora_alpha"])
+            scale = alpha / rank**0.5 if settings["use_rslora"] else alpha / rank
+            assert len(a) == rank
+            added[stem + ".weight"] = scale * tensors[name.replace("lora_A", "lora_B")] @ a
+    return added
+
+
+@pytest.mark.parametrize(
+    ("targets", "rslora"),
+    [(("all-linear",), False), (("qkv_proj", "gate_up_proj"), True), (("q_proj", "down"), False)],
+)
+def test_adapters_of_matrices_that_are_one_tensor_are_one_adapter_in_peft(
+    targets, rslora, tmp_path
+):
+    """Phi-3: query, key and value are one tensor, and so are gate and up."""
+    base, params = tiny("phi3").model, tiny("phi3").params
+    model = models.with_lora(base, LoraConfig(3, alpha=6.0, rslora=rslora, targets=targets))
+    noise = np.random.default_rng(1)
+    shapes = models.split(jax.eval_shape(model.init, jax.random.key(0)))[1]
+    adapters = jax.tree.map(
+        lambda leaf: jnp.asarray(noise.standard_normal(leaf.shape, np.float32)), shapes
+    )
+    joined = models.join(params, adapters)
+    models.save(tmp_path / "base", base, params)
+    models.save(tmp_path / "merged", model, joined)
+    models.save_adapters(tmp_path / "adapter", model, joined, str(tmp_path / "base"))
+    before, after = (
+        numbers_in(tmp_path / name / "model.safetensors") for name in ("base", "merged")
+    )
+    added = added_by_peft(tmp_path / "adapter")
+    assert any("qkv_proj" in name for name in added)
+    for name, tensor in before.items():
+        np.testing.assert_allclose(after[name], tensor + added.get(name, 0.0), atol=1e-4)
+    if targets != ("q_proj", "down"):
+        again, loaded = models.load_adapters(tmp_path / "adapter", base)
+        assert again is model
+        assert_same(loaded, adapters)
+    else:  # What the file has for the others is zero.
+        merged = models.load(tmp_path / "adapter")[1]
+        assert_same(merged, models.load(tmp_path / "merged")[1])
+
+    # With an entry between the blocks it would be the adapter of something else.
+    tensor = next(name for name in added if "qkv_proj" in name).removesuffix(".weight")
+
+    def mix(tensors):
+        tensors[f"base_model.model.{tensor}.lora_B.weight"][-1, 0] = 1.0
+
+    edit_tensors(tmp_path / "adapter", mix)
+    with pytest.raises(InputError, match="mixes their parts"):
+        models.load(tmp_path / "adapter")
+
+
+def test_one_adapter_of_peft_on_a_fused_tensor_is_one_for_each_of_its_matrices(tmp_path):
+    base, params = tiny("phi3").model, tiny("phi3").params
+    model = models.with_lora(base, LoraConfig(3, alpha=6.0, targets=("qkv_proj",)))
+    adapters = models.random_adapters(model, jax.random.key(0), mesh())
+    models.save(tmp_path / "base", base, params)
+    directory = tmp_path / "adapter"
+    models.save_adapters(directory, model, models.join(params, adapters), str(tmp_path / "base"))
+    noise = np.random.default_rng(1)
+
+    def as_trained_by_peft(tensors):
+        for name in tensors:
+            shape = (3, 40) if "lora_A" in name else (80, 3)
+            tensors[name] = noise.standard_normal(shape, np.float32)
+
+    edit_tensors(directory, as_trained_by_peft)
+    edit_config(directory, rank_pattern={}, alpha_pattern={})
+    models.save(tmp_path / "merged", *models.load(directory))
+    before, after = (
+        numbers_in(tmp_path / name / "model.safetensors") for name in ("base", "merged")
+    )
+    added = added_by_peft(directory)
+    assert len(added) == 2
+    for name, tensor in before.items():
+        np.testing.assert_allclose(after[name], tensor + added.get(name, 0.0), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
+from tests.fixtures.decoders import CONFIGS, LENGTH, families, plain, tiny, tokens_of
 from tpu_rl import models
 from tpu_rl.models.hf import safetensors_files
 from tpu_rl.models.moe import router
@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=families(at_night=False))
 def checkpoint(request, tmp_path_factory):
     """Return (family, a random transformers model of it, the directory it was saved to)."""
     torch.manual_seed(0)

@@ -165,6 +165,8 @@ class VocabConfig:
     """True if the unembedding is the embedding."""
     embedding_scale: float = 1.0
     """Factor of the embeddings of tokens."""
+    logit_scale: float = 1.0
+    """Factor of the logits (Granite)."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap) (Gemma 2)."""
 
@@ -189,7 +191,7 @@ class AttentionConfig:
     query_key_norm: bool = False
     """RMS norm of query and key, for each head separately (Qwen3, Gemma 3)."""
     joint_query_key_norm: bool = False
-    """RMS norm of query and key over all heads together (OLMoE)."""
+    """RMS norm of query and key over all heads together (OLMoE, OLMo 2 and 3)."""
     clip_qkv: float | None = None
     """Elements of query, key and value are clipped to [-clip_qkv, clip_qkv] (OLMoE)."""
     softcap: float | None = None
@@ -238,9 +240,12 @@ class NormConfig:
     eps: float = 1e-6
     unit_offset: bool = False
     """True if scales are stored as their distance from 1 (Gemma)."""
+    pre: bool = True
+    """True if a norm begins each branch. False in OLMo 2 and 3, whose branches only end with one.
+    """
     post: bool = False
-    """True if a second norm ends each branch, before it is added to the residual stream (Gemma 2
-    and 3)."""
+    """True if a norm ends each branch, before it is added to the residual stream (Gemma 2 and 3,
+    GLM-4, OLMo 2 and 3)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +254,8 @@ class DecoderConfig:
 
     hidden_size: int
     layer_types: tuple[str, ...]
-    """Type of each layer, "full" or "sliding"."""
+    """Type of each layer: "full", "sliding", or "unrotated" (full attention without rotary
+    embedding, SmolLM3)."""
     vocab: VocabConfig
     attention: AttentionConfig
     mlp: MlpConfig
@@ -258,6 +264,8 @@ class DecoderConfig:
     """Rotary embedding of full layers."""
     sliding_rope: RopeConfig = RopeConfig()
     """Rotary embedding of sliding layers."""
+    residual_scale: float = 1.0
+    """Factor of each branch, before it is added to the residual stream (Granite)."""
     dtype: str = "float32"
     """The compute dtype. Norms, softmax, rotary angles and logits are always float32."""
     param_dtype: str = "float32"
@@ -301,6 +309,23 @@ class DecoderConfig:
     def repetitions(self) -> int:
         """Number of complete repetitions of the pattern. The remaining layers are the tail."""
         return len(self.layer_types) // self.period
+
+    def require_length(self, length: int, where: str) -> None:
+        """Check that sequences of `length` tokens, a setting named `where`, have the right angles.
+
+        Raises:
+            InputError: "longrope" has other divisors for sequences of this length, whose earlier
+                tokens would also have other angles.
+        """
+        original_length = self.rope.original_length
+        if self.rope.scaling == "longrope" and length > original_length:
+            raise InputError(
+                f"sequences of {length} tokens are not supported for this model",
+                where=where,
+                why=f"beyond {original_length} tokens (original_max_position_embeddings) "
+                "its rotary embedding turns all tokens otherwise (long_factor)",
+                fix=f"use at most {original_length}",
+            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weight `name`, in one layer if layers have it."""

@@ -1,8 +1,9 @@
 """The decoder-only transformer that all families share; `DecoderConfig` says how they differ.
 
 Weights are a plain dict, and each leaf has a name from `WEIGHT_AXES`. Layers repeat in a pattern of
-layer types ("full", "sliding"). The leaves of layer i of the pattern are stacked over its
-repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], and `nn.scan` runs over them.
+layer types ("full", "sliding", "unrotated"). The leaves of layer i of the pattern are stacked over
+its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], and `nn.scan` runs over
+them.
 Layers that are left over at the end (Gemma 3 with 1B parameters: 26 = 4 * 6 + 2) are not stacked:
 `params["tail"]["layer_i"][name]`.
 """
@@ -50,8 +51,8 @@ class Context(NamedTuple):
     queries: TokenIndex
     keys: dict[str, TokenIndex]
     """Layer type -> index of the keys."""
-    angles: dict[str, tuple[Array, Array]]
-    """Layer type -> cosines and sines of the queries' positions."""
+    angles: dict[str, tuple[Array, Array] | None]
+    """Layer type -> cosines and sines of the queries' positions; None without rotary embedding."""
     key_tiles: Array | None = None
     """See `layers.attention`."""
     paths: Paths | None = None
@@ -203,12 +204,11 @@ class Layer(Weights):
         cache with this layer's keys and values written (None stays None); and the usage of the
         mixture's experts, or None if there is a cache or no mixture.
         """
-        post_norm = self.config.norm.post
         axes = _activation_axes(cache)
-        branch = self.norm(x, "attention_norm")
+        branch = self.begin(x, "attention_norm")
         branch, cache = self.attend(branch, cache, layer, context)
-        x = x + (self.norm(branch, "attention_post_norm") if post_norm else branch)
-        branch = self.norm(x, "mlp_norm")
+        x = x + self.end(branch, "attention_post_norm")
+        branch = self.begin(x, "mlp_norm")
         usage = None
         if self.config.moe is None:
             branch = self.mlp(branch)
@@ -217,8 +217,20 @@ class Layer(Weights):
             if cache is None:
                 is_token = context.queries.segment_ids > 0
                 usage = router.usage(routing.experts, routing.probabilities, is_token)
-        x = x + (self.norm(branch, "mlp_post_norm") if post_norm else branch)
+        x = x + self.end(branch, "mlp_post_norm")
         return constrain(x, (*axes, None)), cache, usage
+
+    def begin(self, x: Array, norm: str) -> Array:
+        """Return what a branch begins with: x [B, T, D], normed if `NormConfig.pre` says so."""
+        return self.norm(x, norm) if self.config.norm.pre else x
+
+    def end(self, branch: Array, norm: str) -> Array:
+        """Return what is added to the residual stream: the branch [B, T, D], normed and scaled."""
+        if self.config.norm.post:
+            branch = self.norm(branch, norm)
+        if self.config.residual_scale != 1.0:
+            branch = branch * jnp.asarray(self.config.residual_scale, branch.dtype)
+        return branch
 
     def attend(
         self, x: Array, cache: Any, layer: Array | int, context: Context
@@ -237,7 +249,9 @@ class Layer(Weights):
         attended = self.attention(query, keys, values, read_rows, context)
         return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
 
-    def query_key_value(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def query_key_value(
+        self, x: Array, angles: tuple[Array, Array] | None
+    ) -> tuple[Array, Array, Array]:
         """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D]."""
         config = self.config.attention
         query = self.linear("btd,dhe->bthe", x, "query", config.bias)
@@ -252,7 +266,9 @@ class Layer(Weights):
         if config.clip_qkv is not None:
             limit = config.clip_qkv
             query, key, value = (jnp.clip(part, -limit, limit) for part in (query, key, value))
-        query, key = (layers.apply_rope(part, angles) for part in (query, key))
+        if angles is not None:
+            interleaved = self.config.rope.interleaved
+            query, key = (layers.apply_rope(part, angles, interleaved) for part in (query, key))
         return query, key, value
 
     def attention(
@@ -466,6 +482,8 @@ def _unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
         a = params["unembedding" + LORA_A].astype(config.dtype)
         b = params["unembedding" + LORA_B].astype(config.dtype)
         logits += layers.low_rank(hidden, a, b, scale)
+    if vocab.logit_scale != 1.0:
+        logits *= vocab.logit_scale
     if vocab.softcap is not None:
         logits = vocab.softcap * jnp.tanh(logits / vocab.softcap)
     if vocab.valid < vocab.size:
@@ -502,13 +520,13 @@ def cached_context(
     return Context(queries, keys, _angles(config, queries.positions), views=views)
 
 
-def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array]]:
+def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array] | None]:
     ropes = {"full": config.rope, "sliding": config.sliding_rope}
     head_dim = config.attention.head_dim
-    return {
-        layer_type: layers.rope_angles(ropes[layer_type], head_dim, positions)
-        for layer_type in sorted(set(config.layer_types))
-    }
+    angles: dict[str, tuple[Array, Array] | None] = dict.fromkeys(sorted(set(config.layer_types)))
+    for layer_type in angles.keys() & ropes.keys():
+        angles[layer_type] = layers.rope_angles(ropes[layer_type], head_dim, positions)
+    return angles
 
 
 # The model as pure functions.

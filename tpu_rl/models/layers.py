@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,13 +38,33 @@ class RopeConfig:
 
     theta: float = 10_000.0
     scaling: str = "default"
-    """"default" (none), "linear" (all frequencies are divided by `factor`) or "llama3" (only low
-    frequencies are)."""
+    """"default" (none), "linear" (all frequencies are divided by `factor`), "llama3" (only low
+    frequencies are), "yarn" (frequencies of few turns are) or "longrope" (frequencies are divided
+    by `divisors`)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
-    """For "llama3": context length, in tokens, before the model was extended."""
+    """Context length, in tokens, before the model was extended. For "llama3", "yarn", "longrope".
+    """
+    beta_fast: float = 32.0
+    """For "yarn": frequencies with more turns than this in the original context are kept."""
+    beta_slow: float = 1.0
+    """For "yarn": frequencies with fewer turns than this in the original context are divided."""
+    truncate: bool = True
+    """For "yarn": the dimensions at which the two begin are rounded to whole numbers."""
+    divisors: tuple[float, ...] = ()
+    """For "longrope": divisor of each frequency."""
+    magnitude: float = 1.0
+    """Factor of cosines and sines ("yarn" and "longrope")."""
+    fraction: float = 1.0
+    """Part of a head's dimensions, the first ones, that is rotated."""
+    interleaved: bool = False
+    """True if dimensions 2 i and 2 i + 1 are a pair (GLM-4). Otherwise i and i + E / 2 are."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of a head's dimensions that are rotated."""
+        return int(head_dim * self.fraction)
 
 
 class ActivationAxes(NamedTuple):
@@ -350,11 +371,13 @@ def rms_norm(
 def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     """Return the angle per position, in radians, of each pair of dimensions: [E / 2] float32.
 
-    "llama3" divides frequencies by `factor` if their wavelength is above original_length /
-    low_freq_factor, keeps those below original_length / high_freq_factor, and interpolates in
-    between (model card of Llama 3.1).
+    E is the number of rotated dimensions, `head_dim` unless `fraction` is below 1. "llama3" divides
+    frequencies by `factor` if their wavelength is above original_length / low_freq_factor, keeps
+    those below original_length / high_freq_factor, and interpolates in between (model card of Llama
+    3.1). "yarn" interpolates between two dimensions instead (arXiv 2309.00071, section 3.2).
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    rotated = config.rotated(head_dim)
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     frequencies = 1.0 / config.theta**exponents
     if config.scaling == "linear":
         frequencies = frequencies / config.factor
@@ -365,22 +388,58 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
         )
         unscaled = np.clip(unscaled, 0.0, 1.0)
         frequencies = frequencies * (unscaled + (1 - unscaled) / config.factor)
+    elif config.scaling == "yarn":
+        scaled = _yarn_ramp(config, rotated)
+        frequencies = frequencies * ((1 - scaled) + scaled / config.factor)
+    elif config.scaling == "longrope":
+        frequencies = frequencies / np.asarray(config.divisors, np.float32)
     return frequencies.astype(np.float32)
 
 
+def _yarn_ramp(config: RopeConfig, rotated: int) -> np.ndarray:
+    """Return how much of each frequency "yarn" divides: [E / 2], from 0 to 1."""
+
+    def dimension(turns: float) -> float:
+        """Return the pair of dimensions that turns this often in the original context."""
+        wavelength = config.original_length / turns
+        return rotated * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    width = last - first or 0.001
+    return np.clip((np.arange(rotated // 2, dtype=np.float32) - first) / width, 0.0, 1.0)
+
+
 def rope_angles(config: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
-    """Return cosines and sines, two [B, T, E / 2] float32, for positions [B, T]."""
+    """Return cosines and sines, two [B, T, E / 2] float32, for positions [B, T].
+
+    E is the number of rotated dimensions. Both are multiplied by `RopeConfig.magnitude`.
+    """
     frequencies = rope_frequencies(config, head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    return config.magnitude * jnp.cos(angles), config.magnitude * jnp.sin(angles)
 
 
-def apply_rope(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Return x [B, T, H, E] rotated by `angles`, from `rope_angles`.
+def apply_rope(x: Array, angles: tuple[Array, Array], interleaved: bool = False) -> Array:
+    """Return x [B, T, H, E] with its first dimensions rotated by `angles`, from `rope_angles`.
 
-    Dimensions i and i + E / 2 are a pair, as in Hugging Face checkpoints.
+    Of R rotated dimensions, i and i + R / 2 are a pair, or, if `interleaved`, 2 i and 2 i + 1.
     """
     cos, sin = (part[:, :, None, :] for part in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    num_rotated = 2 * cos.shape[-1]
+    x_float32 = x[..., :num_rotated].astype(jnp.float32)
+    if interleaved:
+        first, second = x_float32[..., 0::2], x_float32[..., 1::2]
+    else:
+        first, second = jnp.split(x_float32, 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    if interleaved:
+        merged = jnp.stack(rotated, axis=-1).reshape(x_float32.shape)
+    else:
+        merged = jnp.concatenate(rotated, axis=-1)
+    merged = merged.astype(x.dtype)
+    if num_rotated == x.shape[-1]:
+        return merged
+    return jnp.concatenate([merged, x[..., num_rotated:]], axis=-1)

@@ -10,6 +10,7 @@ off.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from tpu_rl.models.config import (
     LoraConfig,
 )
 from tpu_rl.models.decoder import decoder, param_shapes, random_params
+from tpu_rl.models.hf import families
 from tpu_rl.models.hf.families import LAYER_NAMES
 from tpu_rl.models.hf.weight_map import leaf_at
 from tpu_rl.train import sharding
@@ -76,8 +78,7 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
 
     A model with a head has no unembedding to adapt.
     """
-    weight_names = {peft: name for name, peft in PEFT_NAMES.items()}
-    weight_names |= {name: name for name in PEFT_NAMES}
+    weight_names = _weights_by_name(config)
     known = [ALL_LINEAR, *weight_names]
     unknown = [target for target in lora.targets if target not in known]
     if unknown:
@@ -87,11 +88,10 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
             where="--model.lora.targets",
             fix=f"did you mean {' or '.join(nearest)}? All: {', '.join(known)}",
         )
-    chosen = {weight_names[target] for target in lora.targets if target != ALL_LINEAR}
-    if config.moe:
-        chosen = {EXPERT_NAMES.get(name, name) for name in chosen}
+    named = (weight_names[target] for target in lora.targets if target != ALL_LINEAR)
+    chosen = set().union(*named)
     if ALL_LINEAR in lora.targets:
-        chosen |= set(OUTPUT_DIMS) - (set(EXPERT_NAMES) if config.moe else set())
+        chosen |= _weights(config) & {*OUTPUT_DIMS}
     if "unembedding" in chosen and config.vocab.tied:
         raise InputError(
             "lm_head is the embedding of this model, which LoRA does not adapt",
@@ -110,6 +110,30 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
             fix=f"use {ALL_LINEAR}, or name matrices of the layers",
         )
     return targets
+
+
+def _weights(config: DecoderConfig) -> set[str]:
+    """Return the names of all weights of a model."""
+    shapes = param_shapes(replace(config, adapters=None))
+    return {path[-1].key for path, _ in jax.tree.leaves_with_path(shapes)}
+
+
+def _weights_by_name(config: DecoderConfig) -> dict[str, set[str]]:
+    """Return each name that a target may have -> the weights that it means in a model.
+
+    The names are those of PEFT, in this family and in others, and those of this library.
+    """
+    present = _weights(config)
+    family = families.FAMILIES[json.loads(config.source)["model_type"]]
+    weights: dict[str, set[str]] = {}
+    for name, module in PEFT_NAMES.items():
+        meant = {name, EXPERT_NAMES.get(name, name)} & present
+        if name == "unembedding":
+            meant = {name}
+        own_module = family.names.get(name, module).removesuffix(".weight").split(".")[-1]
+        for alias in (module, own_module, name) if meant else ():
+            weights.setdefault(alias, set()).update(meant)
+    return weights
 
 
 def peft_name(name: str) -> str:

@@ -219,7 +219,7 @@ def attention_flops(config: DecoderConfig, positions: np.ndarray) -> float:
     A query sees itself and the tokens before it in its sequence, or in its window.
     """
     attention = config.attention
-    keys = {"full": positions + 1.0}
+    keys = {"full": positions + 1.0, "unrotated": positions + 1.0}
     keys["sliding"] = np.minimum(keys["full"], attention.sliding_window or math.inf)
     flops_per_key = 4.0 * attention.num_heads * attention.head_dim
     return flops_per_key * sum(float(keys[kind].sum()) for kind in config.layer_types)

@@ -125,6 +125,11 @@ def _gemma3(
     )
 
 
+def _of(model_type: str, sizes: dict[str, Any], tied: bool = False) -> dict[str, Any]:
+    """Return a shape whose other fields are the defaults of its family."""
+    return sizes | {"model_type": model_type, "tie_word_embeddings": tied}
+
+
 _LLAMA_8B = _llama(_sizes(4096, 14_336, 32, 32, 8, 128_256), factor=8.0, head_dim=128)
 _LLAMA_70B = _llama(_sizes(8192, 28_672, 80, 64, 8, 128_256), factor=8.0, head_dim=128)
 
@@ -178,6 +183,20 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         head_dim=128,
         scalar=168,
     ),
+    "SmolLM3-3B": _of("smollm3", _sizes(2048, 11_008, 36, 16, 4, 128_256), tied=True),
+    "OLMo-2-0425-1B": _of("olmo2", _sizes(2048, 8192, 16, 16, 16, 100_352)),
+    "OLMo-2-1124-7B": _of("olmo2", _sizes(4096, 11_008, 32, 32, 32, 100_352)),
+    "OLMo-2-1124-13B": _of("olmo2", _sizes(5120, 13_824, 40, 40, 40, 100_352)),
+    "OLMo-2-0325-32B": _of("olmo2", _sizes(5120, 27_648, 64, 40, 8, 100_352)),
+    "Olmo-3-7B": _of("olmo3", _sizes(4096, 11_008, 32, 32, 32, 100_278)),
+    "Olmo-3-32B": _of("olmo3", _sizes(5120, 27_648, 64, 40, 8, 100_278)),
+    "Phi-4": _of("phi3", _sizes(5120, 17_920, 40, 40, 10, 100_352)),
+    "Phi-4-mini": _of("phi3", _sizes(3072, 8192, 32, 24, 8, 200_064), tied=True)
+    | {"partial_rotary_factor": 0.75},
+    "GLM-4-9B-0414": _of("glm4", _sizes(4096, 13_696, 40, 32, 2, 151_552)),
+    "GLM-4-32B-0414": _of("glm4", _sizes(6144, 23_040, 61, 48, 8, 151_552)),
+    "Granite-3.3-2B": _of("granite", _sizes(2048, 8192, 40, 32, 8, 49_159), tied=True),
+    "Granite-3.3-8B": _of("granite", _sizes(4096, 12_800, 40, 32, 8, 49_159), tied=True),
 }
 """Name -> a Hugging Face configuration, as `models.from_config` reads it."""
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,13 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 from tpu_rl.models import lora
-from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, OUTPUT_DIMS, DecoderConfig
+from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.hf import families, peft, safetensors_files
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
+    FileTensor,
     WeightLocation,
     leaf_at,
     require_fit,
@@ -185,28 +186,30 @@ def load(
         shardings = jax.tree.map(lambda _: device, shapes)
     else:
         shardings = sharding.shardings(model.axes, mesh, shapes)
-    locations = weight_locations(model)
-    tensors_of_leaf: dict[tuple[str, ...], list[StoredTensor]] = {}
-    for name, location in locations.items():
-        tensors_of_leaf.setdefault(location.path, []).append(stored[name])
+    file_tensors = weight_locations(model)
+    parts_of_leaf: dict[tuple[str, ...], list[_StoredPart]] = {}
+    for name, file_tensor in file_tensors.items():
+        for location in file_tensor.locations:
+            part = _StoredPart(stored[name], location)
+            parts_of_leaf.setdefault(location.path, []).append(part)
 
     def load_leaf(path, shape: jax.ShapeDtypeStruct, leaf_sharding: Sharding) -> Array:
         keys = tuple(key.key for key in path)
         name = keys[-1]
-        tensors = tensors_of_leaf[keys]
+        parts = parts_of_leaf[keys]
         if keys[0] != "layers":
-            return _read_weight(tensors, model.config, name, leaf_sharding)
+            return _read_weight(parts, model.config, name, leaf_sharding)
         stack = jnp.zeros(shape.shape, shape.dtype, device=leaf_sharding)
         num_layers = shape.shape[0]
-        per_layer = len(tensors) // num_layers  # in a mixture, one tensor for each expert
+        per_layer = len(parts) // num_layers  # in a mixture, one for each expert
         for layer in range(num_layers):
-            layer_tensors = tensors[layer * per_layer : (layer + 1) * per_layer]
-            weight = _read_weight(layer_tensors, model.config, name, _layer_sharding(leaf_sharding))
+            layer_parts = parts[layer * per_layer : (layer + 1) * per_layer]
+            weight = _read_weight(layer_parts, model.config, name, _layer_sharding(leaf_sharding))
             stack = _set_layer(stack, weight, layer)
         return stack
 
     params = jax.tree_util.tree_map_with_path(load_leaf, shapes, shardings)
-    _require_finite(directory, locations, params)
+    _require_finite(directory, file_tensors, params)
     return model, params
 
 
@@ -236,13 +239,13 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor]:
         base = from_config(base_directory)
         peft.adapted_model(directory, base)
         return check(base_directory, base)
-    locations = weight_locations(model)
+    file_tensors = weight_locations(model)
     stored = _text_model_tensors(directory)
     unembedding = families.TOP_NAMES["unembedding"]
-    if unembedding not in locations:
+    if unembedding not in file_tensors:
         # A tied model needs none, but some files have a copy of the embedding.
         stored.pop(unembedding, None)
-    shapes = {name: location.shape for name, location in locations.items()}
+    shapes = {name: file_tensor.shape for name, file_tensor in file_tensors.items()}
     require_fit(directory, shapes, stored, "config.json")
     return stored
 
@@ -319,37 +322,49 @@ def _all_finite(params: Params) -> Array:
 
 
 def _require_finite(
-    directory: Path, locations: Mapping[str, WeightLocation], params: Params
+    directory: Path, file_tensors: Mapping[str, FileTensor], params: Params
 ) -> None:
     """Check that no weight is NaN or infinite, which a run would only notice after a step."""
     if _all_finite(params):
         return
     names = [
         name
-        for name, location in locations.items()
-        if not bool(jnp.isfinite(tensor_at(params, location)).all())
+        for name, file_tensor in file_tensors.items()
+        if not all(
+            bool(jnp.isfinite(tensor_at(params, location)).all())
+            for location in file_tensor.locations
+        )
     ]
     raise InputError(
-        f"{len(names)} of {len(locations)} tensors hold NaN or infinity",
+        f"{len(names)} of {len(file_tensors)} tensors hold NaN or infinity",
         where=str(directory),
         why=", ".join(names[:5]),
         fix="use a checkpoint from before its training diverged",
     )
 
 
+class _StoredPart(NamedTuple):
+    """A part of a stored tensor, or all of it."""
+
+    tensor: StoredTensor
+    location: WeightLocation
+
+    def read(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the part in our layout, where it has this shape; memory-mapped."""
+        part = self.tensor.read()[self.location.part]
+        return (part.T if self.location.is_transposed else part).reshape(shape)
+
+
 def _read_weight(
-    tensors: list[StoredTensor], config: DecoderConfig, name: str, weight_sharding: Sharding
+    parts: list[_StoredPart], config: DecoderConfig, name: str, weight_sharding: Sharding
 ) -> Array:
     """Read the weight `name` of one layer, or outside of layers, to its devices.
 
-    `tensors` is one tensor, or one for each expert. This process reads only what it holds.
+    `parts` is one part, or one for each expert. This process reads only what it holds.
     """
     shape = config.shape(name)
     is_expert = name in EXPERT_MATRICES
-    is_transposed = is_expert or name in OUTPUT_DIMS
-    tensor_shape = shape[1:] if is_expert else shape
-    mapped = [tensor.read() for tensor in tensors]
-    views = [(array.T if is_transposed else array).reshape(tensor_shape) for array in mapped]
+    views = [part.read(shape[1:] if is_expert else shape) for part in parts]
 
     # These are copies, never the mapped file itself: arrays on CPUs may alias what they are given.
     def read_shard(index: Any) -> np.ndarray:
@@ -392,8 +407,9 @@ def save(
     It has config.json, and safetensors in `dtype` (None: the dtype of the params), in files of at
     most `max_shard_bytes` (None: SHARD_BYTES), and README.md with the text `card`. With `tokenizer`
     it has the tokenizer's files and generation_config.json, so that completions end at the same
-    tokens. Adapters are merged into the weights (`save_adapters` writes them alone). An OLMoE with
-    a head can only be loaded by this library, because transformers has no such class.
+    tokens. Adapters are merged into the weights (`save_adapters` writes them alone). An OLMoE or
+    a Granite with a head can only be loaded by this library, because transformers has no such
+    class.
 
     The directory is written beside `path` and then renamed, so `path` is never incomplete. A model
     directory that was there before is replaced. All processes must call this together; the first
@@ -404,16 +420,16 @@ def save(
             `dtype`.
     """
     require_replaceable(path, "config.json")
-    locations = weight_locations(model)
+    file_tensors = weight_locations(model)
     layout = {
-        name: (_file_dtype(params, location, dtype), location.shape)
-        for name, location in locations.items()
+        name: (_file_dtype(params, file_tensor, dtype), file_tensor.shape)
+        for name, file_tensor in file_tensors.items()
     }
     files = _assign_files(layout, max_shard_bytes or SHARD_BYTES)
 
     def tensors_of(names: list[str]) -> Iterator[np.ndarray]:
         for name, tensor in zip(
-            names, _gather_tensors(model.config, locations, names, params), strict=True
+            names, _gather_tensors(model.config, file_tensors, names, params), strict=True
         ):
             yield _cast(name, tensor, layout[name][0])
 
@@ -440,10 +456,10 @@ Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """Name of a tensor -> its dtype and its shape in the file."""
 
 
-def _file_dtype(params: Params, location: WeightLocation, dtype: str | None) -> np.dtype:
+def _file_dtype(params: Params, file_tensor: FileTensor, dtype: str | None) -> np.dtype:
     """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None."""
     if dtype is None:
-        return np.dtype(leaf_at(params, location.path).dtype)
+        return np.dtype(leaf_at(params, file_tensor.locations[0].path).dtype)
     return safetensors_files.DTYPE_NAMES[dtype]
 
 
@@ -496,7 +512,7 @@ def _assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
 
 def _gather_tensors(
     config: DecoderConfig,
-    locations: Mapping[str, WeightLocation],
+    file_tensors: Mapping[str, FileTensor],
     names: list[str],
     params: Params,
 ) -> Iterator[np.ndarray]:
@@ -506,16 +522,23 @@ def _gather_tensors(
     """
     from jax.experimental import multihost_utils
 
-    for hf_name in names:
-        location = locations[hf_name]
+    def gather(location: WeightLocation) -> np.ndarray:
         array = _merged_tensor(config, params, location)
         if not array.is_fully_addressable:
             array = multihost_utils.process_allgather(array, tiled=True)
-        tensor = np.asarray(array)
-        if location.path[-1] in (*OUTPUT_DIMS, *EXPERT_MATRICES):
-            yield tensor.reshape(location.shape[::-1]).T
-        else:
-            yield tensor.reshape(location.shape)
+        return location.to_file(np.asarray(array))
+
+    for name in names:
+        shape, locations = file_tensors[name]
+        if len(locations) == 1:
+            yield gather(locations[0])
+            continue
+        first = gather(locations[0])
+        tensor = np.empty(shape, first.dtype)
+        tensor[locations[0].part] = first
+        for location in locations[1:]:
+            tensor[location.part] = gather(location)
+        yield tensor
 
 
 def _merged_tensor(config: DecoderConfig, params: Params, location: WeightLocation) -> Array:

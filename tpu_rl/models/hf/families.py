@@ -50,6 +50,24 @@ GEMMA_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
+GLM4_NORMS = {
+    "attention_post_norm": "post_self_attn_layernorm.weight",
+    "mlp_post_norm": "post_mlp_layernorm.weight",
+}
+WIDE_NORMS = {
+    "query_wide_norm": "self_attn.q_norm.weight",
+    "key_wide_norm": "self_attn.k_norm.weight",
+}
+OLMO_NORMS = WIDE_NORMS | {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+
+# Weights with the same name are one tensor in files: the rows of the first weight come first.
+FUSED_ATTENTION: dict[str, str] = dict.fromkeys(
+    ("query", "key", "value"), "self_attn.qkv_proj.weight"
+)
+FUSED_MLP: dict[str, str] = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight")
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -93,6 +111,9 @@ memory."""
 LayerTypes = Callable[[Mapping[str, Any]], list[str]]
 """Configuration -> type of each layer, "full" or "sliding"."""
 
+UNROTATED = {"full": "unrotated"}
+"""Type of a layer -> its type without rotary embedding."""
+
 
 def _full(hf: Mapping[str, Any]) -> list[str]:
     return ["full"] * hf["num_hidden_layers"]
@@ -134,22 +155,25 @@ class Family:
     reads_layer_types: bool = True
     """True if transformers reads the field `layer_types`."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Names of layer weights that differ from `LAYER_NAMES`."""
-    is_gemma: bool = False
-    """True if norm scales are stored as their distance from 1, branches have norms at both ends,
-    and embeddings are multiplied by sqrt(hidden_size)."""
+    """Names of layer weights that differ from `LAYER_NAMES`. Weights with the same name are one
+    tensor in files."""
+    norm: NormConfig = NormConfig()
+    """The norms; their epsilon comes from the configuration."""
+    scales_embedding: bool = False
+    """True if embeddings are multiplied by sqrt(hidden_size)."""
     classifier: str | None = None
     """The class with a head, if its name is not `architecture` with another suffix."""
 
     @property
     def head_architecture(self) -> str:
-        """The class with a head, in transformers. For OLMoE there is no such class."""
+        """The class with a head, in transformers. OLMoE and Granite have no such class."""
         return self.classifier or self.architecture.replace("ForCausalLM", HEAD_SUFFIX)
 
 
 # Some keys are no fields of Hugging Face configurations, but properties that a family has without
-# saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `query_key_norm`
-# (Qwen3, Gemma 3) and `joint_query_key_norm` (OLMoE).
+# saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `biased_output`
+# (False for GLM-4, whose `attention_bias` leaves out the output), `query_key_norm` (Qwen3, Gemma
+# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3) and `interleaved_rotary` (GLM-4).
 _LLAMA = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -157,6 +181,7 @@ _LLAMA = {
     "rope_theta": 10_000.0,
     "attention_bias": False,
     "query_key_value_bias": False,
+    "biased_output": True,
     "mlp_bias": False,
     "query_key_norm": False,
     "joint_query_key_norm": False,
@@ -167,6 +192,10 @@ _LLAMA = {
     "query_pre_attn_scalar": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 _QWEN2 = {
     **_LLAMA,
@@ -201,6 +230,41 @@ _GEMMA3 = {
     "rope_local_base_freq": 10_000.0,
     "vocab_size": 262_208,
 }
+_SMOLLM3 = {
+    **_LLAMA,
+    "rope_theta": 2_000_000.0,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+_OLMO2 = {**_LLAMA, "rms_norm_eps": 1e-5, "joint_query_key_norm": True}
+_OLMO3 = {
+    **_OLMO2,
+    "rope_theta": 500_000.0,
+    "rope_local_base_freq": 500_000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_PHI3 = {
+    **_LLAMA,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 1.0,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
+_GLM4 = {
+    **_LLAMA,
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "biased_output": False,
+    "partial_rotary_factor": 0.5,
+    "interleaved_rotary": True,
+}
+_GRANITE = {**_LLAMA, "attention_multiplier": 1.0}
 _MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
 _QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
 _OLMOE = {**_LLAMA, **moe_families.OLMOE}
@@ -233,16 +297,52 @@ FAMILIES: dict[str, Family] = {
         "OlmoeForCausalLM", _OLMOE, reads_layer_types=False, names=moe_families.OLMOE_NAMES
     ),
     "gemma2": Family(
-        "Gemma2ForCausalLM", _GEMMA2, layer_types=_every_nth_full, names=GEMMA_NORMS, is_gemma=True
+        "Gemma2ForCausalLM",
+        _GEMMA2,
+        layer_types=_every_nth_full,
+        names=GEMMA_NORMS,
+        norm=NormConfig(unit_offset=True, post=True),
+        scales_embedding=True,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _GEMMA3,
         layer_types=_every_nth_full,
         names=GEMMA_NORMS,
-        is_gemma=True,
+        norm=NormConfig(unit_offset=True, post=True),
+        scales_embedding=True,
         classifier="Gemma3Text" + HEAD_SUFFIX,
     ),
+    "smollm3": Family("SmolLM3ForCausalLM", _SMOLLM3, layer_types=_sliding_if_used),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _OLMO2,
+        reads_layer_types=False,
+        names=OLMO_NORMS,
+        norm=NormConfig(pre=False, post=True),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _OLMO3,
+        layer_types=_every_nth_full,
+        names=OLMO_NORMS,
+        norm=NormConfig(pre=False, post=True),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _PHI3,
+        layer_types=_all_sliding,
+        reads_layer_types=False,
+        names=FUSED_ATTENTION | FUSED_MLP,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        _GLM4,
+        reads_layer_types=False,
+        names=GLM4_NORMS | FUSED_MLP,
+        norm=NormConfig(post=True),
+    ),
+    "granite": Family("GraniteForCausalLM", _GRANITE, reads_layer_types=False),
 }
 """`model_type` -> family. Of a Gemma 3 with images ("gemma3"), the "gemma3_text" inside is read."""
 
@@ -279,7 +379,7 @@ def read_config(
             fix="add it, or download config.json again",
         )
     _require_sizes(hf, where)
-    _require_supported(hf, where)
+    _require_supported(family, hf, where)
     layer_types = _layer_types(family, hf, where)
     if not 0 <= float(hf["rms_norm_eps"]) < 1:
         raise InputError(
@@ -288,7 +388,8 @@ def read_config(
             why="it is added to a variance, so that none is zero: a small number",
             fix="download config.json again",
         )
-    rope, sliding_rope = rope_config.read_rope(hf)
+    attention = _attention(hf, layer_types, where)
+    rope, sliding_rope = rope_config.read_rope(hf, attention.head_dim)
     return DecoderConfig(
         hidden_size=hf["hidden_size"],
         layer_types=layer_types,
@@ -296,14 +397,18 @@ def read_config(
             size=hf["vocab_size"],
             valid=hf["vocab_size"],
             tied=hf["tie_word_embeddings"],
-            embedding_scale=hf["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
+            embedding_scale=(
+                hf["hidden_size"] ** 0.5 if family.scales_embedding else hf["embedding_multiplier"]
+            ),
+            logit_scale=1 / hf["logits_scaling"],
             softcap=hf["final_logit_softcapping"],
         ),
-        attention=_attention(hf, layer_types, where),
+        attention=attention,
         mlp=MlpConfig(hf["intermediate_size"], _activation(hf, where), hf["mlp_bias"]),
-        norm=NormConfig(hf["rms_norm_eps"], unit_offset=family.is_gemma, post=family.is_gemma),
+        norm=dataclasses.replace(family.norm, eps=hf["rms_norm_eps"]),
         rope=rope,
         sliding_rope=sliding_rope,
+        residual_scale=hf["residual_multiplier"],
         moe=moe_families.read_moe(hf, where) if "router" in family.names else None,
         dtype=dtype,
         param_dtype=param_dtype,
@@ -347,14 +452,14 @@ def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _require_supported(hf: Mapping[str, Any], where: str) -> None:
+def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:
     """Refuse variants of a family that would load, but then compute something else."""
     for field, supported in (
         ("quantization_config", None),
         ("partial_rotary_factor", 1.0),
         ("use_bidirectional_attention", False),
     ):
-        if hf.get(field, supported) not in (supported, None):
+        if field not in family.defaults and hf.get(field, supported) not in (supported, None):
             raise InputError(
                 f"{field} = {str(hf[field])[:80]} is not supported",
                 where=where,
@@ -384,7 +489,27 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
             why="the width of the window is unknown",
             fix="add sliding_window, in tokens",
         )
-    return layer_types
+    if "no_rope_layer_interval" not in family.defaults:
+        return layer_types
+    rotated = hf["no_rope_layers"] or [
+        (i + 1) % hf["no_rope_layer_interval"] for i in range(num_layers)
+    ]
+    if len(rotated) < num_layers:
+        raise InputError(
+            f"no_rope_layers has {len(rotated)} numbers for {num_layers} layers",
+            where=where,
+            why="it says for each layer whether it has a rotary embedding",
+            fix="download config.json again",
+        )
+    pairs = list(zip(layer_types, rotated[:num_layers], strict=True))
+    if ("sliding", 0) in pairs:
+        raise InputError(
+            "sliding_attention without a rotary embedding is not supported",
+            where=where,
+            why=f"layer {pairs.index(('sliding', 0))} has both, by layer_types and no_rope_layers",
+            fix="use a model with use_sliding_window = false",
+        )
+    return tuple(name if is_rotated else UNROTATED[name] for name, is_rotated in pairs)
 
 
 def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) -> AttentionConfig:
@@ -404,10 +529,10 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) 
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=(hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
+        scale=hf["attention_multiplier"] or (hf["query_pre_attn_scalar"] or head_dim) ** -0.5,
         sliding_window=hf["sliding_window"] if "sliding" in layer_types else None,
         bias=hf["query_key_value_bias"] or hf["attention_bias"],
-        output_bias=hf["attention_bias"],
+        output_bias=hf["attention_bias"] and hf["biased_output"],
         query_key_norm=hf["query_key_norm"],
         joint_query_key_norm=hf["joint_query_key_norm"],
         clip_qkv=hf["clip_qkv"],

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from tpu_rl.models.hf import families, safetensors_files
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
+    FileTensor,
     WeightLocation,
     leaf_at,
     require_fit,
@@ -61,8 +62,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "layer_replication": ([],),
     "layers_to_transform": ([],),
     "target_parameters": ([],),
@@ -141,30 +140,73 @@ def adapted_model(directory: Path, base: Model) -> Model:
     return _describe(directory, base)[0]
 
 
-def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTensor]]:
-    """Return the model with adapters, and the stored tensors by the names of a text model."""
+def _describe(directory: Path, base: Model) -> tuple[Model, dict[str, StoredTensor], bool]:
+    """Return the model with adapters, the stored tensors by the names of a text model, and
+    `_is_shared`."""
     lora_config = _read_settings(directory / CONFIG)
     stored = {}
     for name, tensor in safetensors_files.read_header(_weights_file(directory)).items():
         inner = name.removeprefix(PREFIX)
         stored[families.plain_name(inner) or inner] = tensor
-    locations = weight_locations(base)
+    file_tensors = weight_locations(base)
     adapted_names = {
         name.removesuffix(suffix) + ".weight"
         for name in stored
         for suffix in SUFFIXES
         if name.endswith(suffix)
     }
-    adapted = {locations[name].path[-1] for name in adapted_names if name in locations}
+    adapted = {
+        location.path[-1]
+        for name in adapted_names & file_tensors.keys()
+        for location in file_tensors[name].locations
+    }
     targets = tuple(name for name in lora.ADAPTABLE if name in adapted)
     num_outputs = stored[SCORE].shape[0] if SCORE in stored else base.config.num_outputs
     adapters = replace(lora_config, targets=targets) if targets else None
     model = decoder(replace(base.config, num_outputs=num_outputs, adapters=adapters))
-    shapes = {name: tensor.shape for name, tensor in _adapter_tensors(model).items()}
+    is_shared = _is_shared(directory / CONFIG, model)
+    shapes = {name: tensor.shape for name, tensor in _adapter_tensors(model, is_shared).items()}
     if base.config.num_outputs and SCORE not in stored:
         shapes.pop(SCORE)
     require_fit(directory, shapes, stored, CONFIG)
-    return model, stored
+    return model, stored, is_shared
+
+
+def _is_shared(path: Path, model: Model) -> bool:
+    """Return True if the parts of fused tensors share their A (see `_adapter_tensors`).
+
+    Raises:
+        InputError: modules have ranks or scales of their own that `save_adapters` does not write.
+    """
+    source = untrusted_files.read_json(path)
+    stated = {name: source.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    if not any(stated.values()):
+        return True
+    if stated != _patterns(model):
+        raise InputError(
+            f"rank_pattern = {str(stated['rank_pattern'])[:80]} with alpha_pattern = "
+            f"{str(stated['alpha_pattern'])[:80]} is not supported",
+            where=str(path),
+            why="the adapter would load, but its outputs would be wrong",
+            fix="use an adapter with one rank, or merge it with PEFT (merge_and_unload)",
+        )
+    return False
+
+
+def _patterns(model: Model) -> dict[str, dict[str, float]]:
+    """Return PEFT's rank and alpha of modules that hold several of our weights."""
+    adapters = model.config.adapters
+    patterns: dict[str, dict[str, float]] = {"rank_pattern": {}, "alpha_pattern": {}}
+    for name, (_, locations) in weight_locations(model).items():
+        count = len(locations)
+        is_adapted = adapters and {part.path[-1] for part in locations} & {*adapters.targets}
+        if count > 1 and adapters and is_adapted:
+            # The scale stays the same: alpha / rank, or alpha / sqrt(rank).
+            factor = math.sqrt(count) if adapters.rslora else count
+            module = name.split(".")[-2]
+            patterns["rank_pattern"][module] = count * adapters.rank
+            patterns["alpha_pattern"][module] = factor * adapters.alpha
+    return patterns
 
 
 def _read_settings(path: Path) -> LoraConfig:
@@ -217,32 +259,41 @@ def _weights_file(directory: Path) -> Path:
     )
 
 
-class _AdapterTensor(NamedTuple):
-    """A tensor of an adapter's file."""
+def _adapter_tensors(model: Model, is_shared: bool = False) -> dict[str, FileTensor]:
+    """Return the tensors of an adapter's file, the head's included, by name without PREFIX.
 
-    location: WeightLocation
-    """Its place in the params."""
-    shape: tuple[int, ...]
-    """Its shape in the file."""
-
-
-def _adapter_tensors(model: Model) -> dict[str, _AdapterTensor]:
-    """Return the tensors of an adapter's file, the head's included, by name without PREFIX."""
+    Several of our weights may be one tensor in the base. Each has an adapter of its own, and the
+    file has one for all of them: the sum of the ranks, with B block by block. If `is_shared`, as in
+    adapters that PEFT trained, it has the rank of one, A is the same for all, and B has their rows.
+    """
     config: DecoderConfig = model.config
     tensors = {}
-    for name, location in weight_locations(model).items():
-        weight = location.path[-1]
+    for name, file_tensor in weight_locations(model).items():
         if name == SCORE:
-            tensors[name] = _AdapterTensor(location, location.shape)
-        if config.adapters is None or weight not in config.adapters.targets:
+            tensors[name] = file_tensor
+        adapters = config.adapters
+        names = [location.path[-1] for location in file_tensor.locations]
+        if adapters is None or not {*names} & {*adapters.targets}:
             continue
-        rank = config.adapters.rank
+        count = 1 if is_shared else len(names)
         # All adapted matrices are [outputs, inputs] in files, the unembedding included.
-        outputs, inputs = location.shape
+        outputs, inputs = file_tensor.shape
+        shapes = {LORA_A: (count * adapters.rank, inputs), LORA_B: (outputs, count * adapters.rank)}
         for suffix, our_suffix in SUFFIXES.items():
-            shape = (rank, inputs) if our_suffix == LORA_A else (outputs, rank)
-            matrix_location = location._replace(path=(*location.path[:-1], weight + our_suffix))
-            tensors[name.removesuffix(".weight") + suffix] = _AdapterTensor(matrix_location, shape)
+            locations = []
+            for i, location in enumerate(file_tensor.locations):
+                first = 0 if is_shared else i * adapters.rank
+                ranks = slice(first, first + adapters.rank)
+                rows = location.part or (slice(None),)
+                weight = location.path[-1]
+                if weight in adapters.targets:
+                    part = (ranks,) if our_suffix == LORA_A else (*rows, ranks)
+                    path = (*location.path[:-1], weight + our_suffix)
+                    size = (location.shape[0], adapters.rank)
+                    shape = (adapters.rank, inputs) if our_suffix == LORA_A else size
+                    locations.append(WeightLocation(path, location.index, shape, True, part))
+            file_name = name.removesuffix(".weight") + suffix
+            tensors[file_name] = FileTensor(shapes[our_suffix], tuple(locations))
     return tensors
 
 
@@ -257,9 +308,9 @@ def load_adapters(path: str | Path, base: Model, mesh: Mesh | None = None) -> tu
     """
     directory = find_directory(path)
     untrusted_files.require_safe(directory)
-    model, stored = _describe(directory, base)
+    model, stored, is_shared = _describe(directory, base)
     tensors_of_leaf: dict[tuple[str, ...], list[np.ndarray]] = {}
-    for name, (location, _) in _adapter_tensors(model).items():
+    for name, (shape, locations) in _adapter_tensors(model, is_shared).items():
         if name not in stored:
             continue
         tensor = np.array(stored[name].read(), np.float32)
@@ -269,8 +320,19 @@ def load_adapters(path: str | Path, base: Model, mesh: Mesh | None = None) -> tu
                 where=str(directory),
                 fix="use an adapter from before its training diverged",
             )
-        tensor = tensor if name == SCORE else tensor.T
-        tensors_of_leaf.setdefault(location.path, []).append(tensor)
+        rest = np.ones(shape, bool)
+        for location in locations:
+            part = tensor[location.part]
+            rest[location.part] = False
+            part = part.T if location.is_transposed else part
+            tensors_of_leaf.setdefault(location.path, []).append(part)
+        if tensor[rest].any():
+            raise InputError(
+                f"{name} is not the adapter of several matrices side by side",
+                where=str(directory),
+                why=f"it has the rank of rank_pattern in {CONFIG}, but mixes their parts",
+                fix="merge it with PEFT (merge_and_unload)",
+            )
     adapters: dict[str, Any] = {}
     for keys, tensors in tensors_of_leaf.items():
         shape = leaf_at(param_shapes(model.config), keys)
@@ -321,12 +383,18 @@ def save_adapters(
             (directory / "README.md").write_text(card, encoding="utf-8")
 
 
-def _gather_tensor(params: Params, tensor: _AdapterTensor) -> np.ndarray:
+def _gather_tensor(params: Params, tensor: FileTensor) -> np.ndarray:
     """Return a tensor in PEFT's layout, on the host: A is [rank, inputs], B [outputs, rank]."""
-    array = np.asarray(sharding.to_host(tensor_at(params, tensor.location)))
-    if tensor.location.path[-1] == "score":
-        return array
-    return array.reshape(tensor.shape[::-1]).T
+    parts = [
+        location.to_file(np.asarray(sharding.to_host(tensor_at(params, location))))
+        for location in tensor.locations
+    ]
+    if parts[0].shape == tensor.shape:
+        return parts[0]
+    whole = np.zeros(tensor.shape, parts[0].dtype)
+    for location, part in zip(tensor.locations, parts, strict=True):
+        whole[location.part] = part
+    return whole
 
 
 def _module_name(config: DecoderConfig, name: str) -> str:
@@ -354,9 +422,11 @@ def _peft_config(model: Model, base: str) -> Mapping[str, Any]:
     assert adapters is not None
     module_names = {
         location.path[-1]: name.split(".")[-2]
-        for name, location in weight_locations(model).items()
+        for name, file_tensor in weight_locations(model).items()
+        for location in file_tensor.locations
         if "." in name
     }
+    targets = [*dict.fromkeys(module_names[name] for name in adapters.targets)]
     alpha = adapters.alpha
     return {
         "peft_type": "LORA",
@@ -365,9 +435,8 @@ def _peft_config(model: Model, base: str) -> Mapping[str, Any]:
         "r": adapters.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "use_rslora": adapters.rslora,
-        "target_modules": _target_modules(
-            config, [module_names[name] for name in adapters.targets]
-        ),
+        "target_modules": _target_modules(config, targets),
+        **_patterns(model),
         "modules_to_save": ["score"] if config.num_outputs else None,
         "bias": "none",
         "lora_dropout": 0.0,

@@ -9,66 +9,137 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.layers import RopeConfig
 
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
-def read_rope(hf: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+OWN_SLIDING_ROPE = ("gemma3_text", "olmo3")
+"""Families whose sliding layers have their own theta, `rope_local_base_freq`, and scaling."""
+
+
+def read_rope(hf: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotary embeddings of full and of sliding layers.
 
-    `hf` is the configuration with its family's defaults. Sliding layers of Gemma 3 have their own
-    theta, `rope_local_base_freq`, and their own scaling.
+    `hf` is the configuration with its family's defaults.
 
     Raises:
-        InputError: the scaling is not supported.
+        InputError: the scaling is not supported, or a number is impossible.
     """
     older = hf.get("rope_scaling") or {}
     newer = hf.get("rope_parameters") or {}
-    if hf["model_type"] == "gemma3_text":
+    if hf["model_type"] in OWN_SLIDING_ROPE:
         full = newer.get("full_attention") or {}
         sliding = newer.get("sliding_attention") or {}
         return (
-            _read_parameters(hf, {**full, **older}, hf["rope_theta"]),
-            _read_parameters(hf, sliding, hf["rope_local_base_freq"]),
+            _read_parameters(hf, {**full, **older}, hf["rope_theta"], head_dim),
+            _read_parameters(hf, sliding, hf["rope_local_base_freq"], head_dim),
         )
     # The older form replaces the newer one entirely, its theta included.
     parameters = older or newer
     full = parameters.get("full_attention") or parameters
     sliding = parameters.get("sliding_attention") or full
     return (
-        _read_parameters(hf, full, hf["rope_theta"]),
-        _read_parameters(hf, sliding, hf["rope_theta"]),
+        _read_parameters(hf, full, hf["rope_theta"], head_dim),
+        _read_parameters(hf, sliding, hf["rope_theta"], head_dim),
     )
 
 
 def _read_parameters(
-    hf: Mapping[str, Any], parameters: Mapping[str, Any], default_theta: float
+    hf: Mapping[str, Any], parameters: Mapping[str, Any], default_theta: float, head_dim: int
 ) -> RopeConfig:
     scaling = parameters.get("rope_type") or parameters.get("type") or "default"
-    if scaling not in ("default", "linear", "llama3"):
+    if hf["model_type"] == "phi3" and scaling in ("su", "yarn"):
+        scaling = "longrope"  # Names in older configurations.
+    if scaling not in SCALINGS:
         raise InputError(
             f"rope scaling {scaling!r} is not supported",
             where="config.json",
             why="the model would compute other rotary angles",
-            fix="use a model with one of: default, linear, llama3",
+            fix="use a model with one of: " + ", ".join(SCALINGS),
         )
-    theta = _positive("rope_theta", parameters.get("rope_theta") or default_theta)
-    if scaling == "default":
-        return RopeConfig(theta)
-    factor = _positive("factor", parameters["factor"])
-    if scaling == "linear":
-        return RopeConfig(theta, scaling="linear", factor=factor)
-    original_length = parameters.get("original_max_position_embeddings")
-    return RopeConfig(
-        theta,
-        scaling="llama3",
-        factor=factor,
-        low_freq_factor=_positive("low_freq_factor", parameters["low_freq_factor"]),
-        high_freq_factor=_positive("high_freq_factor", parameters["high_freq_factor"]),
-        original_length=int(original_length or hf["max_position_embeddings"]),
+    rope = RopeConfig(
+        _positive("rope_theta", parameters.get("rope_theta") or default_theta),
+        scaling,
+        fraction=_read_fraction(hf, parameters, head_dim),
+        interleaved=hf.get("interleaved_rotary", False),
     )
+    if scaling == "default":
+        return rope
+    if scaling == "linear":
+        return replace(rope, factor=_positive("factor", parameters["factor"]))
+    original_length = int(
+        hf.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or hf["max_position_embeddings"]
+    )
+    _positive("original_max_position_embeddings", original_length)
+    rope = replace(rope, original_length=original_length)
+    if scaling == "llama3":
+        return replace(
+            rope,
+            factor=_positive("factor", parameters["factor"]),
+            low_freq_factor=_positive("low_freq_factor", parameters["low_freq_factor"]),
+            high_freq_factor=_positive("high_freq_factor", parameters["high_freq_factor"]),
+        )
+    extension = parameters.get("factor") or hf["max_position_embeddings"] / original_length
+    factor = _positive("factor", extension)
+    if scaling == "yarn":
+        return replace(
+            rope,
+            factor=factor,
+            beta_fast=_positive("beta_fast", parameters.get("beta_fast") or 32.0),
+            beta_slow=_positive("beta_slow", parameters.get("beta_slow") or 1.0),
+            truncate=bool(parameters.get("truncate", True)),
+            magnitude=_yarn_magnitude(parameters, factor),
+        )
+    divisors = tuple(_positive("short_factor", number) for number in parameters["short_factor"])
+    if len(divisors) != rope.rotated(head_dim) // 2:
+        raise InputError(
+            f"short_factor has {len(divisors)} numbers",
+            where="config.json",
+            why=f"there are {rope.rotated(head_dim) // 2} pairs of rotated dimensions",
+            fix="download config.json again",
+        )
+    magnitude = parameters.get("attention_factor")
+    if magnitude is None and factor > 1:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original_length))
+    magnitude = _positive("attention_factor", 1.0 if magnitude is None else magnitude)
+    return replace(rope, divisors=divisors, magnitude=magnitude)
+
+
+def _read_fraction(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int) -> float:
+    """Return the part of a head's dimensions that is rotated."""
+    fraction = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    rotated = int(head_dim * fraction)
+    is_read = hf.get("partial_rotary_factor") is not None or fraction == 1.0
+    if not is_read or not 0 < fraction <= 1 or rotated % 2 or not rotated:
+        raise InputError(
+            f"partial_rotary_factor = {str(fraction)[:40]} is not supported",
+            where="config.json",
+            why=f"{rotated} of the {head_dim} dimensions of a head would be rotated; they form "
+            f"pairs, and {hf['model_type']} may always rotate all of them",
+            fix="download config.json again",
+        )
+    return fraction
+
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    """Return the factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
+    stated = parameters.get("attention_factor")
+    if stated is not None:
+        return _positive("attention_factor", stated)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+    mscale, mscale_all_dim = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)
 
 
 def _positive(name: str, value: Any) -> float:

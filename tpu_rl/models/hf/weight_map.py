@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS, WEIGHT_AXES, DecoderConfig
@@ -21,7 +23,7 @@ from tpu_rl.types import Model, Params
 
 
 class WeightLocation(NamedTuple):
-    """The place of one Hugging Face tensor in the params."""
+    """The place in the params of a Hugging Face tensor, or of a part of one."""
 
     path: tuple[str, ...]
     """Keys of the leaf."""
@@ -29,48 +31,86 @@ class WeightLocation(NamedTuple):
     """Index into a stacked leaf: the layer in the stack and the expert, if the leaf has these
     axes."""
     shape: tuple[int, ...]
-    """Shape in the Hugging Face file."""
+    """Shape in the Hugging Face file, of this part."""
+    is_transposed: bool
+    """True if the file has [outputs, inputs], and the params have inputs first."""
+    part: tuple[slice, ...] = ()
+    """Index of the part in the tensor; () is all of it."""
+
+    def to_file(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a tensor of the params in the layout of the file."""
+        if self.is_transposed:
+            return tensor.reshape(self.shape[::-1]).T
+        return tensor.reshape(self.shape)
 
 
-def weight_locations(model: Model) -> dict[str, WeightLocation]:
-    """Return Hugging Face name -> place in the params, in the order of the layers.
+class FileTensor(NamedTuple):
+    """A tensor of a Hugging Face file."""
+
+    shape: tuple[int, ...]
+    locations: tuple[WeightLocation, ...]
+    """Places of its parts in the params. Most tensors have one part."""
+
+
+def weight_locations(model: Model) -> dict[str, FileTensor]:
+    """Return Hugging Face name -> tensor with its place in the params, in the order of the layers.
 
     Adapters are not included.
     """
     config: DecoderConfig = model.config
     family = families.FAMILIES[json.loads(config.source)["model_type"]]
     shapes = param_shapes(replace(config, adapters=None))
-    locations = {}
+    parts: dict[str, list[WeightLocation]] = {}
+
+    def add(name: str, path: tuple[str, ...], index: tuple[int, ...], layer: int | None) -> None:
+        file_name = families.weight_name(family, name, layer, index[-1] if index else 0)
+        location = WeightLocation((*path, name), index, *_file_layout(config, name))
+        parts.setdefault(file_name, []).append(location)
+
     for name in WEIGHT_AXES:
         if name in shapes:
-            location = WeightLocation((name,), (), _hf_shape(config, name))
-            locations[families.weight_name(family, name, None)] = location
+            add(name, (), (), None)
     for layer in range(len(config.layer_types)):
         repetition, layer_in_pattern = divmod(layer, config.period)
         is_stacked = repetition < config.repetitions
         path = ("layers" if is_stacked else "tail", f"layer_{layer_in_pattern}")
         stack_index = (repetition,) if is_stacked else ()
-        for name in shapes[path[0]][path[1]]:
-            is_expert = name in EXPERT_MATRICES
-            for expert in range(config.shape(name)[0] if is_expert else 1):
-                index = (*stack_index, expert) if is_expert else stack_index
-                location = WeightLocation((*path, name), index, _hf_shape(config, name))
-                locations[families.weight_name(family, name, layer, expert)] = location
-    return locations
+        names = shapes[path[0]][path[1]]
+        # In the order of the table, in which the parts of a fused tensor follow one another.
+        for name in filter(names.__contains__, WEIGHT_AXES):
+            if name in EXPERT_MATRICES:
+                for expert in range(config.shape(name)[0]):
+                    add(name, path, (*stack_index, expert), layer)
+            else:
+                add(name, path, stack_index, layer)
+    return {name: _fuse(locations) for name, locations in parts.items()}
 
 
-def _hf_shape(config: DecoderConfig, name: str) -> tuple[int, ...]:
-    """Return the shape of a weight in Hugging Face files: matrices are [outputs, inputs]."""
+def _fuse(parts: list[WeightLocation]) -> FileTensor:
+    """Return the tensor that has the rows of its parts, one part after the other."""
+    if len(parts) == 1:
+        return FileTensor(parts[0].shape, tuple(parts))
+    ends = [*itertools.accumulate(part.shape[0] for part in parts)]
+    starts = [0, *ends[:-1]]
+    locations = tuple(
+        part._replace(part=(slice(start, end),))
+        for part, start, end in zip(parts, starts, ends, strict=True)
+    )
+    return FileTensor((ends[-1], *parts[0].shape[1:]), locations)
+
+
+def _file_layout(config: DecoderConfig, name: str) -> tuple[tuple[int, ...], bool]:
+    """Return the shape of a weight in Hugging Face files, and True if it is transposed there."""
     shape = config.shape(name)
     if name in OUTPUT_DIMS:
         output_dims = OUTPUT_DIMS[name]
-        return math.prod(shape[-output_dims:]), math.prod(shape[:-output_dims])
+        return (math.prod(shape[-output_dims:]), math.prod(shape[:-output_dims])), True
     if name in EXPERT_MATRICES:
         _, inputs, outputs = shape
-        return outputs, inputs
+        return (outputs, inputs), True
     if name.endswith(("_bias", "_norm")):
-        return (math.prod(shape),)
-    return shape
+        return (math.prod(shape),), False
+    return shape, False
 
 
 def tensor_at(params: Params, location: WeightLocation) -> Any:
