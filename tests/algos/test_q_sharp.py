@@ -3,6 +3,7 @@ it."""
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from launch import config, evaluate, run
@@ -25,7 +27,7 @@ from tpu_rl.experience import q_examples, tasks
 from tpu_rl.losses.return_distributions import Support
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train import update_step
-from tpu_rl.types import Model, QExamples
+from tpu_rl.types import Array, Model, QExamples, Rollout
 
 # --- the loss ---
 
@@ -165,6 +167,142 @@ def test_settings_that_cannot_work_are_refused(changes):
 def test_a_next_token_loss_needs_the_references_own_layers():
     with pytest.raises(InputError, match="starts as another model"):
         QSharpConfig(next_token_coef=0.1, q_model="other/model")
+
+
+# --- q against exact values ---
+
+
+class AnswerTree:
+    """A reference whose answers are the paths of a random tree, 2 to 7 tokens long.
+
+    Node n is written as token n, so a token says which prefix it ends and q can be a table. A
+    prompt is the root, token 0. Long answers earn more often, so weights that favor short ones are
+    seen. It samples as a `Decoding` does.
+    """
+
+    DEPTH = 7
+
+    def __init__(self, seed: int):
+        random = np.random.default_rng(seed)
+        self.children: list[list[int]] = [[]]
+        self.chances: list[np.ndarray] = []
+        self.rewards: list[float] = []
+        depths = [0]
+        # The list grows as it is read.
+        for node, depth in enumerate(depths):
+            is_leaf = depth == self.DEPTH or (depth > 1 and random.random() < 0.3)
+            first = len(depths)
+            self.children[node] = [] if is_leaf else [first, first + 1]
+            depths += [depth + 1] * len(self.children[node])
+            self.children += [[] for _ in self.children[node]]
+            self.chances.append(random.dirichlet([4.0, 4.0]))
+            self.rewards.append(float(random.random() < 0.2 + 0.6 * depth / self.DEPTH))
+        self.config = SimpleNamespace(pad_id=len(depths), max_new_tokens=self.DEPTH)
+        self.seed = seed
+
+    def values(self) -> np.ndarray:
+        """Return the exact mean return of each node."""
+        values = np.array(self.rewards)
+        for node in reversed(range(len(values))):
+            if self.children[node]:
+                values[node] = self.chances[node] @ values[self.children[node]]
+        return values
+
+    def sample(self, params, prompts, step, row_ids, limits=None) -> Rollout:
+        """Continue each prompt to a leaf; a leaf is continued by itself once."""
+        del params, limits
+        random = np.random.default_rng([self.seed, step, int(row_ids[0])])
+        tokens = np.full((len(prompts), 2 + self.DEPTH), self.config.pad_id, np.int32)
+        mask = np.zeros(tokens.shape, bool)
+        for row, prompt in enumerate(prompts):
+            path = list(prompt)
+            while len(path) == len(prompt) or self.children[path[-1]]:
+                children = self.children[path[-1]] or [path[-1]]
+                path.append(
+                    children[int(random.random() > self.chances[path[-1]][0]) % len(children)]
+                )
+            tokens[row, : len(path)] = path
+            mask[row, len(prompt) : len(path)] = True
+        count = len(prompts)
+        flags = np.zeros(count, bool)
+        numbers = np.arange(count, dtype=np.int32)
+        keys = np.zeros((count, 2), np.uint32)
+        arrays: Any = (tokens, mask, mask, mask, mask, numbers, numbers, keys, flags, ~flags)
+        return Rollout(*arrays)
+
+    def examples(self, count: int) -> QExamples:
+        """Return examples as the product makes them: an answer, cut, and continued."""
+        decoding: Any = self
+        row_ids = np.arange(count)
+        answers = self.sample({}, [[0]] * count, 1, row_ids)
+        texts, cuts = q_examples.cut_and_continue(decoding, {}, answers, 1, row_ids)
+        tokens = np.asarray(texts.tokens)
+        ends = np.sum(tokens != self.config.pad_id, axis=1)
+        returns = np.array(self.rewards, np.float32)[tokens[row_ids, ends - 1]]
+        nothing = np.asarray("")
+        made = q_examples.Round(tokens, cuts, ends, returns, nothing, nothing)
+        return q_examples.take(made, row_ids)
+
+
+def trained_tables(
+    aggregations: Sequence[Any], data: QExamples, num_tokens: int
+) -> list[np.ndarray]:
+    """Return the q of each token, [num_tokens]: a table of logits, trained with the loss.
+
+    One table for each weighting of the tokens; all else is as by default.
+    """
+
+    def hidden(params, tokens, positions, segment_ids, branch_ids):
+        del positions, segment_ids, branch_ids
+        return params["table"][tokens]
+
+    table = Model("table", None, hidden, lambda params, h: h, None, None, None)  # pyright: ignore
+    roles = {"q": tiny.role(table, "q")}
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.5, 100))
+
+    @jax.jit
+    def train(batch) -> Array:
+        loss = q_sharp(QSharpConfig(), roles, tiny.SAMPLING).loss
+
+        def update(carry, _):
+            params, state = carry
+            gradient = jax.grad(lambda p: loss(p, batch)[0])(params)
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(params, updates), state), None
+
+        first: Any = {"q": {"table": jnp.zeros((num_tokens, 1))}}
+        (trained, _), _ = jax.lax.scan(update, (first, optimizer.init(first)), length=100)
+        return jax.nn.sigmoid(trained["q"]["table"][:, 0])
+
+    experience = tiny.experience(data, row_length=512, micro_batch_rows=128, minibatches=1)
+    tables = []
+    for aggregation in aggregations:
+        settings = QSharpConfig(loss_aggregation=aggregation)
+        batch, _ = q_sharp(settings, roles, tiny.SAMPLING).make_batch(experience, {}, ())
+        assert batch.returns.shape[:2] == (1, 1)
+        tables.append(np.asarray(train(jax.tree.map(lambda leaf: leaf[0, 0], batch))))
+    return tables
+
+
+def test_q_is_exact_within_two_standard_errors_where_lengths_vary():
+    """With the defaults. With the paper's weights a third of the nodes are further off."""
+    tree = AnswerTree(seed=2)
+    data = tree.examples(6000)
+    values = tree.values()
+    labeled = np.asarray(data.tokens)[np.asarray(data.action_mask)]
+    counts = np.bincount(labeled, minlength=len(values))
+    uncertain = (values > 0.02) & (values < 0.98) & (counts >= 100)
+    assert uncertain.sum() >= 20
+
+    deviations = np.sqrt(values * (1 - values) / np.maximum(counts, 1))[uncertain]
+    aggregations = [QSharpConfig().loss_aggregation, "sequence_mean"]
+    exact, biased = (
+        np.abs(table[: len(values)] - values)[uncertain] / deviations
+        for table in trained_tables(aggregations, data, len(values) + 1)
+    )
+    assert exact.max() < 2
+    assert np.mean(biased > 2) > 0.25
+    assert biased.max() > 4
 
 
 # --- the order of examples ---
