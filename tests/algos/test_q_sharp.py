@@ -271,8 +271,8 @@ def trained_tables(
             return (optax.apply_updates(params, updates), state), None
 
         first: Any = {"q": {"table": jnp.zeros((num_tokens, 1))}}
-        (trained, _), _ = jax.lax.scan(update, (first, optimizer.init(first)), length=100)
-        return jax.nn.sigmoid(trained["q"]["table"][:, 0])
+        last: Any = jax.lax.scan(update, (first, optimizer.init(first)), length=100)[0]
+        return jax.nn.sigmoid(last[0]["q"]["table"][:, 0])
 
     experience = tiny.experience(data, row_length=512, micro_batch_rows=128, minibatches=1)
     tables = []
