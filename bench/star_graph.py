@@ -1,10 +1,14 @@
 """Star graphs: which methods unlearn the shortcut that a pretrained model has learned.
 
-    python bench/star_graph.py --to runs/star_graph [--seeds 0 1 2] [--arms sft reinforce grpo ...]
+    python bench/star_graph.py --to runs/star_graph [--graph g24] [--seeds 0 1 2]
+        [--arms sft reinforce grpo ...]
 
 Pretrains one model, with which all arms and seeds begin. Prints one line per run: right paths of
-500 held-out graphs. For Q#, also prints the accuracy of the guided model at each coefficient, with
-CD and FUDGE guided by the same q.
+500 held-out graphs. For Q#, also prints how the guided model learned, and its accuracy at each
+coefficient, with CD and FUDGE guided by the same q.
+
+`--graph` chooses the graphs, each with its own folder of runs. g24 is that of the presets: G(2, 4),
+20 names. g24_small has 12 names. g23 is G(2, 3) with 12 names, which one core trains in minutes.
 """
 
 from __future__ import annotations
@@ -25,29 +29,68 @@ ARMS = {
     "rpo": ["star_graph_dpo", "--algorithm.rpo-coef", "1"],
     "q_sharp": ["star_graph_q_sharp"],
 }
+"""Arm -> flags."""
+SHORT = ["--data.graph.nodes", "12", "--model.remat", "none"]
+FROM_SCRATCH = ["--data.rows", "1000000", "--batch.prompts", "128", "--optimizer.weight-decay", "0"]
+GRAPHS: dict[str, dict[str, list[str]]] = {
+    "g24": {},
+    "g24_small": {
+        "all": SHORT,
+        "pretrain": [*FROM_SCRATCH, "--steps", "700"],
+    },
+    "g23": {
+        "all": [*SHORT, "--data.graph.length", "3"],
+        "pretrain": [
+            *FROM_SCRATCH,
+            *["--steps", "600", "--batch.row-length", "80", "--evaluation.interval", "100"],
+        ],
+        "sft": ["--steps", "200", "--batch.row-length", "80"],
+        # One round of fresh graphs, each of which is seen once.
+        "q_sharp": [
+            *["--steps", "700", "--algorithm.prompts", "89600", "--batch.row-length", "96"],
+            *["--evaluation.interval", "100"],
+        ],
+    },
+}
+"""Graph -> arm -> flags that differ from the presets."""
 
 
-def pretrain(folder: Path) -> Path:
-    """Train the model that all arms begin with, print how it learned, and return its directory."""
-    run_dir = folder / "pretrain"
-    arms.run(run_dir, ["star_graph_pretrain"])
-    arms.print_heading("step", "loss per token", "right paths, %")
+def flags_of(graph: str, arm: str) -> list[str]:
+    """Return the flags of an arm that follow from the graph."""
+    changes = GRAPHS[graph]
+    return [*changes.get("all", []), *changes.get(arm, [])]
+
+
+def show_learning(run_dir: Path, metric: str) -> None:
+    """Print a metric and the right paths at each evaluation of a run."""
+    arms.print_heading("step", metric, "right paths, %")
     for row in arms.read_metrics(run_dir):
         if "eval/accuracy" in row:
-            loss = f"{row['sft/loss']:.4f}" if "sft/loss" in row else ""
-            arms.print_row(row["step"], loss, arms.percent(arms.estimate(row)))
+            value = f"{row[metric]:.4f}" if metric in row else ""
+            arms.print_row(row["step"], value, arms.percent(arms.estimate(row)))
+
+
+def pretrain(folder: Path, graph: str) -> Path:
+    """Train the model that all arms begin with, print how it learned, and return its directory."""
+    run_dir = folder / "pretrain"
+    arms.run(run_dir, ["star_graph_pretrain", *flags_of(graph, "pretrain")])
+    show_learning(run_dir, "sft/loss")
     return run_dir / "model"
 
 
 def main() -> None:
     parser = arms.make_parser(__doc__)
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--graph", choices=GRAPHS, default="g24")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--samples", type=int, default=1, help="guided paths per graph")
     flags = parser.parse_args()
-    model = pretrain(flags.to)
-    chosen = {arm: [*ARMS[arm], "--model.path", str(model)] for arm in flags.arms}
+    model = pretrain(flags.to, flags.graph)
+    chosen = {
+        arm: [*ARMS[arm], *flags_of(flags.graph, arm), "--model.path", str(model)]
+        for arm in flags.arms
+    }
     arms.table(flags.to, chosen, flags.seeds)
     if "q_sharp" not in flags.arms:
         return
@@ -55,6 +98,8 @@ def main() -> None:
         run_dir = flags.to / f"q_sharp_{seed}"
         run_config = replace(config.load(run_dir / "config.yaml"), run_dir=str(run_dir))
         print(f"\nq of seed {seed}\n")
+        show_learning(run_dir, "q/loss")
+        print()
         sweep = q_sharp.sweep(run_config, flags.samples, ["cd", "fudge"])
         q_sharp.show(sweep, flags.samples)
 
