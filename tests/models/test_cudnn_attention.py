@@ -236,6 +236,7 @@ def test_trial_runs_on_all_devices():
     [
         ({}, "float32", 512, {}, "--model.dtype bfloat16"),
         ({"softcap": 50.0}, "bfloat16", 512, {}, "capped scores"),
+        ({"sinks": True}, "bfloat16", 512, {}, "no attention sinks"),
         (
             {"head_dim": 256},
             "bfloat16",

@@ -476,7 +476,7 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
         (
             {"model_type": "mamba"},
             "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
-            "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, granite, gemma3",
+            "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, gpt_oss, granite, gemma3",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),

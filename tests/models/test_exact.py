@@ -54,8 +54,11 @@ def test_paths_list_each_token_once_as_a_query_and_its_sequence_as_keys():
         np.testing.assert_array_equal(tile_queries[:count], sequence[len(sequence) - count :])
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_attention_of_paths_is_that_of_the_reference(window):
+SINKS = jnp.array([0.5, -2.0, 1.0, 3.0])
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (4, True)])
+def test_attention_of_paths_is_that_of_the_reference(window, has_sinks):
     layout = tree_layout()
     row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0, 0], layout.rows(jnp.zeros((4, 20))))
     slots = layers.TokenIndex(
@@ -69,18 +72,21 @@ def test_attention_of_paths_is_that_of_the_reference(window):
     weight = weight * (row.segment_ids > 0)[..., None, None]
     settings = {"scale": 0.3, "sliding_window": window, "softcap": 5.0}
 
-    def of_reference(query, key, value):
-        attended = layers.dense_attention(query, key, value, slots, slots, **settings)
+    def of_reference(query, key, value, sinks):
+        rules = settings | {"sinks": sinks}
+        attended = layers.dense_attention(query, key, value, slots, slots, **rules)
         return (attended * weight).sum(), attended
 
-    def of_paths(query, key, value):
+    def of_paths(query, key, value, sinks):
         paths: Paths = row.paths
-        attended = exact.path_attention(query, key, value, slots, paths, **settings)
+        rules = settings | {"sinks": sinks}
+        attended = exact.path_attention(query, key, value, slots, paths, **rules)
         return (attended * weight).sum(), attended
 
-    arguments = (query, key, value)
-    found, found_gradients = jax.value_and_grad(of_paths, (0, 1, 2), has_aux=True)(*arguments)
-    wanted, gradients = jax.value_and_grad(of_reference, (0, 1, 2), has_aux=True)(*arguments)
+    arguments = (query, key, value, SINKS if has_sinks else None)
+    operands = (0, 1, 2, 3) if has_sinks else (0, 1, 2)
+    found, found_gradients = jax.value_and_grad(of_paths, operands, has_aux=True)(*arguments)
+    wanted, gradients = jax.value_and_grad(of_reference, operands, has_aux=True)(*arguments)
     is_token = np.asarray(row.segment_ids[0]) > 0
     np.testing.assert_allclose(found[1][0, is_token], wanted[1][0, is_token], atol=2e-6)
     for found_gradient, gradient in zip(found_gradients, gradients, strict=True):
@@ -100,9 +106,10 @@ def test_a_block_that_a_query_does_not_see_changes_no_bit():
         slots = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
         return layers.TokenIndex(slots, slots, jnp.ones_like(slots), jnp.full_like(slots, 999))
 
-    whole = exact.attention(query, *keys, index(0, 200), index(0, 200), scale=0.4)
+    rules = {"scale": 0.4, "sinks": SINKS}
+    whole = exact.attention(query, *keys, index(0, 200), index(0, 200), **rules)
     short = [part[:, :, :130] for part in keys]
-    some = exact.attention(query[:, 60:130], *short, index(60, 130), index(0, 130), scale=0.4)
+    some = exact.attention(query[:, 60:130], *short, index(60, 130), index(0, 130), **rules)
     np.testing.assert_array_equal(some, whole[:, 60:130])
 
 

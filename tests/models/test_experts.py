@@ -20,12 +20,13 @@ from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model, models, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
-from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MoeConfig
+from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MlpConfig, MoeConfig, gate_function
 from tpu_rl.models.moe import experts
 from tpu_rl.sampler import SamplerConfig, sample
 from tpu_rl.train import sharding
 
 COUNT, CHOSEN, WIDTH, INNER = 8, 3, 12, 10
+SWIGLU = gate_function(MlpConfig(INNER))
 
 
 def dense(x, logits, matrices, config):
@@ -38,18 +39,23 @@ def dense(x, logits, matrices, config):
     gate, up, down = (
         one.weight if one.a is None else one.weight + one.a @ one.b for one in matrices
     )
-    gate, up = (jnp.einsum("btd,edf->btef", x, matrix) for matrix in (gate, up))
-    each = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, down)
+    biases = [jnp.zeros(1) if one.bias is None else one.bias for one in matrices]
+    with jax.numpy_rank_promotion("allow"):
+        gate, up = (
+            jnp.einsum("btd,edf->btef", x, matrix) + bias
+            for matrix, bias in zip((gate, up), biases[:2], strict=True)
+        )
+        each = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, down) + biases[2]
     return jnp.einsum("bte,bted->btd", weights, each)
 
 
 def routed(x, logits, matrices, config):
-    return experts.mixture(x, experts.route(config, logits), matrices, jax.nn.silu)
+    return experts.mixture(x, experts.route(config, logits), matrices, SWIGLU)
 
 
-def case(rows=4, length=64, skew=0.0, seed=0, rank=0):
+def case(rows=4, length=64, skew=0.0, seed=0, rank=0, bias=False):
     """Tokens, router logits of which `skew` prefers the first experts, and matrices, with adapters
-    of a rank."""
+    of a rank, and with biases."""
     noise = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -62,7 +68,8 @@ def case(rows=4, length=64, skew=0.0, seed=0, rank=0):
 
     def matrix(inputs, outputs):
         adapters = (normal(COUNT, inputs, rank), normal(COUNT, rank, outputs)) if rank else ()
-        return experts.Matrix(normal(COUNT, inputs, outputs), *adapters)
+        whole = experts.Matrix(normal(COUNT, inputs, outputs), *adapters)
+        return whole._replace(bias=normal(COUNT, outputs)) if bias else whole
 
     matrices = experts.Matrices(matrix(WIDTH, INNER), matrix(WIDTH, INNER), matrix(INNER, WIDTH))
     return normal(rows, length, WIDTH), logits, matrices
@@ -89,7 +96,8 @@ def assert_close(first, second):
 @pytest.mark.parametrize("renormalized", [True, False])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_mixture_is_the_weighted_sum_of_each_tokens_experts(renormalized, rank):
-    config, arguments = MoeConfig(COUNT, CHOSEN, INNER, renormalized), case(rank=rank)
+    config = MoeConfig(COUNT, CHOSEN, INNER, renormalized)
+    arguments = case(rank=rank, bias=rank > 0)
     assert_close(
         value_and_gradients(routed, config, *arguments),
         value_and_gradients(dense, config, *arguments),
@@ -171,7 +179,9 @@ def on_four_devices(program, *arguments):
 
 def test_four_devices_equal_one():
     """All tokens are routed to experts of one device, which takes several passes."""
-    on_four_devices(ON_A_MESH, "[case(skew=50.0, rank=2)]", "[{'tensor': 2, 'expert': 2}]")
+    on_four_devices(
+        ON_A_MESH, "[case(skew=50.0, rank=2, bias=True)]", "[{'tensor': 2, 'expert': 2}]"
+    )
 
 
 @pytest.mark.nightly
@@ -179,7 +189,7 @@ def test_every_mesh_equals_one_device():
     """Cases include numbers of rows that no mesh axis divides."""
     cases = (
         "[case(), case(skew=50.0), case(rows=3, length=100), "
-        "case(rows=3, length=100, skew=50.0), case(rank=2)]"
+        "case(rows=3, length=100, skew=50.0), case(rank=2, bias=True)]"
     )
     on_four_devices(
         ON_A_MESH, cases, "[{'expert': 4}, {'fsdp': 2, 'expert': 2}, {'tensor': 2, 'expert': 2}]"

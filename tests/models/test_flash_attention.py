@@ -33,24 +33,26 @@ CONFIGS_BY_NAME = {
 }
 
 
-def both(query, key, value, queries: TokenIndex, keys: TokenIndex, how: FlashConfig):
+def both(query, key, value, queries: TokenIndex, keys: TokenIndex, how: FlashConfig, sinks=None):
     """Return values and gradients of the kernels and of the reference, without padding."""
     is_token = (queries.segment_ids > 0)[..., None, None]
     of_output = jnp.where(is_token, heads(3, query.shape[2], query.shape[1]), 0.0)
 
-    def kernels(query, key, value):
-        mixed = flash.flash_attention(query, key, value, queries, keys, how)
+    def kernels(query, key, value, sinks):
+        mixed = flash.flash_attention(query, key, value, queries, keys, how, sinks=sinks)
         return (mixed * of_output).sum(), mixed
 
-    def reference(query, key, value):
+    def reference(query, key, value, sinks):
         rules = {"scale": how.scale, "sliding_window": how.sliding_window, "softcap": how.softcap}
+        rules["sinks"] = sinks
         mixed = layers.dense_attention(query, key, value, queries, keys, **rules)
         return (mixed * of_output).sum(), mixed
 
+    operands = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
     found = []
     for function in (kernels, reference):
-        (_, mixed), gradients = jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(
-            query, key, value
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(function, operands, has_aux=True))(
+            query, key, value, sinks
         )
         found.append(
             [
@@ -67,7 +69,8 @@ def small_blocks(monkeypatch):
 
 
 def require_alike(found, wanted, tolerance=3e-6):
-    for name, one, other in zip(("values", "query", "key", "value"), found, wanted, strict=True):
+    names = ("values", "query", "key", "value", "sinks")[: len(wanted)]
+    for name, one, other in zip(names, found, wanted, strict=True):
         assert np.abs(other).max() > 0
         np.testing.assert_allclose(
             one, other, atol=tolerance * np.abs(other).max(), rtol=0, err_msg=name
@@ -87,7 +90,9 @@ def require_alike(found, wanted, tolerance=3e-6):
 def test_values_and_gradients_equal_dense_attention(rows, how, kv_heads, small_blocks):
     key, value = (heads(seed, kv_heads, 384).swapaxes(1, 2) for seed in (1, 2))
     slots = ROWS_AND_TREES[rows]
-    require_alike(*both(heads(0, 4, 384), key, value, slots, slots, CONFIGS_BY_NAME[how]))
+    sinks = jnp.array([0.5, -2.0, 1.0, 3.0]) if rows == "tree" else None
+    operands = (heads(0, 4, 384), key, value, slots, slots)
+    require_alike(*both(*operands, CONFIGS_BY_NAME[how], sinks))
 
 
 def test_bfloat16_differs_by_rounding_only(small_blocks):

@@ -267,6 +267,13 @@ def test_impossible_settings_are_named(settings, words):
         models.with_lora(tiny("llama3").model, LoraConfig(**settings))
 
 
+def test_experts_that_are_one_tensor_have_no_adapters():
+    with pytest.raises(InputError, match="experts of this family(.|\n)*PEFT have no place"):
+        models.with_lora(tiny("gpt_oss").model, LoraConfig(2, targets=("gate_proj",)))
+    adapted_names = names_of(models.with_lora(tiny("gpt_oss").model, LoraConfig(2)))
+    assert adapted_names == {"query", "key", "value", "output"}
+
+
 def test_lm_head_is_adapted_only_if_it_is_not_tied():
     with pytest.raises(InputError, match="lm_head is the embedding"):
         models.with_lora(tiny("qwen2").model, LoraConfig(2, targets=("lm_head",)))

@@ -97,7 +97,9 @@ def test_models_saved_in_16_bits_and_shards_load_in_transformers(dtype, checkpoi
     assert back.dtype == getattr(torch, dtype)
     rounded = dict(theirs.named_parameters())
     for name, weight in back.named_parameters():
-        torch.testing.assert_close(weight, rounded[name].to(weight.dtype), rtol=0, atol=0)
+        # In float16, transformers keeps the norms of some families in float32.
+        expected = rounded[name].to(back.dtype).to(weight.dtype)
+        torch.testing.assert_close(weight, expected, rtol=0, atol=0)
 
 
 def test_gemma3_with_images_is_read_as_text(tmp_path):

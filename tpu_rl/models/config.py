@@ -8,13 +8,16 @@ attention, norms, rotary embeddings, mixtures of experts, adapters and precision
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.layers import RopeConfig
+from tpu_rl.models.layers import ACTIVATIONS, RopeConfig
 
 WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "embedding": ("vocab", "embed"),
@@ -33,6 +36,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "key_norm": ("head_dim",),
     "query_wide_norm": ("heads", "head_dim"),
     "key_wide_norm": ("kv_heads", "head_dim"),
+    "sink_bias": ("heads",),
     "output": ("heads", "head_dim", "embed"),
     "output_bias": ("embed",),
     "mlp_norm": ("embed",),
@@ -44,9 +48,13 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "up_bias": ("mlp",),
     "down_bias": ("embed",),
     "router": ("routes", "embed"),
+    "router_bias": ("routes",),
     "expert_gate": ("experts", "embed", "expert_mlp"),
     "expert_up": ("experts", "embed", "expert_mlp"),
     "expert_down": ("experts", "expert_mlp", "embed"),
+    "expert_gate_bias": ("experts", "expert_mlp"),
+    "expert_up_bias": ("experts", "expert_mlp"),
+    "expert_down_bias": ("experts", "embed"),
 }
 """Weight name -> logical axes (see `train.sharding`).
 
@@ -90,6 +98,8 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     matrices.
     """
     num_dims = len(WEIGHT_AXES[name])
+    if name.endswith(("_bias", "_norm")):
+        return None
     if name.startswith(EXPERT_MATRICES):
         return (-2,), (-1,)
     if name == "router":
@@ -196,6 +206,8 @@ class AttentionConfig:
     """Elements of query, key and value are clipped to [-clip_qkv, clip_qkv] (OLMoE)."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    sinks: bool = False
+    """True if each head has a further score in its softmax, without a value (gpt-oss)."""
     kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
     """Attention kernel, where it supports the shapes. "tpu": `flash_attention`. "interpreted": the
     same kernel on any backend, slowly, for tests. "cudnn": `cudnn_attention`, without a cache only.
@@ -207,13 +219,42 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClampedSwish:
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(gain * gate), with both clamped."""
+
+    gain: float = 1.702
+    limit: float = 7.0
+    """The gate is at most this, and `up` between its negative and this."""
+
+
+@dataclasses.dataclass(frozen=True)
 class MlpConfig:
-    """A gated MLP: down(activation(gate(x)) * up(x))."""
+    """A gated MLP: down(activation(gate(x)) * up(x)). Experts are gated in the same way."""
 
     intermediate_size: int
     activation: str = "silu"
     """A key of `layers.ACTIVATIONS`."""
+    clamped: ClampedSwish | None = None
+    """The gate in place of `activation`."""
     bias: bool = False
+
+
+@functools.cache
+def gate_function(config: MlpConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return (gate, up) -> the product of `up` and the activated gate. Equal configs share one."""
+    activation = ACTIVATIONS[config.activation]
+    clamped = config.clamped
+
+    def product(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activation(gate) * up
+
+    def clamped_product(gate: jax.Array, up: jax.Array) -> jax.Array:
+        assert clamped is not None
+        gate = jnp.minimum(gate, clamped.limit)
+        up = jnp.clip(up, -clamped.limit, clamped.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(clamped.gain * gate)
+
+    return product if clamped is None else clamped_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +272,8 @@ class MoeConfig:
     normalize_weights: bool = True
     """True if the weights of a token's experts are divided by their sum. Otherwise they are the
     experts' probabilities under the router."""
+    bias: bool = False
+    """True if the router and the matrices of experts have biases (gpt-oss)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from tpu_rl.models.config import (
     PRODUCT,
     WEIGHT_AXES,
     DecoderConfig,
+    gate_function,
 )
 from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
@@ -168,12 +169,15 @@ class Weights(nn.Module):
 
     def expert_matrix(self, name: str) -> experts.Matrix:
         """Return a matrix of all experts with its adapter, if it has one."""
-        weight = self.weight(name)
+        moe = self.config.moe
+        matrix = experts.Matrix(self.weight(name))
+        if moe is not None and moe.bias:
+            matrix = matrix._replace(bias=self.weight(f"{name}_bias"))
         scale = self.config.adapter_scale(name)
         if scale is None:
-            return experts.Matrix(weight)
+            return matrix
         a, b = self.adapter(name)
-        return experts.Matrix(weight, a, scale * b)
+        return matrix._replace(a=a, b=scale * b)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
@@ -286,6 +290,7 @@ class Layer(Weights):
         """
         config = self.config.attention
         sliding_window = config.sliding_window if self.layer_type == "sliding" else None
+        sinks = self.weight("sink_bias") if config.sinks else None
         queries = context.queries
         key_index = context.keys[self.layer_type]
         axes = PACKED if read_rows is None else CACHED
@@ -302,7 +307,7 @@ class Layer(Weights):
             )
             # It names its results for `jax.checkpoint` itself.
             return flash.flash_attention(
-                query, keys, values, queries, key_index, flash_config, axes
+                query, keys, values, queries, key_index, flash_config, axes, sinks
             )
         if token_shards > 1:
             keys = constrain(keys, KEY_AXES)
@@ -317,6 +322,7 @@ class Layer(Weights):
                 scale=config.scale,
                 sliding_window=sliding_window,
                 softcap=config.softcap,
+                sinks=sinks,
             )
             return checkpoint_name(attended, PRODUCT)
         implementation = None
@@ -329,6 +335,7 @@ class Layer(Weights):
             scale=config.scale,
             sliding_window=sliding_window,
             softcap=config.softcap,
+            sinks=sinks,
             key_tiles=context.key_tiles,
             implementation=implementation,
         )
@@ -344,10 +351,9 @@ class Layer(Weights):
     def mlp(self, x: Array) -> Array:
         """Return the gated MLP of x [B, T, D]."""
         config = self.config.mlp
-        activation = layers.ACTIVATIONS[config.activation]
-        gate = activation(self.linear("btd,df->btf", x, "gate", config.bias))
+        gate = self.linear("btd,df->btf", x, "gate", config.bias)
         up = self.linear("btd,df->btf", x, "up", config.bias)
-        return self.linear("btf,fd->btd", gate * up, "down", config.bias)
+        return self.linear("btf,fd->btd", gate_function(config)(gate, up), "down", config.bias)
 
     def mixture(self, x: Array, axes: ActivationAxes) -> tuple[Array, experts.Routing]:
         """Return the output of the mixture of experts for x [B, T, D], and its routing."""
@@ -356,10 +362,12 @@ class Layer(Weights):
         logits = jnp.einsum(
             "btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32
         )
+        if config.moe.bias:
+            bias = self.weight("router_bias").astype(jnp.float32)
+            logits += jnp.broadcast_to(bias, logits.shape)
         routing = experts.route(config.moe, logits)
         matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
-        activation = layers.ACTIVATIONS[config.mlp.activation]
-        return experts.mixture(x, routing, matrices, activation, axes), routing
+        return experts.mixture(x, routing, matrices, gate_function(config.mlp), axes), routing
 
 
 def _remat_layer(config: DecoderConfig, prevent_cse: bool) -> type[nn.Module]:

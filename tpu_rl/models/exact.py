@@ -62,6 +62,7 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention of `layers.attention`, with bits that depend only on visible keys.
 
@@ -73,10 +74,10 @@ def attention(
     """
     attend = functools.partial(_attention, scale, sliding_window, softcap)
     if query.shape[1] > 1:
-        return attend(query, key, value, queries, keys)
+        return attend(query, key, value, sinks, queries, keys)
     # As in `enough_rows`.
     two_queries = TokenIndex(*(jnp.concatenate([field, field], axis=1) for field in queries))
-    attended = attend(jnp.concatenate([query, query], axis=1), key, value, two_queries, keys)
+    attended = attend(jnp.concatenate([query, query], axis=1), key, value, sinks, two_queries, keys)
     return attended[:, :1]
 
 
@@ -88,6 +89,7 @@ def _attention(
     query: Array,
     key: Array,
     value: Array,
+    sinks: Array | None,
     queries: TokenIndex,
     keys: TokenIndex,
 ) -> Array:
@@ -102,7 +104,7 @@ def _attention(
     def key_blocks(x: Array) -> Array:
         """[B, K, S, E] -> [blocks, B, K, 64, E]."""
         x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
-        return jnp.moveaxis(x.reshape(rows, kv_heads, num_blocks, KEY_BLOCK, head_dim), 2, 0)
+        return jnp.moveaxis(x.reshape(rows, kv_heads, num_blocks, KEY_BLOCK, -1), 2, 0)
 
     def index_blocks(x: Array) -> Array:
         """[B, S] -> [blocks, B, 64]. No query sees the padding, whose `visible_until` is 0."""
@@ -137,15 +139,22 @@ def _attention(
         return (new_max, total, weighted), None
 
     shape = (rows, kv_heads, group, length)
+    if sinks is None:
+        first_scores, first_total = jnp.full(shape, MASKED, jnp.float32), 0.0
+    else:
+        # The sink is a key before all others, whose weight is exp(0).
+        sink_scores = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1)
+        first_scores, first_total = jnp.broadcast_to(sink_scores, shape), 1.0
     sums = (
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
+        first_scores,
+        jnp.full(shape, first_total, jnp.float32),
+        jnp.zeros((*shape, value.shape[-1]), jnp.float32),
     )
     blocks = (key_blocks(key), key_blocks(value), TokenIndex(*map(index_blocks, keys)))
     (_, total, weighted), _ = jax.lax.scan(add_block, sums, blocks)
     attended = weighted / jnp.where(total > 0, total, 1.0)[..., None]
-    return attended.astype(query.dtype).transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    attended = attended.astype(query.dtype).transpose(0, 3, 1, 2, 4)
+    return attended.reshape(rows, length, num_heads, -1)
 
 
 def _attention_forward(
@@ -163,7 +172,7 @@ def _attention_backward(
 ) -> tuple:
     *projections, queries, keys = arguments
 
-    def dense(query: Array, key: Array, value: Array) -> Array:
+    def dense(query: Array, key: Array, value: Array, sinks: Array | None) -> Array:
         return layers.dense_attention(
             query,
             key,
@@ -173,6 +182,7 @@ def _attention_backward(
             scale=scale,
             sliding_window=sliding_window,
             softcap=softcap,
+            sinks=sinks,
         )
 
     _, pull_back = jax.vjp(dense, *projections)
@@ -192,6 +202,7 @@ def path_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Return `attention` of packed rows, with the bits of one row per sequence.
 
@@ -223,11 +234,12 @@ def path_attention(
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=sinks,
     )
 
     def put(row: Array, at: Array) -> Array:
         """[n t, H, E] -> [S, H, E]."""
         return jnp.zeros((slots, *row.shape[1:]), row.dtype).at[at].set(row, mode="drop")
 
-    attended = attended.reshape(rows, tiles * tile_size, *query.shape[2:])
+    attended = attended.reshape(rows, tiles * tile_size, query.shape[2], -1)
     return jax.vmap(put)(attended, paths.queries.reshape(rows, -1))

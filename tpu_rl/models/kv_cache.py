@@ -281,7 +281,7 @@ def attend_in_blocks(
         )
 
     blocks = jax.lax.map(attend_block, jnp.arange(len(query) // block_rows))
-    return blocks.reshape(query.shape)
+    return blocks.reshape(*query.shape[:-1], -1)
 
 
 def quantize(x: Array) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ Everything here is a pure function of arrays. `can_attend` is the one visibility
 rows and for the cache, and `dense_attention` is the reference for every attention kernel.
 
 Letters in array shapes: B rows, T query tokens, S key tokens, H query heads, K key-value heads,
-G = H / K, D hidden size, E head dimension.
+G = H / K, D hidden size, E head dimension, V that of values (E unless stated).
 """
 
 from __future__ import annotations
@@ -167,17 +167,20 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     key_tiles: Array | None = None,
     implementation: Callable[..., Array] | None = None,
 ) -> Array:
-    """Return the attention [B, T, H, E] of query [B, T, H, E] to key and value [B, K, S, E].
+    """Return the attention [B, T, H, V] of query [B, T, H, E] to key [B, K, S, E].
 
     Args:
-        query, key, value: projections. The softmax is float32.
+        query, key, value: projections; value is [B, K, S, V]. The softmax is float32.
         queries, keys: indices of the tokens, [B, T] and [B, S].
         scale: factor of the scores.
         sliding_window: see `can_attend`.
         softcap: scores become softcap * tanh(scores / softcap).
+        sinks: [H], the score in each head of a further key that all queries see, and whose value is
+            zero (arXiv 2309.17453; gpt-oss).
         key_tiles: [B, T / t, n], see `types.Rows`; for packed rows only, where T = S. Keys outside
             of the listed tiles are skipped. They have weight zero anyway, so results are the same,
             except in padding.
@@ -194,6 +197,7 @@ def attention(
             scale=scale,
             sliding_window=sliding_window,
             softcap=softcap,
+            sinks=sinks,
         )
     return tiled_attention(
         query,
@@ -205,6 +209,7 @@ def attention(
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=sinks,
     )
 
 
@@ -219,6 +224,7 @@ def tiled_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention of packed rows [B, S], where each tile sees only its `key_tiles`.
 
@@ -253,8 +259,9 @@ def tiled_attention(
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=sinks,
     )
-    return attended.reshape(query.shape)
+    return attended.reshape(*query.shape[:-1], -1)
 
 
 def dense_attention(
@@ -267,6 +274,7 @@ def dense_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention of `attention`, computed from the full [B, K, G, T, S] scores.
 
@@ -287,11 +295,25 @@ def dense_attention(
     scores = scores.reshape(rows, kv_heads, group, length, -1)
     mask = attention_mask(queries, keys, sliding_window)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    weights = weights.reshape(rows, kv_heads, group * length, -1)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        weights = _softmax_with_sinks(scores, sinks)
+    weights = weights.astype(value.dtype).reshape(rows, kv_heads, group * length, -1)
     attended = jnp.einsum("bkqs,bkse->bkqe", weights, value)
-    attended = attended.reshape(rows, kv_heads, group, length, head_dim)
-    return attended.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    attended = attended.reshape(rows, kv_heads, group, length, -1)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(rows, length, num_heads, -1)
+
+
+def _softmax_with_sinks(scores: Array, sinks: Array) -> Array:
+    """Return the weights of scores [B, K, G, T, S], which add up to 1 with that of the sink [H]."""
+    rows, kv_heads, group, length, _ = scores.shape
+    sink_scores = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
+    sink_scores = jnp.broadcast_to(sink_scores, (rows, kv_heads, group, length, 1))
+    highest = jnp.maximum(scores.max(-1, keepdims=True), sink_scores)
+    highest = jax.lax.stop_gradient(highest)
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink_scores - highest))
 
 
 # Products with weights.

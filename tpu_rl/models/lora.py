@@ -92,6 +92,13 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     chosen = set().union(*named)
     if ALL_LINEAR in lora.targets:
         chosen |= _weights(config) & {*OUTPUT_DIMS}
+    if chosen & {*EXPERT_MATRICES} and families.has_stacked_experts(_family(config)):
+        raise InputError(
+            "the experts of this family cannot have adapters",
+            where="--model.lora.targets",
+            why="files of PEFT have no place for them: the experts of a layer are one tensor",
+            fix=f"use {ALL_LINEAR}, which leaves out experts",
+        )
     if "unembedding" in chosen and config.vocab.tied:
         raise InputError(
             "lm_head is the embedding of this model, which LoRA does not adapt",
@@ -112,6 +119,10 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     return targets
 
 
+def _family(config: DecoderConfig) -> families.Family:
+    return families.FAMILIES[json.loads(config.source)["model_type"]]
+
+
 def _weights(config: DecoderConfig) -> set[str]:
     """Return the names of all weights of a model."""
     shapes = param_shapes(replace(config, adapters=None))
@@ -124,7 +135,7 @@ def _weights_by_name(config: DecoderConfig) -> dict[str, set[str]]:
     The names are those of PEFT, in this family and in others, and those of this library.
     """
     present = _weights(config)
-    family = families.FAMILIES[json.loads(config.source)["model_type"]]
+    family = _family(config)
     weights: dict[str, set[str]] = {}
     for name, module in PEFT_NAMES.items():
         meant = {name, EXPERT_NAMES.get(name, name)} & present

@@ -130,6 +130,11 @@ def _of(model_type: str, sizes: dict[str, Any], tied: bool = False) -> dict[str,
     return sizes | {"model_type": model_type, "tie_word_embeddings": tied}
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    sizes = _sizes(2880, 2880, layers, 64, 8, 201_088)
+    return _of("gpt_oss", sizes) | {"num_local_experts": experts, "num_experts_per_tok": 4}
+
+
 _LLAMA_8B = _llama(_sizes(4096, 14_336, 32, 32, 8, 128_256), factor=8.0, head_dim=128)
 _LLAMA_70B = _llama(_sizes(8192, 28_672, 80, 64, 8, 128_256), factor=8.0, head_dim=128)
 
@@ -195,6 +200,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     | {"partial_rotary_factor": 0.75},
     "GLM-4-9B-0414": _of("glm4", _sizes(4096, 13_696, 40, 32, 2, 151_552)),
     "GLM-4-32B-0414": _of("glm4", _sizes(6144, 23_040, 61, 48, 8, 151_552)),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
     "Granite-3.3-2B": _of("granite", _sizes(2048, 8192, 40, 32, 8, 49_159), tied=True),
     "Granite-3.3-8B": _of("granite", _sizes(4096, 12_800, 40, 32, 8, 49_159), tied=True),
 }

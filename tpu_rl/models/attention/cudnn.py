@@ -35,6 +35,7 @@ def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> st
             config.dtype != "bfloat16"
         ),
         "it has no soft-capped scores, which this model uses": attention.softcap is not None,
+        "it has no attention sinks, which this model uses": attention.sinks,
         f"the head dimension {head_dim} is not a multiple of 8 up to {max_head_dim}": (
             head_dim % 8 or head_dim > max_head_dim
         ),
@@ -59,14 +60,16 @@ def cudnn_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Return what `layers.dense_attention` returns. `softcap` must be None.
+    """Return what `layers.dense_attention` returns. `softcap` and `sinks` must be None.
 
     Two arrays are as large as the scores of one head: the mask, [B, 1, T, S] in bfloat16 as cuDNN
     requires it, and in the backward pass the mask's gradient, which jax computes though nothing
     reads it.
     """
     assert softcap is None, "see unsupported_reason"
+    assert sinks is None, "see unsupported_reason"
     return jax.nn.dot_product_attention(
         query,
         key.swapaxes(1, 2),

@@ -47,11 +47,13 @@ def flash_attention(
     keys: TokenIndex,
     config: FlashConfig,
     axes: ActivationAxes = PACKED,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention [B, T, H, E] of query [B, T, H, E] to key and value [B, K, S, E].
 
     `is_supported(T, S)` must hold, where T counts the tokens on one device, and every query must
-    attend to at least one key. `axes` are the logical axes of the first two dimensions of query.
+    attend to at least one key. `axes` are the logical axes of the first two dimensions of query,
+    `sinks` those of `layers.attention`.
 
     Inside `jax.set_mesh`, each device computes its own rows, tokens and heads. Key-value heads are
     repeated as often as necessary to shard them as query heads are.
@@ -62,8 +64,14 @@ def flash_attention(
     if repeats > 1:
         key = jnp.repeat(key, repeats, axis=1)
         value = jnp.repeat(value, repeats, axis=1)
-    attended: Any = _attend(config, axes, query, key, value, queries, keys)
-    return attended.swapaxes(1, 2)
+    results: Any = _attend(config, axes, query, key, value, queries, keys)
+    attended, log_sum_exp = results
+    attended = attended.swapaxes(1, 2)
+    if sinks is None:
+        return attended
+    # The weights of the keys add up to 1 without the sink, and to this with it.
+    share = jax.nn.sigmoid(log_sum_exp - sinks.astype(jnp.float32)[None, :, None, None])
+    return (attended * share.transpose(0, 3, 1, 2)).astype(attended.dtype)
 
 
 class _Specs(NamedTuple):
@@ -121,28 +129,35 @@ def _attend(
     value: Array,
     queries: TokenIndex,
     keys: TokenIndex,
-) -> Array:
-    """Return the attention [B, H, T, E] of query [B, H, T, E] to key and value [B, K, S, E]."""
+) -> tuple[Array, Array]:
+    """Return the attention [B, H, T, E] of query [B, H, T, E] to key and value [B, K, S, E].
+
+    The second result is the log-sum-exp of the scores, [B, H, 1, T] float32.
+    """
     return _attend_forward(config, axes, query, key, value, queries, keys)[0]
 
 
-def _attend_forward(config: FlashConfig, axes: ActivationAxes, *operands: Any) -> tuple[Array, Any]:
+def _attend_forward(
+    config: FlashConfig, axes: ActivationAxes, *operands: Any
+) -> tuple[tuple[Array, Array], Any]:
     specs = _specs(axes, operands[0])
     in_specs = (specs.query, specs.key, specs.key, *specs.index)
     out_specs = (specs.query, specs.log_sum_exp)
     results = _per_device(flash_kernels.attention, config, operands, in_specs, out_specs)
     attended, log_sum_exp = (checkpoint_name(result, PRODUCT) for result in results)
-    return attended, (*operands, attended, log_sum_exp)
+    return (attended, log_sum_exp), (*operands, attended, log_sum_exp)
 
 
 def _attend_backward(
-    config: FlashConfig, axes: ActivationAxes, residuals: Any, gradient: Array
+    config: FlashConfig, axes: ActivationAxes, residuals: Any, gradients: tuple[Array, Array]
 ) -> tuple[Any, ...]:
     query, key, value, queries, keys, attended, log_sum_exp = residuals
+    gradient, log_sum_exp_gradient = gradients
     specs = _specs(axes, query)
     # The normalization of the softmax subtracts this from the gradient of every score.
     offset = jnp.sum(attended.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
-    offset = offset[:, :, None, :]
+    # The gradient of the log-sum-exp by a score is the score's weight.
+    offset = offset[:, :, None, :] - log_sum_exp_gradient
     operands = (query, key, value, gradient, log_sum_exp, offset, queries, keys)
     in_specs = (
         specs.query,

@@ -26,7 +26,8 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import lora
 from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import families, peft, safetensors_files
+from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files
+from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
@@ -226,7 +227,7 @@ def _load_merged(
     return lora.merge(adapted, joined, donate=True)
 
 
-def check(directory: Path, model: Model) -> dict[str, StoredTensor]:
+def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor]:
     """Return Hugging Face name -> stored tensor for all weights of the model.
 
     Only headers are read. For the directory of an adapter, these are the tensors of its base.
@@ -261,7 +262,7 @@ def file_dtype(directory: Path) -> str:
     if peft.is_adapter(directory):
         return file_dtype(peft.base_directory(directory))
     numbers: collections.Counter[str] = collections.Counter()
-    for tensor in safetensors_files.find_tensors(directory).values():
+    for tensor in mxfp4.join(safetensors_files.find_tensors(directory)).values():
         numbers[tensor.code] += math.prod(tensor.shape)
     code = max(numbers, key=lambda code: numbers[code], default="")
     for name, dtype in safetensors_files.DTYPE_NAMES.items():
@@ -274,10 +275,10 @@ def file_dtype(directory: Path) -> str:
     )
 
 
-def _text_model_tensors(directory: Path) -> dict[str, StoredTensor]:
+def _text_model_tensors(directory: Path) -> dict[str, StoredTensor | Mxfp4Tensor]:
     """Return the tensors of the language model, by the names that a text model has for them."""
     tensors = {}
-    for name, tensor in safetensors_files.find_tensors(directory).items():
+    for name, tensor in mxfp4.join(safetensors_files.find_tensors(directory)).items():
         plain_name = families.plain_name(name)
         if plain_name is not None:
             tensors[plain_name] = tensor
@@ -346,7 +347,7 @@ def _require_finite(
 class _StoredPart(NamedTuple):
     """A part of a stored tensor, or all of it."""
 
-    tensor: StoredTensor
+    tensor: StoredTensor | Mxfp4Tensor
     location: WeightLocation
 
     def read(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -363,7 +364,7 @@ def _read_weight(
     `parts` is one part, or one for each expert. This process reads only what it holds.
     """
     shape = config.shape(name)
-    is_expert = name in EXPERT_MATRICES
+    is_expert = name in EXPERT_MATRICES and len(parts[0].location.shape) < len(shape)
     views = [part.read(shape[1:] if is_expert else shape) for part in parts]
 
     # These are copies, never the mapped file itself: arrays on CPUs may alias what they are given.
@@ -568,6 +569,8 @@ def _write_config(path: Path, config: DecoderConfig, dtype: str) -> None:
     source = json.loads(config.source)
     # The newer name of torch_dtype, which all versions of transformers read.
     source.pop("dtype", None)
+    # The weights in the files are not quantized any more.
+    source.pop("quantization_config", None)
     family = families.FAMILIES[source["model_type"]]
     source |= {"architectures": [family.architecture], "torch_dtype": dtype}
     if config.num_outputs:

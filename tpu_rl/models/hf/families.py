@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, VocabConfig
+from tpu_rl.models.config import (
+    AttentionConfig,
+    ClampedSwish,
+    DecoderConfig,
+    MlpConfig,
+    NormConfig,
+    VocabConfig,
+)
 from tpu_rl.models.hf import moe_families, rope_config
 
 LAYER_NAMES = {
@@ -157,6 +164,11 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of layer weights that differ from `LAYER_NAMES`. Weights with the same name are one
     tensor in files."""
+    is_interleaved: bool = False
+    """True if the columns of weights that are one tensor alternate in files. Otherwise the rows of
+    one weight follow those of the other."""
+    quantizations: tuple[str, ...] = ()
+    """Values of `quant_method` in files that are read, and dequantized."""
     norm: NormConfig = NormConfig()
     """The norms; their epsilon comes from the configuration."""
     scales_embedding: bool = False
@@ -173,7 +185,8 @@ class Family:
 # Some keys are no fields of Hugging Face configurations, but properties that a family has without
 # saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `biased_output`
 # (False for GLM-4, whose `attention_bias` leaves out the output), `query_key_norm` (Qwen3, Gemma
-# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3) and `interleaved_rotary` (GLM-4).
+# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `interleaved_rotary` (GLM-4), and
+# `attention_sinks` and `biased_experts` (gpt-oss).
 _LLAMA = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -192,6 +205,7 @@ _LLAMA = {
     "query_pre_attn_scalar": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "attention_sinks": False,
     "embedding_multiplier": 1.0,
     "attention_multiplier": None,
     "residual_multiplier": 1.0,
@@ -268,6 +282,7 @@ _GRANITE = {**_LLAMA, "attention_multiplier": 1.0}
 _MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
 _QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
 _OLMOE = {**_LLAMA, **moe_families.OLMOE}
+_GPT_OSS = {**_LLAMA, **moe_families.GPT_OSS}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, reads_layer_types=False),
@@ -342,6 +357,14 @@ FAMILIES: dict[str, Family] = {
         names=GLM4_NORMS | FUSED_MLP,
         norm=NormConfig(post=True),
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _GPT_OSS,
+        layer_types=_every_nth_full,
+        names=moe_families.GPT_OSS_NAMES,
+        is_interleaved=True,
+        quantizations=("mxfp4",),
+    ),
     "granite": Family("GraniteForCausalLM", _GRANITE, reads_layer_types=False),
 }
 """`model_type` -> family. Of a Gemma 3 with images ("gemma3"), the "gemma3_text" inside is read."""
@@ -404,7 +427,7 @@ def read_config(
             softcap=hf["final_logit_softcapping"],
         ),
         attention=attention,
-        mlp=MlpConfig(hf["intermediate_size"], _activation(hf, where), hf["mlp_bias"]),
+        mlp=_mlp(hf, where),
         norm=dataclasses.replace(family.norm, eps=hf["rms_norm_eps"]),
         rope=rope,
         sliding_rope=sliding_rope,
@@ -454,8 +477,10 @@ def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
 
 def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:
     """Refuse variants of a family that would load, but then compute something else."""
+    quantization = hf.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     for field, supported in (
-        ("quantization_config", None),
+        ("quantization_config", quantization if method in family.quantizations else None),
         ("partial_rotary_factor", 1.0),
         ("use_bidirectional_attention", False),
     ):
@@ -537,6 +562,19 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) 
         joint_query_key_norm=hf["joint_query_key_norm"],
         clip_qkv=hf["clip_qkv"],
         softcap=hf["attn_logit_softcapping"],
+        sinks=hf["attention_sinks"],
+    )
+
+
+def _mlp(hf: Mapping[str, Any], where: str) -> MlpConfig:
+    clamped = None
+    if "swiglu_alpha" in hf:
+        clamped = ClampedSwish(float(hf["swiglu_alpha"]), float(hf["swiglu_limit"]))
+    return MlpConfig(
+        intermediate_size=hf["intermediate_size"],
+        activation=_activation(hf, where),
+        clamped=clamped,
+        bias=hf["mlp_bias"],
     )
 
 
@@ -571,6 +609,11 @@ def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -
         return TOP_NAMES[name]
     names = LAYER_NAMES | {**family.names}
     return f"model.layers.{layer}.{names[name].format(expert=expert)}"
+
+
+def has_stacked_experts(family: Family) -> bool:
+    """Return True if the matrices of all experts of a layer are one tensor in files."""
+    return "{expert}" not in family.names.get("expert_down", "{expert}")
 
 
 def plain_name(name: str) -> str | None:

@@ -29,6 +29,29 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": (),
 }
+GPT_OSS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "attention_sinks": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    # Not a field of gpt-oss: it takes the softmax over the chosen experts, which is the same.
+    "norm_topk_prob": True,
+    "biased_experts": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 OLMOE = {
     "rms_norm_eps": 1e-5,
     "joint_query_key_norm": True,
@@ -51,6 +74,18 @@ MIXTRAL_NAMES = {
     "expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
     "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
     "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
+# All experts are one tensor, whose columns alternate between gate and up.
+GPT_OSS_NAMES = {
+    "sink_bias": "self_attn.sinks",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "expert_gate": "mlp.experts.gate_up_proj",
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+    "expert_gate_bias": "mlp.experts.gate_up_proj_bias",
+    "expert_up_bias": "mlp.experts.gate_up_proj_bias",
+    "expert_down_bias": "mlp.experts.down_proj_bias",
 }
 OLMOE_NAMES = NAMES | {
     "query_wide_norm": "self_attn.q_norm.weight",
@@ -100,4 +135,5 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         experts_per_token=experts_per_token,
         intermediate_size=intermediate_size,
         normalize_weights=bool(hf["norm_topk_prob"]),
+        bias=hf.get("biased_experts", False),
     )

@@ -84,6 +84,14 @@ class StoredTensor(NamedTuple):
             )
         return np.memmap(self.path, dtype, "r", self.offset, self.shape)
 
+    def read_bytes(self) -> np.ndarray:
+        """Return a tensor of bytes (U8), memory-mapped from the file.
+
+        Quantized weights are stored so. `read_header` has checked shape and size.
+        """
+        assert self.code == "U8", self
+        return np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
+
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return name -> tensor for all tensors of a model directory. Only headers are read.

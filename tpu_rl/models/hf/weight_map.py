@@ -18,6 +18,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS, WEIGHT_AXES, DecoderConfig
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.models.hf import families
+from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.types import Model, Params
 
@@ -34,7 +35,7 @@ class WeightLocation(NamedTuple):
     """Shape in the Hugging Face file, of this part."""
     is_transposed: bool
     """True if the file has [outputs, inputs], and the params have inputs first."""
-    part: tuple[slice, ...] = ()
+    part: tuple[Any, ...] = ()
     """Index of the part in the tensor; () is all of it."""
 
     def to_file(self, tensor: np.ndarray) -> np.ndarray:
@@ -61,10 +62,12 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     family = families.FAMILIES[json.loads(config.source)["model_type"]]
     shapes = param_shapes(replace(config, adapters=None))
     parts: dict[str, list[WeightLocation]] = {}
+    stacked_experts = EXPERT_MATRICES if families.has_stacked_experts(family) else ()
 
     def add(name: str, path: tuple[str, ...], index: tuple[int, ...], layer: int | None) -> None:
         file_name = families.weight_name(family, name, layer, index[-1] if index else 0)
-        location = WeightLocation((*path, name), index, *_file_layout(config, name))
+        layout = _file_layout(config, name, is_stacked_expert=name in stacked_experts)
+        location = WeightLocation((*path, name), index, *layout)
         parts.setdefault(file_name, []).append(location)
 
     for name in WEIGHT_AXES:
@@ -78,15 +81,28 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
         names = shapes[path[0]][path[1]]
         # In the order of the table, in which the parts of a fused tensor follow one another.
         for name in filter(names.__contains__, WEIGHT_AXES):
-            if name in EXPERT_MATRICES:
+            if name in EXPERT_MATRICES and name not in stacked_experts:
                 for expert in range(config.shape(name)[0]):
                     add(name, path, (*stack_index, expert), layer)
             else:
                 add(name, path, stack_index, layer)
-    return {name: _fuse(locations) for name, locations in parts.items()}
+    fuse = _interleave if family.is_interleaved else _concatenate
+    return {name: fuse(locations) for name, locations in parts.items()}
 
 
-def _fuse(parts: list[WeightLocation]) -> FileTensor:
+def _interleave(parts: list[WeightLocation]) -> FileTensor:
+    """Return the tensor whose columns are those of its parts in turn."""
+    if len(parts) == 1:
+        return FileTensor(parts[0].shape, tuple(parts))
+    count = len(parts)
+    locations = tuple(
+        part._replace(part=(..., slice(first, None, count))) for first, part in enumerate(parts)
+    )
+    *rows, columns = parts[0].shape
+    return FileTensor((*rows, count * columns), locations)
+
+
+def _concatenate(parts: list[WeightLocation]) -> FileTensor:
     """Return the tensor that has the rows of its parts, one part after the other."""
     if len(parts) == 1:
         return FileTensor(parts[0].shape, tuple(parts))
@@ -99,9 +115,13 @@ def _fuse(parts: list[WeightLocation]) -> FileTensor:
     return FileTensor((ends[-1], *parts[0].shape[1:]), locations)
 
 
-def _file_layout(config: DecoderConfig, name: str) -> tuple[tuple[int, ...], bool]:
+def _file_layout(
+    config: DecoderConfig, name: str, is_stacked_expert: bool
+) -> tuple[tuple[int, ...], bool]:
     """Return the shape of a weight in Hugging Face files, and True if it is transposed there."""
     shape = config.shape(name)
+    if is_stacked_expert or name.startswith(EXPERT_MATRICES) and name.endswith("_bias"):
+        return shape, False
     if name in OUTPUT_DIMS:
         output_dims = OUTPUT_DIMS[name]
         return (math.prod(shape[-output_dims:]), math.prod(shape[:-output_dims])), True
@@ -129,7 +149,7 @@ def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
 def require_fit(
     directory: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, StoredTensor | Mxfp4Tensor],
     config_file: str,
 ) -> None:
     """Check that the stored tensors are those of `shapes`, which follow from `config_file`.

@@ -25,7 +25,8 @@ from tpu_rl.models.layers import PACKED, ActivationAxes
 from tpu_rl.train import sharding
 
 Array = jax.Array
-Activation = Callable[[Array], Array]
+Gate = Callable[[Array, Array], Array]
+"""(gate, up) -> the input of the last matrix, as `config.gate_function` returns it."""
 
 ROOM = 1.25
 """Assignments that a device processes in one pass, relative to an even share of all assignments.
@@ -52,6 +53,8 @@ class Matrix(NamedTuple):
     """[E, I, rank]."""
     b: Array | None = None
     """[E, rank, O], scaled."""
+    bias: Array | None = None
+    """[E, O]."""
 
 
 class Matrices(NamedTuple):
@@ -92,23 +95,24 @@ def mixture(
     x: Array,
     routing: Routing,
     matrices: Matrices,
-    activation: Activation,
+    combine: Gate,
     axes: ActivationAxes = PACKED,
 ) -> Array:
     """Return the weighted sum [B, T, D] of the outputs of each token's experts, for x [B, T, D].
 
-    Inside `jax.set_mesh`, each device computes the experts that it holds, for the tokens of all
-    devices that share them. `axes` are the logical axes of x.
+    `combine` is the gate of each expert, and `axes` are the logical axes of x. Inside
+    `jax.set_mesh`, each device computes the experts that it holds, for the tokens of all devices
+    that share them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     operands = (x, routing.experts, routing.weights, matrices)
     if mesh.empty or mesh.size == 1:
-        return _local_mixture(activation, _ExpertShard(), *operands)
+        return _local_mixture(combine, _ExpertShard(), *operands)
     operand_axes = (*((*axes, None),) * 3, _matrix_axes(matrices))
     specs = jax.tree.map(
         lambda operand, names: sharding.spec(names, operand.shape, mesh), operands, operand_axes
     )
-    per_device = functools.partial(_device_mixture, activation, specs)
+    per_device = functools.partial(_device_mixture, combine, specs)
     return jax.shard_map(per_device, in_specs=specs, out_specs=specs[0], check_vma=False)(*operands)
 
 
@@ -116,7 +120,7 @@ def _matrix_axes(matrices: Matrices) -> Any:
     """Return the logical axes of the leaves of `matrices`, as a tree of the same structure."""
 
     def leaf_axes(name: str, matrix: Matrix) -> Any:
-        names = {"weight": name, "a": name + LORA_A, "b": name + LORA_B}
+        names = {"weight": name, "a": name + LORA_A, "b": name + LORA_B, "bias": name + "_bias"}
         axes = {
             field: WEIGHT_AXES[names[field]]
             for field, leaf in matrix._asdict().items()
@@ -130,7 +134,7 @@ def _matrix_axes(matrices: Matrices) -> Any:
 
 
 def _device_mixture(
-    activation: Activation, specs: Any, x: Array, experts: Array, weights: Array, matrices: Matrices
+    combine: Gate, specs: Any, x: Array, experts: Array, weights: Array, matrices: Matrices
 ) -> Array:
     """Return `mixture` for one device's shards of the operands, which are sharded by `specs`."""
     row_axes = sharding.mesh_axes(specs[0][0])
@@ -145,13 +149,17 @@ def _device_mixture(
         return _all_gather(leaf, sharding.mesh_axes(spec[dimension]), dimension)
 
     matrices = jax.tree.map(with_full_width, matrices, _matrix_axes(matrices), specs[3])
+    if matrices.down.bias is not None and mlp_axes:
+        # The outputs of devices that share an expert are added up, and its bias must count once.
+        bias = jnp.where(jax.lax.axis_index(mlp_axes) == 0, matrices.down.bias, 0)
+        matrices = matrices._replace(down=matrices.down._replace(bias=bias))
     # Devices along these axes hold different tokens and different experts.
     shared_axes = tuple(name for name in row_axes if name in expert_axes)
     x, experts, weights = (_all_gather(part, shared_axes, 0) for part in (x, experts, weights))
     num_shards = math.prod(jax.lax.axis_size(name) for name in expert_axes)
     first = jax.lax.axis_index(expert_axes) * len(matrices.gate.weight) if expert_axes else 0
     shard = _ExpertShard(first, num_shards)
-    y = _local_mixture(activation, shard, x, experts, weights, matrices)
+    y = _local_mixture(combine, shard, x, experts, weights, matrices)
     y = jax.lax.psum(
         y, tuple(name for name in (*expert_axes, *mlp_axes) if name not in shared_axes)
     )
@@ -185,7 +193,7 @@ class _Order(NamedTuple):
 
 
 def _local_mixture(
-    activation: Activation,
+    combine: Gate,
     shard: _ExpertShard,
     x: Array,
     experts: Array,
@@ -206,9 +214,9 @@ def _local_mixture(
     flat_weights = weights.reshape(num_tokens, experts_per_token).astype(x.dtype)
     operands = (flat_x, flat_weights, matrices)
     if block_size == num_assignments:
-        y: Any = _pass(activation, num_assignments, order, 0, *operands)
+        y: Any = _pass(combine, num_assignments, order, 0, *operands)
     else:
-        y = _passes(activation, block_size, order, *operands)
+        y = _passes(combine, block_size, order, *operands)
     return y.reshape(x.shape)
 
 
@@ -233,7 +241,7 @@ class _Block(NamedTuple):
 
 
 def _pass(
-    activation: Activation,
+    combine: Gate,
     size: int,
     order: _Order,
     index: Array | int,
@@ -251,24 +259,37 @@ def _pass(
     place = jnp.where(is_in_block, order.place - start, size)
     block = _Block(assignments // weights.shape[1], place)
     inputs, scales = _dispatch(x, weights, assignments, block)
-    gate = activation(_expert_product(inputs, matrices.gate, group_sizes))
-    inner = gate * _expert_product(inputs, matrices.up, group_sizes)
+    gate = _expert_product(inputs, matrices.gate, group_sizes)
+    inner = combine(gate, _expert_product(inputs, matrices.up, group_sizes))
     # The weights are applied here, where rows are narrower than after the last product.
-    outputs = _expert_product(inner * scales[:, None], matrices.down, group_sizes)
+    outputs = _expert_product(inner * scales[:, None], matrices.down, group_sizes, scales)
     return _combine(outputs, block)
 
 
-def _expert_product(x: Array, matrix: Matrix, group_sizes: Array) -> Array:
-    """Return `ragged_product` with W + A B; the product A B is never formed."""
+def _expert_product(
+    x: Array, matrix: Matrix, group_sizes: Array, scales: Array | None = None
+) -> Array:
+    """Return `ragged_product` with W + A B, plus the bias of each row's expert.
+
+    The product A B is never formed. The biases are multiplied by `scales` [n].
+    """
     y = ragged_product(x, matrix.weight, group_sizes)
-    if matrix.a is None or matrix.b is None:
+    if matrix.a is not None and matrix.b is not None:
+        y = y + ragged_product(ragged_product(x, matrix.a, group_sizes), matrix.b, group_sizes)
+    if matrix.bias is None:
         return y
-    return y + ragged_product(ragged_product(x, matrix.a, group_sizes), matrix.b, group_sizes)
+    # A product, whose gradient is one, too: sums over rows of an expert would be slow on TPUs.
+    ends = jnp.cumsum(group_sizes)[None, :]
+    row = jnp.arange(len(x))[:, None]
+    is_expert = ((row >= ends - group_sizes[None, :]) & (row < ends)).astype(x.dtype)
+    if scales is not None:
+        is_expert = is_expert * scales[:, None]
+    return y + jnp.einsum("ne,eo->no", is_expert, matrix.bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _passes(
-    activation: Activation, size: int, order: _Order, x: Array, weights: Array, matrices: Matrices
+    combine: Gate, size: int, order: _Order, x: Array, weights: Array, matrices: Matrices
 ) -> Array:
     """Return the sum [N, D] of all passes that the device's assignments take.
 
@@ -277,24 +298,20 @@ def _passes(
     count = -(-order.ends[-1] // size)
 
     def add_pass(index: Array, total: Array) -> Array:
-        return total + _pass(activation, size, order, index, x, weights, matrices)
+        return total + _pass(combine, size, order, index, x, weights, matrices)
 
     return jax.lax.fori_loop(0, count, add_pass, jnp.zeros_like(x))
 
 
-def _passes_forward(
-    activation: Activation, size: int, order: _Order, *operands: Any
-) -> tuple[Array, Any]:
-    return _passes(activation, size, order, *operands), (order, operands)
+def _passes_forward(combine: Gate, size: int, order: _Order, *operands: Any) -> tuple[Array, Any]:
+    return _passes(combine, size, order, *operands), (order, operands)
 
 
-def _passes_backward(
-    activation: Activation, size: int, residuals: Any, gradient: Array
-) -> tuple[Any, ...]:
+def _passes_backward(combine: Gate, size: int, residuals: Any, gradient: Array) -> tuple[Any, ...]:
     order, operands = residuals
 
     def add_pass(index: Array, totals: Any) -> Any:
-        one_pass = functools.partial(_pass, activation, size, order, index)
+        one_pass = functools.partial(_pass, combine, size, order, index)
         _, pull_back = jax.vjp(one_pass, *operands)
         return jax.tree.map(
             lambda total, part: total + part.astype(total.dtype), totals, pull_back(gradient)
