@@ -47,6 +47,7 @@ from tpu_rl.models import Select
 from tpu_rl.rewards import named
 from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
+from tpu_rl.rollout.sampler_thread import SamplerThread
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host
 from tpu_rl.serving import agents
@@ -78,12 +79,38 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return sharding.make_mesh(data, fsdp, config.tensor, config.expert, config.context, devices)
 
 
-def make_context(config: ExperimentConfig, run_dir: Path, mesh: Mesh) -> tuple[RunContext, Params]:
+class Devices(NamedTuple):
+    """The devices of a run."""
+
+    mesh: Mesh
+    """What learns."""
+    sampler: tuple[Any, ...]
+    """What only samples. If nothing does, `mesh` samples too."""
+
+
+def share_devices(config: ExperimentConfig, devices: Sequence[Any] | None = None) -> Devices:
+    """Return the mesh of a run over `devices`, without those of --sampling.devices.
+
+    By default these are all devices, which are then claimed.
+    """
+    if devices is None:
+        host.claim_devices()
+        devices = jax.devices()
+    sampler: tuple[Any, ...] = ()
+    if config.sampling.devices:
+        devices, sampler = sharding.split_devices(devices, config.sampling.devices)
+    return Devices(make_mesh(config.mesh, devices), sampler)
+
+
+def make_context(
+    config: ExperimentConfig, run_dir: Path, mesh: Mesh, sampler_devices: tuple[Any, ...] = ()
+) -> tuple[RunContext, Params]:
     """Return what all stages of a run share, and the whole params tree before the first step."""
-    sampling_mesh(config.sampling.tensor_parallel, mesh)  # Its errors come before reading weights.
+    # Its errors come before reading weights.
+    sampling_mesh(config.sampling.tensor_parallel, mesh, sampler_devices)
     language, loaded = roles.language(config, mesh)
     role_models = roles.fast_models(config, language.model, mesh)
-    context = RunContext(config, language, role_models, mesh, run_dir)
+    context = RunContext(config, language, role_models, mesh, run_dir, sampler_devices)
     params = roles.first_params(config, language, loaded, mesh, roles.specs(config))
     return context, params
 
@@ -264,9 +291,17 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
             engine, stream, batch, settings.partial, values, share
         )
     if batch.staleness:
-        return stale_rollouts.stale_source(engine, stream, batch, values, share)
+        thread = _sampler_thread(context, engine)
+        return stale_rollouts.stale_source(engine, stream, batch, values, share, thread)
     rounds = settings.dynamic_sampling_rounds
     return rollouts.rollout_source(engine, stream, batch, rounds, values, share)
+
+
+def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:
+    """Return the thread that samples during updates, if it has devices for that."""
+    if not context.sampler_devices:
+        return None
+    return SamplerThread(engine, context.rollout_policy("policy").params)
 
 
 def _prompt_values(context: RunContext, stage: Stage) -> rollouts.PromptValues | None:

@@ -121,6 +121,35 @@ def check_rollouts(
         )
 
 
+def check_sampler_devices(
+    sampling: SamplingConfig, batch: BatchConfig, exact_sampling: bool
+) -> None:
+    """Check that devices that only sample have something to do while the others learn."""
+    check_not_negative({"--sampling.devices": sampling.devices})
+    if not sampling.devices:
+        return
+    if not batch.staleness:
+        raise InputError(
+            "devices that only sample would wait for each update, and the others for the sampler",
+            where="--sampling.devices, --batch.staleness",
+            why="on-policy rollouts need the weights after the update",
+            fix="add --batch.staleness 1, or leave out --sampling.devices",
+        )
+    if exact_sampling:
+        raise InputError(
+            "exact sampling and devices that only sample do not go together",
+            where="--model.exact-sampling, --sampling.devices",
+            why="an older policy samples, so that the gap is not 0",
+            fix="leave one of them out",
+        )
+    if sampling.tensor_parallel == "train-mesh":
+        raise InputError(
+            "devices that only sample have no training mesh",
+            where="--sampling.devices, --sampling.tensor-parallel",
+            fix="give a number, or leave it out",
+        )
+
+
 def check_batch(batch: BatchConfig, sampling: SamplingConfig, context_devices: int) -> None:
     """Check minibatches, and the length of packed rows."""
     if batch.prompts % batch.num_minibatches:

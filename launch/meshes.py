@@ -61,12 +61,15 @@ def fit_micro_batch(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Expe
     return replace(config, batch=replace(config.batch, micro_batch_rows=rows))
 
 
-def notes(config: ExperimentConfig, base: Model, mesh: Mesh | AbstractMesh) -> list[str]:
+def notes(
+    config: ExperimentConfig, base: Model, mesh: Mesh | AbstractMesh, sampler_devices: int = 0
+) -> list[str]:
     """Return one line for each thing that the mesh does not divide, with a remedy.
 
-    Raises InputError if the devices cannot be divided as --sampling.tensor-parallel says.
+    Raises InputError if the devices that sample, which may be others than those of the mesh, cannot
+    be divided as --sampling.tensor-parallel says.
     """
-    require_tensor_parallel(config.sampling.tensor_parallel, mesh)
+    require_tensor_parallel(config.sampling.tensor_parallel, sampler_devices or mesh.size)
     lines = []
     wanted_rows = config.batch.micro_batch_rows
     rows = fit_micro_batch(config, mesh).batch.micro_batch_rows
@@ -155,14 +158,20 @@ def device_memory(mesh: Mesh) -> int | None:
 
 
 def choose_sampling(
-    config: ExperimentConfig, model: Model, mesh: Mesh, memory: int | None
+    config: ExperimentConfig,
+    model: Model,
+    mesh: Mesh,
+    memory: int | None,
+    sampler_devices: tuple[Any, ...] = (),
 ) -> tuple[ExperimentConfig, str]:
     """Return the configuration with a value for --sampling.tensor-parallel, and a line about it.
 
     The line is empty if there is one device. `memory` is that of a device; if it is None, the run
-    samples on its training mesh.
+    samples on its training mesh, or with a tensor parallelism of 1 on devices that only sample.
     """
     given = config.sampling.tensor_parallel
+    if sampler_devices:
+        return _choose_apart(config, model, mesh, memory, sampler_devices)
     if mesh.size == 1:
         return config, ""
     if given is not None:
@@ -176,13 +185,10 @@ def choose_sampling(
         reason = "it gathers no weights"
         return _with(config, TRAIN_MESH), f"decoding: {_spread(TRAIN_MESH, mesh)}: {reason}"
 
-    # cuDNN's trial is left out: it runs on the device, and computes packed rows only.
-    plain = replace(config, model=replace(config.model, attention="xla"))
-    stages = [plan_steps.plan_stage(plain, stage, mesh, model) for stage in config.stages]
-    stages = [planned for planned in stages if _reads(planned)]
+    stages = _stages_that_sample(config, model, mesh)
     if not stages:
         return _with(config, TRAIN_MESH), ""
-    needs = {size: _need(stages, size) for size in [*_sizes(stages, mesh), TRAIN_MESH]}
+    needs = {size: _need(stages, size) for size in [*_sizes(stages, mesh.size), TRAIN_MESH]}
     for size, need in needs.items():
         if need.fits(memory):
             reason = "the smallest tensor parallelism that fits"
@@ -200,14 +206,55 @@ def choose_sampling(
     return _with(config, size), line
 
 
+def _choose_apart(
+    config: ExperimentConfig,
+    model: Model,
+    mesh: Mesh,
+    memory: int | None,
+    sampler_devices: tuple[Any, ...],
+) -> tuple[ExperimentConfig, str]:
+    """Return what `choose_sampling` does for devices that only sample."""
+    count = len(sampler_devices)
+    given = config.sampling.tensor_parallel
+
+    def line(size: TensorParallel, reason: str) -> str:
+        return (
+            f"decoding: {_spread(size, mesh, count)}, on devices that only sample{reason}; "
+            f"{mesh.size} others learn"
+        )
+
+    if given is not None:
+        return config, line(given, "")
+    if memory is None or count == 1:
+        return _with(config, 1), line(1, "")
+    stages = _stages_that_sample(config, model, mesh, sampler_devices)
+    needs = {size: _need(stages, size) for size in _sizes(stages, count)}
+    size = next((size for size, need in needs.items() if need.fits(memory)), None)
+    if size is None:
+        size = min(needs, key=lambda size: needs[size].growing)
+    reason = f" (about {needs[size].steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device)"
+    return _with(config, size), line(size, reason)
+
+
+def _stages_that_sample(
+    config: ExperimentConfig, model: Model, mesh: Mesh, sampler_devices: tuple[Any, ...] = ()
+) -> list[StagePlan]:
+    # cuDNN's trial is left out: it runs on the device, and computes packed rows only.
+    plain = replace(config, model=replace(config.model, attention="xla"))
+    stages = [
+        plan_steps.plan_stage(plain, stage, mesh, model, sampler_devices) for stage in config.stages
+    ]
+    return [planned for planned in stages if _reads(planned)]
+
+
 def _with(config: ExperimentConfig, size: TensorParallel) -> ExperimentConfig:
     return replace(config, sampling=replace(config.sampling, tensor_parallel=size))
 
 
-def _spread(size: TensorParallel, mesh: Mesh) -> str:
+def _spread(size: TensorParallel, mesh: Mesh, sampler_devices: int = 0) -> str:
     if not isinstance(size, int):
         return "on the training mesh"
-    return f"data {mesh.size // size} x tensor {size}"
+    return f"data {(sampler_devices or mesh.size) // size} x tensor {size}"
 
 
 def _reads(planned: StagePlan) -> list[Select]:
@@ -220,7 +267,7 @@ def _reads(planned: StagePlan) -> list[Select]:
     return list(dict.fromkeys(reads))
 
 
-def _sizes(stages: Sequence[StagePlan], mesh: Mesh) -> list[int]:
+def _sizes(stages: Sequence[StagePlan], num_devices: int) -> list[int]:
     """Return the numbers of devices that can share the heads of every model that is sampled."""
     heads = [
         planned.context.models[select.name].config.attention.num_heads
@@ -228,7 +275,7 @@ def _sizes(stages: Sequence[StagePlan], mesh: Mesh) -> list[int]:
         for select in _reads(planned)
         if select.name in planned.context.models
     ]
-    common = math.gcd(mesh.size, *heads)
+    common = math.gcd(num_devices, *heads)
     return [size for size in range(1, common + 1) if common % size == 0]
 
 
@@ -243,9 +290,12 @@ def _stage_need(planned: StagePlan, size: TensorParallel) -> _Need:
     config = context.config
     layout = context.sampling_layout
     reads = _reads(planned)
-    params = weights.reshard_for_sampling(planned.state.params, reads, layout)
-    state = replace(planned.state, params=params)
-    held = sum(plan_steps.state_bytes(planned._replace(context=context, state=state)).values())
+    params = planned.state.params
+    held = 0
+    if layout.training_mesh is None:
+        params = weights.reshard_for_sampling(params, reads, layout)
+        state = replace(planned.state, params=params)
+        held = sum(plan_steps.state_bytes(planned._replace(context=context, state=state)).values())
     names = [select.name for select in reads if select.name in context.models]
     policies = [context.policy(name) for name in names]
     read = weights.rollout_policy(policies[0], reads, layout).params(params)

@@ -133,7 +133,7 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
             fix=topologies.HELP,
         )
     model = plan_steps.read_model(config)
-    mesh = compose.make_mesh(config.mesh, target.devices)
+    devices = compose.share_devices(config, target.devices)
     if config.environment or config.agent:
         _say(
             f"note: an episode is planned as one turn of {config.sampling.max_new_tokens} tokens: "
@@ -142,7 +142,9 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
         )
         # Nothing of the user's runs for a plan.
         config = replace(config, environment="", agent="")
-    for note in meshes.notes(config, model, mesh):
+    if config.sampling.devices:
+        _say("note: the copy of the weights to the sampler's devices is not planned")
+    for note in meshes.notes(config, model, devices.mesh, len(devices.sampler)):
         _say(f"note: {note}")
     made = plan_search.make_plan(config, target, model, say=_say)
     changes = [] if made.fits(target) else plan_search.changes(config, made, target)
@@ -163,6 +165,8 @@ def _search_flags(best: Candidate) -> str:
     """Return the flags of run.py that give the settings that --search chose."""
     config = best.config
     flags = [f"--mesh.{axis} {size}" for axis, size in asdict(config.mesh).items()]
+    if config.sampling.devices:
+        flags.append(f"--sampling.devices {config.sampling.devices}")
     if config.sampling.tensor_parallel is not None:
         flags.append(f"--sampling.tensor-parallel {config.sampling.tensor_parallel}")
     flags.append(f"--model.remat {config.model.remat}")

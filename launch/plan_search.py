@@ -56,15 +56,17 @@ def make_plan(
     compile_with: Compile = compile_step,
 ) -> Plan:
     """Compile every step of every stage for the target, or only some parts of the stages."""
-    mesh = compose.make_mesh(config.mesh, target.devices)
+    mesh, sampler_devices = compose.share_devices(config, target.devices)
     config = meshes.fit_micro_batch(config, mesh)
     if "sampling" in parts:
-        config, decoding = meshes.choose_sampling(config, model, mesh, target.memory)
+        config, decoding = meshes.choose_sampling(
+            config, model, mesh, target.memory, sampler_devices
+        )
         if decoding:
             say(decoding)
     lines = []
     for stage in config.stages:
-        planned = plan_stage(config, stage, mesh, model)
+        planned = plan_stage(config, stage, mesh, model, sampler_devices)
         name = plugins.display_name(stage.algorithm)
         if len(config.stages) > 1:
             name = f"{stage.index + 1} {name}"
@@ -227,6 +229,36 @@ def _proposals(
 def search(config: ExperimentConfig, target: Target, model: Model, say: Say) -> Candidate | None:
     """Return the fastest configuration, by estimate, of those that fit; None if none does.
 
+    If some devices only sample, it tries other numbers of them. For the rest see `_search_shared`.
+    """
+    if not config.sampling.devices:
+        return _search_shared(config, target, model, say)
+    fitting = []
+    for count in _sampler_counts(target):
+        say(f"--sampling.devices {count}:")
+        sampling = replace(config.sampling, devices=count)
+        best = _search_shared(replace(config, sampling=sampling), target, model, say)
+        if best is not None:
+            fitting.append(best)
+    return min(fitting, key=lambda candidate: _seconds(candidate.plan), default=None)
+
+
+def _sampler_counts(target: Target) -> list[int]:
+    """Return an eighth, a quarter, half and three quarters of the devices, if they can be cut."""
+    counts = []
+    for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4):
+        count = int(share * len(target.devices))
+        with contextlib.suppress(InputError):
+            sharding.split_devices(target.devices, count)
+            counts.append(count)
+    return counts
+
+
+def _search_shared(
+    config: ExperimentConfig, target: Target, model: Model, say: Say
+) -> Candidate | None:
+    """Return the fastest configuration, by estimate, of those that fit; None if none does.
+
     Candidates are other meshes and micro-batches of the same run, ranked by the time of learning.
     For the fastest that fits, the search then tries to keep matrix products in memory, and other
     ways to sample. Tensor parallelism grows only as long as it does not make learning slower: what
@@ -313,10 +345,13 @@ def search_sampling(
     """Return the fastest way to sample that fits: on the run's mesh, or on a mesh for sampling."""
     fitting = []
     train_mesh: TensorParallel = meshes.TRAIN_MESH
-    tensor_sizes = (train_mesh, 1, 2, 4, 8) if len(target.devices) > 1 else (train_mesh,)
+    num_devices = config.sampling.devices or len(target.devices)
+    tensor_sizes = (train_mesh, 1, 2, 4, 8) if num_devices > 1 else (train_mesh,)
+    if config.sampling.devices:
+        tensor_sizes = (1, 2, 4, 8)
     for tensor in tensor_sizes:
         if isinstance(tensor, int) and (
-            len(target.devices) % tensor or model.config.attention.num_heads % tensor
+            num_devices % tensor or model.config.attention.num_heads % tensor
         ):
             continue
         changed = replace(config, sampling=replace(config.sampling, tensor_parallel=tensor))
@@ -340,7 +375,7 @@ def candidates(
 
     A micro-batch has one, two or four packed rows per device. The context axis stays as it is.
     """
-    count = len(target.devices) // config.mesh.context
+    count = (len(target.devices) - config.sampling.devices) // config.mesh.context
     heads = model.config.attention.num_heads
     mixture = model.config.moe
     tensor_sizes = data_sizes = (1, 2, 4, 8)
@@ -352,7 +387,7 @@ def candidates(
             continue
         fsdp = count // (tensor * data * expert)
         meshed = replace(config, mesh=MeshConfig(data, fsdp, tensor, expert, config.mesh.context))
-        mesh = compose.make_mesh(meshed.mesh, target.devices)
+        mesh = compose.share_devices(meshed, target.devices).mesh
         size = sum(state_bytes(plan_stage(meshed, config.stages[-1], mesh, model)).values())
         if target.memory is not None and size > STATE_MARGIN * target.memory:
             continue

@@ -111,7 +111,13 @@ def read_model(config: ExperimentConfig) -> Model:
     )
 
 
-def plan_stage(config: ExperimentConfig, stage: Stage, mesh: Mesh, model: Model) -> StagePlan:
+def plan_stage(
+    config: ExperimentConfig,
+    stage: Stage,
+    mesh: Mesh,
+    model: Model,
+    sampler_devices: tuple[Any, ...] = (),
+) -> StagePlan:
     """Compose a stage from shapes.
 
     Neither weights nor the tokenizer are read: which tokens are sampled does not change the costs.
@@ -122,6 +128,7 @@ def plan_stage(config: ExperimentConfig, stage: Stage, mesh: Mesh, model: Model)
         roles.fast_models(config, model, mesh),
         mesh,
         Path(config.run_dir),
+        sampler_devices,
     )
     learning = compose.learning(config, stage)
     algorithm = compose.build_algorithm(context, stage)
@@ -166,9 +173,12 @@ def sampling_lines(
     context, state = planned.context, planned.state
     reads = compose.read_for_rollouts(context, planned.stage)
     reads += compose.read_for_evaluation(context, planned.stage)
-    params = reshard_for_sampling(state.params, reads, context.sampling_layout)
-    planned = planned._replace(state=dataclasses.replace(state, params=params))
-    sizes = state_bytes(planned)
+    params = state.params
+    sizes: dict[str, int] = {}  # Devices that only sample hold no train state.
+    if not context.sampler_devices:
+        params = reshard_for_sampling(params, reads, context.sampling_layout)
+        planned = planned._replace(state=dataclasses.replace(state, params=params))
+        sizes = state_bytes(planned)
     for step in sampling_steps(sampler_calls(planned), params, compile_with):
         yield estimate_step(step, sizes, target)
 

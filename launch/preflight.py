@@ -48,7 +48,8 @@ def prepare(config: ExperimentConfig) -> None:
     host_agreement.require_same_devices()
     warn_of_unused_accelerators()
     base = models.from_config(roles.model_directory(config))
-    for note in meshes.notes(config, base, compose.make_mesh(config.mesh)):
+    devices = compose.share_devices(config)
+    for note in meshes.notes(config, base, devices.mesh, len(devices.sampler)):
         print(f"note: {note}", file=sys.stderr)
 
 
@@ -66,6 +67,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     rows, warnings = check_rows(config)
     check_environment(config, rows)
     check_agent(config)
+    check_sampler_devices(config)
     require_reward(config)
     check_rewards(config, rows)
     directory, role_directories = find_models(config, needs_weights)
@@ -381,6 +383,17 @@ def check_agent(config: ExperimentConfig) -> None:
         )
     config_checks.check_positive({"--sampling.max-turns": config.sampling.max_turns})
     compose.agent(config)
+
+
+def check_sampler_devices(config: ExperimentConfig) -> None:
+    """Raise InputError if a run of several processes wants devices that only sample."""
+    if config.sampling.devices and processes.count() > 1:
+        raise InputError(
+            "the sampler cannot have devices of its own in a run of several processes",
+            where="--sampling.devices",
+            why="processes decide together what runs next, and a thread would decide by itself",
+            fix="leave it out, or run on one host",
+        )
 
 
 CONVERSING: set[SourceName] = {"rollouts", "accepted", "pairs", "completions"}

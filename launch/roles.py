@@ -478,6 +478,8 @@ class RunContext(NamedTuple):
     """The model of each role."""
     mesh: Mesh
     run_dir: Path
+    sampler_devices: tuple[Any, ...] = ()
+    """Devices that only sample. Without any, those of `mesh` sample."""
 
     @property
     def max_length(self) -> int:
@@ -524,8 +526,10 @@ class RunContext(NamedTuple):
     @property
     def sampling_layout(self) -> SamplingLayout:
         """The layout of weights that are sampled with."""
-        mesh = sampling_mesh(self.config.sampling.tensor_parallel, self.mesh)
-        return SamplingLayout(mesh, self.config.model.dtype)
+        devices = self.sampler_devices
+        mesh = sampling_mesh(self.config.sampling.tensor_parallel, self.mesh, devices)
+        training_mesh = self.mesh if devices else None
+        return SamplingLayout(mesh, self.config.model.dtype, training_mesh)
 
     def rollout_policy(self, role: str) -> RolloutPolicy:
         """Return the role as it completes prompts, with its drafter."""

@@ -37,6 +37,7 @@ from launch import (
     stages,
 )
 from launch import config as configuration
+from launch.compose import Devices
 from launch.config import ExperimentConfig, Stage, to_dict
 from launch.roles import RunContext
 from tpu_rl import metrics, redaction, report, run_files
@@ -240,6 +241,8 @@ def compose_stage(
     placements = weights.placements_of(state.params)
 
     def move_for(reads: list[Select]) -> Callable[[TrainState], TrainState]:
+        if context.sampler_devices:  # They read copies.
+            return lambda state: state
         layout = context.sampling_layout
         return lambda state: replace(
             state, params=weights.reshard_for_sampling(state.params, reads, layout)
@@ -283,7 +286,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     """Train stage by stage, then write what the run leaves."""
     began = time.perf_counter()
     run_dir = folder.path
-    mesh = compose.make_mesh(config.mesh)
+    devices = compose.share_devices(config)
+    mesh = devices.mesh
     names = identity.Identity(
         processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
     )
@@ -292,13 +296,13 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     say(where_it_runs(config, folder))
     model = roles.from_config(config, roles.model_directory(config))
     memory = meshes.device_memory(mesh)
-    config, decoding = meshes.choose_sampling(config, model, mesh, memory)
+    config, decoding = meshes.choose_sampling(config, model, mesh, memory, devices.sampler)
     if decoding:
         say(decoding)
     with jax.set_mesh(mesh), compilations.watch(say):
         checkpoints = manager.open_checkpoints(folder.checkpoints)
         context, step, seconds, params, resumed = begin_or_resume(
-            config, folder, mesh, checkpoints, names
+            config, folder, devices, checkpoints, names
         )
         if step < config.steps:
             say(f"{what_it_trains(config, params)}; compiling ...")
@@ -375,10 +379,10 @@ def train_stage(
     job.writer.phase = stage.index
     for step in range(max(last_step + 1, stage.first), stage.last + 1):
         watchdog.mark(f"the border before step {step}, where all processes meet")
+        began = time.perf_counter()
         source_state = parts.source.get_state()
         try:
             with job.signals.stoppable(), job.profile.of(step):
-                began = time.perf_counter()
                 state = parts.for_rollouts(state)
                 state, row, experience = take_step(job, parts, state, step, began)
         except preemption.StopRequested as request:
@@ -525,7 +529,7 @@ class ResumePoint(NamedTuple):
 def begin_or_resume(
     config: ExperimentConfig,
     folder: RunFolder,
-    mesh: Mesh,
+    devices: Devices,
     checkpoints: manager.Checkpoints,
     names: identity.Identity,
 ) -> ResumePoint:
@@ -538,7 +542,7 @@ def begin_or_resume(
     # `resume_from` compares the rows in a bucket.
     rows_in = None if gcs.is_address(folder.address) else run_dir
     while True:
-        context, params = compose.make_context(config, run_dir, mesh)
+        context, params = compose.make_context(config, run_dir, *devices)
         step = checkpoints.latest()
         if step is None:
             return ResumePoint(context, -1, 0.0, params, {})

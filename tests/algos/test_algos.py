@@ -451,6 +451,7 @@ def test_the_cases_reach_every_branch_of_the_loss(float64):
                 < metrics["policy/importance"]
                 < CASES[name].config.importance_sampling_cap - 0.05
             ), name
+            assert 0 < metrics["policy/importance_capped"] < 1, name
             continue
         assert metrics["policy/clip_low"] > 0.02, name
         assert metrics["policy/clip_high"] > 0.02, name

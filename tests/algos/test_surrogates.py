@@ -168,6 +168,36 @@ def test_cispo_has_trls_loss_and_gradient(advantages, sign):
     assert share(metrics, "policy/clip_high") == pytest.approx(3 / 9)
 
 
+@pytest.mark.parametrize("bound", [1.4, 100.0])
+def test_cispo_of_old_completions_is_aipo(bound):
+    """Over all tokens that an older policy may sample, the expected gradient is the truncated one:
+    sum_a min(policy(a), bound x older(a)) A(a) grad log policy(a). Without truncation it is the
+    policy gradient of the present policy, from samples of the older one."""
+    logits = jnp.array([0.3, -0.8, 1.1, 0.0])
+    older = jax.nn.softmax(jnp.array([1.2, 0.1, -0.5, 0.4]))
+    advantages = jnp.array([1.0, -0.5, 0.2, -1.5])
+
+    def expected_loss(logits: jax.Array) -> jax.Array:
+        surrogate = cispo_surrogate(
+            jax.nn.log_softmax(logits),
+            jnp.log(older),
+            advantages,
+            None,
+            clip_low=None,
+            clip_high=bound - 1.0,
+        )
+        return jnp.sum(older * surrogate.losses)
+
+    policy = np.asarray(jax.nn.softmax(logits))
+    weights = np.minimum(policy, bound * np.asarray(older)) * np.asarray(advantages)
+    # grad log softmax(logits)[a] = onehot(a) - softmax(logits)
+    expected = -(weights - weights.sum() * policy)
+    np.testing.assert_allclose(jax.grad(expected_loss)(logits), expected, rtol=1e-12)
+    exact = jax.grad(lambda logits: -jnp.sum(jax.nn.softmax(logits) * advantages))(logits)
+    is_exact = np.allclose(expected, exact, rtol=1e-12)
+    assert is_exact == (bound >= (policy / np.asarray(older)).max())
+
+
 def test_cispo_clips_from_below_if_it_is_told_to():
     surrogate = partial(cispo_surrogate, clip_low=0.1, clip_high=10.0)
     _, gradient, metrics = loss_and_gradient(surrogate, ADVANTAGES, masked.token_mean)

@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import random
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,8 @@ import pytest
 
 from launch import compose, config
 from launch.roles import RunContext
+from tests.fixtures import several
+from tests.fixtures.runs import digest, rows_of
 from tpu_rl.experience import stale_rollouts
 from tpu_rl.experience.source import Source
 from tpu_rl.rollout import prompts
@@ -44,7 +50,16 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    folder = tmp_path_factory.mktemp("run")
+    return make_run(tmp_path_factory.mktemp("run"), jax.devices())
+
+
+def make_run(
+    folder: Path,
+    devices: Sequence[Any],
+    sampler_devices: tuple[Any, ...] = (),
+    further_flags: Sequence[str] = (),
+) -> Run:
+    """Return a run that learns on `devices`."""
     log = folder / "log"
     (folder / "mine.py").write_text(LOGGING_REWARD.format(log=str(log)))
     flags = [
@@ -56,10 +71,11 @@ def run(tmp_path_factory) -> Run:
         f"{folder}/mine.py:score",
         "--run-dir",
         str(folder),
+        *further_flags,
     ]
     run_config = config.parse(flags)
-    mesh = compose.make_mesh(run_config.mesh)
-    context, params = compose.make_context(run_config, folder, mesh)
+    mesh = compose.make_mesh(run_config.mesh, devices)
+    context, params = compose.make_context(run_config, folder, mesh, sampler_devices)
 
     def state_after(num_updates: int) -> TrainState:
         updated = jax.tree.map(lambda leaf: leaf * (1 + 0.1 * num_updates), params)
@@ -152,3 +168,117 @@ def test_resume_is_bit_exact(run):
             assert expected.records == actual.records
             for name in ("rollout/stale", "rollout/staleness", "rollout/tokens"):
                 assert expected.metrics[name] == actual.metrics[name]
+
+
+KILLED = [
+    "launch/run.py",
+    "arithmetic_grpo",
+    "--batch.prompts=4",
+    "--batch.group-size=2",
+    "--batch.staleness=2",
+    "--sampling.devices=1",
+    "--evaluation.rows=4",
+    "--evaluation.interval=2",
+    "--checkpoint-every=1",
+    "--steps=8",
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_run_that_is_killed_while_it_samples_and_learns_goes_on_to_the_same_bits(
+    tmp_path, with_tools
+):
+    command = list(KILLED)
+    if with_tools:
+        command += ["--environment", "calculator", "--sampling.max-new-tokens=96"]
+
+    def start(name: str) -> subprocess.Popen:
+        devices = "--xla_force_host_platform_device_count=2"
+        run_dir = str(tmp_path / name)
+        return several.start(1, [*command, "--run-dir", run_dir], XLA_FLAGS=devices)[0]
+
+    began = time.monotonic()
+    (ended,) = several.wait([start("whole")])
+    assert ended.code == 0, ended.err
+    seconds = time.monotonic() - began
+    moments = random.Random(0)
+    for number, end in enumerate([signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL]):
+        process = start(str(number))
+        time.sleep(moments.uniform(0.5, 0.95) * seconds)
+        process.send_signal(end)
+        process.communicate()
+        (ended,) = several.wait([start(str(number))])
+        assert ended.code == 0, ended.err
+        assert digest(tmp_path / str(number)) == digest(tmp_path / "whole")
+        assert rows_of(tmp_path / str(number)) == rows_of(tmp_path / "whole")
+
+
+APART = """
+import pathlib, sys
+import jax, numpy as np
+from launch import compose
+from tests.experience.test_stale_rollouts import make_run
+from tpu_rl.rollout import weights
+
+folder = pathlib.Path(sys.argv[1])
+learning, sampler = jax.devices()[:-2], tuple(jax.devices()[-2:])
+flags = ["--mesh.fsdp=2", "--sampling.tensor-parallel=2"]
+together = make_run(folder, learning, (), flags)
+apart = make_run(folder, learning, sampler, [*flags, "--sampling.devices=2"])
+sources = [run.make_source(2) for run in (together, apart)]
+
+# The copies are those of the same weights, and stay when an update donates these.
+state = apart.state_after(1)
+master = state.params["policy"]["layers"]["layer_0"]["down"]
+expected = np.asarray(master)
+place = apart.context.rollout_policy("policy").params
+copies = place(state.params)
+assert place(copies)["policy"]["embedding"] is copies["policy"]["embedding"]
+jax.tree.map(lambda leaf: leaf.delete(), state.params)
+copy = copies["policy"]["layers"]["layer_0"]["down"]
+assert copy.sharding.device_set == set(sampler)
+assert copy.addressable_shards[0].data.shape[1] == master.shape[1] // 2
+np.testing.assert_array_equal(copy, expected)
+
+def draw(run, source, step):
+    with jax.set_mesh(run.context.mesh):
+        state = run.state_after(step - 1)
+        experience = source.draw(step, state)
+        jax.tree.map(lambda leaf: leaf.delete(), state.params)  # As the update does.
+    return experience
+
+def require_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one.data.tokens, other.data.tokens)
+    np.testing.assert_allclose(one.data.log_probs, other.data.log_probs, atol=2e-5)
+    for name in ("rollout/staleness", "rollout/staleness_max", "rollout/stale"):
+        assert one.metrics[name] == other.metrics[name]
+
+for step in (1, 2, 3, 4):
+    one = draw(together, sources[0], step)
+    other = draw(apart, sources[1], step)
+    require_equal(one, other)
+    assert "time/rollout_wait" in other.metrics
+state = sources[1].get_state()
+assert len(state["store"]) == 2
+resumed = apart.make_source(2)
+resumed.set_state(state)
+for step in (5, 6):
+    one, other = draw(apart, sources[1], step), draw(apart, resumed, step)
+    jax.tree.map(np.testing.assert_array_equal, one.data, other.data)
+    assert one.records == other.records
+for source in (*sources, resumed):
+    source.close()
+print("apart as together")
+"""
+
+
+@pytest.mark.slow
+def test_devices_that_only_sample_sample_the_same(tmp_path):
+    """Two devices learn and two sample: tokens are equal, and log-probs up to rounding."""
+    command = [sys.executable, "-c", APART, str(tmp_path)]
+    done = subprocess.run(
+        command, env=several.virtual_devices(4), capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout.endswith("apart as together\n"), done.stderr

@@ -23,6 +23,24 @@ MISFITS = {
         "--sampling.temperature",
     ),
     "a group of one": (["arithmetic_grpo", "--batch.group-size", "1"], "--batch.group-size"),
+    "staleness below none": (
+        ["arithmetic_grpo", "--batch.staleness", "-1"],
+        "--batch.staleness",
+    ),
+    "a sampler that waits for updates": (
+        ["arithmetic_grpo", "--sampling.devices", "1"],
+        "--sampling.devices, --batch.staleness",
+    ),
+    "exact, and older": (
+        ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
+        + ["--model.exact-sampling"],
+        "--model.exact-sampling, --sampling.devices",
+    ),
+    "a sampler on the training mesh": (
+        ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
+        + ["--sampling.tensor-parallel", "train-mesh"],
+        "--sampling.devices, --sampling.tensor-parallel",
+    ),
     "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
     "groups of one never differ": (
         ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],

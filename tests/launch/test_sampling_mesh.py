@@ -17,9 +17,9 @@ AT_SCALE = (
 
 def chosen(flags, memory: int | None = V5E, topology="v5e:4x4"):
     with plan_steps.known_by_name(configuration.parse(flags)) as config:
-        mesh = compose.make_mesh(config.mesh, tpu_devices(topology))
+        mesh, sampler = compose.share_devices(config, tpu_devices(topology))
         model = plan_steps.read_model(config)
-        config, line = meshes.choose_sampling(config, model, mesh, memory)
+        config, line = meshes.choose_sampling(config, model, mesh, memory, sampler)
     return config.sampling.tensor_parallel, line
 
 
@@ -41,6 +41,13 @@ def test_one_device_has_nothing_to_choose():
         ("Qwen2.5-0.5B", ["--mesh.data", "16"], "train-mesh", "it gathers no weights"),
         ("Llama-3.1-8B", ["--sampling.tensor-parallel", "4"], 4, "data 4 x tensor 4"),
         ("Llama-3.1-8B", ["--sampling.tensor-parallel", "train-mesh"], "train-mesh", "on the"),
+        # Without the train state, half of the chips need to cut weights and cache less.
+        (
+            "Llama-3.1-8B",
+            ["--batch.staleness", "1", "--sampling.devices", "8"],
+            4,
+            "data 2 x tensor 4, on devices that only sample",
+        ),
     ],
 )
 def test_the_smallest_tensor_parallelism_that_fits_is_chosen(model, flags, size, line):

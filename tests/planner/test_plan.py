@@ -11,8 +11,10 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
@@ -349,6 +351,18 @@ def test_seconds_of_a_plan_are_those_of_the_last_stage(monkeypatch):
     assert len({type(stage.algorithm) for stage in config.stages}) < len(config.stages)
     monkeypatch.setattr(plan_search, "_stage_lines", lambda *_: iter([a_line()]))
     assert plan_search.make_plan(config, local_target(), plan_steps.read_model(config)).seconds == 1
+
+
+def test_devices_that_only_sample_work_beside_the_others():
+    """The step takes as long as the longer half."""
+    update = a_line()
+    apart = SimpleNamespace(devices=np.array(["another device"]))
+    decode = update._replace(step=update.step._replace(mesh=apart, times=3.0))
+    made = estimates.Plan({}, 1, [("grpo", decode), ("grpo", update)])
+    assert made.seconds == 3.0
+    assert made.side_seconds() == [3.0, 1.0]
+    together = update._replace(step=update.step._replace(times=3.0))
+    assert estimates.Plan({}, 1, [("grpo", together), ("grpo", update)]).seconds == 4.0
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "lion", "sgd"])

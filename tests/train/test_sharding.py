@@ -184,7 +184,32 @@ def test_a_reward_model_scores_inside_a_run_on_several_devices():
     assert "scored" in done.stdout, done.stderr[-3000:]
 
 
+def test_the_last_devices_only_sample():
+    devices = jax.devices() * 4
+    assert sharding.split_devices(devices, 1) == (tuple(devices[:3]), tuple(devices[3:]))
+    for count in (4, 5):
+        with pytest.raises(InputError, match=f"{count} of 4 devices") as error:
+            sharding.split_devices(devices, count)
+        assert "at most 3" in error.value.fix
+
+
 # --- chips that are not there ---
+
+
+@needs_libtpu
+def test_a_slice_is_cut_between_planes():
+    """Both parts are cuboids, on which meshes can be laid out."""
+    devices = tpu_devices("v5e:4x4")
+    for count in (4, 8):
+        learning, sampling = sharding.split_devices(devices, count)
+        assert len(sampling) == count
+        assert {d.id for d in learning + sampling} == {d.id for d in devices}
+        assert len({d.coords[0] for d in sampling}) * 4 == count
+        for part in (learning, sampling):
+            assert sharding.make_mesh(fsdp=len(part), devices=part).size == len(part)
+    with pytest.raises(InputError, match="not whole planes") as error:
+        sharding.split_devices(devices, 3)
+    assert "multiple of 4" in error.value.fix
 
 
 @needs_libtpu

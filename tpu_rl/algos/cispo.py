@@ -6,6 +6,11 @@ This is REINFORCE with the ratio r_t = policy / old policy as a clipped weight. 
 the gradient away from tokens whose ratio has moved far, often the rare ones on which reasoning
 turns. Here every token keeps a gradient, with a bounded weight.
 
+With old completions this is AIPO (LlamaRL, arXiv 2505.24034): the old policy is the one that
+sampled, so r_t is the importance weight of the policy gradient, truncated at rho = 1 + clip_high
+(2 to 10 in the paper). Without truncation, its expectation over what the older policy samples is
+the policy gradient of the present one, up to the prefixes, which are taken as given.
+
 Deviations: as in the paper's experiments and in TRL, there is no lower bound unless `clip_low` is
 given. The upper bound is 1 + clip_high as in the paper; TRL's `epsilon_high` is the bound itself,
 so its 5.0 is clip_high 4.0. The metric policy/clip_high is the share of tokens whose weight is

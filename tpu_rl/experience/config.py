@@ -133,6 +133,10 @@ class SamplingConfig:
     number. Decoding then gathers no weights. By default the smallest number is chosen whose weights
     and cache fit; where the memory of a device is not known, as on CPUs, train-mesh. train-mesh:
     sample on the run's mesh, and gather weights that it shards over fsdp for every token."""
+    devices: int = 0
+    """Devices that only sample, the last ones: the next batch is sampled on them during the update
+    on the others, with --batch.staleness of at least 1. The weights are copied to them before each
+    update. 0: all devices sample, and then all of them learn."""
     host_sync_steps: int = 128
     """Decode steps between two visits of the host, which starts the rewards of complete groups and
     looks for stop strings."""

@@ -28,6 +28,7 @@ has asked for yet are computed again.
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from typing import Any
 
@@ -41,6 +42,7 @@ from tpu_rl.experience.source import Source, StepExperience, from_scored
 from tpu_rl.rollout import records, sampled_json
 from tpu_rl.rollout.dynamic_sampling import keep_most_varied
 from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.sampler_thread import SamplerThread
 from tpu_rl.rollout.scoring import Sampled, Scored
 from tpu_rl.types import TrainState
 
@@ -49,6 +51,8 @@ AGE_MEAN = "rollout/staleness"
 the one that the step updates."""
 AGE_MAX = "rollout/staleness_max"
 """Metric: the largest of them."""
+WAITED = "time/rollout_wait"
+"""Metric: the time in which a step could not begin because the thread was still sampling."""
 
 
 class _Waiting:
@@ -69,21 +73,38 @@ def stale_source(
     batch: BatchConfig,
     prompt_values: PromptValues | None = None,
     keep_variance_share: float = 1.0,
+    thread: SamplerThread | None = None,
 ) -> Source:
     """Return the source of rollouts that are `batch.staleness` steps old.
 
-    For the other arguments see `rollouts.rollout_source`.
+    With a thread, which samples with the same engine on devices of its own, the latest batch is
+    sampled during the update. For the other arguments see `rollouts.rollout_source`.
     """
     store: deque[_Waiting] = deque()
     is_restored = False
+    seconds_waited = 0.0
+
+    def request_for(step: int, state: TrainState) -> RolloutRequest:
+        """Return the request for the batch that a step will learn from."""
+        return RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
 
     def sample(step: int, state: TrainState) -> Sampled:
-        """Sample the batch that a step will learn from."""
-        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
-        return engine.generate(state.params, request)
+        return engine.generate(state.params, request_for(step, state))
+
+    def wait_for_thread() -> None:
+        """Take the batch that is sampled during an update into the store."""
+        nonlocal seconds_waited
+        if thread is None:
+            return
+        began = time.perf_counter()
+        sampled = thread.wait()
+        if sampled is not None:
+            store.append(_Waiting(sampled))
+            seconds_waited = time.perf_counter() - began
 
     def draw(step: int, state: TrainState) -> StepExperience:
-        nonlocal is_restored
+        nonlocal is_restored, seconds_waited
+        wait_for_thread()
         if is_restored:
             for waiting in store:
                 waiting.sampled = engine.resume(waiting.sampled)
@@ -94,7 +115,9 @@ def stale_source(
         # Before the next batch, whose rewards would be computed first.
         values = None if prompt_values is None else prompt_values(step, state, current.rows, 0)
         latest = current
-        if batch.staleness:
+        if thread is not None:
+            thread.start(state.params, request_for(step + batch.staleness, state))
+        elif batch.staleness:
             latest = sample(step + batch.staleness, state)
             store.append(_Waiting(latest))
         scored = engine.score(current)
@@ -103,9 +126,13 @@ def stale_source(
         experience = from_scored(keep_most_varied(scored, keep_variance_share), step)
         experience.metrics.update(records.sampling_speed(latest))
         experience.metrics.update(ages(scored, int(state.step)))
+        if thread is not None:
+            experience.metrics[WAITED] = seconds_waited
+            seconds_waited = 0.0
         return experience
 
     def get_state() -> dict[str, Any]:
+        wait_for_thread()
         return {"stream": stream.get_state(), "store": [waiting.as_json for waiting in store]}
 
     def set_state(state: dict[str, Any]) -> None:
@@ -116,6 +143,8 @@ def stale_source(
         is_restored = True
 
     def close() -> None:
+        if thread is not None:
+            thread.cancel()
         for waiting in store:
             waiting.sampled.cancel_rewards()
 

@@ -43,6 +43,8 @@ class PolicyBatch:
     sampler_log_probs: Array | None
     """The sampler's log-probs if `old_log_probs` are others, for the gap between sampler and
     trainer."""
+    importance_cap: float | None = struct.field(default=None, kw_only=True, pytree_node=False)
+    """The largest that `importance` may be, for the metric policy/importance_capped."""
     compared: Array | None = struct.field(default=None, kw_only=True)
     """1 at actions whose turn has others to be compared with, 0 at other tokens; None if a group
     compares episodes. For the metric policy/compared."""
@@ -211,6 +213,7 @@ def pack_policy_batch(
         reference_log_probs=reference_log_probs,
         importance=importance,
         sampler_log_probs=None if old_log_probs is None else sampler_log_probs,
+        importance_cap=importance_sampling_cap,
     )
 
 

@@ -168,6 +168,10 @@ def policy_loss(
     metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
     if batch.importance is not None:
         metrics["policy/importance"] = masked.average(batch.importance, mask)
+        if batch.importance_cap is not None:
+            is_capped = batch.importance >= batch.importance_cap
+            capped = masked.average(is_capped.astype(jnp.float32), mask)
+            metrics["policy/importance_capped"] = capped
     if batch.compared is not None:
         metrics["policy/compared"] = masked.average(batch.compared, mask)
     if batch.reference_log_probs is not None:

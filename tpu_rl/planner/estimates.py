@@ -87,7 +87,8 @@ class Plan(NamedTuple):
     @property
     def seconds(self) -> float:
         """Lower bound for one step of the run, in its last stage; 0 if the speed is unknown."""
-        return sum(line.step.times * line.step.loops * line.seconds for line in self._last_stage())
+        sides = self._sides()
+        return max((sum(map(_step_seconds, lines)) for lines in sides), default=0.0)
 
     @property
     def expected_seconds(self) -> float | None:
@@ -95,17 +96,36 @@ class Plan(NamedTuple):
 
         What a step leaves unknown counts with its lower bound.
         """
-        lines = self._last_stage()
-        if not any(line.expected_seconds for line in lines):
+        if not any(line.expected_seconds for line in self._last_stage()):
             return None
-        return sum(
-            line.step.times * line.step.loops * (line.expected_seconds or line.seconds)
-            for line in lines
-        )
+        return max(self.side_seconds())
+
+    def side_seconds(self) -> list[float]:
+        """Return the expected time, or else the lower bound, of what each set of devices does in a
+        step.
+
+        There are two sets if some devices only sample. They work at the same time.
+        """
+        return [sum(map(_expected_step_seconds, lines)) for lines in self._sides()]
+
+    def _sides(self) -> list[list[Line]]:
+        """Return the steps of the last stage by the devices that compute them."""
+        sides: dict[frozenset[Any], list[Line]] = {}
+        for line in self._last_stage():
+            sides.setdefault(frozenset(line.step.mesh.devices.flat), []).append(line)
+        return list(sides.values())
 
     def _last_stage(self) -> list[Line]:
         last_stage = self.lines[-1][0] if self.lines else None
         return [line for stage, line in self.lines if stage == last_stage]
+
+
+def _step_seconds(line: Line) -> float:
+    return line.step.times * line.step.loops * line.seconds
+
+
+def _expected_step_seconds(line: Line) -> float:
+    return line.step.times * line.step.loops * (line.expected_seconds or line.seconds)
 
 
 class Change(NamedTuple):

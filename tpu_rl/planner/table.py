@@ -45,6 +45,12 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
             f"one step of the run takes at least {plan.seconds:,.3g} s{likely},"
             " without rewards and waiting for the host"
         )
+        sides = plan.side_seconds()
+        if len(sides) > 1:
+            console.print(
+                f"some devices only sample, {sides[0]:,.3g} s, while the others learn,"
+                f" {sides[1]:,.3g} s"
+            )
     if target.chip is not None and not target.chip.clock:
         console.print("nothing is expected: no cycles of the compiler, or no public clock")
     for stage, line in plan.lines:

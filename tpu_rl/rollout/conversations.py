@@ -131,6 +131,7 @@ def generate(
     signals.mark(decoding.purpose, "rollout", request.step)
     rewarding = scorer.streaming(request.rows, group_size, step=request.step)
     with (
+        decoding.on_its_mesh(),
         rewarding as streaming,
         Episodes(
             request.rows,
@@ -153,8 +154,7 @@ def generate(
         run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         conversations = [_Conversation(first_turns[row], keys[row]) for row in range(num_rows)]
-        with jax.set_mesh(decoding.policy.mesh):
-            _converse(decoding, scorer, params, conversations, episodes, streaming)
+        _converse(decoding, scorer, params, conversations, episodes, streaming)
         signals.mark(decoding.purpose, "rewards", request.step)
         results = _shared(episodes.results())
     for conversation in conversations:

@@ -14,9 +14,10 @@ is.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -136,6 +137,10 @@ class Scorer(NamedTuple):
         return replace(sampled, streamed_rewards=streaming.answers, cancel_rewards=streaming.cancel)
 
 
+_SAMPLING = threading.RLock()
+"""Held by the thread that samples."""
+
+
 @dataclass(frozen=True)
 class Decoding:
     """Everything that decides how completions are decoded."""
@@ -150,6 +155,17 @@ class Decoding:
     stop_strings: tuple[str, ...] = ()
     environment: Environment | None = None
     """What answers the policy. None: a completion is a single turn."""
+
+    @contextmanager
+    def on_its_mesh(self) -> Iterator[None]:
+        """Set the sampling mesh, for one thread at a time.
+
+        Programs that two threads start on several devices may wait for each other forever.
+        """
+        with _SAMPLING, jax.set_mesh(self.policy.mesh), ExitStack() as contexts:
+            if self.policy.device is not None:
+                contexts.enter_context(jax.default_device(self.policy.device))
+            yield
 
     def sample(
         self,
@@ -167,7 +183,7 @@ class Decoding:
         stop_when: Callable[[np.ndarray], bool] | None = None,
     ) -> Rollout:
         """Complete prompts of token ids with the policy; see `sampler.sample` for the arguments."""
-        with jax.set_mesh(self.policy.mesh):
+        with self.on_its_mesh():
             return sampler.sample(
                 self.policy.policy,
                 self.policy.params(params),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from tpu_rl import rewards
 from tpu_rl.rewards import FunctionScores, Reward
+from tpu_rl.runtime import task_threads
 
 
 class StreamingRewards:
@@ -109,8 +109,10 @@ class StreamingRewards:
             if all(row in self._answers for row in members):
                 complete += members
         if complete:
-            future: Future[dict[str, FunctionScores]] = Future()
-            _tasks().put((future, functools.partial(self._ask, complete)))
+            # One question after the other.
+            future = task_threads.submit(
+                "streaming rewards", functools.partial(self._ask, complete)
+            )
             self._questions.append((complete, future))
 
     def _members(self, group: int) -> range:
@@ -178,25 +180,3 @@ class StreamingRewards:
     def cancel(self) -> None:
         """Do not ask the questions that are still waiting."""
         self._cancelled.set()
-
-
-@functools.cache
-def _tasks() -> queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
-    """Return the queue of one thread, which asks one question after the other.
-
-    The thread lives as long as the program, because reward workers end with the thread that
-    started them. It does not belong to an executor, because the interpreter waits for those when
-    it exits.
-    """
-    tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-
-    def work() -> None:
-        while True:
-            future, task = tasks.get()
-            try:
-                future.set_result(task())
-            except BaseException as error:  # Raised again by whoever reads the result.
-                future.set_exception(error)
-
-    threading.Thread(target=work, name="streaming rewards", daemon=True).start()
-    return tasks

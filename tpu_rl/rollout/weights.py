@@ -12,6 +12,10 @@ The copy is made leaf by leaf when a rollout begins and freed when it ends; the 
 bits. Where nothing differs, the masters themselves are read. Where only the placement differs, no
 copy is made: the run moves the weights there (`reshard_for_sampling`) and back (`reshard_back`), so
 that memory never holds more than one layout and the largest leaf.
+
+With `--sampling.devices N` the sampler has devices of its own, and always reads copies. The
+training devices gather a leaf until each part that a sampling device wants is whole on one of them.
+Then parts go from device to device, and never through the host.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl import models
 from tpu_rl.errors import InputError
@@ -42,6 +46,9 @@ class RolloutPolicy(NamedTuple):
     """The sampling mesh: to be set with `jax.set_mesh`, and passed to the sampler."""
     drafter: Policy | None = None
     """The small model of speculative decoding. It reads the same params tree."""
+    device: Any = None
+    """Where random keys and the like are computed, if the sampler has devices of its own: jax's
+    default is busy with updates."""
 
 
 class SamplingLayout(NamedTuple):
@@ -50,40 +57,43 @@ class SamplingLayout(NamedTuple):
     mesh: Mesh
     dtype: str
     """The type that the model computes in."""
+    training_mesh: Mesh | None = None
+    """Where the weights are, if that is on other devices."""
 
 
-def require_tensor_parallel(
-    tensor_parallel: TensorParallel | None, mesh: Mesh | AbstractMesh
-) -> None:
-    """Check --sampling.tensor-parallel.
+def require_tensor_parallel(tensor_parallel: TensorParallel | None, num_devices: int) -> None:
+    """Check --sampling.tensor-parallel for sampling on a number of devices.
 
     Raises:
-        InputError: if the number does not divide the mesh's devices.
+        InputError: if it does not divide the number.
     """
     if not isinstance(tensor_parallel, int):
         return
-    if tensor_parallel >= 1 and mesh.size % tensor_parallel == 0:
+    if tensor_parallel >= 1 and num_devices % tensor_parallel == 0:
         return
-    divisors = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     nearest = sorted(divisors, key=lambda n: abs(n - tensor_parallel))[:3]
     raise InputError(
-        f"{mesh.size} devices cannot be cut into groups of {tensor_parallel}",
+        f"{num_devices} devices cannot be cut into groups of {tensor_parallel}",
         where="--sampling.tensor-parallel",
         fix=f"nearest that fit: {', '.join(map(str, nearest))}",
     )
 
 
-def sampling_mesh(tensor_parallel: TensorParallel | None, mesh: Mesh) -> Mesh:
-    """Return the mesh for sampling, over the devices of the run's mesh: that one if no number is
-    given.
+def sampling_mesh(
+    tensor_parallel: TensorParallel | None, mesh: Mesh, devices: Sequence[Any] = ()
+) -> Mesh:
+    """Return the mesh for sampling: over `devices`, if the sampler has its own, with a tensor
+    parallelism of 1 by default; otherwise over those of the run's mesh, by default that mesh.
 
     Raises:
-        InputError: if `tensor_parallel` does not divide the mesh's devices.
+        InputError: if `tensor_parallel` does not divide the devices.
     """
-    require_tensor_parallel(tensor_parallel, mesh)
-    if not isinstance(tensor_parallel, int):
-        return mesh
-    return sharding.sampling_mesh(mesh, tensor_parallel)
+    require_tensor_parallel(tensor_parallel, len(devices) or mesh.size)
+    size = tensor_parallel if isinstance(tensor_parallel, int) else None
+    if devices:
+        return sharding.sampling_mesh(sharding.make_mesh(len(devices), devices=devices), size or 1)
+    return mesh if size is None else sharding.sampling_mesh(mesh, size)
 
 
 def rollout_policy(
@@ -97,9 +107,15 @@ def rollout_policy(
 
     def sampling_params(params: Params) -> Params:
         chosen, target, placements = _targets(params, selects, layout)
-        return params | jax.tree.map(_copy, chosen, target, placements)
+        if layout.training_mesh is None:
+            return params | jax.tree.map(_copy, chosen, target, placements)
+        # Nothing else: a program cannot read from other devices.
+        send = functools.partial(_copy_apart, layout.training_mesh)
+        with jax.set_mesh(layout.training_mesh):
+            return jax.tree.map(send, chosen, target, placements)
 
-    return RolloutPolicy(policy, sampling_params, layout.mesh, drafter)
+    device = None if layout.training_mesh is None else layout.mesh.devices.flat[0]
+    return RolloutPolicy(policy, sampling_params, layout.mesh, drafter, device)
 
 
 def _targets(
@@ -125,6 +141,63 @@ def _copy(weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding) -
         return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=placement)
     transit = transit_sharding(weight.sharding, placement, weight.shape)
     return _convert(target.dtype, transit, placement)(weight)
+
+
+def _copy_apart(
+    training_mesh: Mesh, weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding
+) -> Any:
+    """Return the weight with the target's type and a placement on other devices than its own."""
+    if weight.dtype == target.dtype and weight.sharding.is_equivalent_to(placement, weight.ndim):
+        return weight
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=placement)
+    return _send(_copy(weight, target, gathered_sharding(placement, training_mesh)), placement)
+
+
+def gathered_sharding(placement: NamedSharding, training_mesh: Mesh) -> NamedSharding:
+    """Return a sharding over the training devices of which each shard of the placement is a part of
+    one shard."""
+    tensor = math.gcd(training_mesh.size, placement.mesh.shape["tensor"])
+    parts = ["tensor" if "tensor" in sharding.mesh_axes(part) else None for part in placement.spec]
+    mesh = sharding.sampling_mesh(training_mesh, tensor)
+    return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def _send(weight: Array, placement: NamedSharding) -> Array:
+    """Copy an array to other devices; each of their shards is a part of one of the array's."""
+    pieces = []
+    indices = placement.addressable_devices_indices_map(weight.shape)
+    for number, (device, index) in enumerate(indices.items()):
+        ranges = _ranges(index, weight.shape)
+        holders = [
+            shard
+            for shard in weight.addressable_shards
+            if _contains(_ranges(shard.index, weight.shape), ranges)
+        ]
+        shard = holders[number % len(holders)]  # All of them send.
+        starts = [start for start, _ in _ranges(shard.index, weight.shape)]
+        part = tuple(
+            slice(begin - start, end - start)
+            for start, (begin, end) in zip(starts, ranges, strict=True)
+        )
+        piece = shard.data
+        if piece.shape != tuple(end - begin for begin, end in ranges):
+            with jax.set_mesh(Mesh([shard.device], ["device"])):
+                piece = piece[part]
+        pieces.append(jax.device_put(piece, device))
+    return jax.make_array_from_single_device_arrays(weight.shape, placement, pieces)
+
+
+def _ranges(index: Any, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the begin and the end of a shard in each dimension."""
+    return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+
+
+def _contains(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> bool:
+    return all(
+        first <= begin and end <= last
+        for (first, last), (begin, end) in zip(outer, inner, strict=True)
+    )
 
 
 @functools.cache

@@ -153,7 +153,7 @@ class _AgentEngine:
         signals.mark(decoding.purpose, "rollout", request.step)
         local = scoring.local_rows(num_episodes, group_size)
         rewarding = self._scorer.streaming(request.rows, group_size, step=request.step)
-        with rewarding as streaming, jax.set_mesh(decoding.policy.mesh):
+        with rewarding as streaming, decoding.on_its_mesh():
             outcomes = self._run(params, request.rows, keys, group_size, local, streaming)
         signals.mark(decoding.purpose, "rewards", request.step)
         ordered = [outcomes[episode] for episode in range(num_episodes)]

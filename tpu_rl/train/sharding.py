@@ -133,6 +133,49 @@ def _arrange_devices(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarr
     )
 
 
+def split_devices(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the devices without the last `count`, and these.
+
+    The chips of a TPU slice are cut between two planes, so that both parts are cuboids.
+
+    Raises:
+        InputError: if nothing would be left, or a slice cannot be cut so.
+    """
+    where = "--sampling.devices"
+    if not 0 < count < len(devices):
+        raise InputError(
+            f"{count} of {len(devices)} devices shall only sample",
+            where=where,
+            why="others have to learn",
+            fix=f"use at most {len(devices) - 1}" if len(devices) > 1 else "leave it out",
+        )
+    if devices[0].platform != "tpu":
+        return tuple(devices[:-count]), tuple(devices[-count:])
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        raise InputError(
+            "the sampler cannot have devices of its own on several slices",
+            where=where,
+            why="a part of a slice has no links to another slice",
+            fix="leave it out, or use one slice",
+        )
+    planes = [sorted(set(values)) for values in zip(*(d.coords for d in devices), strict=True)]
+    # Cut the longest dimension that can be cut.
+    for axis in sorted(range(len(planes)), key=lambda axis: -len(planes[axis])):
+        chips = len(devices) // len(planes[axis])
+        if count % chips == 0:
+            last = planes[axis][-count // chips :]
+            parts = ([], [])
+            for device in devices:
+                parts[device.coords[axis] in last].append(device)
+            return tuple(parts[0]), tuple(parts[1])
+    sizes = sorted({len(devices) // len(values) for values in planes if len(values) > 1})
+    raise InputError(
+        f"{count} of {len(devices)} chips are not whole planes of the slice",
+        where=where,
+        fix=f"use a multiple of {' or '.join(map(str, sizes))}",
+    )
+
+
 def fill_torus(devices: Sequence[Any]) -> bool:
     """Return True if the devices are all chips of a TPU slice that closes to rings in three
     dimensions: cubes of 4 x 4 x 4 chips, on v4 and v5p."""
