@@ -1,6 +1,7 @@
 """The thread that samples while the main thread updates, and what ends its rollouts."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tpu_rl.runtime import preemption, task_threads
 
 
 def thread_of(generate) -> SamplerThread:
-    engine = Engine(generate, lambda sampled: pytest.fail("nothing is scored"))
+    engine = Engine(generate, lambda sampled: pytest.fail("nothing is scored"))  # Made-up results.
     return SamplerThread(engine, lambda params: {"copy": params})
 
 
@@ -21,7 +22,8 @@ def test_it_samples_with_the_copy_and_says_so_once():
     thread = thread_of(lambda params, request: (params, request.step, threading.get_ident()))
     assert thread.wait() is None
     thread.start("weights", RolloutRequest([], 7))
-    params, step, ident = thread.wait()
+    result: Any = thread.wait()
+    params, step, ident = result
     assert (params, step) == ({"copy": "weights"}, 7)
     assert ident != main
     assert thread.wait() is None
