@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from launch import config
+from launch import config, preflight
 from launch.config import Phase
 from tpu_rl.algos import GrpoConfig
 from tpu_rl.errors import InputError
+from tpu_rl.runtime import processes
 
 MISFITS = {
     "negative": (["arithmetic_sft", "--sampling.temperature", "-1"], "--sampling.temperature"),
@@ -104,3 +105,12 @@ def test_a_frozen_policy_may_answer_greedily():
         ).sampling.kv_cache_dtype
         == "int8"
     )
+
+
+def test_a_sampler_with_devices_of_its_own_needs_a_single_process(monkeypatch):
+    flags = ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
+    run_config = config.parse(flags)
+    preflight.check_sampler_devices(run_config)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(InputError, match="several processes"):
+        preflight.check_sampler_devices(run_config)
