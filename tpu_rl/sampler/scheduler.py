@@ -182,6 +182,13 @@ class RowTracker:
         """[N] bool: True if the row ended with a stop token or where `stop_at` said."""
         self.counts = request.num_sampled.astype(np.int64)
         """[N] int: tokens of each completion."""
+        self._tokens = None
+        if self.needs_tokens:
+            max_new_tokens = request.max_length - request.prompts.tokens.shape[1]
+            # Of a row, as many columns as it has tokens are set.
+            self._tokens = np.empty((len(self.counts), max_new_tokens), np.int32)
+            if request.outputs is not None:
+                self._tokens[:] = request.outputs.tokens
 
     def report(self, status: SegmentStatus) -> None:
         """Call the callbacks that need no tokens."""
@@ -190,19 +197,26 @@ class RowTracker:
         if self._on_segment is not None:
             self._on_segment()
 
-    def update(self, tokens: np.ndarray) -> None:
+    def update(self, new_tokens: np.ndarray) -> None:
         """Find the rows that have ended, and report them.
 
-        `tokens` is [N, max_new_tokens], with `NO_TOKEN` where none is sampled yet.
+        `new_tokens` is [N, n], the tokens of each row after its first `counts`, with `NO_TOKEN`
+        where none is sampled yet.
         """
         rows = np.flatnonzero(~self.ended)
-        counts = (tokens[rows] != NO_TOKEN).sum(1)
-        last_tokens = tokens[rows, np.maximum(counts - 1, 0)]
-        stopped = (counts > 0) & np.isin(last_tokens, self._stop_ids)
+        num_new = (new_tokens[rows] != NO_TOKEN).sum(1)
+        last_tokens = new_tokens[rows, np.maximum(num_new - 1, 0)]
+        counts = self.counts[rows] + num_new
+        stopped = (num_new > 0) & np.isin(last_tokens, self._stop_ids)
         ended = stopped | (counts >= self._limits[rows])
+        with_new = np.flatnonzero(num_new)
+        if self._tokens is not None:
+            for i in with_new:
+                row = rows[i]
+                self._tokens[row, self.counts[row] : counts[i]] = new_tokens[row, : num_new[i]]
         if self._stop_at is not None:
-            for i, row in enumerate(rows):
-                end = self._stop_at(tokens[row, : counts[i]].tolist())
+            for i in with_new:
+                end = self._stop_at(self._row(int(rows[i]), int(counts[i])))
                 if end is not None:
                     counts[i] = end
                     ended[i] = True
@@ -211,9 +225,12 @@ class RowTracker:
         self.ended[rows] = ended
         self.stopped[rows] = stopped
         if self._on_finished is not None and ended.any():
-            self._on_finished(
-                {int(row): tokens[row, : self.counts[row]].tolist() for row in rows[ended]}
-            )
+            finished = rows[ended].tolist()
+            self._on_finished({row: self._row(row, int(self.counts[row])) for row in finished})
+
+    def _row(self, row: int, count: int) -> list[int]:
+        assert self._tokens is not None
+        return self._tokens[row, :count].tolist()
 
     def should_stop(self) -> bool:
         """Return True if the caller does not wait for the other rows."""
@@ -334,7 +351,11 @@ def _decode(
         slots, status = _fetch((slots, status))
         tracker.report(status)
         if tracker.needs_tokens:
-            tracker.update(sharding.to_host(outputs.tokens)[:num_rows])
+            counts = np.pad(tracker.counts, (0, len(outputs.tokens) - num_rows))
+            new_tokens = slot_ops.tokens_after(
+                mesh, outputs.tokens, place(counts.astype(np.int32)), mode.max_segment_tokens
+            )
+            tracker.update(sharding.to_host(new_tokens)[:num_rows])
             if tracker.should_stop():
                 break
             slots, status = _free_ended(slots, status, tracker.ended, queues, place)
@@ -343,7 +364,10 @@ def _decode(
                 slots, status = _fetch(refilled)
     outputs = jax.tree.map(lambda part: part[:num_rows], sharding.to_host(outputs))
     if not tracker.needs_tokens:
-        tracker.update(outputs.tokens)
+        new_tokens = np.full_like(outputs.tokens, NO_TOKEN)
+        for row, count in enumerate(tracker.counts):
+            new_tokens[row, : new_tokens.shape[1] - count] = outputs.tokens[row, count:]
+        tracker.update(new_tokens)
     return outputs
 
 

@@ -414,6 +414,21 @@ def write_outputs(
     return outputs
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def tokens_after(mesh: Mesh | None, tokens: Array, counts: Array, number: int) -> Array:
+    """Return the `number` tokens of each row [N, T] after its first `counts` [N].
+
+    They are [N, number], with `NO_TOKEN` after the last column.
+    """
+
+    def on_device(tokens: Array, counts: Array) -> tuple[Array]:
+        columns = counts[:, None] + jnp.arange(number)[None]
+        return (jnp.take_along_axis(tokens, columns, axis=1, mode="fill", fill_value=NO_TOKEN),)
+
+    (after,) = map_devices(mesh, on_device, tokens, counts)
+    return after
+
+
 def refill_on_device(
     slots: Slots, num_taken: Array, pool: Pool, queue: Queue
 ) -> tuple[Slots, Array]:

@@ -17,7 +17,7 @@ The assignment happens on the host with numpy, once per batch. Only `one_per_row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -134,16 +134,8 @@ class _Group:
         return runs
 
 
-@dataclass
-class _PackedRow:
-    """A packed row in the making: groups, one after the other."""
-
-    groups: list[_Group] = field(default_factory=list)
-
-    @property
-    def used(self) -> int:
-        """Number of slots taken."""
-        return sum(group.size for group in self.groups)
+_PackedRow = list[_Group]
+"""The groups of a packed row, one after the other."""
 
 
 def lay_out(
@@ -199,11 +191,8 @@ def lay_out(
         most_rows = max(most_rows, row_limit)
     micro_batches = _round_up_count(_ceil_div(most_rows, micro_batch_rows))
     packed_shape = (minibatches, micro_batches, micro_batch_rows, row_length)
-    layout = _index(packed, mask.shape, packed_shape, paths)
-    is_action = np.where(layout.source >= 0, mask.reshape(-1)[layout.source], False)
-    return replace(
-        layout, actions=_action_slots(is_action), key_tiles=_key_tiles(packed, packed_shape)
-    )
+    layout = _index(packed, mask, packed_shape, paths)
+    return replace(layout, key_tiles=_key_tiles(packed, packed_shape))
 
 
 def _groups(mask: np.ndarray, group_id: np.ndarray, parent: Any, shared: Any) -> list[_Group]:
@@ -299,12 +288,13 @@ def _first_fit(groups: list[_Group], row_length: int) -> list[_PackedRow]:
     for group in groups:
         pieces.extend(_split(group, row_length))
     rows: list[_PackedRow] = []
+    room = np.full(len(pieces), row_length)  # Of each row, also of those that are still empty.
     for piece in sorted(pieces, key=lambda piece: -piece.size):
-        row = next((row for row in rows if row.used + piece.size <= row_length), None)
-        if row is None:
-            row = _PackedRow()
-            rows.append(row)
-        row.groups.append(piece)
+        number = int((room >= piece.size).argmax())
+        if number == len(rows):
+            rows.append([])
+        rows[number].append(piece)
+        room[number] -= piece.size
     return rows
 
 
@@ -333,31 +323,33 @@ def _split(group: _Group, row_length: int) -> list[_Group]:
 
 def _index(
     packed: list[list[_PackedRow]],
-    shape: tuple[int, int],
+    mask: np.ndarray,
     packed_shape: tuple[int, int, int, int],
     paths: bool,
 ) -> Layout:
-    """Return the index arrays of packed rows.
+    """Return the index arrays of packed rows, without `key_tiles`.
 
-    `shape` is that of the [N, T] arrays and `packed_shape` is [M, K, R, S]. With `paths`, those of
+    `mask` is action_mask [N, T] and `packed_shape` is [M, K, R, S]. With `paths`, the arrays of
     `Rows.paths` are among them.
     """
-    total_rows, width = shape
+    total_rows, width = mask.shape
     _, micro_batches, micro_batch_rows, row_length = packed_shape
     slots_per_step = micro_batches * micro_batch_rows * row_length
     total_slots = len(packed) * slots_per_step
 
-    slot = np.full(shape, -1, np.int32)
+    slot = np.full(mask.shape, -1, np.int32)
     minibatch = np.full(total_rows, len(packed), np.int32)
     # The packed arrays are filled flat and reshaped to [M, K, R, S] at the end.
     source = np.full(total_slots, -1, np.int32)
+    is_action = np.zeros(total_slots, bool)
     positions = np.zeros(total_slots, np.int32)
     segment_ids = np.zeros(total_slots, np.int32)
     branch_ids = np.zeros(total_slots, np.int32)
     sequence_ids = np.zeros(total_slots, np.int32)
     visible_until = np.full(total_slots, row_length, np.int32)
     # `previous` counts slots within a row. First tokens and padding point to themselves.
-    previous = np.tile(np.arange(row_length, dtype=np.int32), total_slots // row_length)
+    slots_of_row = np.arange(row_length, dtype=np.int32)
+    previous = np.tile(slots_of_row, total_slots // row_length)
     tile_size = _path_tile_size(width)
     # For each packed row, its tiles: (slots of the queries, slots of the keys).
     path_tiles: list[list[tuple[np.ndarray, np.ndarray]]] = [
@@ -369,46 +361,48 @@ def _index(
             row_start = step * slots_per_step + row_number * row_length
             cursor = row_start
             sequence_id = 0
-            for segment_id, group in enumerate(row.groups, start=1):
-                texts = group.texts
-                end = cursor + group.size
-                segment_ids[cursor:end] = segment_id
-                # Row -> slots of the tokens that are needed of it.
-                slots_of = {
-                    needed: np.zeros(extent, np.int64) for needed, extent in group.extents.items()
-                }
+            for segment_id, group in enumerate(row, start=1):
+                starts, ends = group.texts.starts, group.texts.ends
                 runs = group.runs()
-                for run in runs:
-                    if run.start == texts.shared[run.row] > 0:
-                        shared = slots_of[texts.parents[run.row]][: run.start]
-                        slots_of[run.row][: run.start] = shared
+                segment_ids[cursor : cursor + group.size] = segment_id
+                for run, until in zip(runs, _ends_of_subtrees(runs), strict=True):
                     first = cursor + run.slot
-                    slots_of[run.row][run.start : run.stop] = np.arange(first, first + run.length)
-                    for start in range(run.start, run.stop, tile_size) if paths else ():
-                        stop = min(start + tile_size, run.stop)
-                        keys = slots_of[run.row][:stop] - row_start
-                        path_tiles[row_start // row_length].append((keys[start:], keys))
-                    # Runs come depth first, so the last one that sets it ends the subtree.
-                    for ancestor in (*(runs[number] for number in run.path), run):
-                        start = cursor + ancestor.slot
-                        until = first + run.length - row_start
-                        visible_until[start : start + ancestor.length] = until
+                    last = first + run.length
+                    positions[first:last] = np.arange(run.start, run.stop)
+                    previous[first + 1 : last] = np.arange(first, last - 1) - row_start
+                    if run.path and run.length:
+                        parent = runs[run.path[-1]]
+                        previous[first] = cursor + parent.slot + parent.length - 1 - row_start
+                    visible_until[first:last] = cursor + until - row_start
+                if paths:
+                    tiles = _tiles_of_paths(runs, cursor - row_start, tile_size)
+                    path_tiles[row_start // row_length].extend(tiles)
+
+                last_runs = {run.row: number for number, run in enumerate(runs)}
+                filled = [run.start for run in runs]  # Columns before this have a source.
                 for branch_id, member in enumerate(sorted(group.members), start=1):
                     sequence_id += 1
-                    slots = slots_of[member][: texts.ends[member]]
-                    columns = np.arange(len(slots))
-                    # Shared tokens are read from the first member that has them: there they are
-                    # actions, if they are actions at all.
-                    is_first = source[slots] < 0
-                    source[slots[is_first]] = member * width + columns[is_first]
-                    positions[slots] = columns
-                    previous[slots[1:]] = slots[:-1] - row_start
-                    completion = slots[texts.starts[member] :]
-                    branch_ids[completion] = branch_id
-                    sequence_ids[completion] = sequence_id
-                    slot[member, columns] = slots
                     minibatch[member] = step
-                cursor = end
+                    last_run = last_runs[member]
+                    for number in (*runs[last_run].path, last_run):
+                        run = runs[number]
+                        stop = min(run.stop, ends[member])
+                        offset = cursor + run.slot - run.start  # From a column to its slot.
+                        slot[member, run.start : stop] = np.arange(
+                            offset + run.start, offset + stop
+                        )
+                        # Shared tokens are read from the first member that has them: there they
+                        # are actions, if they are actions at all.
+                        if filled[number] < stop:
+                            slots = slice(offset + filled[number], offset + stop)
+                            begin = member * width
+                            source[slots] = np.arange(begin + filled[number], begin + stop)
+                            is_action[slots] = mask[member, filled[number] : stop]
+                            filled[number] = stop
+                        completion = slice(offset + max(run.start, starts[member]), offset + stop)
+                        branch_ids[completion] = branch_id
+                        sequence_ids[completion] = sequence_id
+                cursor += group.size
 
     # Layout's fields are declared as jax arrays; these numpy arrays are placed on devices later.
     fields: dict[str, Any] = {
@@ -421,9 +415,37 @@ def _index(
         "sequence_ids": sequence_ids.reshape(packed_shape),
         "previous": previous.reshape(packed_shape),
         "visible_until": visible_until.reshape(packed_shape),
+        "actions": _action_slots(is_action.reshape(packed_shape)),
         "paths": _paths(path_tiles, tile_size, packed_shape) if paths else None,
     }
     return Layout(**fields)
+
+
+def _ends_of_subtrees(runs: list[_Run]) -> list[int]:
+    """Return for each run the slot of its group after the last token that it is an ancestor of."""
+    ends = [0] * len(runs)
+    # Runs come depth first, so the last one that sets an end ends the subtree.
+    for number, run in enumerate(runs):
+        for ancestor in (*run.path, number):
+            ends[ancestor] = run.slot + run.length
+    return ends
+
+
+def _tiles_of_paths(
+    runs: list[_Run], start: int, tile_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tiles of a group's runs: (slots of the queries, slots of the keys).
+
+    `start` is the slot of the packed row at which the group starts.
+    """
+    for number, run in enumerate(runs):
+        on_path = [runs[other] for other in (*run.path, number)]
+        slots = np.concatenate(
+            [np.arange(other.slot, other.slot + other.length) + start for other in on_path]
+        )
+        for first in range(run.start, run.stop, tile_size):
+            keys = slots[: min(first + tile_size, run.stop)]
+            yield keys[first:], keys
 
 
 def _path_tile_size(width: int) -> int:
@@ -464,9 +486,13 @@ def _paths(
 def _action_slots(is_action: np.ndarray) -> np.ndarray:
     """is_action [M, K, R, S] bool -> `Rows.actions` [M, K, R, A]."""
     row_length = is_action.shape[-1]
-    most_actions = int(is_action.sum(-1).max())
+    slots_of_rows = [np.flatnonzero(row) for row in is_action.reshape(-1, row_length)]
+    most_actions = max(map(len, slots_of_rows))
     length = min(_round_up_to_sixteenth(most_actions, row_length), row_length)
-    return _true_indices(is_action, length, padding=row_length)
+    actions = np.full((len(slots_of_rows), length), row_length, np.int32)
+    for row, slots in enumerate(slots_of_rows):
+        actions[row, : len(slots)] = slots
+    return actions.reshape(*is_action.shape[:-1], length)
 
 
 def _key_tiles(
@@ -478,28 +504,31 @@ def _key_tiles(
     if tile_size is None:
         return None
     tiles = row_length // tile_size
-    # is_needed[..., i, j]: tile j holds keys that queries of tile i see.
-    is_needed = np.zeros((minibatches, micro_batches * micro_batch_rows, tiles, tiles), bool)
+    causal = np.tri(tiles, dtype=bool)
+    rows_per_step = micro_batches * micro_batch_rows
+    # For each packed row, the needed pairs in order: (tiles of queries, tiles of keys).
+    needed: dict[int, tuple[np.ndarray, ...]] = {}
+    length = _round_up_to_sixteenth(0, tiles)
     for step, rows in enumerate(packed):
-        for row_number, row in enumerate(rows):
-            _mark_needed_tiles(is_needed[step, row_number], row, tile_size)
-    # Attention is causal: no later tile is needed.
-    is_needed &= np.tri(tiles, dtype=bool)
-    longest = _round_up_to_sixteenth(int(is_needed.sum(-1).max()), tiles)
-    if longest * tile_size > WORTH_TILES * row_length:
+        for row_number, row in enumerate(rows, start=step * rows_per_step):
+            # is_needed[i, j]: tile j holds keys that queries of tile i see.
+            is_needed = np.zeros((tiles, tiles), bool)
+            _mark_needed_tiles(is_needed, row, tile_size)
+            # Attention is causal: no later tile is needed.
+            is_needed &= causal
+            needed[row_number] = is_needed.nonzero()
+            longest = int(is_needed.sum(-1).max())
+            length = max(length, _round_up_to_sixteenth(longest, tiles))
+            # The other rows need not be looked at.
+            if length * tile_size > WORTH_TILES * row_length:
+                return None
+    if length * tile_size > WORTH_TILES * row_length:
         return None
-    key_tiles = _true_indices(is_needed, longest, padding=-1)
-    return key_tiles.reshape(minibatches, micro_batches, micro_batch_rows, tiles, longest)
-
-
-def _true_indices(flags: np.ndarray, length: int, padding: int) -> np.ndarray:
-    """flags [..., n] -> [..., length] int32: indices of the True flags in order, then padding.
-
-    `length` must be at least the largest number of True flags.
-    """
-    # False sorts before True, and a stable sort keeps the order of equal flags.
-    order = np.argsort(~flags, axis=-1, kind="stable")[..., :length].astype(np.int32)
-    return np.where(np.take_along_axis(flags, order, axis=-1), order, np.int32(padding))
+    key_tiles = np.full((minibatches * rows_per_step, tiles, length), -1, np.int32)
+    for row_number, (queries, keys) in needed.items():
+        place_in_list = np.arange(len(queries)) - np.searchsorted(queries, queries)
+        key_tiles[row_number, queries, place_in_list] = keys
+    return key_tiles.reshape(minibatches, micro_batches, micro_batch_rows, tiles, length)
 
 
 def _mark_needed_tiles(is_needed: np.ndarray, row: _PackedRow, tile_size: int) -> None:
@@ -512,7 +541,7 @@ def _mark_needed_tiles(is_needed: np.ndarray, row: _PackedRow, tile_size: int) -
         return slice(start // tile_size, _ceil_div(start + length, tile_size))
 
     cursor = 0
-    for group in row.groups:
+    for group in row:
         tiles: list[slice] = []
         for run in group.runs():
             tiles.append(tiles_of(cursor + run.slot, run.length))
