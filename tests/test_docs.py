@@ -28,6 +28,7 @@ FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
 OTHER_FLAGS = {
     "xla_cpu_experimental_ynn_fusion_type",
     "repeats",
+    "losses",
     "slices",
     "turn-tokens",
     "preset",

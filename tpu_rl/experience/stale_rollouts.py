@@ -12,7 +12,7 @@ takes how long: the schedule counts steps and knows no clock. A batch has the ra
 step that learns from it. With N = 0 this is `rollouts.rollout_source`, bit by bit.
 
 Reward functions that work in other processes have the time of N steps to answer, where the run
-would otherwise wait for them after the last completion. The devices do not less work, so nothing is
+would otherwise wait for them after the last completion. The devices do no less work, so nothing is
 gained if rewards are quick.
 
 The price: log-probs are those of an older policy (after a run has gone back, of a later one), and
