@@ -380,7 +380,7 @@ def train_stage(
     for step in range(max(last_step + 1, stage.first), stage.last + 1):
         watchdog.mark(f"the border before step {step}, where all processes meet")
         began = time.perf_counter()
-        source_state = parts.source.get_state()
+        source_state = parts.source.state_as_of_now()
         try:
             with job.signals.stoppable(), job.profile.of(step):
                 state = parts.for_rollouts(state)
@@ -606,10 +606,12 @@ class CheckpointWriter:
         }
         train_state_io.save(self._checkpoints, step, state, extra, wait)
 
-    def catch_up(self, step: int, state: TrainState, source_state: dict[str, Any]) -> None:
+    def catch_up(
+        self, step: int, state: TrainState, source_state: Callable[[], dict[str, Any]]
+    ) -> None:
         """Save the last complete step, unless it is saved. Before the first there is nothing."""
         if step > 0 and self._checkpoints.latest() != step:
-            self.save(step, state, source_state, wait=True)
+            self.save(step, state, source_state(), wait=True)
 
     def leave(self, code: int) -> NoReturn:
         """End the process before the run is finished."""

@@ -156,7 +156,10 @@ def test_resume_is_bit_exact(run):
     resumed = run.make_source(2)
     with jax.set_mesh(run.context.mesh):
         original.draw(1, run.state_after(0))
+        state_before = original.get_state()
+        frozen = original.state_as_of_now()
         original.draw(2, run.state_after(1))
+        assert frozen() == state_before
         resumed.set_state(json.loads(json.dumps(original.get_state())))
         assert json.dumps(resumed.get_state()) == json.dumps(original.get_state())
         run.log.unlink(missing_ok=True)

@@ -94,7 +94,7 @@ def test_last_step_is_saved_before_the_run_leaves(latest, step, saved, monkeypat
         run.CheckpointWriter, "save", lambda self, step, *rest, wait: steps.append(step)
     )
     writer = run.CheckpointWriter(RunFolder(tmp_path), FakeCheckpoints(latest), 0.0, None)
-    writer.catch_up(step, None, {})
+    writer.catch_up(step, None, dict)
     assert steps == saved
     message = "before the first step" if latest is None else "step 2 is saved"
     with pytest.raises(preemption.Preempted, match=message):

@@ -39,6 +39,16 @@ class Source(NamedTuple):
     set_state: Callable[[dict[str, Any]], None]
     close: Callable[[], None] = lambda: None
     """End work that goes on between two calls of `draw`."""
+    freeze: Callable[[], Callable[[], dict[str, Any]]] | None = None
+    """Return what returns the state as of now, whatever is drawn meanwhile, if `get_state` takes
+    long."""
+
+    def state_as_of_now(self) -> Callable[[], dict[str, Any]]:
+        """Return what returns the state as of now: each step asks, and few steps need it."""
+        if self.freeze is not None:
+            return self.freeze()
+        state = self.get_state()
+        return lambda: state
 
 
 def offline(data: Any) -> StepExperience:

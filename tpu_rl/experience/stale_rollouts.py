@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class _Waiting:
 
     @functools.cached_property
     def as_json(self) -> dict[str, Any]:
-        """The batch as a checkpoint holds it. Each step asks for it."""
+        """The batch as a checkpoint holds it. It may be in several."""
         return sampled_json.to_json(self.sampled)
 
 
@@ -131,9 +132,17 @@ def stale_source(
             seconds_waited = 0.0
         return experience
 
-    def get_state() -> dict[str, Any]:
+    def freeze() -> Callable[[], dict[str, Any]]:
         wait_for_thread()
-        return {"stream": stream.get_state(), "store": [waiting.as_json for waiting in store]}
+        stream_state = stream.get_state()
+        batches = tuple(store)
+        return lambda: {
+            "stream": stream_state,
+            "store": [waiting.as_json for waiting in batches],
+        }
+
+    def get_state() -> dict[str, Any]:
+        return freeze()()
 
     def set_state(state: dict[str, Any]) -> None:
         nonlocal store, is_restored
@@ -148,7 +157,7 @@ def stale_source(
         for waiting in store:
             waiting.sampled.cancel_rewards()
 
-    return Source(draw, get_state, set_state, close)
+    return Source(draw, get_state, set_state, close, freeze)
 
 
 def ages(scored: Scored, policy_step: int) -> dict[str, float]:
