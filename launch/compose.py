@@ -88,7 +88,11 @@ class Devices(NamedTuple):
     """What only samples. If nothing does, `mesh` samples too."""
 
 
-def share_devices(config: ExperimentConfig, devices: Sequence[Any] | None = None) -> Devices:
+def share_devices(
+    config: ExperimentConfig,
+    devices: Sequence[Any] | None = None,
+    split: sharding.SplitDevices = sharding.split_devices,
+) -> Devices:
     """Return the mesh of a run over `devices`, without those of --sampling.devices.
 
     By default these are all devices, which are then claimed.
@@ -98,7 +102,7 @@ def share_devices(config: ExperimentConfig, devices: Sequence[Any] | None = None
         devices = jax.devices()
     sampler: tuple[Any, ...] = ()
     if config.sampling.devices:
-        devices, sampler = sharding.split_devices(devices, config.sampling.devices)
+        devices, sampler = split(devices, config.sampling.devices)
     return Devices(make_mesh(config.mesh, devices), sampler)
 
 

@@ -13,10 +13,12 @@ rates, and what the TPU compiler expects.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from launch.config import ExperimentConfig
     from launch.plan_search import Candidate
     from tpu_rl.planner.estimates import Target
+    from tpu_rl.train.sharding import SplitDevices
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -133,7 +136,7 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
             fix=topologies.HELP,
         )
     model = plan_steps.read_model(config)
-    devices = compose.share_devices(config, target.devices)
+    devices = compose.share_devices(config, target.devices, target.split)
     if config.environment or config.agent:
         _say(
             f"note: an episode is planned as one turn of {config.sampling.max_new_tokens} tokens: "
@@ -197,7 +200,40 @@ def find_target(topology: str | None, slices: int | None = None) -> Target:
         return Target(kind, devices, chip, device_memory(devices[0]))
     named = topologies.parse(topology, slices)
     chip = CHIPS[named.chip]
-    return Target(str(named), _compiler_devices(named), chip, chip.memory)
+    split = _split_topology(named)
+    return Target(str(named), _compiler_devices(named), chip, chip.memory, split)
+
+
+def _split_topology(named: Topology) -> SplitDevices:
+    """Return what cuts the devices of a topology in two topologies.
+
+    The compiler compiles for whole topologies only, and so for each part as if it were alone.
+    """
+    from tpu_rl.train import sharding
+
+    dimensions = named.shape.count("x") + 1
+
+    # Programs are compiled for these objects: other ones of the same shape are other devices.
+    @functools.cache
+    def devices_of(part: str, shape: str) -> tuple[Any, ...]:
+        del part
+        return tuple(_compiler_devices(named._replace(shape=shape, slices=1)))
+
+    def split(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        learning, sampling = (
+            devices_of(name, _shape_of(part, dimensions))
+            for name, part in zip(
+                ("learning", "sampling"), sharding.split_devices(devices, count), strict=True
+            )
+        )
+        return learning, sampling
+
+    return split
+
+
+def _shape_of(devices: Sequence[Any], dimensions: int) -> str:
+    extents = [len(set(values)) for values in zip(*(d.coords for d in devices), strict=True)]
+    return "x".join(map(str, extents[:dimensions]))
 
 
 def _compiler_devices(named: Topology) -> list[Any]:
@@ -210,8 +246,8 @@ def _compiler_devices(named: Topology) -> list[Any]:
         options["num_slices"] = named.slices
     if named.chip == "v4":
         options["chip_config_name"] = "megacore"
-    if set(named.shape.split("x")) == {"1"}:
-        # By default a host has four chips, which a topology of one chip cannot be cut into.
+    if any(int(size) % 2 for size in named.shape.split("x")[:2]):
+        # By default a host has 2 x 2 chips, into which not every topology can be cut.
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
         return list(get_topology_desc(topology_name=named.name, platform="tpu", **options).devices)

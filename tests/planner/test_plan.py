@@ -353,6 +353,20 @@ def test_seconds_of_a_plan_are_those_of_the_last_stage(monkeypatch):
     assert plan_search.make_plan(config, local_target(), plan_steps.read_model(config)).seconds == 1
 
 
+@needs_libtpu
+def test_each_side_is_planned_as_a_topology_of_its_own():
+    """The compiler takes no part of one."""
+    target = plan.find_target("v5e:4x4")
+    learning, sampling = target.split(target.devices, 4)
+    assert [len(learning), len(sampling)] == [12, 4]
+    assert {tuple(device.coords) for device in sampling} == {(0, y, 0) for y in range(4)}
+    assert not set(learning) & set(sampling)
+    again = target.split(target.devices, 4)
+    assert all(one is other for one, other in zip(sampling, again[1], strict=True))
+    with pytest.raises(InputError, match="whole planes"):
+        target.split(target.devices, 6)
+
+
 def test_devices_that_only_sample_work_beside_the_others():
     """The step takes as long as the longer half."""
     update = a_line()

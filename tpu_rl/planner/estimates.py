@@ -19,6 +19,7 @@ from tpu_rl.cost_model import Chip, Estimate, Torus
 from tpu_rl.models import DecoderConfig
 from tpu_rl.planner.memory import Memory, step_memory
 from tpu_rl.planner.steps import Step
+from tpu_rl.train import sharding
 
 
 class Target(NamedTuple):
@@ -31,6 +32,8 @@ class Target(NamedTuple):
     """None if nothing is known of the devices' speed."""
     memory: int | None
     """Bytes that a program may use on one device; None if unknown."""
+    split: sharding.SplitDevices = sharding.split_devices
+    """Cuts the devices in those that learn and those that only sample."""
 
 
 class Line(NamedTuple):

@@ -133,6 +133,10 @@ def _arrange_devices(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarr
     )
 
 
+SplitDevices = Callable[[Sequence[Any], int], tuple[tuple[Any, ...], tuple[Any, ...]]]
+"""See `split_devices`."""
+
+
 def split_devices(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the devices without the last `count`, and these.
 
