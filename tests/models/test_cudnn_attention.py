@@ -27,6 +27,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.attention import cudnn_trial
 from tpu_rl.models.attention.cudnn import cudnn_attention, unsupported_reason
+from tpu_rl.models.config import LatentConfig
 from tpu_rl.runtime import processes
 from tpu_rl.train import sharding
 
@@ -237,6 +238,7 @@ def test_trial_runs_on_all_devices():
         ({}, "float32", 512, {}, "--model.dtype bfloat16"),
         ({"softcap": 50.0}, "bfloat16", 512, {}, "capped scores"),
         ({"sinks": True}, "bfloat16", 512, {}, "no attention sinks"),
+        ({"latent": LatentConfig(16, 8, 32)}, "bfloat16", 512, {}, "must have one width"),
         (
             {"head_dim": 256},
             "bfloat16",

@@ -151,6 +151,24 @@ def test_int8_cache_equals_whole_sequences_with_rounded_keys_and_values(
     )
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_cache_that_is_read_row_by_row_equals_whole_sequences(family, monkeypatch):
+    """With keys transposed, as on CPUs: latents are one wide head, and sinks are no rows."""
+    monkeypatch.setattr(kv_cache, "CPU_BLOCK_BYTES", 1)
+    model, params, _, _ = tiny(family)
+    tokens, lengths = tokens_of((3, LENGTH)), jnp.array([11, 6, 1])
+    expected = log_probs(family, tokens, *plain(3))
+    positions, _, trunk = plain(3)
+    policy = models.policy(models.with_cpu_cache(model))
+    cache = policy.init_cache(params, 3, CAPACITY)
+    logits, cache = jax.jit(policy.extend)(params, cache, tokens, positions, trunk, lengths)
+    assert kv_cache.TRANSPOSED_KEYS in cache["full"]
+    for row, length in enumerate(lengths):
+        found = jax.nn.log_softmax(logits)[row, :length]
+        np.testing.assert_allclose(found, expected[row, :length], atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["llama3", "gemma3"])
 def test_uncommitted_branches_leave_the_cache_unchanged(family):
     _, params, _, extend = tiny(family)
@@ -476,7 +494,8 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
         (
             {"model_type": "mamba"},
             "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
-            "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, gpt_oss, granite, gemma3",
+            "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, gpt_oss, deepseek_v3, "
+            "granite, gemma3",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
@@ -506,6 +525,24 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
 def test_unsupported_configurations_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         models.from_config(CONFIGS["llama2"] | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = softmax"),
+        ({"topk_method": "greedy"}, "topk_method = greedy"),
+        ({"n_group": 3}, "n_group = 3"),
+        ({"topk_group": 1, "num_experts_per_tok": 3}, "topk_group = 1"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3 is out of range"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"v_head_dim": 20}, "v_head_dim = 20"),
+        ({"kv_lora_rank": "16"}, "kv_lora_rank = 16 is out of range"),
+    ],
+)
+def test_unsupported_latent_attention_and_routing_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        models.from_config(CONFIGS["deepseek_v3"] | change)
 
 
 def test_lengths_with_other_rotary_angles_are_refused():

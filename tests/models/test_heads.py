@@ -237,3 +237,17 @@ def _compare(model, params, theirs):
         ]
     assert np.abs(ours).max() > 0.5
     np.testing.assert_allclose(ours, np.stack(rows), rtol=0, atol=1e-4 * np.abs(ours).max())
+
+
+def test_first_layers_include_those_without_experts():
+    model, params = tiny("deepseek_v3").model, tiny("deepseek_v3").params
+    cut = models.first_layers(model, 2)
+    assert (cut.config.dense_layers, cut.config.repetitions) == (1, 1)
+    found = models.first_layers_params(model, params, 2)
+    shapes = jax.eval_shape(cut.init, jax.random.key(0))
+    jax.tree.map(
+        lambda leaf, shape: np.testing.assert_equal(leaf.shape, shape.shape), found, shapes
+    )
+    assert models.from_config(json.loads(cut.config.source)).config == cut.config
+    with pytest.raises(InputError, match="patterns of 1 after the first 1"):
+        models.first_layers(model, 1)

@@ -322,3 +322,25 @@ def test_hub_ids_come_from_the_local_cache(saved, tmp_path, monkeypatch):
             models.load(name)
     with pytest.raises(InputError, match="no such model directory"):
         models.load(tmp_path / "absent")
+
+
+def test_modules_for_several_tokens_are_left_out(tmp_path):
+    """DeepSeek-V3 has them as further layers."""
+    source = CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1}
+    model, params = models.from_config(source), tiny("deepseek_v3").params
+    models.save(tmp_path / "model", tiny("deepseek_v3").model, params)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = {
+        name: np.array(stored.read())
+        for name, stored in safetensors_files.read_header(path).items()
+    }
+    tensors |= {"model.layers.3.eh_proj.weight": np.ones((40, 80), np.float32)}
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    safetensors_files.write_file(path, layout, tensors.values())
+    with pytest.raises(InputError, match=r"1 not part of the model: model.layers.3.eh_proj"):
+        models.load(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(source))
+    assert_same(models.load(tmp_path / "model")[1], params)
+    models.save(tmp_path / "again", model, params)
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["num_nextn_predict_layers"] == 0

@@ -17,7 +17,7 @@ from tests.fixtures.tiny import QUICKLY
 from tpu_rl import models, sampler
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
-from tpu_rl.models.config import LORA_A, LORA_B, OUTPUT_DIMS
+from tpu_rl.models.config import LORA_A, LORA_B
 from tpu_rl.models.hf import safetensors_files
 from tpu_rl.train import sharding
 from tpu_rl.types import Model, Params
@@ -27,14 +27,20 @@ TARGETS = {
     "qwen2": ("all-linear",),
     "gemma3": ("q_proj", "down", "o_proj"),
     "mixtral": ("all-linear", "gate", "up", "down"),
+    "deepseek_v3": ("all-linear",),
 }
 """An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few
-matrices; a mixture with its experts."""
+matrices; a mixture with its experts; latent attention, shared experts and a first dense layer."""
+MARKS = {"deepseek_v3": [pytest.mark.nightly]}
 
-each_family = pytest.mark.parametrize("family", TARGETS)
-each_dense_family = pytest.mark.parametrize(
-    "family", [name for name in TARGETS if name != "mixtral"]
-)
+
+def parametrized(names):
+    params = [pytest.param(name, marks=MARKS.get(name, [])) for name in names]
+    return pytest.mark.parametrize("family", params)
+
+
+each_family = parametrized(TARGETS)
+each_dense_family = parametrized(name for name in TARGETS if name != "mixtral")
 
 
 def mesh():
@@ -226,6 +232,9 @@ def test_adapters_are_float32_beside_weights_in_bfloat16():
 # --- what is adapted ---
 
 
+DENSE = {"query", "key", "value", "output", "gate", "up", "down"}
+
+
 def names_of(model):
     """Return the names of the matrices that have adapters, from the leaves."""
     adapters = models.split(jax.eval_shape(model.init, jax.random.key(0)))[1]
@@ -238,10 +247,10 @@ def names_of(model):
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
-        (("all-linear",), {*OUTPUT_DIMS}),
+        (("all-linear",), DENSE),
         (("q_proj", "value"), {"query", "value"}),
         (("lm_head", "up", "up_proj"), {"unembedding", "up"}),
-        (("all-linear", "unembedding"), {*OUTPUT_DIMS, "unembedding"}),
+        (("all-linear", "unembedding"), DENSE | {"unembedding"}),
     ],
 )
 def test_targets_may_have_our_names_or_those_of_peft(targets, expected):
@@ -265,6 +274,26 @@ def test_targets_may_have_our_names_or_those_of_peft(targets, expected):
 def test_impossible_settings_are_named(settings, words):
     with pytest.raises(InputError, match=words):
         models.with_lora(tiny("llama3").model, LoraConfig(**settings))
+
+
+def test_targets_of_latent_attention_and_shared_experts(tmp_path):
+    model = tiny("deepseek_v3").model
+    shared, dense = {"shared_gate", "shared_up", "shared_down"}, {"gate", "up", "down"}
+    latent = {"query_down", "query_up", "latent", "latent_up", "output"}
+    whole = models.with_lora(model, LoraConfig(2))
+    assert names_of(whole) == shared | dense | latent
+    some = models.with_lora(model, LoraConfig(2, targets=("kv_b_proj", "shared_up")))
+    assert names_of(some) == {"latent_up", "shared_up"}
+    with pytest.raises(InputError, match="no matrix has this name"):
+        models.with_lora(model, LoraConfig(2, targets=("k_proj",)))
+    # The experts have modules of the same names as the MLP.
+    adapters = models.random_adapters(whole, jax.random.key(0), mesh())
+    params = models.join(tiny("deepseek_v3").params, adapters)
+    models.save_adapters(tmp_path, whole, params, "base")
+    modules = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert modules[-2:] == ["shared_experts.up_proj", "shared_experts.down_proj"]
+    assert modules[:2] == ["q_a_proj", "q_b_proj"]
+    assert_same(models.load_adapters(tmp_path, model)[1], adapters)
 
 
 def test_experts_that_are_one_tensor_have_no_adapters():
@@ -462,9 +491,11 @@ def test_transformers_agrees_after_adding_adapters_by_hand(family, tmp_path):
                     for x in "AB"
                 )
                 theirs.get_submodule(stem).weight += settings["lora_alpha"] / settings["r"] * b @ a
-                added.add(stem.rpartition(".")[2])
+                added.add(stem)
         expected = theirs(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits.numpy()
-    assert added == {*settings["target_modules"]}
+    suffixes = tuple(f".{module}" for module in settings["target_modules"])
+    modules = [f".{name}" for name, _ in theirs.named_modules()]
+    assert added == {name[1:] for name in modules if name.endswith(suffixes)}
     np.testing.assert_allclose(one.logits(one.params, tokens), expected, rtol=0, atol=1e-4)
 
 

@@ -30,6 +30,9 @@ def checkpoint(request, tmp_path_factory):
     with torch.no_grad():
         for weight in theirs.parameters():  # norms and biases too, which start as ones and zeros
             weight.add_(0.2 * torch.randn_like(weight))
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     directory = tmp_path_factory.mktemp(request.param)
     theirs.save_pretrained(directory, safe_serialization=True)
     return request.param, theirs, directory

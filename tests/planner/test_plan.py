@@ -92,10 +92,13 @@ PARAMETERS = {
     "GLM-4-32B-0414": 33_142_249_472,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "DeepSeek-V3": 671_026_419_200,
+    "Moonlight-16B-A3B": 15_960_110_208,
     "Granite-3.3-2B": 2_533_539_840,
     "Granite-3.3-8B": 8_170_864_640,
 }
-"""Parameters of each checkpoint; of Gemma 3 without the vision tower."""
+"""Parameters of each checkpoint; of Gemma 3 without the vision tower, and of DeepSeek-V3 with the
+correction biases, but without the module for two tokens at once."""
 
 
 def local_target(memory: int | None = None) -> estimates.Target:

@@ -29,6 +29,12 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "query": ("embed", "heads", "head_dim"),
     "key": ("embed", "kv_heads", "head_dim"),
     "value": ("embed", "kv_heads", "head_dim"),
+    "query_down": ("embed", "query_latent"),
+    "query_latent_norm": ("query_latent",),
+    "query_up": ("query_latent", "heads", "head_dim"),
+    "latent": ("embed", "latent_and_rope"),
+    "latent_norm": ("latent",),
+    "latent_up": ("latent", "heads", "key_and_value"),
     "query_bias": ("heads", "head_dim"),
     "key_bias": ("kv_heads", "head_dim"),
     "value_bias": ("kv_heads", "head_dim"),
@@ -37,7 +43,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "query_wide_norm": ("heads", "head_dim"),
     "key_wide_norm": ("kv_heads", "head_dim"),
     "sink_bias": ("heads",),
-    "output": ("heads", "head_dim", "embed"),
+    "output": ("heads", "value_dim", "embed"),
     "output_bias": ("embed",),
     "mlp_norm": ("embed",),
     "mlp_post_norm": ("embed",),
@@ -49,12 +55,16 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "down_bias": ("embed",),
     "router": ("routes", "embed"),
     "router_bias": ("routes",),
+    "router_correction_bias": ("routes",),
     "expert_gate": ("experts", "embed", "expert_mlp"),
     "expert_up": ("experts", "embed", "expert_mlp"),
     "expert_down": ("experts", "expert_mlp", "embed"),
     "expert_gate_bias": ("experts", "expert_mlp"),
     "expert_up_bias": ("experts", "expert_mlp"),
     "expert_down_bias": ("experts", "embed"),
+    "shared_gate": ("embed", "shared_mlp"),
+    "shared_up": ("embed", "shared_mlp"),
+    "shared_down": ("shared_mlp", "embed"),
 }
 """Weight name -> logical axes (see `train.sharding`).
 
@@ -62,12 +72,30 @@ Input dimensions come first and output dimensions last, except in the embedding,
 the head ("score") and the router, where outputs come first.
 """
 
-OUTPUT_DIMS = {"query": 2, "key": 2, "value": 2, "output": 1, "gate": 1, "up": 1, "down": 1}
+OUTPUT_DIMS = {
+    "query": 2,
+    "key": 2,
+    "value": 2,
+    "query_down": 1,
+    "query_up": 2,
+    "latent": 1,
+    "latent_up": 2,
+    "output": 1,
+    "gate": 1,
+    "up": 1,
+    "down": 1,
+    "shared_gate": 1,
+    "shared_up": 1,
+    "shared_down": 1,
+}
 """Matrix of a dense layer -> number of its trailing dimensions that are outputs. The other
 dimensions are inputs."""
 
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """Matrices of a mixture of experts, [experts, inputs, outputs]: those of all experts, stacked."""
+
+FLOAT32 = ("router_correction_bias",)
+"""Weights that are stored in float32 whatever the dtype: small changes of them matter."""
 
 PRODUCT = "product"
 """Name, for `jax.checkpoint` policies, of the results of products with weights and of attention."""
@@ -182,8 +210,29 @@ class VocabConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Keys and values of all heads are products of one vector per token, the latent. Beside it each
+    token has one key of few dimensions with rotary embedding, which all heads share. Only these two
+    are cached.
+    """
+
+    rank: int
+    """Dimensions of the latent."""
+    rope_dim: int
+    """Dimensions of the shared key. A head's key is `head_dim - rope_dim` of its own and these."""
+    value_dim: int
+    """Dimensions of a head's value."""
+    query_rank: int | None = None
+    """Dimensions of the vector that queries are products of. None: they are made from the input."""
+    eps: float = 1e-6
+    """Epsilon of the norms of the two vectors."""
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Grouped-query attention."""
+    """Grouped-query attention, or multi-head latent attention."""
 
     num_heads: int
     """Number of query heads."""
@@ -206,6 +255,8 @@ class AttentionConfig:
     """Elements of query, key and value are clipped to [-clip_qkv, clip_qkv] (OLMoE)."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention. `num_kv_heads` is then `num_heads`."""
     sinks: bool = False
     """True if each head has a further score in its softmax, without a value (gpt-oss)."""
     kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
@@ -216,6 +267,27 @@ class AttentionConfig:
     """Use the cache layout that is fastest on CPUs: keys are stored transposed, [..., head_dim,
     length], and attention reads the cache in blocks of few rows (`kv_cache.attend_in_blocks`). It
     is slower on TPUs and was never measured on GPUs."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of the vectors that have a rotary embedding."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def cached_dims(self) -> tuple[int, int, int]:
+        """What is cached for a token: heads, dimensions of their keys, and of their values.
+
+        For latent attention these are the shared key and the latent, as the key and the value of a
+        single head.
+        """
+        if self.latent is None:
+            return self.num_kv_heads, self.head_dim, self.head_dim
+        return 1, self.latent.rope_dim, self.latent.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +346,19 @@ class MoeConfig:
     experts' probabilities under the router."""
     bias: bool = False
     """True if the router and the matrices of experts have biases (gpt-oss)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become probabilities."""
+    has_correction: bool = False
+    """True if a bias is added to the probabilities, for the choice of experts alone. It has no
+    gradient (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    num_groups: int = 1
+    """Number of groups of experts, which divides `num_experts`."""
+    groups_per_token: int = 1
+    """A token's experts are of these many groups: those whose best two experts are best."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    shared_size: int | None = None
+    """Intermediate size of an MLP that processes every token beside the experts. None: no MLP."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,6 +411,8 @@ class DecoderConfig:
     """
     moe: MoeConfig | None = None
     """The mixture of experts in each layer. None: layers have an MLP."""
+    dense_layers: int = 0
+    """Number of layers at the beginning that have an MLP although there is a mixture."""
     num_outputs: int | None = None
     """Number of outputs of a head ("score") in place of the vocabulary. `logits` then returns those
     outputs, and there is no unembedding. None: a language model."""
@@ -340,18 +427,22 @@ class DecoderConfig:
 
     @property
     def period(self) -> int:
-        """Length of the shortest pattern of layer types that, repeated, gives all layers."""
-        depth = len(self.layer_types)
+        """Length of the shortest pattern of layer types that, repeated, gives all layers.
+
+        The dense layers at the beginning do not count.
+        """
+        types = self.layer_types[self.dense_layers :]
+        depth = len(types)
         return next(
             period
             for period in range(1, depth + 1)
-            if all(self.layer_types[i] == self.layer_types[i % period] for i in range(depth))
+            if all(types[i] == types[i % period] for i in range(depth))
         )
 
     @property
     def repetitions(self) -> int:
         """Number of complete repetitions of the pattern. The remaining layers are the tail."""
-        return len(self.layer_types) // self.period
+        return (len(self.layer_types) - self.dense_layers) // self.period
 
     def require_length(self, length: int, where: str) -> None:
         """Check that sequences of `length` tokens, a setting named `where`, have the right angles.
@@ -372,16 +463,23 @@ class DecoderConfig:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weight `name`, in one layer if layers have it."""
+        latent = self.attention.latent or LatentConfig(0, 0, self.attention.head_dim)
         sizes = {
             "vocab": self.vocab.size,
             "embed": self.hidden_size,
             "heads": self.attention.num_heads,
             "kv_heads": self.attention.num_kv_heads,
             "head_dim": self.attention.head_dim,
+            "value_dim": latent.value_dim,
+            "query_latent": latent.query_rank or 0,
+            "latent": latent.rank,
+            "latent_and_rope": latent.rank + latent.rope_dim,
+            "key_and_value": self.attention.head_dim - latent.rope_dim + latent.value_dim,
             "mlp": self.mlp.intermediate_size,
             "routes": self.moe.num_experts if self.moe else 0,
             "experts": self.moe.num_experts if self.moe else 0,
             "expert_mlp": self.moe.intermediate_size if self.moe else 0,
+            "shared_mlp": (self.moe.shared_size or 0) if self.moe else 0,
             "outputs": self.num_outputs or 0,
             "rank": self.adapters.rank if self.adapters else 0,
         }
@@ -394,7 +492,7 @@ class DecoderConfig:
         little memory.
         """
         dtype = jnp.dtype(self.param_dtype)
-        if name.endswith((LORA_A, LORA_B)):
+        if name in FLOAT32 or name.endswith((LORA_A, LORA_B)):
             return jnp.promote_types(dtype, jnp.float32)
         return dtype
 

@@ -5,7 +5,8 @@ layer types ("full", "sliding", "unrotated"). The leaves of layer i of the patte
 its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], and `nn.scan` runs over
 them.
 Layers that are left over at the end (Gemma 3 with 1B parameters: 26 = 4 * 6 + 2) are not stacked:
-`params["tail"]["layer_i"][name]`.
+`params["tail"]["layer_i"][name]`. Neither are layers before the pattern, which have an MLP in place
+of the mixture of all others: `params["first"]["layer_i"][name]`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl.models import exact, kv_cache, layers
-from tpu_rl.models.attention import flash
+from tpu_rl.models.attention import flash, latent
 from tpu_rl.models.attention.cudnn import cudnn_attention
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
     EXPERT_MATRICES,
+    FLOAT32,
     LORA_A,
     LORA_B,
     PRODUCT,
@@ -149,11 +151,16 @@ class Weights(nn.Module):
         shape = config.shape(name)
         return self.param(name, nn.initializers.zeros, shape, config.stored_dtype(name))
 
-    def norm(self, x: Array, name: str) -> Array:
-        """Return the RMS norm of x over as many trailing dimensions as the scale has."""
+    def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
+        """Return the RMS norm of x over as many trailing dimensions as the scale has.
+
+        `eps` replaces `NormConfig.eps`.
+        """
         config = self.config.norm
         normalize = functools.partial(
-            layers.rms_norm, eps=config.eps, unit_offset=config.unit_offset
+            layers.rms_norm,
+            eps=config.eps if eps is None else eps,
+            unit_offset=config.unit_offset,
         )
         if self.config.exact:
             normalize = functools.partial(normalize, mean=exact.mean)
@@ -197,6 +204,8 @@ class Layer(Weights):
     """Attention and an MLP or a mixture of experts, each on a branch of the residual stream."""
 
     layer_type: str = "full"
+    is_dense: bool = False
+    """True if the layer has an MLP although the others have a mixture."""
 
     @nn.compact
     def __call__(
@@ -210,11 +219,12 @@ class Layer(Weights):
         """
         axes = _activation_axes(cache)
         branch = self.begin(x, "attention_norm")
-        branch, cache = self.attend(branch, cache, layer, context)
+        attend = self.attend if self.config.attention.latent is None else self.attend_latent
+        branch, cache = attend(branch, cache, layer, context)
         x = x + self.end(branch, "attention_post_norm")
         branch = self.begin(x, "mlp_norm")
         usage = None
-        if self.config.moe is None:
+        if self.config.moe is None or self.is_dense:
             branch = self.mlp(branch)
         else:
             branch, routing = self.mixture(branch, axes)
@@ -252,6 +262,55 @@ class Layer(Weights):
             keys, values = read_rows(0, len(key))
         attended = self.attention(query, keys, values, read_rows, context)
         return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
+
+    def attend_latent(
+        self, x: Array, cache: Any, layer: Array | int, context: Context
+    ) -> tuple[Array, Any]:
+        """Return what `attend` returns, for multi-head latent attention."""
+        config = self.config.attention
+        dims = config.latent
+        angles = context.angles[self.layer_type]
+        assert dims is not None
+        assert angles is not None
+        interleaved = self.config.rope.interleaved
+        own_dim = config.head_dim - dims.rope_dim
+        if dims.query_rank is None:
+            query = self.linear("btd,dhe->bthe", x, "query", False)
+        else:
+            narrow = self.linear("btd,dr->btr", x, "query_down", False)
+            narrow = self.norm(narrow, "query_latent_norm", dims.eps)
+            query = self.linear("btr,rhe->bthe", narrow, "query_up", False)
+        rotated = layers.apply_rope(query[..., own_dim:], angles, interleaved)
+        query = jnp.concatenate([query[..., :own_dim], rotated], axis=-1)
+        both = self.linear("btd,dl->btl", x, "latent", False)
+        latents = self.norm(both[..., : dims.rank], "latent_norm", dims.eps)
+        rope_key = layers.apply_rope(both[..., None, dims.rank :], angles, interleaved)
+        up = self.matrix("latent_up")
+        if context.views is None:
+            key, value = latent.expand(latents, rope_key, up, own_dim)
+            attended = self.attention(
+                query, key.swapaxes(1, 2), value.swapaxes(1, 2), None, context
+            )
+        else:
+            view = context.views[self.layer_type]
+            cache, read_cache = kv_cache.write(
+                cache, self.layer_type, layer, view, rope_key, latents[:, :, None]
+            )
+            read_rows = latent.reader(read_cache)
+            keys, values = read_rows(0, len(x))
+            absorbed = latent.absorb(query, up, own_dim)
+            attended = self.attention(absorbed, keys, values, read_rows, context)
+            attended = latent.values(attended, up, own_dim)
+        return self.linear("bthe,hed->btd", attended, "output", False), cache
+
+    def matrix(self, name: str) -> Array:
+        """Return a matrix with its adapter added, for products that need it whole."""
+        weight = self.weight(name)
+        scale = self.config.adapter_scale(name)
+        if scale is None:
+            return weight
+        a, b = self.adapter(name)
+        return weight + scale * jnp.tensordot(a, b, 1)
 
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
@@ -295,8 +354,12 @@ class Layer(Weights):
         key_index = context.keys[self.layer_type]
         axes = PACKED if read_rows is None else CACHED
         token_shards = spread(axes.tokens, query.shape[1])
-        if config.kernel in ("tpu", "interpreted") and flash.is_supported(
-            query.shape[1] // token_shards, keys.shape[2]
+        # The single wide head of cached latents does not fit in the kernel's memory.
+        fits = config.latent is None or read_rows is None
+        if (
+            fits
+            and config.kernel in ("tpu", "interpreted")
+            and flash.is_supported(query.shape[1] // token_shards, keys.shape[2])
         ):
             flash_config = FlashConfig(
                 scale=config.scale,
@@ -348,12 +411,13 @@ class Layer(Weights):
             attended = attend(query, keys, values, queries, key_index)
         return checkpoint_name(attended, PRODUCT)
 
-    def mlp(self, x: Array) -> Array:
-        """Return the gated MLP of x [B, T, D]."""
+    def mlp(self, x: Array, prefix: str = "") -> Array:
+        """Return the gated MLP of x [B, T, D], whose weights have names with `prefix`."""
         config = self.config.mlp
-        gate = self.linear("btd,df->btf", x, "gate", config.bias)
-        up = self.linear("btd,df->btf", x, "up", config.bias)
-        return self.linear("btf,fd->btd", gate_function(config)(gate, up), "down", config.bias)
+        gate = self.linear("btd,df->btf", x, f"{prefix}gate", config.bias)
+        up = self.linear("btd,df->btf", x, f"{prefix}up", config.bias)
+        gated = gate_function(config)(gate, up)
+        return self.linear("btf,fd->btd", gated, f"{prefix}down", config.bias)
 
     def mixture(self, x: Array, axes: ActivationAxes) -> tuple[Array, experts.Routing]:
         """Return the output of the mixture of experts for x [B, T, D], and its routing."""
@@ -365,9 +429,13 @@ class Layer(Weights):
         if config.moe.bias:
             bias = self.weight("router_bias").astype(jnp.float32)
             logits += jnp.broadcast_to(bias, logits.shape)
-        routing = experts.route(config.moe, logits)
+        correction = self._stored("router_correction_bias") if config.moe.has_correction else None
+        routing = experts.route(config.moe, logits, correction)
         matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
-        return experts.mixture(x, routing, matrices, gate_function(config.mlp), axes), routing
+        mixed = experts.mixture(x, routing, matrices, gate_function(config.mlp), axes)
+        if config.moe.shared_size is not None:
+            mixed = mixed + self.mlp(x, "shared_")
+        return mixed, routing
 
 
 def _remat_layer(config: DecoderConfig, prevent_cse: bool) -> type[nn.Module]:
@@ -393,19 +461,23 @@ class Pattern(nn.Module):
     config: DecoderConfig
     layer_types: tuple[str, ...]
     layer_class: type[nn.Module]
+    preceding: tuple[str, ...] = ()
+    """Types of the layers before the first repetition."""
+    is_dense: bool = False
+    """See `Layer`."""
 
     @nn.compact
     def __call__(self, carry: tuple[Array, Any], repetition: Array | int, context: Context):
         """Apply the layers to carry = (x, cache). Returns the new carry and each layer's usage."""
         x, cache = carry
-        period_types = self.config.layer_types[: self.config.period]
+        config = self.config
+        period_types = config.layer_types[config.dense_layers :][: config.period]
         usages = []
         for i, layer_type in enumerate(self.layer_types):
             # The number of this layer among those of its type.
-            layer = repetition * period_types.count(layer_type) + self.layer_types[:i].count(
-                layer_type
-            )
-            module = self.layer_class(self.config, layer_type, name=f"layer_{i}")
+            layer = repetition * period_types.count(layer_type)
+            layer += (self.preceding + self.layer_types[:i]).count(layer_type)
+            module = self.layer_class(config, layer_type, self.is_dense, name=f"layer_{i}")
             x, cache, usage = module(x, cache, layer, context)
             usages.append(usage)
         return (x, cache), usages
@@ -453,13 +525,18 @@ class Decoder(Weights):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
             length=config.repetitions,
         )
+        first_types = config.layer_types[: config.dense_layers]
+        pattern_types = config.layer_types[config.dense_layers :]
+        if first_types:
+            first = Pattern(config, first_types, tail_layer, is_dense=True, name="first")
+            (x, cache), _ = first((x, cache), 0, context)
         stack = scanned_pattern(
-            config, config.layer_types[: config.period], scan_layer, name="layers"
+            config, pattern_types[: config.period], scan_layer, first_types, name="layers"
         )
         (x, cache), usages = stack((x, cache), jnp.arange(config.repetitions), context)
-        tail_types = config.layer_types[config.repetitions * config.period :]
+        tail_types = pattern_types[config.repetitions * config.period :]
         if tail_types:
-            tail = Pattern(config, tail_types, tail_layer, name="tail")
+            tail = Pattern(config, tail_types, tail_layer, first_types, name="tail")
             (x, cache), tail_usages = tail((x, cache), config.repetitions, context)
             usages = [*usages, *jax.tree.map(lambda leaf: leaf[None], tail_usages)]
         usage = None
@@ -530,7 +607,7 @@ def cached_context(
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array] | None]:
     ropes = {"full": config.rope, "sliding": config.sliding_rope}
-    head_dim = config.attention.head_dim
+    head_dim = config.attention.rotary_dim
     angles: dict[str, tuple[Array, Array] | None] = dict.fromkeys(sorted(set(config.layer_types)))
     for layer_type in angles.keys() & ropes.keys():
         angles[layer_type] = layers.rope_angles(ropes[layer_type], head_dim, positions)
@@ -626,15 +703,16 @@ def decoder(config: DecoderConfig) -> Model:
 
 
 def cast_to_compute_dtype(params: Any, dtype: Any) -> Any:
-    """Cast wider weights to `dtype`, the compute dtype of a model; norms stay as they are.
+    """Cast wider weights to `dtype`, the compute dtype of a model.
 
-    A forward pass reads the same bits from the result as from `params`. The leaves may also be
-    jax.ShapeDtypeStruct.
+    Norms and `FLOAT32` stay as they are. A forward pass reads the same bits from the result as from
+    `params`. The leaves may also be jax.ShapeDtypeStruct.
     """
     dtype = jnp.dtype(dtype)
 
     def cast(path: tuple, weight: Any) -> Any:
-        if path[-1].key.endswith("_norm") or weight.dtype.itemsize <= dtype.itemsize:
+        name = path[-1].key
+        if name.endswith("_norm") or name in FLOAT32 or weight.dtype.itemsize <= dtype.itemsize:
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=weight.sharding)

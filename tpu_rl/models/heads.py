@@ -64,12 +64,14 @@ def first_layers(model: Model, num_layers: int) -> Model:
         InputError: `num_layers` is not a number of complete patterns of layer types.
     """
     config: DecoderConfig = model.config
-    most = config.repetitions * config.period
-    if not 0 < num_layers <= most or num_layers % config.period:
+    most = config.dense_layers + config.repetitions * config.period
+    after = f" after the first {config.dense_layers}" if config.dense_layers else ""
+    repeated = num_layers - config.dense_layers
+    if repeated <= 0 or num_layers > most or repeated % config.period:
         raise InputError(
             f"cannot take the first {num_layers} layers of {len(config.layer_types)}",
-            why=f"layers come in patterns of {config.period}",
-            fix=f"use a multiple of {config.period}, at most {most}",
+            why=f"layers come in patterns of {config.period}{after}",
+            fix=f"use a multiple of {config.period}{after}, at most {most}",
         )
     source = json.loads(config.source) | {"num_hidden_layers": num_layers}
     if source.get("layer_types"):
@@ -85,6 +87,6 @@ def first_layers(model: Model, num_layers: int) -> Model:
 
 def first_layers_params(model: Model, params: Params, num_layers: int) -> Params:
     """Return the params of `first_layers(model, num_layers)`, made from those of `model`."""
-    repetitions = num_layers // model.config.period
+    repetitions = (num_layers - model.config.dense_layers) // model.config.period
     stacks = jax.tree.map(lambda leaf: leaf[:repetitions], params["layers"])
     return {name: leaf for name, leaf in params.items() if name != "tail"} | {"layers": stacks}

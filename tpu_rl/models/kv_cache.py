@@ -58,7 +58,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     The cache is {"lengths": [B] int32, layer type: {"k", "v": [L, B, K, S, E]}}, with L layers of
     that type and S = length, or at most the ring size in sliding layers. In int8, "k_scale" and
     "v_scale" [L, B, K, S] float32 are added. With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS`
-    [L, B, K, E, S] replaces "k".
+    [L, B, K, E, S] replaces "k". Latent attention has the one head of
+    `AttentionConfig.cached_dims`, whose values are wider than its keys.
 
     The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
     its tokens after the committed ones, and the next call overwrites those that were not committed.
@@ -70,15 +71,17 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     for layer_type in sorted(set(config.layer_types)):
         capacity = min(length, ring_size_of(config, layer_type) or length)
         num_layers = config.layer_types.count(layer_type)
-        shape = (num_layers, rows, attention.num_kv_heads, capacity, attention.head_dim)
-        shapes = {"k": shape, "v": shape}
+        heads, key_dim, value_dim = attention.cached_dims
+        places = (num_layers, rows, heads, capacity)
+        shapes = {"k": (*places, key_dim), "v": (*places, value_dim)}
         if attention.cpu_cache:
-            shapes = {TRANSPOSED_KEYS: (*shape[:-2], shape[-1], shape[-2]), "v": shape}
+            shapes[TRANSPOSED_KEYS] = (*places[:-1], key_dim, capacity)
+            del shapes["k"]
         dtype = config.cache_dtype or config.dtype
         stack = {name: jnp.zeros(leaf, dtype) for name, leaf in shapes.items()}
         if config.cache_dtype is not None:
-            stack["k_scale"] = jnp.zeros(shape[:-1], jnp.float32)
-            stack["v_scale"] = jnp.zeros(shape[:-1], jnp.float32)
+            stack["k_scale"] = jnp.zeros(places, jnp.float32)
+            stack["v_scale"] = jnp.zeros(places, jnp.float32)
         cache[layer_type] = stack
     return cache
 

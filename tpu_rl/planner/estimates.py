@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import cost_model
 from tpu_rl.cost_model import Chip, Estimate, Torus
 from tpu_rl.models import DecoderConfig
+from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS
+from tpu_rl.models.decoder import param_shapes
 from tpu_rl.planner.memory import Memory, step_memory
 from tpu_rl.planner.steps import Step
 from tpu_rl.train import sharding
@@ -222,18 +226,16 @@ def matmul_weights(config: DecoderConfig) -> int:
     These are the weights of the layers and of the unembedding or head. Of a mixture of experts,
     only the experts that see the token count.
     """
-    attention = config.attention
-    width = config.hidden_size
-    layer = width * attention.head_dim * (2 * attention.num_heads + 2 * attention.num_kv_heads)
+    config = replace(config, adapters=None)
     mixture = config.moe
-    if mixture is None:
-        layer += 3 * width * config.mlp.intermediate_size
-    else:
-        layer += (
-            width * mixture.num_experts
-            + 3 * width * mixture.intermediate_size * mixture.experts_per_token
-        )
-    return len(config.layer_types) * layer + width * (config.num_outputs or config.vocab.size)
+    total = config.hidden_size * (config.num_outputs or config.vocab.size)
+    for path, leaf in jax.tree.leaves_with_path(param_shapes(config)):
+        name = path[-1].key
+        if name in OUTPUT_DIMS or name == "router":
+            total += leaf.size
+        elif mixture is not None and name in EXPERT_MATRICES:
+            total += leaf.size * mixture.experts_per_token // mixture.num_experts
+    return total
 
 
 def attention_flops(config: DecoderConfig, positions: np.ndarray) -> float:
@@ -244,5 +246,5 @@ def attention_flops(config: DecoderConfig, positions: np.ndarray) -> float:
     attention = config.attention
     keys = {"full": positions + 1.0, "unrotated": positions + 1.0}
     keys["sliding"] = np.minimum(keys["full"], attention.sliding_window or math.inf)
-    flops_per_key = 4.0 * attention.num_heads * attention.head_dim
+    flops_per_key = 2.0 * attention.num_heads * (attention.head_dim + attention.value_dim)
     return flops_per_key * sum(float(keys[kind].sum()) for kind in config.layer_types)

@@ -202,6 +202,18 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "GLM-4-32B-0414": _of("glm4", _sizes(6144, 23_040, 61, 48, 8, 151_552)),
     "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
     "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
+    "DeepSeek-V3": _of("deepseek_v3", _sizes(7168, 18_432, 61, 128, 128, 129_280)),
+    "Moonlight-16B-A3B": _of("deepseek_v3", _sizes(2048, 11_264, 27, 16, 16, 163_840))
+    | {
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "Granite-3.3-2B": _of("granite", _sizes(2048, 8192, 40, 32, 8, 49_159), tied=True),
     "Granite-3.3-8B": _of("granite", _sizes(4096, 12_800, 40, 32, 8, 49_159), tied=True),
 }

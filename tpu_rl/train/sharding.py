@@ -42,7 +42,13 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),
     "expert_mlp": ("tensor",),
+    "shared_mlp": ("tensor",),
+    "query_latent": ("fsdp", "expert", "context"),
+    "latent": ("fsdp", "expert", "context"),
+    "latent_and_rope": (),
+    "key_and_value": (),
     "head_dim": (),
+    "value_dim": (),
     "layers": (),
     "outputs": (),
     "routes": (),
@@ -58,7 +64,7 @@ SAMPLING_AXES = ("data", "tensor")
 
 SAMPLING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
     **dict.fromkeys(("rows", "slots"), ("data",)),
-    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp"), ("tensor",)),
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"), ("tensor",)),
     "experts": ("data", "tensor"),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a sampling mesh.

@@ -36,6 +36,9 @@ def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> st
         ),
         "it has no soft-capped scores, which this model uses": attention.softcap is not None,
         "it has no attention sinks, which this model uses": attention.sinks,
+        "keys and values must have one width, and this model's latent attention has two": (
+            attention.latent is not None
+        ),
         f"the head dimension {head_dim} is not a multiple of 8 up to {max_head_dim}": (
             head_dim % 8 or head_dim > max_head_dim
         ),

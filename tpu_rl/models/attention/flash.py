@@ -49,16 +49,21 @@ def flash_attention(
     axes: ActivationAxes = PACKED,
     sinks: Array | None = None,
 ) -> Array:
-    """Return the attention [B, T, H, E] of query [B, T, H, E] to key and value [B, K, S, E].
+    """Return the attention [B, T, H, V] of query [B, T, H, E] to key [B, K, S, E].
 
-    `is_supported(T, S)` must hold, where T counts the tokens on one device, and every query must
-    attend to at least one key. `axes` are the logical axes of the first two dimensions of query,
-    `sinks` those of `layers.attention`.
+    value is [B, K, S, V], with V at most E. `is_supported(T, S)` must hold, where T counts the
+    tokens on one device, and every query must attend to at least one key. `axes` are the logical
+    axes of the first two dimensions of query, `sinks` those of `layers.attention`.
 
     Inside `jax.set_mesh`, each device computes its own rows, tokens and heads. Key-value heads are
     repeated as often as necessary to shard them as query heads are.
     """
     query = query.swapaxes(1, 2)
+    # The kernels have one width; the columns that are added to narrower values stay zero.
+    value_dim = value.shape[-1]
+    missing = query.shape[-1] - value_dim
+    if missing:
+        value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, missing)))
     kv_heads = key.shape[1]
     repeats = math.lcm(kv_heads, sharding.spread("heads", query.shape[1])) // kv_heads
     if repeats > 1:
@@ -66,7 +71,7 @@ def flash_attention(
         value = jnp.repeat(value, repeats, axis=1)
     results: Any = _attend(config, axes, query, key, value, queries, keys)
     attended, log_sum_exp = results
-    attended = attended.swapaxes(1, 2)
+    attended = attended.swapaxes(1, 2)[..., :value_dim]
     if sinks is None:
         return attended
     # The weights of the keys add up to 1 without the sink, and to this with it.

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 from tpu_rl.models import lora
-from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, DecoderConfig
+from tpu_rl.models.config import EXPERT_MATRICES, FLOAT32, LORA_A, LORA_B, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
@@ -246,6 +246,8 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
     if unembedding not in file_tensors:
         # A tied model needs none, but some files have a copy of the embedding.
         stored.pop(unembedding, None)
+    for name in families.beyond_last_layer(model.config, stored):
+        del stored[name]
     shapes = {name: file_tensor.shape for name, file_tensor in file_tensors.items()}
     require_fit(directory, shapes, stored, "config.json")
     return stored
@@ -372,7 +374,7 @@ def _read_weight(
         if is_expert:
             experts = views[index[0]]
             return np.stack([view[index[1:]].astype(config.param_dtype) for view in experts])
-        return np.array(views[0][index], config.param_dtype, order="C")
+        return np.array(views[0][index], config.stored_dtype(name), order="C")
 
     weight = jax.make_array_from_callback(shape, weight_sharding, read_shard)
     # Otherwise many tensors could wait on the host.
@@ -459,8 +461,9 @@ Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 def _file_dtype(params: Params, file_tensor: FileTensor, dtype: str | None) -> np.dtype:
     """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None."""
-    if dtype is None:
-        return np.dtype(leaf_at(params, file_tensor.locations[0].path).dtype)
+    path = file_tensor.locations[0].path
+    if dtype is None or path[-1] in FLOAT32:
+        return np.dtype(leaf_at(params, path).dtype)
     return safetensors_files.DTYPE_NAMES[dtype]
 
 
@@ -571,6 +574,8 @@ def _write_config(path: Path, config: DecoderConfig, dtype: str) -> None:
     source.pop("dtype", None)
     # The weights in the files are not quantized any more.
     source.pop("quantization_config", None)
+    # Modules for several tokens at once were not read (see `families.beyond_last_layer`).
+    source |= {name: 0 for name in families.MTP_FIELDS if source.get(name)}
     family = families.FAMILIES[source["model_type"]]
     source |= {"architectures": [family.architecture], "torch_dtype": dtype}
     if config.num_outputs:

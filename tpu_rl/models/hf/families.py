@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
@@ -28,6 +28,12 @@ LAYER_NAMES = {
     "key": "self_attn.k_proj.weight",
     "value": "self_attn.v_proj.weight",
     "output": "self_attn.o_proj.weight",
+    "query_down": "self_attn.q_a_proj.weight",
+    "query_latent_norm": "self_attn.q_a_layernorm.weight",
+    "query_up": "self_attn.q_b_proj.weight",
+    "latent": "self_attn.kv_a_proj_with_mqa.weight",
+    "latent_norm": "self_attn.kv_a_layernorm.weight",
+    "latent_up": "self_attn.kv_b_proj.weight",
     "query_bias": "self_attn.q_proj.bias",
     "key_bias": "self_attn.k_proj.bias",
     "value_bias": "self_attn.v_proj.bias",
@@ -41,6 +47,9 @@ LAYER_NAMES = {
     "gate_bias": "mlp.gate_proj.bias",
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
+    "shared_gate": "mlp.shared_experts.gate_proj.weight",
+    "shared_up": "mlp.shared_experts.up_proj.weight",
+    "shared_down": "mlp.shared_experts.down_proj.weight",
 }
 """Weight -> Hugging Face's name inside `model.layers.N.`. A family may override some of them."""
 
@@ -88,7 +97,10 @@ HEAD_SUFFIX = "ForSequenceClassification"
 """Suffix of Hugging Face's architectures with a head of `num_labels` numbers in place of the
 vocabulary."""
 
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Older and newer name of the number of modules that predict several tokens at once."""
+
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Fields in which null means "none". In all other fields it means the default."""
 
 REQUIRED = (
@@ -185,7 +197,7 @@ class Family:
 # Some keys are no fields of Hugging Face configurations, but properties that a family has without
 # saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `biased_output`
 # (False for GLM-4, whose `attention_bias` leaves out the output), `query_key_norm` (Qwen3, Gemma
-# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `interleaved_rotary` (GLM-4), and
+# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `rope_interleave` (GLM-4), and
 # `attention_sinks` and `biased_experts` (gpt-oss).
 _LLAMA = {
     "hidden_act": "silu",
@@ -276,12 +288,13 @@ _GLM4 = {
     "attention_bias": True,
     "biased_output": False,
     "partial_rotary_factor": 0.5,
-    "interleaved_rotary": True,
+    "rope_interleave": True,
 }
 _GRANITE = {**_LLAMA, "attention_multiplier": 1.0}
 _MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
 _QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
 _OLMOE = {**_LLAMA, **moe_families.OLMOE}
+_DEEPSEEK_V3 = {**_LLAMA, **moe_families.DEEPSEEK_V3}
 _GPT_OSS = {**_LLAMA, **moe_families.GPT_OSS}
 
 FAMILIES: dict[str, Family] = {
@@ -365,6 +378,12 @@ FAMILIES: dict[str, Family] = {
         is_interleaved=True,
         quantizations=("mxfp4",),
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK_V3,
+        reads_layer_types=False,
+        names=moe_families.DEEPSEEK_V3_NAMES,
+    ),
     "granite": Family("GraniteForCausalLM", _GRANITE, reads_layer_types=False),
 }
 """`model_type` -> family. Of a Gemma 3 with images ("gemma3"), the "gemma3_text" inside is read."""
@@ -412,7 +431,8 @@ def read_config(
             fix="download config.json again",
         )
     attention = _attention(hf, layer_types, where)
-    rope, sliding_rope = rope_config.read_rope(hf, attention.head_dim)
+    rope, sliding_rope = rope_config.read_rope(hf, attention.rotary_dim)
+    moe = moe_families.read_moe(hf, where) if "router" in family.names else None
     return DecoderConfig(
         hidden_size=hf["hidden_size"],
         layer_types=layer_types,
@@ -432,7 +452,8 @@ def read_config(
         rope=rope,
         sliding_rope=sliding_rope,
         residual_scale=hf["residual_multiplier"],
-        moe=moe_families.read_moe(hf, where) if "router" in family.names else None,
+        moe=moe,
+        dense_layers=moe_families.read_dense_layers(hf, where) if moe else 0,
         dtype=dtype,
         param_dtype=param_dtype,
         num_outputs=_num_outputs(source),
@@ -538,6 +559,8 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
 
 
 def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) -> AttentionConfig:
+    if "kv_lora_rank" in hf:
+        return moe_families.read_latent_attention(hf, where)
     num_heads = hf["num_attention_heads"]
     num_kv_heads = hf["num_key_value_heads"] or num_heads
     head_dim = hf["head_dim"] or hf["hidden_size"] // num_heads
@@ -609,6 +632,19 @@ def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -
         return TOP_NAMES[name]
     names = LAYER_NAMES | {**family.names}
     return f"model.layers.{layer}.{names[name].format(expert=expert)}"
+
+
+def beyond_last_layer(config: DecoderConfig, names: Iterable[str]) -> list[str]:
+    """Return those names of tensors that are of layers after the last one.
+
+    DeepSeek-V3 has its modules for several tokens at once there, which nothing here uses.
+    """
+    source = json.loads(config.source)
+    if not any(source.get(field) for field in MTP_FIELDS):
+        return []
+    last = len(config.layer_types)
+    layers = {name: name.removeprefix("model.layers.").partition(".")[0] for name in names}
+    return [name for name, layer in layers.items() if layer.isdigit() and int(layer) >= last]
 
 
 def has_stacked_experts(family: Family) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.config import MoeConfig
+from tpu_rl.models.config import AttentionConfig, LatentConfig, MoeConfig
+from tpu_rl.models.hf import rope_config
 
 # Values that transformers assumes for fields that a configuration does not have.
 
@@ -52,6 +53,29 @@ GPT_OSS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
+DEEPSEEK_V3 = {
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "max_position_embeddings": 4096,
+    "num_experts": None,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
 OLMOE = {
     "rms_norm_eps": 1e-5,
     "joint_query_key_norm": True,
@@ -75,6 +99,7 @@ MIXTRAL_NAMES = {
     "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
     "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
+DEEPSEEK_V3_NAMES = NAMES | {"router_correction_bias": "mlp.gate.e_score_correction_bias"}
 # All experts are one tensor, whose columns alternate between gate and up.
 GPT_OSS_NAMES = {
     "sink_bias": "self_attn.sinks",
@@ -115,7 +140,7 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
             fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
         )
     # Newer files may have either name, in any family.
-    num_experts = hf.get("num_local_experts") or hf["num_experts"]
+    num_experts = hf.get("num_local_experts") or hf["num_experts"] or hf["n_routed_experts"]
     experts_per_token = hf["num_experts_per_tok"]
     intermediate_size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
     for field, number, largest in (
@@ -136,4 +161,110 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         intermediate_size=intermediate_size,
         normalize_weights=bool(hf["norm_topk_prob"]),
         bias=hf.get("biased_experts", False),
+        **_read_grouped_routing(hf, num_experts, experts_per_token, where),
+    )
+
+
+def _read_grouped_routing(
+    hf: Mapping[str, Any], num_experts: int, experts_per_token: int, where: str
+) -> dict[str, Any]:
+    """Return what DeepSeek-V3 has beside the fields of other mixtures; nothing for the others."""
+    if "n_routed_experts" not in hf:
+        return {}
+    for field, supported in (
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
+        if hf[field] != supported:
+            raise InputError(
+                f"{field} = {str(hf[field])[:40]} is not supported",
+                where=where,
+                why="the router would choose other experts",
+                fix=f"use a model with {field} = {supported}",
+            )
+    groups, chosen, shared = (hf[name] for name in ("n_group", "topk_group", "n_shared_experts"))
+    are_counts = all(type(number) is int and number >= 1 for number in (groups, chosen, shared))
+    if (
+        not are_counts
+        or chosen > groups
+        or num_experts % groups
+        or (groups > 1 and num_experts // groups < 2)
+        or experts_per_token > chosen * (num_experts // groups)
+    ):
+        raise InputError(
+            f"{num_experts} experts in n_group = {str(groups)[:40]}, topk_group = "
+            f"{str(chosen)[:40]}, n_shared_experts = {str(shared)[:40]} are not supported",
+            where=where,
+            why="groups must be of equal size, of two experts or more, and hold enough experts for "
+            "each token; there must be a shared expert",
+            fix="download config.json again",
+        )
+    return {
+        "scoring": "sigmoid",
+        "has_correction": True,
+        "num_groups": groups,
+        "groups_per_token": chosen,
+        "weight_scale": float(hf["routed_scaling_factor"]),
+        "shared_size": shared * hf["moe_intermediate_size"],
+    }
+
+
+def read_dense_layers(hf: Mapping[str, Any], where: str) -> int:
+    """Return the number of layers at the beginning that have an MLP.
+
+    Raises:
+        InputError: no layer with experts is left.
+    """
+    count = hf.get("first_k_dense_replace", 0)
+    if type(count) is not int or not 0 <= count < hf["num_hidden_layers"]:
+        raise InputError(
+            f"first_k_dense_replace = {str(count)[:40]} is out of range",
+            where=where,
+            why=f"of {hf['num_hidden_layers']} layers at least the last one must have experts",
+            fix="download config.json again",
+        )
+    return count
+
+
+def read_latent_attention(hf: Mapping[str, Any], where: str) -> AttentionConfig:
+    """Return the multi-head latent attention of a configuration.
+
+    Raises:
+        InputError: a size is out of range, or projections have biases.
+    """
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    rank, rope_dim, own_dim, value_dim = (hf[name] for name in names)
+    query_rank = hf["q_lora_rank"]
+    sizes = {name: hf[name] for name in names}
+    if query_rank is not None:
+        sizes["q_lora_rank"] = query_rank
+    for field, size in sizes.items():
+        if type(size) is not int or not 1 <= size <= MAX_INTERMEDIATE_SIZE:
+            raise InputError(
+                f"{field} = {str(size)[:40]} is out of range",
+                where=where,
+                why=f"it must be a whole number from 1 to {MAX_INTERMEDIATE_SIZE:,}",
+                fix="correct config.json, or download it again",
+            )
+    if hf["attention_bias"] or rope_dim % 2 or value_dim > own_dim + rope_dim:
+        raise InputError(
+            f"latent attention with attention_bias = {hf['attention_bias']}, qk_rope_head_dim = "
+            f"{rope_dim} and v_head_dim = {value_dim} is not supported",
+            where=where,
+            why="projections may have no bias, rotated dimensions form pairs, and values are at "
+            "most as wide as keys",
+            fix="use a model without these",
+        )
+    head_dim = own_dim + rope_dim
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    scale = head_dim**-0.5
+    if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type")) != "default":
+        scale *= rope_config.yarn_magnitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return AttentionConfig(
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf["num_attention_heads"],
+        head_dim=head_dim,
+        scale=scale,
+        latent=LatentConfig(rank, rope_dim, value_dim, query_rank),
     )

@@ -415,18 +415,34 @@ def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
     return rf"({re.escape(MULTIMODAL_PREFIX)}.*\.)?({'|'.join(names)})"
 
 
+def _module_suffixes(model: Model) -> list[str]:
+    """Return what the names of the adapted modules end in, and no others.
+
+    PEFT adapts every module whose name ends in one of these, after a dot. The last part of the name
+    is enough, unless modules that are not adapted have it too.
+    """
+    config: DecoderConfig = model.config
+    assert config.adapters is not None
+    modules_of: dict[str, list[str]] = {}
+    for name, file_tensor in weight_locations(model).items():
+        for location in file_tensor.locations:
+            modules_of.setdefault(location.path[-1], []).append(name.removesuffix(".weight"))
+    adapted = {module for weight in config.adapters.targets for module in modules_of[weight]}
+    others = {module for modules in modules_of.values() for module in modules} - adapted
+    last_parts = {module.rpartition(".")[2] for module in others}
+    suffixes = []
+    for weight in config.adapters.targets:
+        parts = modules_of[weight][0].split(".")
+        suffixes.append(".".join(parts[-2:] if parts[-1] in last_parts else parts[-1:]))
+    return [*dict.fromkeys(suffixes)]
+
+
 def _peft_config(model: Model, base: str) -> Mapping[str, Any]:
     """Return the content of adapter_config.json."""
     config: DecoderConfig = model.config
     adapters = config.adapters
     assert adapters is not None
-    module_names = {
-        location.path[-1]: name.split(".")[-2]
-        for name, file_tensor in weight_locations(model).items()
-        for location in file_tensor.locations
-        if "." in name
-    }
-    targets = [*dict.fromkeys(module_names[name] for name in adapters.targets)]
+    targets = _module_suffixes(model)
     alpha = adapters.alpha
     return {
         "peft_type": "LORA",

@@ -65,7 +65,7 @@ def _read_parameters(
         _positive("rope_theta", parameters.get("rope_theta") or default_theta),
         scaling,
         fraction=_read_fraction(hf, parameters, head_dim),
-        interleaved=hf.get("interleaved_rotary", False),
+        interleaved=hf.get("rope_interleave", False),
     )
     if scaling == "default":
         return rope
@@ -127,19 +127,23 @@ def _read_fraction(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_di
     return fraction
 
 
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return how much larger scores should be in a context longer by `factor`, its square root.
+
+    See arXiv 2309.00071, section 3.4. The logarithm has the `weight`.
+    """
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    """Return the factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
+    """Return the factor of cosines and sines."""
     stated = parameters.get("attention_factor")
     if stated is not None:
         return _positive("attention_factor", stated)
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
-
     mscale, mscale_all_dim = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor)
 
 
 def _positive(name: str, value: Any) -> float:

@@ -74,10 +74,7 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
         if name in shapes:
             add(name, (), (), None)
     for layer in range(len(config.layer_types)):
-        repetition, layer_in_pattern = divmod(layer, config.period)
-        is_stacked = repetition < config.repetitions
-        path = ("layers" if is_stacked else "tail", f"layer_{layer_in_pattern}")
-        stack_index = (repetition,) if is_stacked else ()
+        path, stack_index = _place(config, layer)
         names = shapes[path[0]][path[1]]
         # In the order of the table, in which the parts of a fused tensor follow one another.
         for name in filter(names.__contains__, WEIGHT_AXES):
@@ -88,6 +85,16 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
                 add(name, path, stack_index, layer)
     fuse = _interleave if family.is_interleaved else _concatenate
     return {name: fuse(locations) for name, locations in parts.items()}
+
+
+def _place(config: DecoderConfig, layer: int) -> tuple[tuple[str, str], tuple[int, ...]]:
+    """Return the path of a layer's weights, and their index in the stack if they are stacked."""
+    if layer < config.dense_layers:
+        return ("first", f"layer_{layer}"), ()
+    repetition, layer_in_pattern = divmod(layer - config.dense_layers, config.period)
+    is_stacked = repetition < config.repetitions
+    path = ("layers" if is_stacked else "tail", f"layer_{layer_in_pattern}")
+    return path, (repetition,) if is_stacked else ()
 
 
 def _interleave(parts: list[WeightLocation]) -> FileTensor:

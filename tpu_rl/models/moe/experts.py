@@ -79,16 +79,38 @@ class Routing(NamedTuple):
     """[B, T, E] float32: probabilities of all experts."""
 
 
-def route(config: MoeConfig, logits: Array) -> Routing:
+def route(config: MoeConfig, logits: Array, correction: Array | None = None) -> Routing:
     """Return the most probable experts under the router's logits [B, T, E] float32.
 
-    Of experts with equal logits, the first ones are used.
+    Of experts with equal logits, the first ones are used. `correction` [E] is added to the
+    probabilities for the choice, but not in the weights. With groups, see
+    `MoeConfig.groups_per_token`.
     """
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, config.experts_per_token)
+    if config.scoring == "softmax":
+        scores = probabilities = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        probabilities = scores / scores.sum(-1, keepdims=True)
+    choice = scores
+    if correction is not None:
+        choice = scores + jax.lax.stop_gradient(correction)[None, None, :]
+    if config.num_groups > 1:
+        choice = _in_best_groups(config, choice)
+    weights, experts = jax.lax.top_k(choice, config.experts_per_token)
+    if choice is not scores:
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize_weights:
         weights /= weights.sum(-1, keepdims=True)
-    return Routing(experts, weights, probabilities)
+    return Routing(experts, config.weight_scale * weights, probabilities)
+
+
+def _in_best_groups(config: MoeConfig, choice: Array) -> Array:
+    """Return `choice` [B, T, E] with -inf for the experts of all but the best groups."""
+    groups = choice.reshape(*choice.shape[:2], config.num_groups, -1)
+    group_scores = jax.lax.top_k(groups, 2)[0].sum(-1)
+    _, best = jax.lax.top_k(group_scores, config.groups_per_token)
+    is_best = jax.nn.one_hot(best, config.num_groups, dtype=bool).any(-2)
+    return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
 def mixture(

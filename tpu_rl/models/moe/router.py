@@ -105,7 +105,7 @@ def probe(trained: Mapping[str, Model], coefficient: float) -> Probe | None:
 
 def _zero_usage(config: DecoderConfig) -> Usage:
     assert config.moe is not None
-    num_layers = len(config.layer_types)
+    num_layers = len(config.layer_types) - config.dense_layers
     num_experts = config.moe.num_experts
     return Usage(
         expert_tokens=jnp.zeros((num_layers, num_experts)),
