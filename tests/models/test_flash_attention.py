@@ -279,6 +279,15 @@ def test_each_platform_gets_its_kernel_and_cache_layout(platform, kernel, transp
             "data",
             id="gemma2",
         ),
+        pytest.param(
+            FlashConfig(0.1),
+            "bfloat16",
+            192,
+            4,
+            "data",
+            id="deepseek_v3",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(FlashConfig(0.1), "float32", 24, 4, "data", id="small"),
         pytest.param(FlashConfig(0.1), "float32", 128, 2, "data", id="llama_float32"),
         pytest.param(
