@@ -81,9 +81,11 @@ def test_saved_models_load_in_transformers(checkpoint, tmp_path):
     family, theirs, directory = checkpoint
     model, params = models.load(directory)
     models.save(tmp_path / "saved", model, params)
-    back = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", attn_implementation="eager"
-    ).eval()
+    back, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    back.eval()
     assert back.dtype == torch.float32
     tokens = tokens_of((LENGTH,))
     np.testing.assert_array_equal(their_logits(back, tokens), their_logits(theirs, tokens))
