@@ -5,15 +5,15 @@ wrong, but as slow as on fewer devices. `fit_micro_batch` and `notes` look for s
 
 A training mesh that shards weights along their width would gather all of them for every decoded
 token. So a run samples on a mesh of its own. Where --sampling.tensor-parallel does not name it,
-`choose_sampling` takes the smallest tensor parallelism whose decoding weights and cache fit on a
-device beside the train state: whatever is split further, devices must exchange. It computes with
-shapes and compiles nothing.
+`choose_sampling` takes the tensor parallelism with the least time of a decode step (see
+`tpu_rl.planner.decode_time`) among those whose decoding weights and cache fit on a device beside
+the train state. It computes with shapes and compiles nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ from launch.config import ExperimentConfig
 from launch.plan_steps import StagePlan
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.models import Select
+from tpu_rl.models.attention import decode
 from tpu_rl.models.config import DecoderConfig
-from tpu_rl.planner import estimates
+from tpu_rl.planner import decode_time, estimates
 from tpu_rl.planner.sampling import copied_weights
 from tpu_rl.planner.steps import chip_bytes
 from tpu_rl.rollout import weights
@@ -42,6 +43,9 @@ TRAIN_MESH = "train-mesh"
 TEMPORARIES = 0.05
 """Share of a chip's memory that is left for what prefill and decoding compute: the planner's
 examples take less."""
+
+AS_FAST = 1.05
+"""Decode steps whose times differ by less than this factor count as equally fast."""
 
 CACHE_AXES = ("layers", "slots", "kv_heads", None, None)
 LANES = 128
@@ -140,9 +144,19 @@ class _Need(NamedTuple):
     """Train state, decoding weights, the longest cache, and the pool of prompts."""
     growing: int
     """The same, while the longest cache is filled from the one before it, leaf by leaf."""
+    seconds: float | None
+    """Time of a decode step, by `decode_time`; None if the devices' speed is unknown."""
 
     def fits(self, memory: int) -> bool:
         return max(self.steady + TEMPORARIES * memory, self.growing) <= memory
+
+
+class _Choice(NamedTuple):
+    """A value for --sampling.tensor-parallel."""
+
+    size: TensorParallel
+    need: _Need
+    reason: str
 
 
 def device_memory(mesh: Mesh) -> int | None:
@@ -188,22 +202,46 @@ def choose_sampling(
     stages = _stages_that_sample(config, model, mesh)
     if not stages:
         return _with(config, TRAIN_MESH), ""
-    needs = {size: _need(stages, size) for size in [*_sizes(stages, mesh.size), TRAIN_MESH]}
-    for size, need in needs.items():
-        if need.fits(memory):
-            reason = "the smallest tensor parallelism that fits"
-            if size == TRAIN_MESH:
-                reason = "no copy of the weights fits that need not be gathered for every token"
-            break
-    else:
-        size = min(needs, key=lambda size: needs[size].growing)
-        need = needs[size]
-        reason = "nothing fits, and this is the least"
+    own_tokens = roles.has_attention_kernel(config, mesh)
+    needs = {size: _need(stages, size, own_tokens) for size in _sizes(stages, mesh.size)}
+    choice = _fastest(needs, memory)
+    if choice is None:
+        train_mesh = _need(stages, TRAIN_MESH, own_tokens)
+        choice = _Choice(
+            TRAIN_MESH,
+            train_mesh,
+            "no copy of the weights fits that need not be gathered for every token",
+        )
+        if not train_mesh.fits(memory):
+            reason = "nothing fits, and this is the least"
+            choices = [_Choice(size, need, reason) for size, need in needs.items()]
+            choices.append(_Choice(TRAIN_MESH, train_mesh, reason))
+            choice = min(choices, key=lambda choice: choice.need.growing)
     line = (
-        f"decoding: {_spread(size, mesh)}: {reason} (about {need.steady / 2**30:.1f} of "
-        f"{memory / 2**30:.1f} GiB a device; --sampling.tensor-parallel)"
+        f"decoding: {_spread(choice.size, mesh)}: {choice.reason} "
+        f"(about {choice.need.steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device; "
+        f"--sampling.tensor-parallel)"
     )
-    return _with(config, size), line
+    return _with(config, choice.size), line
+
+
+def _fastest(needs: Mapping[int, _Need], memory: int) -> _Choice | None:
+    """Return the fastest tensor parallelism that fits, or None.
+
+    It is the smallest of those that are as fast, or of all if no time is known: whatever is split
+    further, devices must exchange.
+    """
+    fitting = {size: need for size, need in needs.items() if need.fits(memory)}
+    if not fitting:
+        return None
+    fastest = min(need.seconds or 0.0 for need in fitting.values())
+    size, need = next(
+        (size, need) for size, need in fitting.items() if (need.seconds or 0.0) <= AS_FAST * fastest
+    )
+    reason = "the smallest tensor parallelism that fits"
+    if need.seconds:
+        reason = f"the fastest that fits, at least {1e3 * need.seconds:.1f} ms a token"
+    return _Choice(size, need, reason)
 
 
 def _choose_apart(
@@ -228,12 +266,14 @@ def _choose_apart(
     if memory is None or count == 1:
         return _with(config, 1), line(1, "")
     stages = _stages_that_sample(config, model, mesh, sampler_devices)
-    needs = {size: _need(stages, size) for size in _sizes(stages, count)}
-    size = next((size for size, need in needs.items() if need.fits(memory)), None)
-    if size is None:
+    own_tokens = roles.has_attention_kernel(config, mesh)
+    needs = {size: _need(stages, size, own_tokens) for size in _sizes(stages, count)}
+    choice = _fastest(needs, memory)
+    if choice is None:
         size = min(needs, key=lambda size: needs[size].growing)
-    reason = f" (about {needs[size].steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device)"
-    return _with(config, size), line(size, reason)
+        choice = _Choice(size, needs[size], "nothing fits, and this is the least")
+    used = f"about {choice.need.steady / 2**30:.1f} of {memory / 2**30:.1f} GiB a device"
+    return _with(config, choice.size), line(choice.size, f", {choice.reason} ({used})")
 
 
 def _stages_that_sample(
@@ -279,13 +319,21 @@ def _sizes(stages: Sequence[StagePlan], num_devices: int) -> list[int]:
     return [size for size in range(1, common + 1) if common % size == 0]
 
 
-def _need(stages: Sequence[StagePlan], size: TensorParallel) -> _Need:
-    """Return the bytes of the fullest stage."""
-    needs = [_stage_need(planned, size) for planned in stages]
-    return _Need(max(need.steady for need in needs), max(need.growing for need in needs))
+def _need(stages: Sequence[StagePlan], size: TensorParallel, own_tokens: bool) -> _Need:
+    """Return the bytes of the fullest stage, and the time of the slowest.
+
+    With `own_tokens`, each row reads its own tokens of the cache (see `decode_attention`).
+    """
+    needs = [_stage_need(planned, size, own_tokens) for planned in stages]
+    times = [need.seconds for need in needs if need.seconds is not None]
+    return _Need(
+        steady=max(need.steady for need in needs),
+        growing=max(need.growing for need in needs),
+        seconds=max(times) if times else None,
+    )
 
 
-def _stage_need(planned: StagePlan, size: TensorParallel) -> _Need:
+def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _Need:
     context = planned.context._replace(config=_with(planned.context.config, size))
     config = context.config
     layout = context.sampling_layout
@@ -298,6 +346,7 @@ def _stage_need(planned: StagePlan, size: TensorParallel) -> _Need:
         held = sum(plan_steps.state_bytes(planned._replace(context=context, state=state)).values())
     names = [select.name for select in reads if select.name in context.models]
     policies = [context.policy(name) for name in names]
+    configs = [context.models[name].config for name in names]
     read = weights.rollout_policy(policies[0], reads, layout).params(params)
     held += chip_bytes(copied_weights(params, read))
 
@@ -306,27 +355,44 @@ def _stage_need(planned: StagePlan, size: TensorParallel) -> _Need:
         max(config.batch.prompts * config.batch.group_size, config.evaluation.rows),
     )
 
-    def cache_bytes(rows: int, tokens: int) -> list[int]:
+    def cache_bytes(rows: int, tokens: int, lanes: int = LANES) -> list[int]:
         return [
             size
             for policy in policies
-            for size in _cache_bytes(policy, read, layout.mesh, rows, tokens)
+            for size in _cache_bytes(policy, read, layout.mesh, rows, tokens, lanes)
         ]
 
     prompt_tokens = config.sampling.max_prompt_tokens
     longest = config.sampling.max_new_tokens
     steady = held + sum(cache_bytes(min(config.batch.prompts, rows), prompt_tokens))
     steady += sum(cache_bytes(rows, prompt_tokens + longest))
+    full_cache = sum(cache_bytes(rows, prompt_tokens + longest, lanes=1))
+    own_tokens &= all(decode.has_kernel(policy.attention) for policy in configs)
+    # A row has half of its new tokens in the mean of its decode steps.
+    filled = (prompt_tokens + longest / 2) / (prompt_tokens + longest) if own_tokens else 1.0
+    seconds = decode_time.step_seconds(
+        configs,
+        [select(read) for select in reads],
+        layout.mesh,
+        rows,
+        filled * full_cache,
+    )
     shorter = SegmentConfig().initial_cache_tokens
     if shorter >= longest:
-        return _Need(steady, steady)
+        return _Need(steady, steady, seconds)
     while 2 * shorter < longest:
         shorter *= 2
-    return _Need(steady, steady + max(cache_bytes(rows, prompt_tokens + shorter)))
+    growing = steady + max(cache_bytes(rows, prompt_tokens + shorter))
+    return _Need(steady, growing, seconds)
 
 
-def _cache_bytes(policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int) -> list[int]:
-    """Return the bytes of a cache's leaves on one device: of its share of rows and heads."""
+def _cache_bytes(
+    policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int, lanes: int
+) -> list[int]:
+    """Return the bytes of a cache's leaves on one device: of its share of rows and heads.
+
+    On TPUs, widths are padded to a multiple of `lanes`, because programs may store them so.
+    """
     devices = math.prod(mesh.shape[axis] for axis in sharding.rules(mesh)["slots"])
     rows = math.ceil(rows / devices) * devices
     cache = jax.eval_shape(lambda: policy.init_cache(params, rows, tokens))
@@ -338,6 +404,6 @@ def _cache_bytes(policy: Any, params: Any, mesh: Mesh, rows: int, tokens: int) -
         placement = NamedSharding(mesh, sharding.spec(axes, leaf.shape, mesh))
         *outer, width = placement.shard_shape(leaf.shape)
         if mesh.devices.flat[0].platform == "tpu":
-            width = math.ceil(width / LANES) * LANES
+            width = math.ceil(width / lanes) * lanes
         sizes.append(math.prod(outer) * width * leaf.dtype.itemsize)
     return sizes

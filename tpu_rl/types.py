@@ -84,6 +84,10 @@ class Model(NamedTuple):
     """See `Role`."""
 
 
+UNREAD = -1
+"""Branch of a token whose logits nobody reads. It is not committed. See `Policy.extend`."""
+
+
 class Policy(NamedTuple):
     """A function that continues token sequences: a model, a guided reference, or a draft model.
 
@@ -104,10 +108,11 @@ class Policy(NamedTuple):
     Each token sees the cache and, among these T tokens, the earlier ones that are trunk (branch 0)
     or of its own branch; tokens of a branch are neighbors. The first commit[b] tokens of row b stay
     in the cache and must be trunk. The remaining tokens get logits but leave no trace in the cache.
-    This one call covers:
+    A row whose only token is of branch `UNREAD` gets logits that nobody reads, and may therefore
+    look at less of its cache. This one call covers:
 
         prefill of ragged prompts    T = longest prompt, commit = prompt lengths
-        decoding                     T = 1, commit = 1 (commit = 0 freezes a row)
+        decoding                     T = 1, commit = 1 (commit = 0, branch = UNREAD: a free slot)
         verification of a draft      T = 1 + draft length
         the k candidates of Q#       k branches of one token each, commit = 0
     """

@@ -274,6 +274,22 @@ def test_kernels_count_their_own_estimate_or_are_uncounted():
     assert by_name["jit(f)/silent"].uncounted
 
 
+@pytest.mark.parametrize(
+    ("name", "filled"), [("decode_attention", 25), ("decode_attention_window", 100)]
+)
+def test_the_decode_kernel_reads_what_it_states_and_less_of_emptier_caches(name, filled):
+    program = module(f"""
+        ENTRY %main (cache: bf16[64,64]) -> bf16[8] {{
+          %cache = bf16[64,64]{{1,0}} parameter(0)
+          ROOT %k = bf16[8]{{0}} custom-call(%cache), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/{name}/pallas_call"}}, backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"400","bytes_accessed":"100"}}}}}}
+        }}
+    """)  # noqa: E501
+    operations = cost_model.operations(program)
+    assert total_bytes(operations) == 100
+    quarter = cost_model.with_cache_fill(operations, 0.25)
+    assert (total_bytes(quarter), cost_model.total_flops(quarter)) == (filled, 4 * filled)
+
+
 def test_bytes_are_followed_through_nested_fusions():
     """A nested fusion that only renames a parameter: who reads its result reads the parameter."""
     program = module("""

@@ -6,6 +6,7 @@ from launch import compose, meshes, plan_steps
 from launch import config as configuration
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl.cost_model import CHIPS
+from tpu_rl.planner import decode_time
 
 V5E = CHIPS["v5e"].memory
 AT_SCALE = (
@@ -36,8 +37,9 @@ def test_one_device_has_nothing_to_choose():
     [
         # A sixteenth of the state, 3.7 GiB of weights and 4 GiB of cache fit four ways, but not
         # with 1.5 GiB of keys twice while the cache grows.
-        ("Llama-3.1-8B", [], 8, "data 2 x tensor 8: the smallest tensor parallelism that fits"),
-        ("Llama-3.2-1B", [], 1, "data 16 x tensor 1: the smallest"),
+        ("Llama-3.1-8B", [], 8, "data 2 x tensor 8: the fastest that fits, at least 8.4 ms"),
+        # Eight ways it is as fast, and sixteen ways each chip holds all of the eight KV heads.
+        ("Llama-3.2-1B", [], 4, "data 4 x tensor 4: the fastest"),
         ("Qwen2.5-0.5B", ["--mesh.data", "16"], "train-mesh", "it gathers no weights"),
         ("Llama-3.1-8B", ["--sampling.tensor-parallel", "4"], 4, "data 4 x tensor 4"),
         ("Llama-3.1-8B", ["--sampling.tensor-parallel", "train-mesh"], "train-mesh", "on the"),
@@ -45,12 +47,12 @@ def test_one_device_has_nothing_to_choose():
         (
             "Llama-3.1-8B",
             ["--batch.staleness", "1", "--sampling.devices", "8"],
-            4,
-            "data 2 x tensor 4, on devices that only sample",
+            8,
+            "data 1 x tensor 8, on devices that only sample, the fastest that fits",
         ),
     ],
 )
-def test_the_smallest_tensor_parallelism_that_fits_is_chosen(model, flags, size, line):
+def test_the_fastest_tensor_parallelism_that_fits_is_chosen(model, flags, size, line):
     tensor_parallel, said = chosen([*AT_SCALE, "--model.path", model, *flags])
     assert tensor_parallel == size
     assert said.startswith("decoding: ")
@@ -58,8 +60,23 @@ def test_the_smallest_tensor_parallelism_that_fits_is_chosen(model, flags, size,
 
 
 @needs_libtpu
+def test_seven_billion_weights_are_split_for_speed_and_not_for_room():
+    flags = [*AT_SCALE, "--model.path", "Qwen2.5-7B"]
+    size, line = chosen(flags, CHIPS["v6e"].memory, "v6e:4x4")
+    assert size == 4
+    assert "at least 3.6 ms" in line
+
+
+@needs_libtpu
+def test_unknown_speed_leaves_the_smallest_that_fits(monkeypatch):
+    monkeypatch.setattr(decode_time, "CHIPS", {})
+    size, line = chosen([*AT_SCALE, "--model.path", "Llama-3.2-1B"])
+    assert (size, "the smallest tensor parallelism that fits" in line) == (1, True)
+
+
+@needs_libtpu
 def test_less_memory_splits_weights_further_and_unknown_memory_not_at_all():
     flags = [*AT_SCALE, "--model.path", "Llama-3.2-1B"]
-    assert [chosen(flags, gib * 2**30)[0] for gib in (8, 6, 5)] == [1, 2, 4]
+    assert [chosen(flags, int(gib * 2**30))[0] for gib in (8, 4.3)] == [4, 8]
     assert "nothing fits" in chosen(flags, 2**30)[1]
     assert chosen(flags, None) == ("train-mesh", "decoding: on the training mesh")

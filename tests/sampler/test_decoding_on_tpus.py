@@ -63,12 +63,31 @@ def model_of(family, kv_heads, vocabulary=1024):
 )
 def test_no_token_copies_the_cache(family, kv_heads, tensor, cache_dtype):
     """`kv_heads` are those of a chip."""
-    model = model_of(family, kv_heads * tensor)
+    model = models.with_attention_kernel(model_of(family, kv_heads * tensor))
     if cache_dtype == "int8":
         model = models.with_int8_cache(model)
+    program, cache = compiled(model, tensor)
+    assert "decode_attention" in (program.as_text() or "")
+    require_no_copies(program, cache)
+
+
+@needs_libtpu
+@pytest.mark.nightly
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+def test_no_token_copies_the_cache_without_the_kernel(cache_dtype):
+    model = model_of("llama", 2)
+    if cache_dtype == "int8":
+        model = models.with_int8_cache(model)
+    require_no_copies(*compiled(model, 1))
+
+
+def compiled(model, tensor):
     devices = tpu_devices("v5e:2x2")[: 2 * tensor]
     mesh = sharding.sampling_mesh(sharding.make_mesh(fsdp=len(devices), devices=devices), tensor)
-    program, cache = compile_decoding(model, mesh, ROWS, LENGTH)
+    return compile_decoding(model, mesh, ROWS, LENGTH)
+
+
+def require_no_copies(program, cache):
     smallest_layer = min(
         math.prod(leaf.sharding.shard_shape(leaf.shape)[1:]) for leaf in cache if leaf.ndim == 5
     )

@@ -14,7 +14,7 @@ from tpu_rl.cost_model.chips import (
     link_seconds,
     sent_bytes,
 )
-from tpu_rl.cost_model.costs import Operation, operations, total_flops
+from tpu_rl.cost_model.costs import Operation, operations, total_flops, with_cache_fill
 from tpu_rl.cost_model.hlo import read, unfused
 from tpu_rl.cost_model.topologies import Topology
 
@@ -33,4 +33,5 @@ __all__ = [
     "sent_bytes",
     "total_flops",
     "unfused",
+    "with_cache_fill",
 ]

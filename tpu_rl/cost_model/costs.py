@@ -52,6 +52,14 @@ INDEXING = "ragged-dot-metadata"
 """Suffix of the names of kernels that compute only which rows other kernels multiply."""
 
 
+FULL_ATTENTION = "decode_attention"
+"""Name of the kernel that reads, of one layer of a cache, the rows' own tokens. The bytes that it
+states are those of full caches."""
+
+READS_PARTS = (FULL_ATTENTION, "decode_attention_window")
+"""Names of kernels that read parts of their operands only, and state their bytes."""
+
+
 class Link(NamedTuple):
     """A collective, as one device sees it."""
 
@@ -92,6 +100,20 @@ def operations(program: Program, unknown_trips: int = 1) -> list[Operation]:
     A loop whose trip count is not in the text runs `unknown_trips` times.
     """
     return list(_operations(program, program.entry, 1, unknown_trips))
+
+
+def with_cache_fill(operations: Iterable[Operation], fill: float) -> list[Operation]:
+    """Return the operations of decode steps whose caches are filled to this share.
+
+    Only the decode kernel reads less of them then. A layer with a window reads as much as before.
+    """
+
+    def filled(operation: Operation) -> Operation:
+        if FULL_ATTENTION not in operation.name.split("/"):
+            return operation
+        return operation._replace(flops=fill * operation.flops, bytes=fill * operation.bytes)
+
+    return [filled(operation) for operation in operations]
 
 
 def total_flops(operations: Iterable[Operation]) -> float:
@@ -181,17 +203,23 @@ def _dot_flops(
 
 def _custom_call_flops(computation: Computation, instruction: Instruction) -> float:
     """Return a kernel's own estimate (Pallas: `pl.CostEstimate`), or those of a library call."""
-    stated = re.search(
-        r'"cost_estimate"\s*:\s*\{[^{}]*"flops"\s*:\s*"?(\d+)', instruction.attributes
-    )
-    if stated:
-        return float(stated[1])
+    stated = _stated_cost(instruction, "flops")
+    if stated is not None:
+        return stated
     config = hlo.backend_json(instruction)
     dimensions = config.get("gemm_backend_config", config).get("dot_dimension_numbers")
     if not dimensions:
         return 0.0
     contracted = [int(i) for i in dimensions.get("lhs_contracting_dimensions", ())]
     return _dot_flops(computation, instruction, contracted)
+
+
+def _stated_cost(instruction: Instruction, name: str) -> float | None:
+    """Return what a Pallas kernel states in its `pl.CostEstimate`, or None."""
+    stated = re.search(
+        rf'"cost_estimate"\s*:\s*\{{[^{{}}]*"{name}"\s*:\s*"?(\d+)', instruction.attributes
+    )
+    return float(stated[1]) if stated else None
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -325,6 +353,10 @@ def _moved_bytes(program: Program, computation: Computation, instruction: Instru
         update = computation.shapes_of(_update_operand(instruction))
         changed = _part_bytes(update, instruction.shapes)
         return _main_memory_bytes(update) + (changed if written else 0)
+    if opcode == "custom-call" and set(READS_PARTS) & set(instruction.op_name.split("/")):
+        stated = _stated_cost(instruction, "bytes_accessed")
+        assert stated is not None, "the kernel states its bytes"
+        return stated
     return written + sum(map(_main_memory_bytes, operands))
 
 

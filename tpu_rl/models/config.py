@@ -260,8 +260,9 @@ class AttentionConfig:
     sinks: bool = False
     """True if each head has a further score in its softmax, without a value (gpt-oss)."""
     kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
-    """Attention kernel, where it supports the shapes. "tpu": `flash_attention`. "interpreted": the
-    same kernel on any backend, slowly, for tests. "cudnn": `cudnn_attention`, without a cache only.
+    """Attention kernels, where they support the shapes. "tpu": `flash_attention`, and with one new
+    token per row `decode_attention`. "interpreted": the same kernels on any backend, slowly, for
+    tests. "cudnn": `cudnn_attention`, without a cache only.
     "none": plain XLA."""
     cpu_cache: bool = False
     """Use the cache layout that is fastest on CPUs: keys are stored transposed, [..., head_dim,

@@ -24,8 +24,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl.models import exact, kv_cache, layers
-from tpu_rl.models.attention import flash, latent
+from tpu_rl.models.attention import decode, flash, latent
 from tpu_rl.models.attention.cudnn import cudnn_attention
+from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
     EXPERT_MATRICES,
@@ -207,6 +208,16 @@ class Layer(Weights):
     is_dense: bool = False
     """True if the layer has an MLP although the others have a mixture."""
 
+    @property
+    def is_interpreted(self) -> bool:
+        """True if JAX interprets the TPU's attention kernels."""
+        return self.config.attention.kernel == "interpreted"
+
+    @property
+    def has_tpu_kernel(self) -> bool:
+        """True if attention uses the TPU's kernels where they support the shapes."""
+        return self.is_interpreted or self.config.attention.kernel == "tpu"
+
     @nn.compact
     def __call__(
         self, x: Array, cache: Any, layer: Array | int, context: Context
@@ -258,7 +269,21 @@ class Layer(Weights):
             read_rows = None
         else:
             view = context.views[self.layer_type]
-            cache, read_rows = kv_cache.write(cache, self.layer_type, layer, view, key, value)
+            is_decoded = decode.is_supported(config, query, cache[self.layer_type])
+            cache, read_rows = kv_cache.write(
+                cache, self.layer_type, layer, view, key, value, scales_by_mask=is_decoded
+            )
+            if is_decoded:
+                assert view.seen is not None, "there is one new token"
+                stack = cache[self.layer_type]
+                decode_config = DecodeConfig(
+                    scale=config.scale,
+                    softcap=config.softcap,
+                    interpret=self.is_interpreted,
+                    has_window=self.layer_type == "sliding" and config.sliding_window is not None,
+                )
+                attended = decode.decode_attention(query, stack, layer, view.seen, decode_config)
+                return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
             keys, values = read_rows(0, len(key))
         attended = self.attention(query, keys, values, read_rows, context)
         return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
@@ -358,14 +383,14 @@ class Layer(Weights):
         fits = config.latent is None or read_rows is None
         if (
             fits
-            and config.kernel in ("tpu", "interpreted")
+            and self.has_tpu_kernel
             and flash.is_supported(query.shape[1] // token_shards, keys.shape[2])
         ):
             flash_config = FlashConfig(
                 scale=config.scale,
                 sliding_window=sliding_window,
                 softcap=config.softcap,
-                interpret=config.kernel == "interpreted",
+                interpret=self.is_interpreted,
                 token_shards=token_shards,
             )
             # It names its results for `jax.checkpoint` itself.
@@ -679,7 +704,7 @@ def decoder(config: DecoderConfig) -> Model:
         queries = kv_cache.query_index(lengths, positions, branch_ids)
         views = {
             layer_type: kv_cache.view(
-                config, layer_type, lengths, commit, stack["v"].shape[3], queries
+                config, layer_type, lengths, commit, stack["v"].shape[3], queries, branch_ids
             )
             for layer_type, stack in stacks.items()
         }

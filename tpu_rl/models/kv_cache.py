@@ -16,9 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.models import layers
+from tpu_rl.models.attention import decode
+from tpu_rl.models.attention.decode import SeenTokens
+from tpu_rl.models.attention.flash_kernels import LANES
 from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.layers import TokenIndex
-from tpu_rl.types import Array
+from tpu_rl.types import UNREAD, Array
 
 RING_SLACK = 128
 """Places of a ring beyond those that the sliding window needs.
@@ -56,7 +59,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     """Return an empty cache for B `rows` of at most `length` tokens.
 
     The cache is {"lengths": [B] int32, layer type: {"k", "v": [L, B, K, S, E]}}, with L layers of
-    that type and S = length, or at most the ring size in sliding layers. In int8, "k_scale" and
+    that type and S = length, or at most the ring size in sliding layers. With the TPU's kernels S
+    is rounded up to whole blocks. In int8, "k_scale" and
     "v_scale" [L, B, K, S] float32 are added. With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS`
     [L, B, K, E, S] replaces "k". Latent attention has the one head of
     `AttentionConfig.cached_dims`, whose values are wider than its keys.
@@ -68,6 +72,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     """
     attention = config.attention
     cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
+    if attention.kernel in ("tpu", "interpreted"):
+        length = -(-length // LANES) * LANES
     for layer_type in sorted(set(config.layer_types)):
         capacity = min(length, ring_size_of(config, layer_type) or length)
         num_layers = config.layer_types.count(layer_type)
@@ -97,6 +103,8 @@ class CacheView(NamedTuple):
     keys: TokenIndex
     """[B, S]: the tokens in the cache after the new ones are written. If there are more new tokens
     than `RING_SLACK`, [B, S + T]: the ring before they are written, followed by the new tokens."""
+    seen: SeenTokens | None = None
+    """The same for a single new token per row, T = 1."""
 
 
 def query_index(lengths: Array, positions: Array, branch_ids: Array) -> TokenIndex:
@@ -114,15 +122,29 @@ def view(
     commit: Array,
     capacity: int,
     new: TokenIndex,
+    branch_ids: Array,
 ) -> CacheView:
-    """Return the view of `new` tokens on the cache of a layer type.
+    """Return the view of `new` tokens, whose branches are `branch_ids`, on a layer type's cache.
 
     `lengths` and `commit` [B] are the numbers of tokens committed before and now; `capacity` is S,
     the number of places.
     """
-    if capacity == ring_size_of(config, layer_type):
-        return ring_view(lengths, commit, capacity, new)
-    return linear_view(lengths, capacity, new)
+    is_ring = capacity == ring_size_of(config, layer_type)
+    if is_ring:
+        found = ring_view(lengths, commit, capacity, new)
+    else:
+        found = linear_view(lengths, capacity, new)
+    if new.index.shape[1] > 1:
+        return found
+    sliding_window = config.attention.sliding_window if layer_type == "sliding" else None
+    seen = decode.seen_tokens(
+        lengths,
+        new.positions[:, 0],
+        branch_ids[:, 0] != UNREAD,
+        None if is_ring else capacity,
+        sliding_window,
+    )
+    return found._replace(seen=seen)
 
 
 def linear_view(lengths: Array, capacity: int, new: TokenIndex) -> CacheView:
@@ -181,13 +203,23 @@ ReadRows = Callable[[Array | int, int], tuple[Array, Array]]
 
 
 def write(
-    cache: Any, layer_type: str, layer: Array | int, view: CacheView, key: Array, value: Array
+    cache: Any,
+    layer_type: str,
+    layer: Array | int,
+    view: CacheView,
+    key: Array,
+    value: Array,
+    scales_by_mask: bool = False,
 ) -> tuple[Any, ReadRows]:
     """Write the key and value [B, T, K, E] of new tokens into a layer of the cache.
 
     Returns the new cache, and a function that reads the keys and values of all tokens in
     `view.keys`. Tokens beyond the end of the cache are dropped. Everything that is read from an
     int8 cache is rounded, new tokens included.
+
+    `scales_by_mask` is for T = 1 and the decode kernel: it reads scales with places along lanes,
+    and in this layout the TPU's compiler would rewrite those of all layers to change one number.
+    Instead, a select rewrites those of this layer.
     """
     before = cache[layer_type]
     key_name = TRANSPOSED_KEYS if TRANSPOSED_KEYS in before else "k"
@@ -206,10 +238,16 @@ def write(
         dims_before_place = (slice(None),) if name == TRANSPOSED_KEYS else ()
         return layer, rows, kv_heads, *dims_before_place, places
 
-    after = {
-        name: before[name].at[indices(name)].set(part, mode="drop", unique_indices=True)
-        for name, part in new.items()
-    }
+    def written(name: str, part: Array) -> Array:
+        leaf = before[name]
+        if scales_by_mask and leaf.ndim == 4:
+            old = jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+            is_place = jnp.arange(leaf.shape[3]) == places
+            masked = jnp.where(is_place, part.swapaxes(1, 2), old)
+            return jax.lax.dynamic_update_index_in_dim(leaf, masked, layer, 0)
+        return leaf.at[indices(name)].set(part, mode="drop", unique_indices=True)
+
+    after = {name: written(name, part) for name, part in new.items()}
     # In a ring, new tokens may overwrite keys that earlier new tokens still see.
     is_appended = view.keys.index.shape[1] > before["v"].shape[3]
 

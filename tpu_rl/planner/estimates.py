@@ -149,6 +149,7 @@ def estimate_step(step: Step, state: Mapping[str, int], target: Target) -> Line:
     if step.compiled.program is None:
         return Line(step, memory, None, 0.0, {}, 0.0, None)
     operations = cost_model.operations(cost_model.read(step.compiled.text))
+    operations = cost_model.with_cache_fill(operations, step.cache_fill)
     flops = cost_model.total_flops(operations)
     links = link_bytes(operations, step.mesh)
     if target.chip is None:

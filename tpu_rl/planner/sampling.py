@@ -210,7 +210,18 @@ def _decode_step(
     if config == call.config:
         times = call.times * rows / call.slots * call.mean_new_tokens / decode_steps
     needed = weight_bytes | _cache_bytes(empty, outputs)
-    return Step(name, compiled, needed, times, tokens, call.mesh, loops=decode_steps)
+    # In the mean of its decode steps, a row has half of its new tokens.
+    row_tokens = call.prompt_tokens + min(call.mean_new_tokens, new_tokens) / 2
+    return Step(
+        name,
+        compiled,
+        needed,
+        times,
+        tokens,
+        call.mesh,
+        loops=decode_steps,
+        cache_fill=row_tokens / (call.prompt_tokens + new_tokens),
+    )
 
 
 def _compile_segment(

@@ -56,6 +56,8 @@ class Step(NamedTuple):
     """
     model_flops: float | None = None
     """FLOPs of one call that the model itself needs, summed over all chips. None: no MFU."""
+    cache_fill: float = 1.0
+    """Share of the cache that rows fill in the mean of a rollout's decode steps."""
 
 
 Compile = Callable[..., Compiled]

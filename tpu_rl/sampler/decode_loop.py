@@ -28,7 +28,7 @@ from tpu_rl.sampler.slots import (
     write_outputs,
 )
 from tpu_rl.sampler.token_sampling import sample_tokens, uniforms
-from tpu_rl.types import Array, Params, Policy
+from tpu_rl.types import UNREAD, Array, Params, Policy
 
 
 class _Carry(NamedTuple):
@@ -125,9 +125,8 @@ def _decode_step(
     live = slots.live.astype(jnp.int32)
     last_token = slots.token[:, None]
     position = slots.length[:, None] - 1
-    logits, cache = policy.extend(
-        params, slots.cache, last_token, position, jnp.zeros_like(last_token), live
-    )
+    branch = jnp.where(slots.live, 0, UNREAD)[:, None]
+    logits, cache = policy.extend(params, slots.cache, last_token, position, branch, live)
     logits = logits[:, 0].astype(jnp.float32)
     uniform = uniforms(slots.key, slots.length)
     sampled = sample_tokens(logits, uniform, config, slots.seen, exact=policy.exact)

@@ -141,17 +141,17 @@ def _blocks_to_load(visible: Array) -> Array:
 
 # Kernels.
 
-_A_BT = (((1,), (1,)), ((), ()))
+A_BT = (((1,), (1,)), ((), ()))
 """Dimension numbers of a b^T."""
 
-_AT_B = (((0,), (0,)), ((), ()))
+AT_B = (((0,), (0,)), ((), ()))
 """Dimension numbers of a^T b."""
 
-_A_B = (((1,), (0,)), ((), ()))
+A_B = (((1,), (0,)), ((), ()))
 """Dimension numbers of a b."""
 
 
-def _dot(a: Array, b: Array, dimension_numbers: Any) -> Array:
+def dot(a: Array, b: Array, dimension_numbers: Any) -> Array:
     # The compiler accepts no precision for bfloat16, whose products are exact. For float32 it is
     # the precision that jax is configured with.
     precision = jax.lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else None
@@ -168,7 +168,7 @@ def _block_scores(
     Scores are MASKED where a query does not attend to a key. query_index [4, queries] and key_index
     [keys, 4] are stacked fields of `TokenIndex`.
     """
-    scores = _dot(key, query, _A_BT) * config.scale
+    scores = dot(key, query, A_BT) * config.scale
     derivative = 1.0
     if config.softcap is not None:
         capped = jnp.tanh(scores / config.softcap)
@@ -220,7 +220,7 @@ def _forward_kernel(
         maximum[...] = new_maximum
         total[...] = new_total
         weights = weights.astype(value.dtype)
-        weighted[...] = rescale * weighted[...] + _dot(value[0, 0], weights, _AT_B)
+        weighted[...] = rescale * weighted[...] + dot(value[0, 0], weights, AT_B)
 
     @pl.when(step == last)
     def _():
@@ -247,7 +247,7 @@ def _score_gradients(
     query_index, key_index, query, key, value = operands
     scores, derivative = _block_scores(config, query[0, 0], key[0, 0], query_index[0], key_index[0])
     weights = jnp.exp(scores - saved.log_sum_exp[0, 0])
-    weight_gradients = _dot(value[0, 0], saved.gradient[0, 0], _A_BT)
+    weight_gradients = dot(value[0, 0], saved.gradient[0, 0], A_BT)
     return weights, weights * (weight_gradients - saved.offset[0, 0]) * derivative
 
 
@@ -267,7 +267,7 @@ def _query_gradient_kernel(config: FlashConfig, num_blocks: int, loaded: Any, *r
     @pl.when(_is_visible(num_blocks, loaded))
     def _():
         _, score_gradients = _score_gradients(config, operands, saved)
-        total[...] += _dot(key[0, 0], score_gradients.astype(key.dtype), _AT_B)
+        total[...] += dot(key[0, 0], score_gradients.astype(key.dtype), AT_B)
 
     @pl.when(step == last)
     def _():
@@ -297,8 +297,8 @@ def _key_value_gradient_kernel(
     def _():
         weights, score_gradients = _score_gradients(config, operands, saved)
         weights = weights.astype(saved.gradient.dtype)
-        value_total[...] += _dot(weights, saved.gradient[0, 0], _A_B)
-        key_total[...] += _dot(score_gradients.astype(query.dtype), query[0, 0], _A_B)
+        value_total[...] += dot(weights, saved.gradient[0, 0], A_B)
+        key_total[...] += dot(score_gradients.astype(query.dtype), query[0, 0], A_B)
 
     @pl.when(step == last)
     def _():

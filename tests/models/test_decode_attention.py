@@ -1,0 +1,250 @@
+"""The TPU's decode kernel, interpreted on the CPU, against dense attention.
+
+The interpreter fills memory that nobody wrote with NaN, and copies when a kernel waits.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tests.fixtures import several
+from tests.fixtures.decoders import tiny
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl import models
+from tpu_rl.models import kv_cache, layers
+from tpu_rl.models.attention import decode, decode_kernel
+from tpu_rl.models.attention.decode import SeenTokens
+from tpu_rl.models.attention.decode_kernel import DecodeConfig
+from tpu_rl.train import sharding
+from tpu_rl.types import UNREAD
+
+CONFIG = DecodeConfig(0.35, softcap=3.0, interpret=True)
+FIRST = jnp.array([0, 0, 70, 0, 130], jnp.int32)
+END = jnp.array([1, 384, 200, 129, 131], jnp.int32)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks a row, and several uses of each buffer."""
+    monkeypatch.setattr(decode_kernel, "MAX_BLOCK", 128)
+    monkeypatch.setattr(decode_kernel, "MAX_BUFFERS", 4)
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def operands(num_heads=4, kv_heads=2, places=384, layers_=2, rows=5):
+    leaf = (layers_, rows, kv_heads, places, 8)
+    return random(0, rows, 1, num_heads, 8), {"k": random(1, *leaf), "v": random(2, *leaf)}
+
+
+def reference(query, stack, layer, first, end, how=CONFIG):
+    """Return dense attention; fields of the token indices say what a row sees."""
+    rows, places = query.shape[0], stack["v"].shape[3]
+    number = jnp.broadcast_to(jnp.arange(places), (rows, places))
+    index = layers.TokenIndex(number, number, number, jnp.where(number >= first[:, None], 999, 0))
+    at = (end - 1)[:, None]
+    return layers.dense_attention(
+        query,
+        stack["k"][layer],
+        stack["v"][layer],
+        layers.TokenIndex(at, at, at, at),
+        index,
+        scale=how.scale,
+        softcap=how.softcap,
+    )
+
+
+def test_ragged_rows_equal_dense_attention(small_blocks):
+    query, stack = operands()
+    shapes = (jnp.zeros((5, 2, 2, 8)), stack["k"])
+    assert decode_kernel.make_visits(*shapes).unrolled == 2
+    # What the kernel must not read is NaN: all chunks of 64 tokens in which a row sees nothing.
+    chunk = jnp.arange(384)[None] // 64
+    is_read = (chunk >= FIRST[:, None] // 64) & (chunk <= (END[:, None] - 1) // 64)
+    unread = {
+        name: jnp.where(is_read[None, :, None, :, None], leaf, jnp.nan).at[0].set(jnp.nan)
+        for name, leaf in stack.items()
+    }
+    attend = jax.jit(lambda seen: decode.decode_attention(query, unread, 1, seen, CONFIG))
+    found = attend(SeenTokens(FIRST, END))
+    np.testing.assert_allclose(found, reference(query, stack, 1, FIRST, END), atol=1e-6, rtol=0)
+    assert decode.read_tokens(FIRST, END, *shapes).tolist() == (is_read.sum(1)).tolist()
+
+
+@pytest.mark.slow
+def test_int8_cache_equals_dequantized_cache(small_blocks):
+    query, stack = operands()
+    numbers = {name: kv_cache.quantize(leaf) for name, leaf in stack.items()}
+    rounded = {name: part * scale[..., None] for name, (part, scale) in numbers.items()}
+    leaves = {name: part for name, (part, _) in numbers.items()}
+    leaves |= {f"{name}_scale": scale for name, (_, scale) in numbers.items()}
+    found = jax.jit(
+        lambda: decode.decode_attention(query, leaves, 0, SeenTokens(FIRST, END), CONFIG)
+    )()
+    np.testing.assert_allclose(found, reference(query, rounded, 0, FIRST, END), atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_model_with_rings_decodes_the_same_logits(monkeypatch):
+    """Rows of three lengths; one wraps around the ring, one is a free slot that nobody reads."""
+    monkeypatch.setattr(decode_kernel, "INDEPENDENT_PRODUCTS", 1)
+    made = tiny("mistral")
+    lengths = jnp.array([254, 3, 140, 254], jnp.int32)
+    tokens = jax.random.randint(jax.random.key(1), (4, 254), 2, 130)
+    positions = jnp.broadcast_to(jnp.arange(254), tokens.shape)
+
+    def decoded(model):
+        cache = model.init_cache(made.params, 4, 300)
+        assert cache["sliding"]["v"].shape[3] == kv_cache.ring_size(5)
+        _, cache = jax.jit(model.extend)(
+            made.params, cache, tokens, positions, jnp.zeros_like(tokens), lengths
+        )
+        step = jax.jit(model.extend)
+        found = []
+        for number in range(4):
+            live = jnp.array([1, 1, 1, 0])
+            column = (tokens[:, number] * 3 % 120)[:, None]
+            branch = jnp.where(live, 0, UNREAD)[:, None]
+            at = cache["lengths"][:, None]
+            logits, cache = step(made.params, cache, column, at, branch, live)
+            found.append(logits[:3, 0])
+        return jnp.stack(found)
+
+    found = decoded(models.with_attention_kernel(made.model, "interpreted"))
+    np.testing.assert_allclose(found, decoded(made.model), atol=3e-6, rtol=0)
+
+
+ON_MESHES = """
+import jax, numpy as np
+from tests.models import test_decode_attention as here
+from tpu_rl.models.attention import decode, decode_kernel
+from tpu_rl.train import sharding
+
+decode_kernel.INDEPENDENT_PRODUCTS = 1
+query, stack = here.operands(rows=4)
+seen = here.SeenTokens(here.FIRST[:4], here.END[:4])
+wanted = here.reference(query, stack, 1, *seen)
+mesh = sharding.make_mesh(2, 1, 2)
+# Heads and their keys on one device; and more devices than KV heads.
+for mesh in (mesh, sharding.sampling_mesh(mesh, 4)):
+    with jax.set_mesh(mesh):
+        found = jax.jit(
+            lambda: decode.decode_attention(query, stack, 1, seen, here.CONFIG)
+        )()
+        np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)
+"""
+
+
+@pytest.mark.slow
+def test_result_is_the_same_on_every_mesh():
+    command, env = [sys.executable, "-c", ON_MESHES], several.virtual_devices(4)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("places", [None, 384])
+@pytest.mark.parametrize("window", [None, 100])
+def test_what_a_row_sees_is_what_the_mask_says(window, places):
+    lengths = jnp.array([0, 7, 99, 100, 250, 383], jnp.int32)
+    positions = lengths.at[2].add(30)  # Positions need not be places.
+    queries = kv_cache.query_index(lengths, positions[:, None], jnp.zeros((6, 1), jnp.int32))
+    keys = kv_cache.linear_view(lengths, 384, queries).keys
+    mask = np.asarray(layers.attention_mask(queries, keys, window))[:, 0]
+    seen = decode.seen_tokens(lengths, positions, jnp.ones(6, bool), places, window)
+    number = np.arange(384)[None]
+    assert (mask == ((number >= seen.first[:, None]) & (number < seen.end[:, None]))).all()
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(2048, 256), (8192, 256)])
+def test_long_tailed_rows_read_little_more_than_they_need(longest, rows):
+    """Lengths are exponential, so few rows are long; their mean is half of the longest."""
+    sample = np.random.default_rng(0).exponential(size=rows)
+    lengths = np.clip(sample * longest / 2, 1, longest)
+    while lengths.mean() < longest / 2:
+        lengths = np.clip(lengths * 1.01, 1, longest)
+    end = jnp.asarray(lengths, jnp.int32)
+    query = jax.ShapeDtypeStruct((rows, 1, 4, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, rows, 1, longest, 128), jnp.bfloat16)
+    read = int(decode.read_tokens(jnp.zeros_like(end), end, query, key).sum())
+    assert end.sum() < read <= 1.1 * end.sum()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "places", "width", "sinks", "supported"),
+    [
+        (1, 256, 128, False, True),
+        (1, 256, 256, False, True),
+        (1, 256, 64, False, False),
+        (1, 256, 128, True, False),
+        (2, 256, 128, False, False),
+        (1, 200, 128, False, False),
+    ],
+)
+def test_the_kernel_is_used_where_it_copies_nothing(tokens, places, width, sinks, supported):
+    """The TPU's compiler stores narrow heads in another layout than the kernel reads."""
+    config = replace(
+        tiny("llama3").model.config.attention, head_dim=width, sinks=sinks, kernel="tpu"
+    )
+    query = jnp.zeros((1, tokens, 2, width))
+    stack = {"k": jnp.zeros((1, 1, 1, places, width))}
+    assert decode.is_supported(config, query, stack) == supported
+    assert not decode.is_supported(replace(config, kernel="none"), query, stack)
+
+
+def test_an_exact_model_has_no_kernel():
+    model = models.with_attention_kernel(tiny("llama3").model, "interpreted")
+    assert models.with_exact_sampling(model).config.attention.kernel == "none"
+
+
+def test_caches_of_the_kernel_have_whole_blocks():
+    config = tiny("llama3").model.config
+    config = replace(config, attention=replace(config.attention, kernel="interpreted"))
+    assert kv_cache.init_cache(config, 2, 130)["full"]["k"].shape[3] == 256
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "width", "places", "dtype"),
+    [
+        pytest.param(7, 2, 128, 640, "bfloat16", id="qwen"),
+        pytest.param(2, 4, 256, 1024, "int8", id="gemma_int8"),
+    ],
+)
+def test_tpu_compiler_accepts_the_kernel(topology, group, kv_heads, width, places, dtype):
+    mesh = sharding.sampling_mesh(sharding.make_mesh(fsdp=4, devices=tpu_devices(topology)), 2)
+
+    def array(shape, dtype, *axes):
+        spec = sharding.spec(axes, shape, mesh)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    query = array((16, 1, group * kv_heads, width), "bfloat16", "slots", None, "heads", None)
+    leaf = (3, 16, kv_heads, places, width)
+    stack = {name: array(leaf, dtype, *decode.LEAF_AXES) for name in ("k", "v")}
+    if dtype == "int8":
+        for name in ("k_scale", "v_scale"):
+            stack[name] = array(leaf[:-1], "float32", *decode.LEAF_AXES[:-1])
+    row = array((16,), "int32", "slots")
+
+    def attend(query, stack, first, end):
+        how = DecodeConfig(0.1, softcap=50.0)
+        return decode.decode_attention(query, stack, 1, SeenTokens(first, end), how)
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(attend).lower(query, stack, row, row).compile()
+    text = program.as_text() or ""
+    assert "decode_attention" in text
+    # Each device computes what it holds.
+    assert "all-" not in text
+    assert "collective" not in text
+    stats = program.memory_analysis()
+    assert stats is not None
+    assert stats.temp_size_in_bytes < 1 << 20

@@ -1,0 +1,173 @@
+"""Attention of decode steps on TPUs: each row reads its own tokens, and not the longest row's.
+
+`decode_attention` computes the same function as `layers.dense_attention` for one new token per row.
+A row reads the chunks of the cache that hold what it sees, so bytes follow from the lengths of rows
+(`read_tokens`) and not from the room in the cache. Keys and values are read where they lie: nothing
+is copied or gathered, int8 is dequantized on the chip, and a ring is read where its window is.
+
+JAX ships two kernels for such steps. `paged_attention` has no sliding window and takes pages of all
+KV heads, heads first; `ragged_paged_attention` takes pages in which the heads of keys and values
+alternate. The cache of tpu_rl has a place for each row, so neither fits without a copy of it.
+
+Letters in array shapes are those of `layers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from tpu_rl.models.attention import decode_kernel
+from tpu_rl.models.attention.decode_kernel import DecodeConfig
+from tpu_rl.models.attention.flash_kernels import LANES
+from tpu_rl.models.config import AttentionConfig
+from tpu_rl.train import sharding
+
+Array = jax.Array
+
+LEAF_AXES = (None, "slots", "kv_heads", None, None)
+"""Logical axes of the leaves [L, B, K, S, E] of a cache."""
+
+LEAVES = ("k", "v", "k_scale", "v_scale")
+
+
+class SeenTokens(NamedTuple):
+    """The tokens that each row's new token sees: those numbered [first, end)."""
+
+    first: Array
+    """[B] int32."""
+    end: Array
+    """[B] int32."""
+
+
+def seen_tokens(
+    lengths: Array, positions: Array, is_read: Array, places: int | None, sliding_window: int | None
+) -> SeenTokens:
+    """Return what the new token of each row sees, by the rule of `layers.can_attend`.
+
+    Args:
+        lengths: [B], committed tokens, whose positions are their numbers.
+        positions: [B], of the new tokens.
+        is_read: [B] bool, False where nobody reads the result. Such a row sees its new token only.
+        places: room in the cache, beyond which tokens are dropped; None for a ring.
+        sliding_window: see `layers.can_attend`.
+    """
+    end = lengths + 1
+    first = jnp.zeros_like(lengths)
+    if sliding_window is not None:
+        first = jnp.clip(positions - sliding_window + 1, 0, lengths)
+    first = jnp.where(is_read, first, lengths)
+    if places is not None:
+        end = jnp.minimum(end, places)
+        first = jnp.minimum(first, end - 1)
+    return SeenTokens(first, end)
+
+
+def read_tokens(first: Array, end: Array, query: Any, key: Any) -> Array:
+    """Return how many tokens the kernel reads of each row that sees [first, end): [B] int32.
+
+    It adds up the visits of the kernel. `query` [B, K, G, E] and `key` [L, B, K, S, E] are arrays
+    or their shapes, on one device.
+    """
+    visits = decode_kernel.make_visits(query, key)
+    first_block, last_block = decode_kernel.block_range(visits, first[:, None], end[:, None])
+    # A ring may be visited once more than it has blocks.
+    blocks = first_block + jnp.arange(visits.num_blocks + 1)[None]
+    _, sizes = decode_kernel.read_range(visits, first[:, None], end[:, None], blocks)
+    return jnp.where(blocks <= last_block, sizes, 0).sum(1)
+
+
+def has_kernel(config: AttentionConfig) -> bool:
+    """Return True if the kernel can compute a model's attention on TPUs.
+
+    The TPU's compiler stores heads narrower than `LANES` with places along lanes, and would copy
+    the cache for every call. Attention sinks and latent attention are not implemented.
+    """
+    return config.head_dim % LANES == 0 and not config.sinks and config.latent is None
+
+
+def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array]) -> bool:
+    """Return True if the kernel computes query [B, T, H, E] with the leaves of a layer type."""
+    if config.kernel == "interpreted":
+        is_wanted = not config.sinks
+    else:
+        is_wanted = config.kernel == "tpu" and has_kernel(config)
+    if not is_wanted or query.shape[1] != 1 or "k" not in stack:
+        return False
+    heads_of_keys = _heads_of_keys(query, stack["k"])
+    return decode_kernel.is_supported(stack["k"].shape[3]) and heads_of_keys is not None
+
+
+def _heads_of_keys(query: Array, key: Array) -> int | None:
+    """Return how many KV heads the query heads of one device read, or None if it is no number."""
+    num_heads = query.shape[2]
+    device_heads = num_heads // sharding.spread("heads", num_heads)
+    group = num_heads // key.shape[2]
+    if device_heads % group and group % device_heads:
+        return None
+    return max(1, device_heads // group)
+
+
+def decode_attention(
+    query: Array,
+    stack: dict[str, Array],
+    layer: Array | int,
+    seen: SeenTokens,
+    config: DecodeConfig,
+) -> Array:
+    """Return the attention [B, 1, H, E] of query [B, 1, H, E] to a layer of the cache.
+
+    `is_supported` must hold. `stack` are the leaves of a layer type, into which the
+    new tokens are written already (see `kv_cache.init_cache`); `layer` is the number of the layer.
+
+    Inside `jax.set_mesh`, each device computes its own rows and heads. The rows and KV heads of the
+    cache must be sharded by the rules of the mesh.
+    """
+    leaves = [stack[name] for name in LEAVES if name in stack]
+    mesh = jax.sharding.get_abstract_mesh()
+    num_heads = query.shape[2]
+    group = num_heads // leaves[0].shape[2]
+    read_heads = _heads_of_keys(query, leaves[0])
+    assert read_heads is not None, "see is_supported"
+
+    def on_device(
+        first_head: Array | int,
+        query: Array,
+        layer: Array,
+        first: Array,
+        end: Array,
+        *leaves: Array,
+    ) -> Array:
+        rows, _, device_heads, head_dim = query.shape
+        grouped = query.reshape(rows, read_heads, device_heads // read_heads, head_dim)
+        attended = decode_kernel.attention(
+            config, grouped, list(leaves), layer, first_head, first, end
+        )
+        return attended.reshape(query.shape)
+
+    operands = (query, jnp.asarray(layer, jnp.int32), *seen, *leaves)
+    if mesh.empty or mesh.size == 1:
+        return on_device(0, *operands)
+    query_spec = sharding.spec(("slots", None, "heads", None), query.shape, mesh)
+    leaf_specs = [sharding.spec(LEAF_AXES[: leaf.ndim], leaf.shape, mesh) for leaf in leaves]
+    row_spec = PartitionSpec(query_spec[0])
+    head_axes = sharding.mesh_axes(query_spec[2])
+    kv_heads_are_whole = not sharding.mesh_axes(leaf_specs[0][2])
+
+    def on_shard(query: Array, *rest: Array) -> Array:
+        first_head = 0
+        if head_axes and kv_heads_are_whole:
+            # Each device holds all KV heads, and reads those of its own query heads.
+            first_head = jax.lax.axis_index(head_axes) * query.shape[2] // group
+        return on_device(first_head, query, *rest)
+
+    mapped = jax.shard_map(
+        on_shard,
+        in_specs=(query_spec, PartitionSpec(), row_spec, row_spec, *leaf_specs),
+        out_specs=query_spec,
+        check_vma=False,
+    )
+    return mapped(*operands)
