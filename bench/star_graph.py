@@ -7,8 +7,10 @@ Pretrains one model, with which all arms and seeds begin. Prints one line per ru
 500 held-out graphs. For Q#, also prints how the guided model learned, and its accuracy at each
 coefficient, with CD and FUDGE guided by the same q.
 
-`--graph` chooses the graphs, each with its own folder of runs. g24 is that of the presets: G(2, 4),
-20 names. g24_small has 12 names. g23 is G(2, 3) with 12 names, which one core trains in minutes.
+`--graph` chooses the graphs; give each a folder of its own. g24 is that of the presets: G(2, 4), 20
+names. g24_small has 12 names. g23 is G(2, 3) with 12 names, which one core trains in minutes. It
+has two more arms. They begin with a model that was pretrained on the paths of g24_small, which are
+longer: q_sharp_longer with its q, sft_longer with the model that it trains.
 """
 
 from __future__ import annotations
@@ -30,26 +32,34 @@ ARMS = {
     "q_sharp": ["star_graph_q_sharp"],
 }
 """Arm -> flags."""
-SHORT = ["--data.graph.nodes", "12", "--model.remat", "none"]
+LONGER_ARMS = {
+    "sft_longer": ["star_graph_sft"],
+    "q_sharp_longer": ["star_graph_q_sharp", "--algorithm.next-token-coef", "0"],
+}
+"""Arms of g23 alone."""
+LONGER = "g24_small"
+"""The graphs that they are pretrained on."""
+SMALL = ["--data.graph.nodes", "12", "--model.remat", "none"]
 FROM_SCRATCH = ["--data.rows", "1000000", "--batch.prompts", "128", "--optimizer.weight-decay", "0"]
+SFT = ["--steps", "200", "--batch.row-length", "80"]
+Q_SHARP = ["--batch.row-length", "96", "--evaluation.interval", "50"]
+# Each run of Q# has one round of fresh graphs, and learns from each once.
 GRAPHS: dict[str, dict[str, list[str]]] = {
     "g24": {},
     "g24_small": {
-        "all": SHORT,
+        "all": SMALL,
         "pretrain": [*FROM_SCRATCH, "--steps", "700"],
     },
     "g23": {
-        "all": [*SHORT, "--data.graph.length", "3"],
+        "all": [*SMALL, "--data.graph.length", "3"],
         "pretrain": [
             *FROM_SCRATCH,
             *["--steps", "600", "--batch.row-length", "80", "--evaluation.interval", "100"],
         ],
-        "sft": ["--steps", "200", "--batch.row-length", "80"],
-        # One round of fresh graphs, each of which is seen once.
-        "q_sharp": [
-            *["--steps", "700", "--algorithm.prompts", "89600", "--batch.row-length", "96"],
-            *["--evaluation.interval", "100"],
-        ],
+        "sft": SFT,
+        "sft_longer": SFT,
+        "q_sharp": [*Q_SHARP, "--steps", "700", "--algorithm.prompts", "89600"],
+        "q_sharp_longer": [*Q_SHARP, "--steps", "250", "--algorithm.prompts", "32000"],
     },
 }
 """Graph -> arm -> flags that differ from the presets."""
@@ -75,6 +85,7 @@ def pretrain(folder: Path, graph: str) -> Path:
     run_dir = folder / "pretrain"
     arms.run(run_dir, ["star_graph_pretrain", *flags_of(graph, "pretrain")])
     show_learning(run_dir, "sft/loss")
+    print()
     return run_dir / "model"
 
 
@@ -83,25 +94,33 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--graph", choices=GRAPHS, default="g24")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *LONGER_ARMS])
     parser.add_argument("--samples", type=int, default=1, help="guided paths per graph")
     flags = parser.parse_args()
-    model = pretrain(flags.to, flags.graph)
-    chosen = {
-        arm: [*ARMS[arm], *flags_of(flags.graph, arm), "--model.path", str(model)]
-        for arm in flags.arms
-    }
+    has_longer = flags.graph == "g23"
+    known = ARMS | LONGER_ARMS if has_longer else ARMS
+    wanted = flags.arms or list(known)
+    if not has_longer and set(wanted) & set(LONGER_ARMS):
+        parser.error(f"{', '.join(LONGER_ARMS)} are arms of --graph g23")
+    model = str(pretrain(flags.to, flags.graph))
+    models = {arm: ["--model.path", model] for arm in known}
+    if set(wanted) & set(LONGER_ARMS):
+        longer = str(pretrain(flags.to / LONGER, LONGER))
+        models["sft_longer"] = ["--model.path", longer]
+        models["q_sharp_longer"] += ["--algorithm.q-model", longer]
+    chosen = {arm: [*known[arm], *flags_of(flags.graph, arm), *models[arm]] for arm in wanted}
     arms.table(flags.to, chosen, flags.seeds)
-    if "q_sharp" not in flags.arms:
-        return
-    for seed in flags.seeds:
-        run_dir = flags.to / f"q_sharp_{seed}"
-        run_config = replace(config.load(run_dir / "config.yaml"), run_dir=str(run_dir))
-        print(f"\nq of seed {seed}\n")
-        show_learning(run_dir, "q/loss")
-        print()
-        sweep = q_sharp.sweep(run_config, flags.samples, ["cd", "fudge"])
-        q_sharp.show(sweep, flags.samples)
+    for arm in wanted:
+        if not arm.startswith("q_sharp"):
+            continue
+        for seed in flags.seeds:
+            run_dir = flags.to / f"{arm}_{seed}"
+            run_config = replace(config.load(run_dir / "config.yaml"), run_dir=str(run_dir))
+            print(f"\n{arm}, seed {seed}\n")
+            show_learning(run_dir, "q/loss")
+            print()
+            sweep = q_sharp.sweep(run_config, flags.samples, ["cd", "fudge"])
+            q_sharp.show(sweep, flags.samples)
 
 
 if __name__ == "__main__":

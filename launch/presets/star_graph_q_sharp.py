@@ -1,10 +1,10 @@
 """Q# on star graphs: a q that starts as the pretrained model learns which of that model's own paths
 end at the goal.
 
-The first node tells nothing about the end until two edges have been followed from it, so q's loss
-on it is flat for many steps. Four settings make it learn this in the end: q starts with all
-pretrained layers and keeps their next-token loss, all tokens of a path are labeled, graphs are
-fresh, and the phase is long. The two paths of a graph are learned from together.
+The first node after the center tells nothing about the end until edges have been followed from it,
+so q's loss on it stays flat for long. Hence q starts with all pretrained layers and keeps their
+next-token loss, all tokens of a path are labeled, and each graph is new. The two paths of a graph
+are learned from together.
 
 It then guides the model, with CD and FUDGE on the same q for comparison:
 
