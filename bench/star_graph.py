@@ -9,8 +9,8 @@ coefficient, with CD and FUDGE guided by the same q.
 
 `--graph` chooses the graphs; give each a folder of its own. g24 is that of the presets: G(2, 4), 20
 names. g24_small has 12 names. g23 is G(2, 3) with 12 names, which one core trains in minutes. It
-has two more arms. They begin with a model that was pretrained on the paths of g24_small, which are
-longer: q_sharp_longer with its q, sft_longer with the model that it trains.
+has one more arm, q_sharp_longer: q starts as a model that was pretrained on the paths of g24_small,
+which are longer.
 """
 
 from __future__ import annotations
@@ -32,16 +32,12 @@ ARMS = {
     "q_sharp": ["star_graph_q_sharp"],
 }
 """Arm -> flags."""
-LONGER_ARMS = {
-    "sft_longer": ["star_graph_sft"],
-    "q_sharp_longer": ["star_graph_q_sharp", "--algorithm.next-token-coef", "0"],
-}
-"""Arms of g23 alone."""
+LONGER_ARM = "q_sharp_longer"
+"""An arm of g23 alone."""
 LONGER = "g24_small"
-"""The graphs that they are pretrained on."""
+"""The graphs that its q is pretrained on."""
 SMALL = ["--data.graph.nodes", "12", "--model.remat", "none"]
 FROM_SCRATCH = ["--data.rows", "1000000", "--batch.prompts", "128", "--optimizer.weight-decay", "0"]
-SFT = ["--steps", "200", "--batch.row-length", "80"]
 Q_SHARP = ["--batch.row-length", "96", "--evaluation.interval", "50"]
 # Each run of Q# has one round of fresh graphs, and learns from each once.
 GRAPHS: dict[str, dict[str, list[str]]] = {
@@ -56,8 +52,7 @@ GRAPHS: dict[str, dict[str, list[str]]] = {
             *FROM_SCRATCH,
             *["--steps", "600", "--batch.row-length", "80", "--evaluation.interval", "100"],
         ],
-        "sft": SFT,
-        "sft_longer": SFT,
+        "sft": ["--steps", "200", "--batch.row-length", "80"],
         "q_sharp": [*Q_SHARP, "--steps", "700", "--algorithm.prompts", "89600"],
         "q_sharp_longer": [*Q_SHARP, "--steps", "250", "--algorithm.prompts", "32000"],
     },
@@ -94,21 +89,22 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--graph", choices=GRAPHS, default="g24")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *LONGER_ARMS])
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, LONGER_ARM])
     parser.add_argument("--samples", type=int, default=1, help="guided paths per graph")
     flags = parser.parse_args()
-    has_longer = flags.graph == "g23"
-    known = ARMS | LONGER_ARMS if has_longer else ARMS
+    known = dict(ARMS)
+    if flags.graph == "g23":
+        known[LONGER_ARM] = [*ARMS["q_sharp"], "--algorithm.next-token-coef", "0"]
+    elif LONGER_ARM in (flags.arms or []):
+        parser.error(f"{LONGER_ARM} is an arm of --graph g23")
     wanted = flags.arms or list(known)
-    if not has_longer and set(wanted) & set(LONGER_ARMS):
-        parser.error(f"{', '.join(LONGER_ARMS)} are arms of --graph g23")
     model = str(pretrain(flags.to, flags.graph))
-    models = {arm: ["--model.path", model] for arm in known}
-    if set(wanted) & set(LONGER_ARMS):
-        longer = str(pretrain(flags.to / LONGER, LONGER))
-        models["sft_longer"] = ["--model.path", longer]
-        models["q_sharp_longer"] += ["--algorithm.q-model", longer]
-    chosen = {arm: [*known[arm], *flags_of(flags.graph, arm), *models[arm]] for arm in wanted}
+    chosen = {
+        arm: [*known[arm], *flags_of(flags.graph, arm), "--model.path", model] for arm in wanted
+    }
+    if LONGER_ARM in wanted:
+        longer = pretrain(flags.to / LONGER, LONGER)
+        chosen[LONGER_ARM] += ["--algorithm.q-model", str(longer)]
     arms.table(flags.to, chosen, flags.seeds)
     for arm in wanted:
         if not arm.startswith("q_sharp"):
