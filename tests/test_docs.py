@@ -50,6 +50,7 @@ OTHER_FLAGS = {
     "help-all",
     "letters",
     "gpus-per-task",
+    "graph",
     "gsm8k",
     "guide",
     "help",
