@@ -61,8 +61,9 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     The cache is {"lengths": [B] int32, layer type: {"k", "v": [L, B, K, S, E]}}, with L layers of
     that type and S = length, or at most the ring size in sliding layers. With the TPU's kernels S
     is rounded up to whole blocks. In int8, "k_scale" and "v_scale" [L, B, K, S] float32 are added.
-    With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent attention has the one head of
-    `AttentionConfig.cached_dims`, whose values are wider than its keys.
+    With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
+    attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
+    keys.
 
     The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
     its tokens after the committed ones, and the next call overwrites those that were not committed.
