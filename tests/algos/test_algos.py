@@ -15,13 +15,15 @@ import optax
 import pytest
 
 from tests.fixtures import tiny
-from tests.fixtures.algorithm_cases import CASES, MODEL, QUICK, off_policy, slow_unless_quick
+from tests.fixtures.algorithm_cases import CASES, MODEL, QUICK, off_policy, unless_quick
 from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.algos import GrpoConfig, grpo
 from tpu_rl.train import update_step as training
 from tpu_rl.types import Algorithm, Experience, Params, Role, Roles, Rollout, TrainState
 
-every_case = pytest.mark.parametrize("name", slow_unless_quick(CASES))
+every_case = pytest.mark.parametrize("name", unless_quick(pytest.mark.slow, CASES))
+# Tests that compile programs of their own.
+every_case_at_night = pytest.mark.parametrize("name", unless_quick(pytest.mark.nightly, CASES))
 
 
 def test_every_algorithm_has_a_quick_case():
@@ -187,7 +189,7 @@ def test_nothing_under_the_mask_is_read(float64, name):
     )
 
 
-@every_case
+@every_case_at_night
 def test_padding_changes_nothing(float64, name):
     """More columns, more rows without actions, more packed rows."""
     data = CASES[name].data()
@@ -254,7 +256,7 @@ def trainable(name: str) -> training.Trainable:
     return lambda path: roles[path.partition("/")[0]].trainable
 
 
-@every_case
+@every_case_at_night
 def test_resuming_is_no_interruption_and_frozen_roles_keep_their_bits(name):
     algorithm, update = update_step(name)
     params = tiny.cast(CASES[name].config.roles)[1]
@@ -382,7 +384,7 @@ def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.asarray(log_probs[0]), np.asarray(entropy), np.asarray(log_probs[1])
 
 
-@pytest.mark.parametrize("name", slow_unless_quick(GRPO))
+@pytest.mark.parametrize("name", unless_quick(pytest.mark.slow, GRPO))
 def test_the_loss_is_its_formula(float64, name):
     config, data = CASES[name].config, off_policy()
     log_probs, entropy, reference = plain_policy()
@@ -419,7 +421,7 @@ def plain_policy_gradient() -> Callable[[Params, jax.Array, jax.Array], Params]:
     return jax.jit(jax.grad(loss))
 
 
-@pytest.mark.parametrize("name", slow_unless_quick(REINFORCE))
+@pytest.mark.parametrize("name", unless_quick(pytest.mark.slow, REINFORCE))
 def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
     params, config = tiny.init_params(MODEL), CASES[name].config
     data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)
