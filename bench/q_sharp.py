@@ -23,7 +23,7 @@ import arms
 import jax
 import numpy as np
 
-from launch import compose, config, evaluate, evaluate_q_sharp, run, saved_run
+from launch import compose, config, evaluate_q_sharp, evaluators, run, saved_run
 from launch.config import ExperimentConfig, MeshConfig, Phase
 from tpu_rl import models, sampler
 from tpu_rl.experience import tasks
@@ -55,7 +55,8 @@ MAX_NUM_SEQS = 512
 def make_config(arm: str, seed: int, folder: Path) -> ExperimentConfig:
     """Return the preset with the changes of an arm. Rounds have as many steps as in the preset."""
     preset = config.preset("arithmetic_q_sharp")
-    algorithm = replace(preset.algorithm, **ARMS.get(arm, {}))
+    base: Any = preset.algorithm
+    algorithm = replace(base, **ARMS.get(arm, {}))
     first_steps = preset.phases[0].until
     later_steps = preset.steps - preset.phases[-1].until
     rounds = ROUNDS.get(arm, 1 + len(preset.phases))
@@ -102,13 +103,12 @@ def sweep(
     )
     mesh = compose.make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        flags = evaluate.Flags(model=run_config.model.path or "")
-        language, params = saved_run.load_language(flags.model, run_config)
+        language, params = saved_run.load_language(run_config.model.path or "", run_config)
         guided, _ = evaluate_q_sharp.load(run_config.run_dir, language, params)
         settings = sampler_config(run_config.sampling, language.tokenizer, samples)
         task = guided_evaluation.Task(
             problems,
-            evaluate.make_scorer(run_config, language, reward_name),
+            evaluators.answer_scorer(run_config, language.tokenizer, problems),
             evaluation.ANSWER_READERS.get(reward_name),
             replace(settings, max_num_seqs=MAX_NUM_SEQS),
             run_config.seed,
@@ -143,7 +143,8 @@ def accuracy_at_kl(lines: list[dict], name: str, kl: float) -> float:
     points = sorted(
         (line["kl"], line["accuracy"][0]) for line in lines if line["name"] in (name, "reference")
     )
-    return float(np.interp(kl, *zip(*points, strict=True)))
+    levels, accuracies = zip(*points, strict=True)
+    return float(np.interp(kl, levels, accuracies))
 
 
 def matched(lines: list[dict]) -> list[tuple[float, float, float]]:
