@@ -149,7 +149,7 @@ def test_a_kill_at_any_moment(copy, whole, moment):
     same(ADDRESS, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_of_the_process(fake, whole):
     """SIGKILL after the first checkpoint, of step 2, on the way to the next one."""
     environment = os.environ | fake.environment() | {"JAX_PLATFORMS": "cpu"}

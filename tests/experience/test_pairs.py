@@ -27,7 +27,7 @@ def file(tmp_path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_equals_an_uninterrupted_run(file, tmp_path, capsys):
     """The reference's log-probs are computed once. A resumed run reads them, because its policy is
     no longer the reference."""

@@ -158,7 +158,12 @@ def test_algorithms_without_old_rollouts_refuse_them():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stale",
-    [["--rollout.partial", "2", "--sampling.host-sync-steps", "4"], ["--batch.staleness", "2"]],
+    [
+        pytest.param(
+            ["--rollout.partial", "2", "--sampling.host-sync-steps", "4"], marks=pytest.mark.nightly
+        ),
+        ["--batch.staleness", "2"],
+    ],
 )
 def test_interrupted_run_equals_uninterrupted_run(tmp_path: Path, capsys, stale):
     flags = [*TINY, *stale]

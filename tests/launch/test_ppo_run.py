@@ -93,9 +93,11 @@ def test_baseline_is_the_value_of_the_prompt(tmp_path, algorithm):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(PpoConfig(Critic(trunk="shared")), id="shared_trunk", marks=pytest.mark.slow),
+        pytest.param(
+            PpoConfig(Critic(trunk="shared")), id="shared_trunk", marks=pytest.mark.nightly
+        ),
         pytest.param(ReinforceConfig("greedy"), id="remax", marks=pytest.mark.slow),
-        pytest.param(AStarPoConfig(), id="a_star_po", marks=pytest.mark.slow),
+        pytest.param(AStarPoConfig(), id="a_star_po", marks=pytest.mark.nightly),
     ],
 )
 def test_two_steps_of_each_algorithm(tmp_path, algorithm, capsys):

@@ -125,14 +125,8 @@ def test_signal_saves_the_last_complete_step(
     assert rows_of(run_dir) == rows_of(whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "muon",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("adafactor", "lion", "sgd")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lion", "sgd"])
 def test_every_optimizer_resumes_to_the_same_bits(name, tmp_path, monkeypatch):
     flags = [*TINY, *STEPS, "--optimizer.name", name]
     whole_run = [*flags, "--run-dir", str(tmp_path / "whole")]

@@ -31,7 +31,7 @@ def test_a_run_in_which_nothing_passes_ends_with_the_first_model(tmp_path, capsy
     assert is_first_model(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_expert_iteration_resumes_within_a_round(tmp_path, capsys):
     command = [*SMALL, "--algorithm.sampled-by", "reference", "--algorithm.round-steps", "3"]
     command += ["--algorithm.max-per-prompt", "1", "--batch.num-minibatches", "2"]

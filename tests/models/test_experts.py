@@ -218,7 +218,7 @@ def grown(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_update_of_a_mixture_is_the_same_on_several_devices(grown, tmp_path):
     """Compare tokens, rewards, gradients and, after gradient descent, params."""
 

@@ -216,7 +216,7 @@ sys.exit(run.main(["arithmetic_grpo", *flags]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_is_exact_after_a_stop_during_sampling(tmp_path):
     def exit_code(folder: str, stop_at_call: int) -> int:
         command = [sys.executable, "-c", STOPPED_RUN, str(tmp_path / folder), str(stop_at_call)]

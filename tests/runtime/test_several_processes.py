@@ -372,7 +372,7 @@ def test_a_run_of_two_that_is_killed_goes_on_to_the_same_bits(whole, tmp_path):
     assert verify.main([str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_sigterm_to_one_of_two_saves_the_same_step_of_both(whole, tmp_path):
     """Between two checkpoints: without the signal, nothing would be saved there."""
