@@ -258,7 +258,7 @@ def _choose_apart(
     def line(size: TensorParallel, reason: str) -> str:
         return (
             f"decoding: {_spread(size, mesh, count)}, on devices that only sample{reason}; "
-            f"{mesh.size} others learn"
+            f"{mesh.size} for learning"
         )
 
     if given is not None:
