@@ -83,9 +83,9 @@ class Devices(NamedTuple):
     """The devices of a run."""
 
     mesh: Mesh
-    """What learns."""
+    """The devices that learn."""
     sampler: tuple[Any, ...]
-    """What only samples. If nothing does, `mesh` samples too."""
+    """Devices that only sample. Without any, those of `mesh` sample too."""
 
 
 def share_devices(

@@ -278,12 +278,18 @@ def test_kernels_count_their_own_estimate_or_are_uncounted():
     ("name", "filled"), [("decode_attention", 25), ("decode_attention_window", 100)]
 )
 def test_the_decode_kernel_reads_what_it_states_and_less_of_emptier_caches(name, filled):
+    cost = '{"cost_estimate":{"flops":"400","bytes_accessed":"100"}}'
+    attributes = (
+        'custom_call_target="tpu_custom_call", '
+        f'metadata={{op_name="jit(f)/{name}/pallas_call"}}, '
+        f'backend_config={{"custom_call_config":{cost}}}'
+    )
     program = module(f"""
         ENTRY %main (cache: bf16[64,64]) -> bf16[8] {{
           %cache = bf16[64,64]{{1,0}} parameter(0)
-          ROOT %k = bf16[8]{{0}} custom-call(%cache), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/{name}/pallas_call"}}, backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"400","bytes_accessed":"100"}}}}}}
+          ROOT %k = bf16[8]{{0}} custom-call(%cache), {attributes}
         }}
-    """)  # noqa: E501
+    """)
     operations = cost_model.operations(program)
     assert total_bytes(operations) == 100
     quarter = cost_model.with_cache_fill(operations, 0.25)

@@ -169,9 +169,11 @@ def q_example_source(
 
 def join(rounds: Sequence[Round]) -> Round:
     """Return the examples of all rounds as one, with the other fields of the last."""
-    per_example = ("tokens", "first", "ends", "returns")
     return rounds[-1]._replace(
-        **{name: np.concatenate([getattr(part, name) for part in rounds]) for name in per_example}
+        tokens=np.concatenate([part.tokens for part in rounds]),
+        first=np.concatenate([part.first for part in rounds]),
+        ends=np.concatenate([part.ends for part in rounds]),
+        returns=np.concatenate([part.returns for part in rounds]),
     )
 
 
@@ -328,7 +330,8 @@ def q_engine(roll_in: Decoding, roll_out: Decoding | None, scorer: Scorer) -> En
             watchdog.mark(f"the prefixes of Q# examples, before step {step}")
             answers = roll_in.sample(params, token_ids, step, row_ids)
             if roll_out is None:
-                rollout, cuts = answers, np.asarray(answers.action_mask).argmax(1)
+                rollout = answers
+                cuts = np.asarray(answers.action_mask).argmax(1)
             else:
                 watchdog.mark(f"the continuations of Q# examples, before step {step}")
                 rollout, cuts = cut_and_continue(roll_out, params, answers, step, row_ids)

@@ -281,7 +281,7 @@ class AttentionConfig:
 
     @property
     def cached_dims(self) -> tuple[int, int, int]:
-        """What is cached for a token: heads, dimensions of their keys, and of their values.
+        """Sizes that are cached for a token: heads, dimensions of their keys, and of their values.
 
         For latent attention these are the shared key and the latent, as the key and the value of a
         single head.
@@ -348,7 +348,7 @@ class MoeConfig:
     bias: bool = False
     """True if the router and the matrices of experts have biases (gpt-oss)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become probabilities."""
+    """The function that makes probabilities of the router's logits."""
     has_correction: bool = False
     """True if a bias is added to the probabilities, for the choice of experts alone. It has no
     gradient (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""

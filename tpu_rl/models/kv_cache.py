@@ -131,11 +131,11 @@ def view(
     """
     is_ring = capacity == ring_size_of(config, layer_type)
     if is_ring:
-        found = ring_view(lengths, commit, capacity, new)
+        view = ring_view(lengths, commit, capacity, new)
     else:
-        found = linear_view(lengths, capacity, new)
+        view = linear_view(lengths, capacity, new)
     if new.index.shape[1] > 1:
-        return found
+        return view
     sliding_window = config.attention.sliding_window if layer_type == "sliding" else None
     seen = decode.seen_tokens(
         lengths,
@@ -144,7 +144,7 @@ def view(
         None if is_ring else capacity,
         sliding_window,
     )
-    return found._replace(seen=seen)
+    return view._replace(seen=seen)
 
 
 def linear_view(lengths: Array, capacity: int, new: TokenIndex) -> CacheView:

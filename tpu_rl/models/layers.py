@@ -453,7 +453,8 @@ def apply_rope(x: Array, angles: tuple[Array, Array], interleaved: bool = False)
     num_rotated = 2 * cos.shape[-1]
     x_float32 = x[..., :num_rotated].astype(jnp.float32)
     if interleaved:
-        first, second = x_float32[..., 0::2], x_float32[..., 1::2]
+        first = x_float32[..., 0::2]
+        second = x_float32[..., 1::2]
     else:
         first, second = jnp.split(x_float32, 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]

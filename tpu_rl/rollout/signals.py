@@ -11,7 +11,8 @@ from tpu_rl.runtime import preemption, watchdog
 from tpu_rl.types import Purpose
 
 _cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
-"""What cancels the rollouts of this thread; None if a request to stop the run ends them."""
+"""The event that cancels the rollouts of this thread. None if a request to stop the run ends
+them."""
 
 
 class Cancelled(Exception):

@@ -47,8 +47,8 @@ class RolloutPolicy(NamedTuple):
     drafter: Policy | None = None
     """The small model of speculative decoding. It reads the same params tree."""
     device: Any = None
-    """Where random keys and the like are computed, if the sampler has devices of its own: jax's
-    default is busy with updates."""
+    """The device that computes random keys and the like, if the sampler has devices of its own:
+    jax's default is busy with updates."""
 
 
 class SamplingLayout(NamedTuple):
@@ -58,7 +58,7 @@ class SamplingLayout(NamedTuple):
     dtype: str
     """The type that the model computes in."""
     training_mesh: Mesh | None = None
-    """Where the weights are, if that is on other devices."""
+    """The mesh of the weights, if they are on other devices."""
 
 
 def require_tensor_parallel(tensor_parallel: TensorParallel | None, num_devices: int) -> None:

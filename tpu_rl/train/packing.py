@@ -362,7 +362,8 @@ def _index(
             cursor = row_start
             sequence_id = 0
             for segment_id, group in enumerate(row, start=1):
-                starts, ends = group.texts.starts, group.texts.ends
+                starts = group.texts.starts
+                ends = group.texts.ends
                 runs = group.runs()
                 segment_ids[cursor : cursor + group.size] = segment_id
                 for run, until in zip(runs, _ends_of_subtrees(runs), strict=True):

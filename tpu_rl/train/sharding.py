@@ -154,7 +154,7 @@ def split_devices(devices: Sequence[Any], count: int) -> tuple[tuple[Any, ...], 
     where = "--sampling.devices"
     if not 0 < count < len(devices):
         raise InputError(
-            f"{count} of {len(devices)} devices shall only sample",
+            f"{count} of {len(devices)} devices cannot be set apart for sampling",
             where=where,
             why="others have to learn",
             fix=f"use at most {len(devices) - 1}" if len(devices) > 1 else "leave it out",

@@ -55,7 +55,7 @@ class DecodeConfig(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """How the kernel cuts rows and keys."""
+    """The pieces into which the kernel cuts rows and keys."""
 
     rows: int
     """Rows of a group. Groups are computed independently: by the two cores of a chip that has
@@ -154,7 +154,8 @@ def _kernel(visits: Visits, config: DecodeConfig, is_int8: bool, *refs: Any) -> 
     buffers = rest[num_leaves + 1 : -1]
     semaphores = rest[-1]
     base = pl.program_id(0) * visits.rows
-    layer, first_head = place[0], place[1]
+    layer = place[0]
+    first_head = place[1]
     heads = range(visits.kv_heads)
 
     def row_of(visit: _Visit) -> Array:
@@ -268,13 +269,13 @@ def _kernel(visits: Visits, config: DecodeConfig, is_int8: bool, *refs: Any) -> 
         for i in range(visits.unrolled):
             start_copies(loading, previous_turn * visits.unrolled + i)
             loading = following(loading)
-        found = []
+        computed = []
         for i in range(visits.unrolled):
             buffer = turn * visits.unrolled + i
             wait_for_copies(visit, buffer)
-            found.append((visit, [visit_sums(visit, buffer, head) for head in heads]))
+            computed.append((visit, [visit_sums(visit, buffer, head) for head in heads]))
             visit = following(visit)
-        for visited, new in found:
+        for visited, new in computed:
             is_first = visited.block == blocks(visited.row)[0]
             is_first &= visited.number < num_visits
             sums = [add(sums[head], new[head], is_first) for head in heads]

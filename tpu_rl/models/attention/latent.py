@@ -29,7 +29,8 @@ def expand(latent: Array, rope_key: Array, up: Array, own_dim: int) -> tuple[Arr
         own_dim: N.
     """
     both = jnp.einsum("btl,lhe->bthe", latent, up)
-    key, value = both[..., :own_dim], both[..., own_dim:]
+    key = both[..., :own_dim]
+    value = both[..., own_dim:]
     shared = jnp.broadcast_to(rope_key, (*key.shape[:-1], rope_key.shape[-1]))
     return jnp.concatenate([key, shared], axis=-1), value
 

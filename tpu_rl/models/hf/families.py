@@ -487,13 +487,7 @@ def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
         value = hf[field]
         if value is None and field not in REQUIRED:
             continue  # It follows from the others.
-        if type(value) is not int or not 1 <= value <= largest:
-            raise InputError(
-                f"{field} = {str(value)[:40]} is out of range",
-                where=where,
-                why=f"it must be a whole number from 1 to {largest:,}",
-                fix="correct the file, or download it again",
-            )
+        moe_families.require_size(field, value, largest, where)
 
 
 def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> None:

@@ -121,6 +121,17 @@ MAX_EXPERTS = 2**14
 MAX_INTERMEDIATE_SIZE = 2**22
 
 
+def require_size(field: str, size: Any, largest: int, where: str) -> None:
+    """Raise InputError unless a field of a configuration is a whole number from 1 to `largest`."""
+    if type(size) is not int or not 1 <= size <= largest:
+        raise InputError(
+            f"{field} = {str(size)[:40]} is out of range",
+            where=where,
+            why=f"it must be a whole number from 1 to {largest:,}",
+            fix="correct config.json, or download it again",
+        )
+
+
 def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
     """Return the mixture of a configuration with its family's defaults.
 
@@ -148,13 +159,7 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         ("num_experts_per_tok", experts_per_token, num_experts),
         ("moe_intermediate_size", intermediate_size, MAX_INTERMEDIATE_SIZE),
     ):
-        if type(number) is not int or not 1 <= number <= largest:
-            raise InputError(
-                f"{field} = {str(number)[:40]} is out of range",
-                where=where,
-                why=f"it must be a whole number from 1 to {largest:,}",
-                fix="correct config.json, or download it again",
-            )
+        require_size(field, number, largest, where)
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
@@ -240,13 +245,7 @@ def read_latent_attention(hf: Mapping[str, Any], where: str) -> AttentionConfig:
     if query_rank is not None:
         sizes["q_lora_rank"] = query_rank
     for field, size in sizes.items():
-        if type(size) is not int or not 1 <= size <= MAX_INTERMEDIATE_SIZE:
-            raise InputError(
-                f"{field} = {str(size)[:40]} is out of range",
-                where=where,
-                why=f"it must be a whole number from 1 to {MAX_INTERMEDIATE_SIZE:,}",
-                fix="correct config.json, or download it again",
-            )
+        require_size(field, size, MAX_INTERMEDIATE_SIZE, where)
     if hf["attention_bias"] or rope_dim % 2 or value_dim > own_dim + rope_dim:
         raise InputError(
             f"latent attention with attention_bias = {hf['attention_bias']}, qk_rope_head_dim = "
