@@ -178,6 +178,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEATHS)
 def test_a_worker_that_dies_costs_the_episodes_that_lived_in_it(pool, name):
     code, message = DEATHS[name]

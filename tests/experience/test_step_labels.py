@@ -201,6 +201,7 @@ def test_steps_of_sampled_completions_are_labeled_by_the_task(folder, capsys):
     assert "majority" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_labeled_steps_of_a_file(folder, tmp_path, capsys):
     """Without a file of steps, --algorithm.steps given is an input error."""
     right = {

@@ -98,6 +98,7 @@ def test_the_problems_of_a_task_stay_plain_text(checkpoint):
     assert tokenizer.encode_prompt("1+1=") == tokenizer.encode("1+1=")
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_saved_with_its_template(checkpoint, tmp_path, capsys):
     file = tmp_path / "mine.jinja"
     file.write_text(MINE)

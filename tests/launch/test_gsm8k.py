@@ -41,6 +41,7 @@ def command(checkpoint: Path, run_dir: Path, *flags: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_own_checkpoint_data_and_reward(checkpoint, tmp_path):
     reward = tmp_path / "my_reward.py"
     reward.write_text(

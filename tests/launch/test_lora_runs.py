@@ -153,11 +153,11 @@ def test_frozen_weights_exist_once_and_only_trained_params_have_moments(name, mo
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("expert_iteration", "ppo", "q_sharp", "distill")
+    for name in ("tr_dpo", "expert_iteration", "ppo", "q_sharp", "distill")
 ]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dpo", "tr_dpo", *SLOW])
+@pytest.mark.parametrize("name", ["grpo", "dpo", *SLOW])
 def test_only_adapters_move_and_resume_is_bit_exact(name, model_dir):
     case = CASES[name]
     run = prepare(name, model_dir)

@@ -235,6 +235,7 @@ def test_a_dict_of_classes_is_the_environment():
     assert list(answering.pool.descriptions) == ["again"]
 
 
+@pytest.mark.slow
 def test_a_class_is_the_environment(checkpoint, tmp_path):
     settings = {"sampling.max_new_tokens": 24, "sampling.max-turns": 3}
     trained = train(checkpoint, tmp_path, settings, given=(), environment=Repeat)

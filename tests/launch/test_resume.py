@@ -138,6 +138,7 @@ def test_every_optimizer_resumes_to_the_same_bits(name, tmp_path, monkeypatch):
     assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_sigterm_during_a_rollout_drops_the_step(whole, tmp_path, capsys, monkeypatch):
     """The resumed run takes the step's rows from the data again."""
     run_dir = tmp_path / "run"
@@ -179,6 +180,7 @@ def test_run_resumes_from_the_checkpoint_before_a_damaged_one(whole, copy, capsy
     assert "checkpoint 4 is damaged and was set aside" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_copied_checkpoint_is_set_aside(whole, copy, capsys):
     """It is whole, and of another step."""
     shutil.rmtree(copy / "checkpoints" / "4")

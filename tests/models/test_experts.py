@@ -177,6 +177,7 @@ def on_four_devices(program, *arguments):
     assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_four_devices_equal_one():
     """All tokens are routed to experts of one device, which takes several passes."""
     on_four_devices(

@@ -453,6 +453,7 @@ def test_adapters_of_experts_have_the_names_of_their_family(tmp_path):
     assert modules == ["q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2"]
 
 
+@pytest.mark.slow
 def test_transformers_agrees_on_a_mixture_with_merged_adapters(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

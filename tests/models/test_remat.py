@@ -15,7 +15,11 @@ POLICIES = ("full", "save-dots", "none")
 
 @pytest.mark.parametrize(
     "family",
-    ["llama3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma3", "olmoe"))],
+    [
+        "llama3",
+        pytest.param("olmoe", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.nightly),
+    ],
 )
 def test_gradients_do_not_depend_on_remat(family):
     """Gemma 3 also has a tail of layers after its repetitions."""
@@ -45,6 +49,7 @@ def gradient_of(policy: str) -> jax.stages.Compiled:
     return jax.jit(jax.grad(total)).lower(params).compile()
 
 
+@pytest.mark.slow
 def test_saved_products_are_not_recomputed():
     flops = [
         cost_model.total_flops(

@@ -141,6 +141,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path, capsys, monkeypatch):
     assert "ZeroDivisionError: &lt;b&gt;&lt;secret&gt;" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_has_a_page_and_is_not_finished(
     whole, tmp_path, capsys, monkeypatch
 ):

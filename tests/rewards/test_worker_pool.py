@@ -76,6 +76,7 @@ def ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_its_own_row_only_and_no_more_than_the_deadline(tmp_path, fault):
     code, message = FAULTS[fault]

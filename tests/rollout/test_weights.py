@@ -157,6 +157,7 @@ ADAPTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

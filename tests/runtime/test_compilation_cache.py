@@ -71,6 +71,7 @@ def test_programs_are_found_again_also_by_processes_side_by_side(tmp_path):
     assert said == ""
 
 
+@pytest.mark.slow
 def test_a_flipped_entry_is_compiled_again(tmp_path):
     """zstandard decompresses many of them without an error."""
     _, folder, _ = result(started(tmp_path))

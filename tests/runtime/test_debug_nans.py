@@ -64,6 +64,7 @@ def test_run_names_the_line_of_the_loss(tmp_path, monkeypatch, capsys):
     assert [row["step"] for row in rows] == [0]
 
 
+@pytest.mark.slow
 def test_run_names_experience_that_is_not_finite(tmp_path, monkeypatch, capsys):
     """The batch becomes NaN on purpose then. That is not the line to name."""
     make_rewards_nan(monkeypatch, 0, 1)

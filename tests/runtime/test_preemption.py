@@ -125,6 +125,7 @@ def test_second_sigterm_ends_a_busy_process_at_once():
     assert process.returncode == preemption.TERMINATED
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_first_step_does_not_wait_for_compilation(tmp_path):
     flags = ["arithmetic_grpo", "--run-dir", str(tmp_path / "run")]
     command = [sys.executable, "-c", COMPILING_RUN, str(tmp_path / "begun"), *flags]

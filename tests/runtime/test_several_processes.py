@@ -169,6 +169,7 @@ def test_a_sigterm_to_one_before_the_first_step_ends_both_at_once(tmp_path):
     assert not second.err
 
 
+@pytest.mark.slow
 def test_a_flag_that_differs_ends_all_before_anything_is_touched(tmp_path):
     command = [*RUN, "--steps", "1", "--run-dir", str(tmp_path / "run")]
     ended = several.wait(several.start(2, command, each=[["--seed", "0"], ["--seed", "1"]]), 120)

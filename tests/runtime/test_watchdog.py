@@ -216,6 +216,7 @@ def test_a_run_that_stalls_goes_on_to_the_same_bits(whole, tmp_path, what, at, f
 # --- settings ---
 
 
+@pytest.mark.slow
 def test_zero_waits_for_ever(tmp_path):
     program = IN_C.replace("0.01", "0").replace(
         "hashlib.pbkdf2_hmac", "__import__('time').sleep(3) #"

@@ -104,6 +104,7 @@ def llama():
     return decoder()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, TWO_KINDS], ids=["llama", "sliding"])
 def test_log_probs_of_turns_are_those_of_the_whole_text(changes):
     model, params = decoder(**changes)

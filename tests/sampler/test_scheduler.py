@@ -160,6 +160,7 @@ def test_slots_leave_no_trace():
         jax.tree.map(np.testing.assert_array_equal, refilled, static)
 
 
+@pytest.mark.slow
 def test_refilled_compacted_and_grown_equals_static():
     model, params = decoder(**TWO_KINDS)
     policy = models.policy(model)
@@ -402,8 +403,13 @@ print("same")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", ["plain", "transposed"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("transposed", marks=pytest.mark.nightly),
+    ],
+)
 def test_refilling_moves_no_cache_between_devices(keys):
     command, env = [sys.executable, "-c", ON_A_MESH, keys], several.virtual_devices(4)
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=ROOT)

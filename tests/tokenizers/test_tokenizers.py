@@ -227,6 +227,7 @@ def test_template_bombs_are_refused(letters, monkeypatch, template, why):
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 def test_a_bomb_that_the_kernel_does_not_end_is_ended_by_the_clock(letters, monkeypatch):
     monkeypatch.setattr(chat_templates, "CPU_SECONDS", 1)
     uncounted = chat_templates._WORKER.replace("ITIMER_PROF, seconds", "ITIMER_PROF, 0")
