@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import AlgorithmConfig
-from tpu_rl.checkpoint import gcs
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
 from tpu_rl.rollout.dynamic_sampling import num_kept
+from tpu_rl.storage import gcs
 
 
 def check_positive(values: Mapping[str, int]) -> None:

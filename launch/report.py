@@ -18,8 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import tyro
 
 from tpu_rl import report
-from tpu_rl.checkpoint import gcs, remote_run
+from tpu_rl.checkpoint import remote_run
 from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 10

@@ -41,7 +41,7 @@ from launch.compose import Devices
 from launch.config import ExperimentConfig, Stage, to_dict
 from launch.roles import RunContext
 from tpu_rl import metrics, redaction, report, run_files
-from tpu_rl.checkpoint import gcs, identity, manager, train_state_io
+from tpu_rl.checkpoint import identity, manager, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
@@ -66,6 +66,7 @@ from tpu_rl.runtime import (
 from tpu_rl.runtime.host import explain_full_disk, peak_memory_bytes, seconds_since_start
 from tpu_rl.runtime.preemption import INTERRUPTED, Preempted, Signals
 from tpu_rl.runtime.profiler import Profile
+from tpu_rl.storage import gcs
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import sharding, update_step
 from tpu_rl.types import Experience, Params, Rollout, TrainState

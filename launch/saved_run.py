@@ -12,7 +12,7 @@ from launch import config as configuration
 from launch.config import ExperimentConfig, MeshConfig, ModelConfig
 from launch.roles import RunContext
 from tpu_rl import run_files
-from tpu_rl.checkpoint import gcs, identity, manager, remote_run, train_state_io
+from tpu_rl.checkpoint import identity, manager, remote_run, train_state_io
 from tpu_rl.errors import InputError
 from tpu_rl.types import Params
 
@@ -70,7 +70,7 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
     Raises:
       InputError: there is no such run or model.
     """
-    if gcs.is_address(address) or remote_run.is_run(address):
+    if remote_run.is_run(address):
         context, params, step = load_run(address)
         print(f"{address}, step {step}")
         tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)

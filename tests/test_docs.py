@@ -26,6 +26,12 @@ FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
 # Flags in the documentation that are not settings of launch/run.py: those of other commands of this
 # repository, of pytest, of SLURM and of gcloud.
 OTHER_FLAGS = {
+    "cluster",
+    "docker-image",
+    "max-restarts",
+    "restart-on-exit-codes",
+    "tpu-type",
+    "workload",
     "xla_cpu_experimental_ynn_fusion_type",
     "repeats",
     "losses",

@@ -38,20 +38,21 @@ ALLOWED: dict[str, set[str]] = {
     "user_code": {"errors"},
     "cli": {"redaction", "errors", "runtime.stdio", "python_run"},
     "python_run": {"errors", "types", "models", "tokenizers", "checkpoint", "metrics"}
-    | {"run_files"},
+    | {"run_files", "storage"},
     # Mathematics.
     "train": BASICS,
     "losses": STATE | {"train.packing", "algorithm_spec"},
     "algos": BASICS | {"user_code", "losses", "train.packing", "algorithm_spec"},
-    "models": STATE | {"runtime.processes", "untrusted_files"},
+    "models": STATE | {"runtime.processes", "untrusted_files", "storage"},
     "sampler": STATE | {"losses"},
+    "storage": {"errors"},
     "cost_model": {"errors"},
     "planner": STATE | {"train.update_step", "cost_model", "models", "sampler"},
     # Text, files and processes.
     "tokenizers": BASICS | {"untrusted_files"},
-    "data": STATE,
-    "runtime": STATE | {"train.update_step", "redaction"},
-    "checkpoint": STATE | {"runtime", "metrics", "run_files"},
+    "data": STATE | {"storage"},
+    "runtime": STATE | {"train.update_step", "redaction", "storage"},
+    "checkpoint": STATE | {"runtime", "metrics", "run_files", "storage"},
     "report": {"errors", "metrics", "redaction", "run_files"},
     # Experience.
     "sandbox": {"errors"},
@@ -74,7 +75,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"runtime"},
     "diagnosis": MODEL_CODE
     | {"untrusted_files"}
-    | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience", "run_files"},
+    | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience", "run_files"}
+    | {"storage"},
     "experience": MODEL_CODE
     | {"run_files"}
     | {"rollout", "sampler", "environments", "rewards", "sandbox", "runtime", "train"},

@@ -103,7 +103,8 @@ def train(
 def read_run(address: str) -> Run:
     """Return what a run has left in its folder, local or gs://."""
     from tpu_rl import run_files
-    from tpu_rl.checkpoint import gcs, remote_run
+    from tpu_rl.checkpoint import remote_run
+    from tpu_rl.storage import gcs
 
     folder = remote_run.fetch(address) if gcs.is_address(address) else Path(address)
     run_files.require_recorded_rows(folder, (run_files.METRICS,))

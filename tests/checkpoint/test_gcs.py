@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from tests.fixtures.fake_store import FakeStore
-from tpu_rl.checkpoint import digests, gcs, gcs_lock, manager
-from tpu_rl.checkpoint.gcs import Store
+from tpu_rl.checkpoint import digests, gcs_lock, manager
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
+from tpu_rl.storage import gcs
+from tpu_rl.storage.gcs import Store
 
 ADDRESS = "gs://bucket/run"
 QUICK = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}

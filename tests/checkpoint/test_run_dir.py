@@ -14,7 +14,8 @@ import pytest
 from launch import evaluate, export, preflight, run, verify
 from tests.fixtures.fake_store import FakeStore
 from tests.fixtures.runs import TINY, digest, rows_of, run_until
-from tpu_rl.checkpoint import gcs, gcs_lock, remote_run
+from tpu_rl.checkpoint import gcs_lock, remote_run
+from tpu_rl.storage import gcs
 
 STEPS = ["--steps", "4", "--checkpoint-every", "2"]
 ADDRESS = "gs://bucket/runs/first"

@@ -277,7 +277,8 @@ import jax
 import numpy as np
 from jax.experimental.array_serialization import tensorstore_impl
 from tpu_rl.runtime import cluster, process_group, processes
-from tpu_rl.checkpoint import gcs, manager
+from tpu_rl.checkpoint import manager
+from tpu_rl.storage import gcs
 from tpu_rl.train import sharding
 
 member, (address,) = cluster.find(sys.argv[1:])

@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.checkpoint.gcs import MARK, ObjectVersion, Store
 from tpu_rl.errors import InputError, MachineError
+from tpu_rl.storage.gcs import MARK, ObjectVersion, Store
 
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 5.0

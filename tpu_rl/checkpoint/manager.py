@@ -26,11 +26,12 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.checkpoint import digests, gcs
+from tpu_rl.checkpoint import digests
 from tpu_rl.checkpoint.local import StepFolders
 from tpu_rl.checkpoint.object_store import StepObjects
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
 from tpu_rl.runtime import processes
+from tpu_rl.storage import gcs
 from tpu_rl.train import sharding
 
 T = TypeVar("T")

@@ -28,9 +28,9 @@ from typing import Any
 import jax
 from jax.experimental.array_serialization import tensorstore_impl
 
-from tpu_rl.checkpoint.gcs import Store, is_transient
 from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.runtime import processes
+from tpu_rl.storage.gcs import Store, is_transient
 
 ARRAYS_FOLDER = "arrays"
 DAMAGED_FOLDER = "damaged"

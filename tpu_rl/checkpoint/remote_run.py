@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpu_rl import run_files
-from tpu_rl.checkpoint import gcs, gcs_lock
-from tpu_rl.checkpoint.gcs import Store
+from tpu_rl.checkpoint import gcs_lock
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError
+from tpu_rl.storage import gcs
+from tpu_rl.storage.gcs import Store
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpu_rl import run_files
-from tpu_rl.checkpoint import gcs, identity, manifests, remote_run
+from tpu_rl.checkpoint import identity, manifests, remote_run
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.run_files import METRICS, SAMPLES, SUMMARY
+from tpu_rl.storage import gcs
 
 
 class Finding(NamedTuple):

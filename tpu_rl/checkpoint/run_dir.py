@@ -25,8 +25,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tpu_rl.checkpoint import gcs, gcs_lock, lock
-from tpu_rl.checkpoint.gcs import Store
+from tpu_rl.checkpoint import gcs_lock, lock
 from tpu_rl.checkpoint.remote_run import (
     CHECKPOINTS,
     ROW_FILES,
@@ -42,6 +41,8 @@ from tpu_rl.checkpoint.remote_run import (
 from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.metrics import SUMMARY_FILE
 from tpu_rl.runtime import agreement, processes
+from tpu_rl.storage import gcs
+from tpu_rl.storage.gcs import Store
 
 
 class RunFolder:

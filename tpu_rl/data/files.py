@@ -24,6 +24,7 @@ import numpy as np
 from tpu_rl.data import formats, python_rows, stored_rows
 from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows, half_a_character
 from tpu_rl.errors import InputError
+from tpu_rl.storage import gcs, local_copies
 
 Row = dict[str, Any]
 """A data row: column -> value."""
@@ -48,9 +49,9 @@ def read(
     All rows are read and checked here, and decoded again when they are asked for.
 
     Args:
-        path: files or patterns, separated by commas; a folder of `datasets.save_to_disk`; a name
-            OWNER/NAME of the hub; or the name of rows that a program passed (`python_rows`). What
-            exists under this path is preferred.
+        path: files or patterns, separated by commas, on disks or in buckets (gs://); a folder of
+            `datasets.save_to_disk`; a name OWNER/NAME of the hub; or the name of rows that a
+            program passed (`python_rows`). What exists under this path is preferred.
         columns: columns that each row must have, with values of the right type.
         check: raises ValueError or InputError for a row that cannot be used.
         split: the split of a dataset. The default is `train`, or the only one.
@@ -177,10 +178,21 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".arrow", ".tsv"
 
 
 def _parts(path: str | Path) -> list[str]:
-    """Return the files, folders, patterns and names that a path consists of."""
+    """Return the files, folders, patterns and names that a path consists of.
+
+    A gs:// address stands for local copies of its objects.
+    """
     whole = Path(path).expanduser()
-    parts = [str(whole)] if whole.exists() else [part.strip() for part in str(path).split(",")]
-    return [part for part in parts if part] or [str(path)]
+    if whole.exists():
+        return [str(whole)]
+    parts = []
+    for part in str(path).split(","):
+        part = part.strip()
+        if gcs.is_address(part):
+            parts += [str(file) for file in local_copies.files(part)]
+        elif part:
+            parts.append(part)
+    return parts or [str(path)]
 
 
 def _sources(path: str | Path, split: str | None, config: str | None) -> Iterator[Source]:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from tpu_rl import sandbox
-from tpu_rl.checkpoint import gcs
 from tpu_rl.errors import MachineError, TpuRlError
 from tpu_rl.runtime import host
+from tpu_rl.storage import gcs
 
 MIN_PYTHON = (3, 11)
 GIB = 2**30

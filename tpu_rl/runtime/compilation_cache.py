@@ -21,6 +21,8 @@ import jax
 from jax._src import compilation_cache as jax_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
+from tpu_rl.storage import user_cache
+
 MAX_BYTES = 4 * 2**30
 """The least recently used programs beyond this size are deleted."""
 MIN_COMPILE_SECONDS = 0.2
@@ -108,15 +110,13 @@ def default_folder(root: Path = Path("/")) -> Path:
     Homes may be shared by several kinds of machines, and JAX's cache keys do not contain the
     instruction set of a CPU. Raises RuntimeError if the user has no home.
     """
-    cache_home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache_home) if os.path.isabs(cache_home) else Path("~/.cache").expanduser()
     info = root / "proc/cpuinfo"
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     prefixes = ("model name", "flags", "Features", "CPU part")
     features = {line for line in lines if line.startswith(prefixes)}
     machine = " ".join([platform.machine(), platform.processor(), *sorted(features)])
     machine += MARK.decode()  # Entries of earlier versions have no checksums.
-    return base / "tpu_rl" / f"compiled-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
+    return user_cache.folder() / f"compiled-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
 
 
 def prepare(folder: Path) -> None:

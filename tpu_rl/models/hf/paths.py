@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpu_rl.errors import InputError
+from tpu_rl.storage import gcs, local_copies
 
 _CONFIGURATION_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def find_directory(path: str | Path) -> Path:
-    """Return the directory of a model: `path` itself, or the snapshot of a hub id.
+    """Return the directory of a model: `path` itself, the snapshot of a hub id, or a copy.
 
-    Hub ids are looked up in the local cache first, and then downloaded.
+    Hub ids are looked up in the local cache first, and then downloaded. Of a gs:// address, what
+    has changed is copied to the user's cache folder.
 
     Raises:
-        InputError: `path` is neither a directory nor a hub id that can be found.
+        InputError: `path` is neither a directory nor a hub id or address that can be found.
+        MachineError: the store of an address refuses or does not answer.
     """
     return _find(path, (*_CONFIGURATION_FILES, "*.safetensors"), "*.safetensors")
 
@@ -38,6 +41,8 @@ def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
 
     A snapshot in the local cache counts only if it has a file that matches `required`.
     """
+    if gcs.is_address(str(path)):
+        return local_copies.folder(str(path), patterns, required)
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -45,7 +50,7 @@ def _find(path: str | Path, patterns: tuple[str, ...], required: str) -> Path:
         raise InputError(
             "no such model directory",
             where=str(path),
-            fix="give a directory or a hub id (owner/name)",
+            fix="give a directory, a hub id (owner/name) or a gs:// address",
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

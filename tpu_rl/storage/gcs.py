@@ -8,7 +8,7 @@ Google's application default credentials and retries transient failures for minu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tpu_rl.errors import DamagedDataError, InputError, MachineError
@@ -159,6 +159,22 @@ class Store:
 
     # --- many objects ---
 
+    def read_changed(
+        self, names: Sequence[str], known: Mapping[str, bytes]
+    ) -> dict[str, ObjectVersion]:
+        """Return name -> object of those objects that are not of their known generation.
+
+        All of them are in memory at the same time.
+        """
+        requests = [self._objects.read(name, if_not_equal=known.get(name)) for name in names]
+        changed: dict[str, ObjectVersion] = {}
+        for name, request in zip(names, requests, strict=True):
+            result = self._result(request, f"read {name}")
+            if result.state != "unspecified":
+                content = bytes(result.value) if result.state == "value" else None
+                changed[name] = ObjectVersion(content, result.stamp.generation)
+        return changed
+
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return name -> content of the objects that exist."""
         contents: dict[str, bytes] = {}
@@ -177,6 +193,14 @@ class Store:
         if not prefix:
             return self._names("", "")
         return self._names(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+
+    def names_of_any_folder(self) -> list[str]:
+        """Return all names of a folder that need not be a run's, sorted.
+
+        tensorstore takes a refusal to list for an empty list, so an empty list proves nothing.
+        """
+        request = self._objects.list(self._range("", ""))
+        return sorted(name.decode() for name in self._result(request, "list its objects"))
 
     def names_outside(self, folder: str) -> list[str]:
         """Return all names but those in a folder, which may be many, sorted."""
