@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--sampling.max-num-seqs", dest="rows", type=int, default=256)
     parser.add_argument("--sampling.tensor-parallel", dest="tensor", type=int, default=1)
     parser.add_argument("--sampling.kv-cache-dtype", dest="cache_dtype", default="model")
+    parser.add_argument("--sampling.weight-dtype", dest="weight_dtype", default="computed")
     parser.add_argument("--model.attention", dest="attention", default="auto")
     parser.add_argument("--model.lora.rank", dest="lora", type=int, default=0)
     flags = parser.parse_args()
@@ -57,6 +58,8 @@ def main() -> None:
         model = models.with_lora(model, LoraConfig(rank=flags.lora))
     if flags.cache_dtype == "int8":
         model = models.with_int8_cache(model)
+    if flags.weight_dtype != "computed":
+        model = models.with_quantized_weights(model, flags.weight_dtype)
     if flags.attention == "auto":
         model = models.with_attention_kernel(model)
     jax.config.update("jax_enable_compilation_cache", False)

@@ -554,7 +554,7 @@ def roll_out(context: RunContext, stage: Stage) -> Decoding | None:
 
 def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:
     """Return how a stage answers held-out problems, once each, as shapes of programs see it."""
-    exact = context.with_exact_cache()
+    exact = context.unrounded()
     if stage.algorithm.experience.policy == "guided":
         return _plain_decoding(exact, exact.guided_policy(stage.algorithm), 1)
     return _plain_decoding(exact, exact.rollout_policy("policy"), 1)

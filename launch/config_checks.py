@@ -204,6 +204,13 @@ def check_exact_sampling(
             "the update reads keys that are not rounded",
             "use --sampling.kv-cache-dtype computed",
         )
+    if sampling.weight_dtype != "computed":
+        refuse(
+            "quantized weights",
+            "--sampling.weight-dtype",
+            "the update reads weights that are not rounded",
+            "use --sampling.weight-dtype computed",
+        )
     if sampling.tensor_parallel not in (None, "train-mesh", tensor_devices):
         refuse(
             "another tensor parallelism in sampling",
@@ -271,6 +278,13 @@ def _check_reference_log_probs(sampling: SamplingConfig) -> None:
             where="--sampling.kv-cache-dtype",
             why=why,
             fix="use --sampling.kv-cache-dtype computed",
+        )
+    if sampling.weight_dtype != "computed":
+        raise InputError(
+            "quantized weights would be in the reference's log-probs",
+            where="--sampling.weight-dtype",
+            why=why,
+            fix="use --sampling.weight-dtype computed",
         )
 
 

@@ -65,7 +65,7 @@ def evaluator(
         to_pairs = compose.to_pairs(context, stage, params, given.usable)
         rank = ranking(context, stage, algorithm, given, to_pairs)
         return Evaluations(lambda params, in_full: rank(params), _nothing)
-    exact = context.with_exact_cache()
+    exact = context.unrounded()
     if stage.algorithm.experience.policy == "guided":
         policy = exact.guided_policy(stage.algorithm)
     else:
@@ -87,7 +87,7 @@ def before_training(context: RunContext, stage: Stage, evaluations: Evaluations)
     """
     if stage.algorithm.experience.policy != "guided":
         return evaluations
-    alone = _answers(context, context.with_exact_cache().rollout_policy("policy"))
+    alone = _answers(context, context.unrounded().rollout_policy("policy"))
     return evaluations._replace(in_sampling=alone or _nothing)
 
 

@@ -326,6 +326,13 @@ def _need(stages: Sequence[StagePlan], size: TensorParallel, own_tokens: bool) -
     """
     needs = [_stage_need(planned, size, own_tokens) for planned in stages]
     times = [need.seconds for need in needs if need.seconds is not None]
+    # Evaluations need more memory than rollouts with quantized weights.
+    needs += [
+        _stage_need(planned._replace(context=planned.context.unrounded()), size, own_tokens)
+        for planned in stages
+        if planned.context.weight_dtype is not None
+        and compose.read_for_evaluation(planned.context, planned.stage)
+    ]
     return _Need(
         steady=max(need.steady for need in needs),
         growing=max(need.growing for need in needs),

@@ -28,6 +28,7 @@ from tpu_rl import models, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import experience_sharding, layout_of, longest_texts
 from tpu_rl.models.decoder import axes
+from tpu_rl.models.policy import Select
 from tpu_rl.plain_values import replace_strings
 from tpu_rl.planner import known_models, memory
 from tpu_rl.planner.estimates import Line, Target, estimate_step, model_flops
@@ -170,17 +171,32 @@ def sampling_lines(
     planned: StagePlan, target: Target, compile_with: Compile = compile_step
 ) -> Iterator[Line]:
     """Compile the stage's sampler calls, with the weights placed as the run places them."""
+    context, stage = planned.context, planned.stage
+    for_rollouts = compose.read_for_rollouts(context, stage)
+    for_evaluation = compose.read_for_evaluation(context, stage)
+    unrounded = context.unrounded()
+    if context.sampling_layout == unrounded.sampling_layout:
+        moved, sizes = _moved_for(planned, for_rollouts + for_evaluation)
+        phases = [(moved, sizes, sampler_calls(moved))]
+    else:
+        # The weights that rollouts quantize do not move for them, but they do for evaluations.
+        moved, sizes = _moved_for(planned, for_rollouts)
+        phases = [(moved, sizes, _calls_to_learn_from(moved) if samples(stage) else [])]
+        moved, sizes = _moved_for(planned._replace(context=unrounded), for_evaluation)
+        phases.append((moved, sizes, _calls_to_evaluate(moved)))
+    for moved, sizes, calls in phases:
+        for step in sampling_steps(calls, moved.state.params, compile_with):
+            yield estimate_step(step, sizes, target)
+
+
+def _moved_for(planned: StagePlan, reads: list[Select]) -> tuple[StagePlan, dict[str, int]]:
+    """Return the stage while it samples from these roles, and the bytes of its train state."""
     context, state = planned.context, planned.state
-    reads = compose.read_for_rollouts(context, planned.stage)
-    reads += compose.read_for_evaluation(context, planned.stage)
-    params = state.params
-    sizes: dict[str, int] = {}  # Devices that only sample hold no train state.
-    if not context.sampler_devices:
-        params = reshard_for_sampling(params, reads, context.sampling_layout)
-        planned = planned._replace(state=dataclasses.replace(state, params=params))
-        sizes = state_bytes(planned)
-    for step in sampling_steps(sampler_calls(planned), params, compile_with):
-        yield estimate_step(step, sizes, target)
+    if context.sampler_devices:  # They hold no train state.
+        return planned, {}
+    params = reshard_for_sampling(state.params, reads, context.sampling_layout)
+    moved = planned._replace(state=dataclasses.replace(state, params=params))
+    return moved, state_bytes(moved)
 
 
 def sampler_calls(planned: StagePlan) -> list[SamplerCall]:
@@ -189,13 +205,16 @@ def sampler_calls(planned: StagePlan) -> list[SamplerCall]:
     They sample the completions of each step or, for Q#, roll-ins and roll-outs once for all steps
     of the stage, and then answers to held-out problems.
     """
-    context = planned.context
-    stage = planned.stage
-    calls = _calls_to_learn_from(planned) if samples(stage) else []
+    calls = _calls_to_learn_from(planned) if samples(planned.stage) else []
+    return calls + _calls_to_evaluate(planned)
+
+
+def _calls_to_evaluate(planned: StagePlan) -> list[SamplerCall]:
+    context, stage = planned.context, planned.stage
     if not answers(context, stage):
-        return calls
+        return []
     decoding = compose.evaluation_decoding(context, stage)
-    return [*calls, _call(planned, " of evaluations", decoding, context.config.evaluation.rows, 0)]
+    return [_call(planned, " of evaluations", decoding, context.config.evaluation.rows, 0)]
 
 
 def _call(

@@ -24,7 +24,7 @@ from tpu_rl.experience.layout import AttentionIndex
 from tpu_rl.losses import return_distributions
 from tpu_rl.models.attention import cudnn_trial, flash
 from tpu_rl.models.attention.cudnn import unsupported_reason
-from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
 from tpu_rl.sampler import guided_policy
@@ -509,6 +509,8 @@ class RunContext(NamedTuple):
         model = self.models[role]
         if self.config.sampling.kv_cache_dtype == "int8":
             model = models.with_int8_cache(model)
+        if self.weight_dtype is not None:
+            model = models.with_quantized_weights(model, self.weight_dtype)
         return models.policy(model, self.params_of(role))
 
     def selects(self, names: Iterable[str]) -> list[Select]:
@@ -529,7 +531,13 @@ class RunContext(NamedTuple):
         devices = self.sampler_devices
         mesh = sampling_mesh(self.config.sampling.tensor_parallel, self.mesh, devices)
         training_mesh = self.mesh if devices else None
-        return SamplingLayout(mesh, self.config.model.dtype, training_mesh)
+        return SamplingLayout(mesh, self.config.model.dtype, training_mesh, self.weight_dtype)
+
+    @property
+    def weight_dtype(self) -> WeightDtype | None:
+        """The type of the matrices that are sampled with, if they are quantized."""
+        dtype = self.config.sampling.weight_dtype
+        return None if dtype == "computed" else dtype
 
     def rollout_policy(self, role: str) -> RolloutPolicy:
         """Return the role as it completes prompts, with its drafter."""
@@ -548,9 +556,10 @@ class RunContext(NamedTuple):
 
         return unguided._replace(params=params)
 
-    def with_exact_cache(self) -> RunContext:
-        """Return the same with caches that round nothing, so that accuracy is the model's own."""
-        sampling = replace(self.config.sampling, kv_cache_dtype="computed")
+    def unrounded(self) -> RunContext:
+        """Return the same with caches and weights as they are computed, so that accuracy is the
+        model's own."""
+        sampling = replace(self.config.sampling, kv_cache_dtype="computed", weight_dtype="computed")
         return self._replace(config=replace(self.config, sampling=sampling))
 
 

@@ -241,10 +241,11 @@ def compose_stage(
         update = debug_nans.watch_updates(algorithm, trainable, update)
     placements = weights.placements_of(state.params)
 
-    def move_for(reads: list[Select]) -> Callable[[TrainState], TrainState]:
+    def move_for(
+        reads: list[Select], layout: weights.SamplingLayout
+    ) -> Callable[[TrainState], TrainState]:
         if context.sampler_devices:  # They read copies.
             return lambda state: state
-        layout = context.sampling_layout
         return lambda state: replace(
             state, params=weights.reshard_for_sampling(state.params, reads, layout)
         )
@@ -259,8 +260,10 @@ def compose_stage(
         update=update,
         source=source,
         evaluations=evaluations,
-        for_rollouts=move_for(compose.read_for_rollouts(context, stage)),
-        for_evaluation=move_for(compose.read_for_evaluation(context, stage)),
+        for_rollouts=move_for(compose.read_for_rollouts(context, stage), context.sampling_layout),
+        for_evaluation=move_for(
+            compose.read_for_evaluation(context, stage), context.unrounded().sampling_layout
+        ),
         for_training=move_back,
     )
     return parts, state

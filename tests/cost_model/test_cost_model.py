@@ -320,6 +320,40 @@ def test_bytes_are_followed_through_nested_fusions():
     assert total_bytes(cost_model.operations(program)) == 2 * 2048
 
 
+def test_a_copy_that_aliases_its_operand_reads_nothing():
+    """The TPU's compiler gives stacked int8 weights another tiling so, and then slices them."""
+
+    def read(attributes):
+        return total_bytes(
+            cost_model.operations(
+                module(f"""
+        %tiled (p: s8[8,32,256]) -> s8[8,32,256] {{
+          %p = s8[8,32,256]{{2,1,0}} parameter(0)
+          ROOT %copy = s8[8,32,256]{{2,1,0}} copy(%p)
+        }}
+
+        %outer (p: s8[8,32,256], layer: s32[]) -> s8[1,32,256] {{
+          %p = s8[8,32,256]{{2,1,0}} parameter(0)
+          %layer = s32[] parameter(1)
+          %zero = s32[] constant(0)
+          %stack = s8[8,32,256]{{2,1,0}} fusion(%p), kind=kLoop{attributes}, calls=%tiled
+          ROOT %one = s8[1,32,256]{{2,1,0}} dynamic-slice(%stack, %layer, %zero, %zero)
+        }}
+
+        ENTRY %main (p: s8[8,32,256], layer: s32[]) -> s8[1,32,256] {{
+          %p = s8[8,32,256]{{2,1,0}} parameter(0)
+          %layer = s32[]{{:S(1)}} parameter(1)
+          ROOT %y = s8[1,32,256]{{2,1,0:S(1)}} fusion(%p, %layer), kind=kLoop, calls=%outer
+        }}
+    """)
+            )
+        )
+
+    layer = 32 * 256
+    assert read("") == 8 * layer
+    assert read(", output_to_operand_aliasing={{}: (0, {})}") == layer
+
+
 def test_the_condition_of_a_loop_runs_once_more_than_its_body():
     text = TPU_LOOP.replace(
         "%n = s32[] constant(4)",

@@ -69,6 +69,10 @@ MISFITS = {
         ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],
         "--sampling.kv-cache-dtype",
     ),
+    "a quantized reference": (
+        ["arithmetic_dpo", "--sampling.weight-dtype", "int8"],
+        "--sampling.weight-dtype",
+    ),
     "a rounded reference, judged": (
         ["arithmetic_bco", "--sampling.kv-cache-dtype", "int8"],
         "--sampling.kv-cache-dtype",

@@ -124,6 +124,7 @@ def test_a_tree_sum_adds_halves():
     "flags",
     [
         ["--sampling.kv-cache-dtype", "int8"],
+        ["--sampling.weight-dtype", "int8"],
         ["--sampling.tensor-parallel", "2"],
         ["--mesh.context", "2", "--batch.row-length", "1024"],
         ["--model.attention", "cudnn"],

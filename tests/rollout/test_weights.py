@@ -17,6 +17,7 @@ from launch.roles import RunContext
 from tests.fixtures import several
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl.errors import InputError
+from tpu_rl.models import quantization
 from tpu_rl.rollout import weights
 from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.train import sharding
@@ -81,6 +82,7 @@ MESH_OF_ITS_OWN = """
 import pathlib, sys
 import jax, numpy as np
 from tests.rollout.test_weights import roll_out
+from tpu_rl.models import quantization
 
 run_dir = pathlib.Path(sys.argv[1])
 _, params, rollout = roll_out(["--mesh.fsdp", "4"], run_dir)
@@ -97,6 +99,21 @@ _, inner, width = master.shape
 assert master.addressable_shards[0].data.shape[1:] == (inner, width // 4)
 assert copy.addressable_shards[0].data.shape[1:] == (inner // 2, width)
 np.testing.assert_array_equal(master, copy)
+
+# The same numbers, whoever holds them.
+flags += ["--sampling.weight-dtype", "int8"]
+quantized, masters, rollout = roll_out(flags, run_dir)
+layer = quantized.rollout_policy("policy").params(masters)["policy"]["layers"]["layer_0"]
+for name in ("down", "query"):
+    master = np.asarray(masters["policy"]["layers"]["layer_0"][name])
+    numbers, scale = quantization.quantize(name, master, "int8")
+    np.testing.assert_array_equal(layer[name], numbers)
+    np.testing.assert_allclose(layer[name + "_scale"], scale, rtol=1e-6)
+assert layer["down"].addressable_shards[0].data.shape[1:] == (inner // 2, width)
+assert layer["query_scale"].addressable_shards[0].data.shape[1] == master.shape[2] // 2
+_, _, same_rollout = roll_out(["--sampling.weight-dtype", "int8", "--mesh.fsdp", "4"], run_dir)
+np.testing.assert_array_equal(rollout.tokens, same_rollout.tokens)
+np.testing.assert_allclose(rollout.log_probs, same_rollout.log_probs, atol=2e-5)
 jax.tree.map(np.testing.assert_array_equal, params, masters)
 print("both meshes sample the same")
 """
@@ -303,8 +320,43 @@ def test_sampling_mesh_samples_the_same_as_the_training_mesh(tmp_path):
     assert "sample the same" in done.stdout, done.stderr[-3000:]
 
 
-def test_evaluation_does_not_round_the_cache(tmp_path):
-    context, params = make_context(["--sampling.kv-cache-dtype", "int8"], tmp_path)
+@pytest.mark.parametrize("flags", [[], ["--model.lora.rank", "2"]])
+def test_matrices_are_quantized_from_the_weights_of_the_computation(flags, tmp_path):
+    flags = ["--sampling.weight-dtype", "int8", "--model.dtype", "bfloat16", *flags]
+    context, params = make_context(flags, tmp_path)
+    role = "base" if "base" in params else "policy"
+    before = jax.tree.map(np.asarray, params)
+    read = context.rollout_policy("policy").params(params)
+    jax.tree.map(np.testing.assert_array_equal, before, params)
+    masters, layer = (tree[role]["layers"]["layer_0"] for tree in (params, read))
+    for name in ("query", "output", "down"):
+        rounded = masters[name].astype(jnp.bfloat16)
+        numbers, scale = jax.jit(quantization.quantize, static_argnums=(0, 2))(
+            name, rounded, "int8"
+        )
+        np.testing.assert_array_equal(layer[name], numbers)
+        np.testing.assert_array_equal(layer[f"{name}_scale"], scale)
+    assert read[role]["embedding"].dtype == jnp.bfloat16
+    assert "query_scale" not in masters
+    # Plans count what runs hold.
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
+    )
+    planned = context.rollout_policy("policy").params(shapes)
+    like = jax.tree.map(
+        lambda leaf, shape: (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype), read, planned
+    )
+    assert all(jax.tree.leaves(like))
+
+
+def test_evaluation_rounds_neither_weights_nor_the_cache(tmp_path):
+    flags = ["--sampling.kv-cache-dtype", "int8", "--sampling.weight-dtype", "int8"]
+    context, params = make_context(flags, tmp_path)
+    read = context.unrounded().rollout_policy("policy").params(params)
+    assert all(
+        leaf is master
+        for leaf, master in zip(jax.tree.leaves(read), jax.tree.leaves(params), strict=True)
+    )
 
     def cache_dtypes(context: RunContext) -> set[str]:
         policy = context.rollout_policy("policy")
@@ -312,4 +364,4 @@ def test_evaluation_does_not_round_the_cache(tmp_path):
         return {leaf.dtype.name for leaf in jax.tree.leaves(cache["full"])}
 
     assert "int8" in cache_dtypes(context)
-    assert cache_dtypes(context.with_exact_cache()) == {"float32"}
+    assert cache_dtypes(context.unrounded()) == {"float32"}

@@ -11,8 +11,9 @@ from launch import compose
 from launch.config import MeshConfig
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tests.fixtures.tpu_decoding import compile_decoding, copies
-from tpu_rl import models
+from tpu_rl import cost_model, models
 from tpu_rl.planner.steps import chip_bytes
+from tpu_rl.sampler import SegmentConfig
 from tpu_rl.train import sharding, update_step
 
 ROWS, LENGTH = 32, 1024
@@ -29,7 +30,7 @@ FAMILIES = {
 }
 
 
-def model_of(family, kv_heads, vocabulary=1024):
+def model_of(family, kv_heads, vocabulary=1024, **sizes):
     config = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -40,7 +41,9 @@ def model_of(family, kv_heads, vocabulary=1024):
         "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
     }
-    return models.from_config(config | FAMILIES[family], dtype="bfloat16", param_dtype="bfloat16")
+    return models.from_config(
+        config | FAMILIES[family] | sizes, dtype="bfloat16", param_dtype="bfloat16"
+    )
 
 
 @needs_libtpu
@@ -79,6 +82,26 @@ def test_no_token_copies_the_cache_without_the_kernel(cache_dtype):
     if cache_dtype == "int8":
         model = models.with_int8_cache(model)
     require_no_copies(*compiled(model, 1))
+
+
+@needs_libtpu
+def test_quantized_matrices_are_read_in_eight_bits():
+    """Each token converts them inside the products: no matrix is written in bfloat16."""
+    hidden, wide = 2048, 16_384
+    model = model_of("llama", 2, hidden_size=hidden, intermediate_size=wide)
+    model = models.with_quantized_weights(models.with_attention_kernel(model), "int8")
+    program, _ = compiled(model, 1)
+    matrix = hidden * wide
+    assert not copies(program, matrix)
+    products = [
+        op
+        for op in cost_model.operations(cost_model.read(program.as_text() or ""))
+        if ".mlp" in op.name and op.flops
+    ]
+    steps = SegmentConfig().steps
+    read = sum(op.times * op.bytes for op in products) / steps
+    num_layers, num_matrices = 2, 3
+    assert num_layers * num_matrices * matrix <= read <= 1.1 * num_layers * num_matrices * matrix
 
 
 def compiled(model, tensor):

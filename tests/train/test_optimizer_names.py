@@ -162,7 +162,7 @@ def test_every_weight_is_a_matrix_or_left_out():
     """The axes of a matrix are all axes of the weight but that of the experts."""
     left_out = {name for name in WEIGHT_AXES if models.matrix_axes(name) is None}
     assert left_out == {"embedding", "unembedding", "score"} | {
-        name for name in WEIGHT_AXES if name.endswith(("_norm", "_bias"))
+        name for name in WEIGHT_AXES if name.endswith(("_norm", "_bias", "_scale"))
     }
     for name in WEIGHT_AXES.keys() - left_out:
         inputs, outputs = models.matrix_axes(name)

@@ -411,11 +411,16 @@ def _read_bytes(program: Program, computation: Computation, name: str) -> float:
             elif user.opcode == "fusion":
                 inner = program.computations[user.calls[0]]
                 parameter = inner.parameter(number)
-                if parameter is not None:
-                    total += _read_bytes(program, inner, parameter.name)
-                if parameter is not None and _without_bitcasts(inner, inner.root) is parameter:
+                if parameter is None:
+                    continue
+                # With an alias, a copy only gives the memory another tiling, as of int8 weights.
+                is_alias = "output_to_operand_aliasing" in user.attributes
+                views = ("bitcast", "copy") if is_alias else ("bitcast",)
+                if _viewed(inner, inner.root, views) is parameter:
                     # The nested fusion reads nothing. Who reads its result reads the parameter.
                     total += _read_bytes(program, computation, user.name)
+                else:
+                    total += _read_bytes(program, inner, parameter.name)
             elif user.opcode in UPDATES and number == 0:
                 continue
             elif user.opcode not in ("tuple", "get-tuple-element"):
@@ -423,9 +428,14 @@ def _read_bytes(program: Program, computation: Computation, name: str) -> float:
     return total
 
 
-def _without_bitcasts(computation: Computation, instruction: Instruction) -> Instruction:
-    """Return the instruction whose bytes this one returns, in whatever shape."""
-    while instruction.opcode == "bitcast" and instruction.operands[0] in computation.instructions:
+def _viewed(
+    computation: Computation, instruction: Instruction, views: Sequence[str]
+) -> Instruction:
+    """Return the instruction whose bytes this one returns, in whatever shape.
+
+    `views` are opcodes that only give memory another shape.
+    """
+    while instruction.opcode in views and instruction.operands[0] in computation.instructions:
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
 

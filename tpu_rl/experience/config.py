@@ -127,6 +127,11 @@ class SamplingConfig:
     differ from the trainer's: policy/log_prob_gap_mean says by how much, and GRPO's
     --algorithm.importance-sampling-cap with recomputed old log-probs corrects for it. Evaluation
     never rounds."""
+    weight_dtype: Literal["computed", "int8", "float8_e4m3fn"] = "computed"
+    """The type of the weights that sample: that of the computation, or eight bits with a scale per
+    output for the matrices of attention, MLPs and experts. A decode step then reads half as much of
+    them as in bfloat16. Training, evaluation and saved models never round; the sampler's log-probs
+    differ from the trainer's as with kv_cache_dtype, and the same corrections apply."""
     tensor_parallel: TensorParallel | None = None
     """Devices that share heads, widths and vocabulary during sampling, whatever the run's mesh is.
     The other devices share rows; all devices share the experts of a mixture if they divide their

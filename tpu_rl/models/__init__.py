@@ -35,6 +35,7 @@ from tpu_rl.models.policy import (
     with_cpu_cache,
     with_exact_sampling,
     with_int8_cache,
+    with_quantized_weights,
     with_remat,
 )
 
@@ -77,5 +78,6 @@ __all__ = [
     "with_head",
     "with_int8_cache",
     "with_lora",
+    "with_quantized_weights",
     "with_remat",
 ]

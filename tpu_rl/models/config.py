@@ -107,11 +107,17 @@ adapted weight."""
 LORA_B = "_lora_b"
 """Suffix of the name of an adapter's second matrix, [rank, outputs]."""
 
+SCALE = "_scale"
+"""Suffix of the name of the scales of a quantized matrix, one per output; the prefix is the name of
+the matrix (see `models.quantization`)."""
+
 for _name, _output_dims in OUTPUT_DIMS.items():
+    WEIGHT_AXES[_name + SCALE] = WEIGHT_AXES[_name][-_output_dims:]
     WEIGHT_AXES[_name + LORA_A] = (*WEIGHT_AXES[_name][:-_output_dims], "rank")
     WEIGHT_AXES[_name + LORA_B] = ("rank", *WEIGHT_AXES[_name][-_output_dims:])
 for _name in EXPERT_MATRICES:
     _expert_axis, _input_axis, _output_axis = WEIGHT_AXES[_name]
+    WEIGHT_AXES[_name + SCALE] = (_expert_axis, _output_axis)
     WEIGHT_AXES[_name + LORA_A] = (_expert_axis, _input_axis, "rank")
     WEIGHT_AXES[_name + LORA_B] = (_expert_axis, "rank", _output_axis)
 WEIGHT_AXES["unembedding" + LORA_A] = ("embed", "rank")
@@ -126,7 +132,7 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     matrices.
     """
     num_dims = len(WEIGHT_AXES[name])
-    if name.endswith(("_bias", "_norm")):
+    if name.endswith(("_bias", "_norm", SCALE)):
         return None
     if name.startswith(EXPERT_MATRICES):
         return (-2,), (-1,)
@@ -142,6 +148,14 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     return tuple(range(-num_dims, -num_outputs)), tuple(range(-num_outputs, 0))
 
+
+QUANTIZED = frozenset((*OUTPUT_DIMS, *EXPERT_MATRICES))
+"""Matrices that are quantized for sampling: those of layers, except the router, which is small and
+chooses experts. The embedding and the unembedding are not: of the first few rows are read, and the
+error of the second goes straight into the logits."""
+
+WeightDtype = Literal["int8", "float8_e4m3fn"]
+"""The type of quantized matrices."""
 
 ALL_LINEAR = "all-linear"
 
@@ -406,6 +420,9 @@ class DecoderConfig:
     cache_dtype: str | None = None
     """The dtype of cached keys and values. "int8" adds one scale per token and head. None: the
     compute dtype."""
+    weight_dtype: WeightDtype | None = None
+    """The dtype of the matrices in `QUANTIZED`, each with one float32 scale per output. Only for
+    sampling. None: they are stored in `param_dtype`."""
     exact: bool = False
     """Compute logits whose bits depend neither on the number of rows nor on that of keys (see
     `models.exact`). Cached and packed tokens then have equal logits. Not for mixtures of experts.
@@ -493,7 +510,9 @@ class DecoderConfig:
         little memory.
         """
         dtype = jnp.dtype(self.param_dtype)
-        if name in FLOAT32 or name.endswith((LORA_A, LORA_B)):
+        if self.weight_dtype is not None and name in QUANTIZED:
+            return jnp.dtype(self.weight_dtype)
+        if name in FLOAT32 or name.endswith((LORA_A, LORA_B, SCALE)):
             return jnp.promote_types(dtype, jnp.float32)
         return dtype
 

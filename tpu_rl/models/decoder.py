@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models import exact, kv_cache, layers
+from tpu_rl.models import exact, kv_cache, layers, quantization
 from tpu_rl.models.attention import decode, flash, latent
 from tpu_rl.models.attention.cudnn import cudnn_attention
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
@@ -34,6 +34,8 @@ from tpu_rl.models.config import (
     LORA_A,
     LORA_B,
     PRODUCT,
+    QUANTIZED,
+    SCALE,
     WEIGHT_AXES,
     DecoderConfig,
     gate_function,
@@ -76,7 +78,7 @@ def _init_std(config: DecoderConfig, name: str) -> float:
     """
     if name in ("embedding", "unembedding"):
         return 0.02
-    if name.endswith(("_norm", "_bias", LORA_B)):
+    if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
     if name == "score":
         # Hidden states have norm hidden_size ** 0.5, so first outputs are about 0.1.
@@ -152,6 +154,12 @@ class Weights(nn.Module):
         shape = config.shape(name)
         return self.param(name, nn.initializers.zeros, shape, config.stored_dtype(name))
 
+    def scale(self, name: str) -> Array | None:
+        """Return the scales of a quantized matrix, float32, one per output; None if it is not
+        quantized."""
+        is_quantized = self.config.weight_dtype is not None and name in QUANTIZED
+        return self._stored(name + SCALE) if is_quantized else None
+
     def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
         """Return the RMS norm of x over as many trailing dimensions as the scale has.
 
@@ -178,14 +186,14 @@ class Weights(nn.Module):
     def expert_matrix(self, name: str) -> experts.Matrix:
         """Return a matrix of all experts with its adapter, if it has one."""
         moe = self.config.moe
-        matrix = experts.Matrix(self.weight(name))
+        matrix = experts.Matrix(self.weight(name), scale=self.scale(name))
         if moe is not None and moe.bias:
             matrix = matrix._replace(bias=self.weight(f"{name}_bias"))
-        scale = self.config.adapter_scale(name)
-        if scale is None:
+        adapter_scale = self.config.adapter_scale(name)
+        if adapter_scale is None:
             return matrix
         a, b = self.adapter(name)
-        return matrix._replace(a=a, b=scale * b)
+        return matrix._replace(a=a, b=adapter_scale * b)
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
@@ -193,11 +201,14 @@ class Weights(nn.Module):
         if self.config.exact:
             x = exact.enough_rows(x, spread(PACKED.rows, len(x)))
         y = layers.product(equation, x, self.weight(name))
+        scale = self.scale(name)
+        if scale is not None:
+            y = quantization.scaled(y, scale)
         if bias:
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
-        scale = self.config.adapter_scale(name)
-        if scale is not None:
-            y = y + layers.low_rank(x, *self.adapter(name), scale)
+        adapter_scale = self.config.adapter_scale(name)
+        if adapter_scale is not None:
+            y = y + layers.low_rank(x, *self.adapter(name), adapter_scale)
         return checkpoint_name(y[:, :length], PRODUCT)
 
 
@@ -331,11 +342,14 @@ class Layer(Weights):
     def matrix(self, name: str) -> Array:
         """Return a matrix with its adapter added, for products that need it whole."""
         weight = self.weight(name)
-        scale = self.config.adapter_scale(name)
-        if scale is None:
+        scale = self.scale(name)
+        if scale is not None:
+            weight = quantization.scaled(weight, scale)
+        adapter_scale = self.config.adapter_scale(name)
+        if adapter_scale is None:
             return weight
         a, b = self.adapter(name)
-        return weight + scale * jnp.tensordot(a, b, 1)
+        return weight + adapter_scale * jnp.tensordot(a, b, 1)
 
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from tpu_rl.models.config import WeightDtype
 from tpu_rl.models.decoder import decoder
 from tpu_rl.models.lora import join
 from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
@@ -93,6 +94,11 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
 def with_int8_cache(model: Model) -> Model:
     """Return the model with keys and values cached in int8 (see `kv_cache.quantize`)."""
     return decoder(replace(model.config, cache_dtype="int8"))
+
+
+def with_quantized_weights(model: Model, dtype: WeightDtype) -> Model:
+    """Return the model whose params are those of `quantization.quantize`."""
+    return decoder(replace(model.config, weight_dtype=dtype))
 
 
 def with_cpu_cache(model: Model) -> Model:

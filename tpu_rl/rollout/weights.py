@@ -9,9 +9,11 @@ heads and widths, the other axis spreads rows, and the experts of a mixture are 
 devices that divide their number.
 
 The copy is made leaf by leaf when a rollout begins and freed when it ends; the masters keep their
-bits. Where nothing differs, the masters themselves are read. Where only the placement differs, no
-copy is made: the run moves the weights there (`reshard_for_sampling`) and back (`reshard_back`), so
-that memory never holds more than one layout and the largest leaf.
+bits. With `--sampling.weight-dtype` the matrices of the copy have eight bits: the program that
+moves a matrix quantizes it before (see `models.quantization`). Where nothing differs, the masters
+themselves are read. Where only the placement differs, no copy is made: the run moves the weights
+there (`reshard_for_sampling`) and back (`reshard_back`), so that memory never holds more than one
+layout and the largest leaf.
 
 With `--sampling.devices N` the sampler has devices of its own, and always reads copies. The
 training devices gather a leaf until each part that a sampling device wants is whole on one of them.
@@ -30,7 +32,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.models import Select
+from tpu_rl.models import Select, quantization
+from tpu_rl.models.config import QUANTIZED, SCALE, WeightDtype
+from tpu_rl.models.quantization import Quantized
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Params, Policy
@@ -59,6 +63,8 @@ class SamplingLayout(NamedTuple):
     """The type that the model computes in."""
     training_mesh: Mesh | None = None
     """The mesh of the weights, if they are on other devices."""
+    weight_dtype: WeightDtype | None = None
+    """The type of quantized matrices; None if none are."""
 
 
 def require_tensor_parallel(tensor_parallel: TensorParallel | None, num_devices: int) -> None:
@@ -107,12 +113,14 @@ def rollout_policy(
 
     def sampling_params(params: Params) -> Params:
         chosen, target, placements = _targets(params, selects, layout)
+        copy = functools.partial(_copy_leaf, layout)
         if layout.training_mesh is None:
-            return params | jax.tree.map(_copy, chosen, target, placements)
+            copied = jax.tree.map_with_path(copy, chosen, target, placements)
+            return params | quantization.with_scales(copied)
         # Nothing else: a program cannot read from other devices.
-        send = functools.partial(_copy_apart, layout.training_mesh)
         with jax.set_mesh(layout.training_mesh):
-            return jax.tree.map(send, chosen, target, placements)
+            sent = jax.tree.map_with_path(copy, chosen, target, placements)
+        return quantization.with_scales(sent)
 
     device = None if layout.training_mesh is None else layout.mesh.devices.flat[0]
     return RolloutPolicy(policy, sampling_params, layout.mesh, drafter, device)
@@ -127,7 +135,80 @@ def _targets(
     target = jax.eval_shape(
         lambda weights: models.cast_to_compute_dtype(weights, layout.dtype), chosen
     )
+    if layout.weight_dtype is not None:
+        target = quantization.with_dtype(target, layout.weight_dtype)
     return chosen, target, sharding.shardings(models.axes(chosen), layout.mesh, chosen)
+
+
+def _copy_leaf(
+    layout: SamplingLayout,
+    path: Any,
+    weight: Any,
+    target: jax.ShapeDtypeStruct,
+    placement: NamedSharding,
+) -> Any:
+    """Return a weight as the sampler reads it."""
+    name = path[-1].key
+    if layout.weight_dtype is not None and name in QUANTIZED:
+        return _copy_quantized(layout, name, weight, placement)
+    if layout.training_mesh is not None:
+        return _copy_apart(layout.training_mesh, weight, target, placement)
+    return _copy(weight, target, placement)
+
+
+def _copy_quantized(
+    layout: SamplingLayout, name: str, weight: Any, placement: NamedSharding
+) -> Quantized:
+    """Return the weight `name` quantized, with a placement for its numbers.
+
+    A shape is converted like an array.
+    """
+    assert layout.weight_dtype is not None
+    quantize = _quantize(name, layout.dtype, layout.weight_dtype)
+    shapes = jax.eval_shape(quantize, weight)
+    axes = models.axes({name + SCALE: shapes.scale})[name + SCALE]
+    scale_spec = sharding.spec(axes, shapes.scale.shape, placement.mesh)
+    placements = Quantized(placement, NamedSharding(placement.mesh, scale_spec))
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.tree.map(
+            lambda shape, to: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=to),
+            shapes,
+            placements,
+        )
+    training_mesh = layout.training_mesh
+    if training_mesh is None:
+        return _quantize_and_move(quantize, weight.sharding, weight.shape, placements)(weight)
+    gathered = jax.tree.map(lambda to: gathered_sharding(to, training_mesh), placements)
+    quantized = _quantize_and_move(quantize, weight.sharding, weight.shape, gathered)(weight)
+    return jax.tree.map(_send, quantized, placements)
+
+
+@functools.cache
+def _quantize(name: str, dtype: str, weight_dtype: WeightDtype) -> Callable[[Array], Quantized]:
+    def quantize(weight: Array) -> Quantized:
+        # What is quantized are the weights that the trainer's model computes with.
+        rounded = models.cast_to_compute_dtype({name: weight}, dtype)[name]
+        return quantization.quantize(name, rounded, weight_dtype)
+
+    return quantize
+
+
+@functools.cache
+def _quantize_and_move(
+    quantize: Callable[[Array], Quantized],
+    source: NamedSharding,
+    shape: tuple[int, ...],
+    placements: Quantized,
+) -> Callable[[Array], Quantized]:
+    """Return one jitted program. Links carry numbers of eight bits."""
+    transit = transit_sharding(source, placements.numbers, shape)
+
+    def convert(weight: Array) -> Quantized:
+        numbers, scale = quantize(weight)
+        numbers = jax.lax.with_sharding_constraint(numbers, source)
+        return Quantized(jax.lax.with_sharding_constraint(numbers, transit), scale)
+
+    return jax.jit(convert, out_shardings=placements)
 
 
 def _copy(weight: Any, target: jax.ShapeDtypeStruct, placement: NamedSharding) -> Any:

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, WEIGHT_AXES, MoeConfig
+from tpu_rl.models import quantization
+from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, SCALE, WEIGHT_AXES, MoeConfig
 from tpu_rl.models.layers import PACKED, ActivationAxes
 from tpu_rl.train import sharding
 
@@ -55,6 +56,8 @@ class Matrix(NamedTuple):
     """[E, rank, O], scaled."""
     bias: Array | None = None
     """[E, O]."""
+    scale: Array | None = None
+    """[E, O] float32: factors of the outputs of W, if it is quantized."""
 
 
 class Matrices(NamedTuple):
@@ -142,7 +145,13 @@ def _matrix_axes(matrices: Matrices) -> Any:
     """Return the logical axes of the leaves of `matrices`, as a tree of the same structure."""
 
     def leaf_axes(name: str, matrix: Matrix) -> Any:
-        names = {"weight": name, "a": name + LORA_A, "b": name + LORA_B, "bias": name + "_bias"}
+        names = {
+            "weight": name,
+            "a": name + LORA_A,
+            "b": name + LORA_B,
+            "bias": name + "_bias",
+            "scale": name + SCALE,
+        }
         axes = {
             field: WEIGHT_AXES[names[field]]
             for field, leaf in matrix._asdict().items()
@@ -296,6 +305,10 @@ def _expert_product(
     The product A B is never formed. The biases are multiplied by `scales` [n].
     """
     y = ragged_product(x, matrix.weight, group_sizes)
+    if matrix.scale is not None:
+        expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
+        expert = jnp.minimum(expert, len(matrix.scale) - 1)
+        y = quantization.scaled(y, _take(matrix.scale, expert))
     if matrix.a is not None and matrix.b is not None:
         y = y + ragged_product(ragged_product(x, matrix.a, group_sizes), matrix.b, group_sizes)
     if matrix.bias is None:
