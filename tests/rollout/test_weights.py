@@ -81,8 +81,11 @@ def test_tensor_parallel_size_must_divide_the_devices(tmp_path):
 MESH_OF_ITS_OWN = """
 import pathlib, sys
 import jax, numpy as np
-from tests.rollout.test_weights import roll_out
+from tests.rollout.test_weights import make_context, roll_out
+from tpu_rl import models
 from tpu_rl.models import quantization
+from tpu_rl.rollout import weights
+from tpu_rl.train import sharding
 
 run_dir = pathlib.Path(sys.argv[1])
 _, params, rollout = roll_out(["--mesh.fsdp", "4"], run_dir)
@@ -102,7 +105,7 @@ np.testing.assert_array_equal(master, copy)
 
 # The same numbers, whoever holds them.
 flags += ["--sampling.weight-dtype", "int8"]
-quantized, masters, rollout = roll_out(flags, run_dir)
+quantized, masters = make_context(flags, run_dir)
 layer = quantized.rollout_policy("policy").params(masters)["policy"]["layers"]["layer_0"]
 for name in ("down", "query"):
     master = np.asarray(masters["policy"]["layers"]["layer_0"][name])
@@ -111,9 +114,16 @@ for name in ("down", "query"):
     np.testing.assert_allclose(layer[name + "_scale"], scale, rtol=1e-6)
 assert layer["down"].addressable_shards[0].data.shape[1:] == (inner // 2, width)
 assert layer["query_scale"].addressable_shards[0].data.shape[1] == master.shape[2] // 2
-_, _, same_rollout = roll_out(["--sampling.weight-dtype", "int8", "--mesh.fsdp", "4"], run_dir)
-np.testing.assert_array_equal(rollout.tokens, same_rollout.tokens)
-np.testing.assert_allclose(rollout.log_probs, same_rollout.log_probs, atol=2e-5)
+
+# From two devices that learn to two that only sample.
+devices = jax.devices()
+learning = sharding.make_mesh(fsdp=2, devices=devices[:2])
+own = sharding.sampling_mesh(sharding.make_mesh(2, devices=devices[2:]), 2)
+layout = weights.SamplingLayout(own, "float32", learning, "int8")
+placed = sharding.place(jax.tree.map(np.asarray, masters), models.axes(masters), learning)
+sent = weights.rollout_policy(policy.policy, [models.Select("policy")], layout).params(placed)
+jax.tree.map(np.testing.assert_array_equal, layer, sent["policy"]["layers"]["layer_0"])
+assert sent["policy"]["layers"]["layer_0"]["query_scale"].devices() == set(devices[2:])
 jax.tree.map(np.testing.assert_array_equal, params, masters)
 print("both meshes sample the same")
 """

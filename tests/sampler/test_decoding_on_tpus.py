@@ -86,7 +86,7 @@ def test_no_token_copies_the_cache_without_the_kernel(cache_dtype):
 
 @needs_libtpu
 def test_quantized_matrices_are_read_in_eight_bits():
-    """Each token converts them inside the products: no matrix is written in bfloat16."""
+    """Each token converts them inside the products: nothing of a matrix's size is written."""
     hidden, wide = 2048, 16_384
     model = model_of("llama", 2, hidden_size=hidden, intermediate_size=wide)
     model = models.with_quantized_weights(models.with_attention_kernel(model), "int8")
