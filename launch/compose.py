@@ -157,13 +157,16 @@ def decoding(
     temperature: float | None = None,
     purpose: Purpose = Purpose.ROLLOUT,
     seed: int | None = None,
+    record_routing: bool = False,
 ) -> Decoding:
     """Return how a role completes prompts: by the settings of the run, unless given here."""
     config = context.config
     settings = sampler_config(
         config.sampling, context.language.tokenizer, group_size or config.batch.group_size
     )
-    settings = replace(settings, speculation=config.sampling.speculation)
+    settings = replace(
+        settings, speculation=config.sampling.speculation, record_routing=record_routing
+    )
     if temperature is not None:
         settings = replace(settings, temperature=temperature)
     return Decoding(
@@ -286,7 +289,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     batch = context.config.batch
     settings = context.config.rollout
-    engine = rollout_engine(context)
+    engine = rollout_engine(context, record_routing=settings.replay_routing)
     stream = row_stream(context, stage)
     values = _prompt_values(context, stage)
     share = settings.keep_variance_share

@@ -284,6 +284,10 @@ class ExperimentConfig:
         specs = [stage.algorithm.experience for stage in self.stages]
         config_checks.check_sampling(self.sampling, self.batch, specs)
         config_checks.check_rollouts(self.rollout, self.batch, specs)
+        algorithms = [stage.algorithm for stage in self.stages]
+        config_checks.check_replay(
+            self.rollout, self.sampling, self.environment, self.agent, algorithms
+        )
         config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
         config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
         if self.model.exact_sampling:

@@ -121,6 +121,54 @@ def check_rollouts(
         )
 
 
+def check_replay(
+    rollout: RolloutConfig,
+    sampling: SamplingConfig,
+    environment: str,
+    agent: str,
+    algorithms: Sequence[AlgorithmConfig],
+) -> None:
+    """Check that the policy learns, and that the sampler records the routing of all that it learns
+    from."""
+    if not rollout.replay_routing:
+        return
+    where = "--rollout.replay-routing"
+    if any(algorithm.experience.source != "rollouts" for algorithm in algorithms):
+        raise InputError(
+            "this algorithm does not learn from scored completions alone",
+            where=where,
+            why="only of these the sampler's routing is known",
+            fix="leave it out",
+        )
+    if not any(algorithm.roles["policy"].trainable for algorithm in algorithms):
+        raise InputError(
+            "the policy does not learn",
+            where=where,
+            why="its routing is replayed where it learns, and no other model's",
+            fix="leave it out",
+        )
+    whys = {
+        "--rollout.partial": (
+            rollout.partial > 0,
+            "a completion that continues is read anew, by another policy",
+        ),
+        "--sampling.speculation.tokens": (
+            sampling.speculation.tokens > 0,
+            "drafts are read beside a completion's own tokens",
+        ),
+        "--environment": (bool(environment), "routing is recorded of single turns"),
+        "--agent": (bool(agent), "routing is recorded of single turns"),
+    }
+    for flag, (is_given, why) in whys.items():
+        if is_given:
+            raise InputError(
+                f"{where} and {flag} do not go together",
+                where=f"{where}, {flag}",
+                why=why,
+                fix="leave one of them out",
+            )
+
+
 def check_sampler_devices(
     sampling: SamplingConfig, batch: BatchConfig, exact_sampling: bool
 ) -> None:

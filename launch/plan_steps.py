@@ -272,7 +272,7 @@ def _calls_to_learn_from(planned: StagePlan) -> list[SamplerCall]:
         _call(
             planned,
             f" by {role}" if len(shares) > 1 else "",
-            compose.decoding(context, role),
+            compose.decoding(context, role, record_routing=context.config.rollout.replay_routing),
             prompts,
             1,
             partial_prompts,
@@ -358,6 +358,11 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
     )
     data = longest_texts(batch, config.sampling, planned.stage.algorithm.experience)
     layout = layout_of(batch, data, paths=config.model.exact_sampling)
+    if config.rollout.replay_routing:
+        policy = planned.context.models["policy"].config
+        size = policy.mixture_layers * policy.moe.experts_per_token
+        routing: Any = np.zeros((*layout.source.shape, size), policy.moe.routing_dtype)
+        layout = replace(layout, routing=routing)
 
     def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:
         placement = experience_sharding(mesh, array.shape)

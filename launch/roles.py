@@ -183,14 +183,29 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
     """Return the model of each role, with its adapters.
 
     Raises:
-        InputError: if LoRA is wanted and no role can have it, or its settings do not fit a model.
+        InputError: if LoRA is wanted and no role can have it, or its settings do not fit a model;
+            or if routing is to be replayed and the policy is no mixture.
     """
     bases = adapter_bases(config)
     result = {}
     for name, spec in specs(config).items():
         model = role_model(config, base, spec)
+        if config.rollout.replay_routing and name == "policy":
+            model = _replaying(model)
         result[name] = models.with_lora(model, config.model.lora) if name in bases else model
     return result
+
+
+def _replaying(model: Model) -> Model:
+    """Return the model that records its routing, and replays it in packed rows."""
+    if model.config.moe is None:
+        raise InputError(
+            "there is no routing to replay",
+            where="--rollout.replay-routing",
+            why="the policy is no mixture of experts",
+            fix="leave the flag out",
+        )
+    return models.with_recorded_routing(model)
 
 
 def has_attention_kernel(config: ExperimentConfig, mesh: Mesh) -> bool:

@@ -59,10 +59,11 @@ class Model(NamedTuple):
     """key -> random params."""
     hidden: Callable[..., Array]
     """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None, visible_until=None,
-    paths=None) -> [R, S, D].
+    paths=None, routing=None) -> [R, S, D].
 
-    All inputs are [R, S] int32, except `key_tiles` and `paths` (see `Rows`). They change no result:
-    `key_tiles` says which attention scores need not be computed, and `paths` in which order to sum.
+    All inputs are [R, S] int32, except `key_tiles`, `paths` and `routing` (see `Rows`). The first
+    two change no result: `key_tiles` says which attention scores need not be computed, and `paths`
+    in which order to sum. `routing` replaces the router's choice of experts.
     """
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
@@ -83,6 +84,11 @@ class Model(NamedTuple):
     exact: bool = False
     """See `Role`."""
 
+
+ROUTING = "routing"
+"""Entry of the cache of a model that records its routing: [mixture layers, B, k, S] uint8 or
+uint16. The first T places have the k experts of each of the T tokens that the latest call of
+`extend` read, as their numbers plus 1."""
 
 UNREAD = -1
 """Branch of a token whose logits nobody reads. It is not committed. See `Policy.extend`."""
@@ -206,6 +212,10 @@ class Rollout:
     """[N] float32: value of the row's prompt, estimated from completions that are not learned from.
     Only for algorithms that ask for it (ReMax: reward of the greedy completion; A*-PO: optimal
     value)."""
+    routing: Array | None = None
+    """[N, T, L k] uint8 or uint16: for each token the k experts that the sampler's router chose in
+    each of L mixture layers, as their numbers plus 1. 0 where the sampler did not read the token,
+    as with the last one of a row. None: not recorded."""
 
 
 @struct.dataclass
@@ -334,6 +344,10 @@ class Rows:
     visible_until: Array | None = None
     """The slot after the last one whose token sees this one: the end of its subtree. Token i sees
     token j if j <= i < visible_until[j]. None: segments and branches say the same."""
+    routing: Array | None = None
+    """[..., R, S, L k] uint8 or uint16: the experts that process each token, as in
+    `Rollout.routing`; where it is 0, the router chooses. Only models with
+    `DecoderConfig.records_routing` read it. None: routers choose."""
 
 
 @struct.dataclass
@@ -361,6 +375,7 @@ class Layout:
     actions: Array | None = None
     key_tiles: Array | None = None
     paths: Paths | None = None
+    routing: Array | None = None
 
     @property
     def minibatches(self) -> int:
@@ -393,6 +408,7 @@ class Layout:
             key_tiles=self.key_tiles,
             paths=self.paths,
             visible_until=self.visible_until,
+            routing=self.routing,
         )
 
 

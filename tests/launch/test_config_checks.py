@@ -64,6 +64,30 @@ MISFITS = {
         + ["--rollout.keep-variance-share", "0.25"],
         "--rollout.keep-variance-share, --batch.num-minibatches",
     ),
+    "routing of given completions": (
+        ["arithmetic_dpo", "--rollout.replay-routing"],
+        "--rollout.replay-routing",
+    ),
+    "routing of a policy that does not learn": (
+        ["arithmetic_grpo", "--algorithm", "value_pretraining", "--rollout.replay-routing"],
+        "--rollout.replay-routing",
+    ),
+    "routing of what is read anew": (
+        ["arithmetic_grpo", "--rollout.replay-routing", "--rollout.partial", "2"],
+        "--rollout.replay-routing, --rollout.partial",
+    ),
+    "routing of drafts": (
+        ["arithmetic_grpo", "--rollout.replay-routing", "--sampling.speculation.tokens", "2"],
+        "--rollout.replay-routing, --sampling.speculation.tokens",
+    ),
+    "routing of conversations": (
+        ["arithmetic_multi_attempt", "--rollout.replay-routing"],
+        "--rollout.replay-routing, --environment",
+    ),
+    "routing of agents": (
+        ["arithmetic_grpo", "--rollout.replay-routing", "--agent", "my_agent.py:run"],
+        "--rollout.replay-routing, --agent",
+    ),
     "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
     "a rounded reference": (
         ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],

@@ -104,6 +104,37 @@ def test_mixture_is_the_weighted_sum_of_each_tokens_experts(renormalized, rank):
     )
 
 
+@pytest.mark.parametrize("renormalized", [True, False])
+def test_replay_uses_the_given_experts_with_weights_of_the_router(renormalized):
+    config = MoeConfig(COUNT, CHOSEN, INNER, renormalized)
+    _, logits, _ = case()
+
+    def weights(logits, replayed):
+        return experts.route(config, logits, replayed=replayed).weights
+
+    def with_gradient(replayed):
+        gain = 1 + jnp.arange(CHOSEN, dtype=jnp.float32)[None, None]
+        gradient = jax.grad(lambda logits: (gain * weights(logits, replayed)).sum())(logits)
+        return weights(logits, replayed), gradient
+
+    chosen = experts.route(config, logits).experts
+    for one, other in zip(with_gradient(None), with_gradient(chosen + 1), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # The first token of each row is not replayed.
+    others = (chosen + 3) % COUNT
+    replayed = jnp.where(jnp.arange(logits.shape[1])[None, :, None] > 0, others + 1, 0)
+    wanted = jnp.where(replayed > 0, others, chosen)
+    np.testing.assert_array_equal(experts.route(config, logits, replayed=replayed).experts, wanted)
+    of_wanted = jnp.take_along_axis(logits, wanted, axis=-1)
+    if renormalized:
+        softmax = jax.nn.softmax(of_wanted)
+    else:
+        softmax = jnp.exp(of_wanted - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    np.testing.assert_allclose(weights(logits, replayed), softmax, rtol=1e-5)
+    _, gradient = with_gradient(replayed)
+    assert float(jnp.abs(gradient).max()) > 0.1
+
+
 def test_no_token_is_dropped_if_all_prefer_the_same_experts():
     config = MoeConfig(COUNT, CHOSEN, INNER)
     skewed = case(skew=50.0)

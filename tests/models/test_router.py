@@ -12,6 +12,7 @@ import pytest
 
 from launch import config, preflight, run
 from tests.fixtures.decoders import LENGTH, plain, tiny, tokens_of
+from tests.fixtures.runs import digest, rows_of
 from tpu_rl import environments, models, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
@@ -139,15 +140,25 @@ def model_dir(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--model.router-balance", "0.01"], ["--model.lora.rank", "2"]])
-def test_runs_log_usage_of_experts(flags, model_dir, tmp_path):
+def small_run(model_dir, run_dir, *flags):
+    """Take a few steps of GRPO."""
     small = [
         *("--batch.prompts", "8", "--batch.group-size", "2", "--batch.row-length", "128"),
-        *("--evaluation.rows", "0", "--steps", "2"),
-        *("--model.path", model_dir, "--run-dir", str(tmp_path / "run")),
+        *("--evaluation.rows", "0", "--model.path", model_dir, "--run-dir", str(run_dir)),
     ]
     assert run.main(["arithmetic_grpo", *small, *flags]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.router-balance", "0.01", "--rollout.replay-routing"],
+        ["--model.lora.rank", "2"],
+    ],
+)
+def test_runs_log_usage_of_experts(flags, model_dir, tmp_path):
+    small_run(model_dir, tmp_path / "run", "--steps", "2", *flags)
     rows = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -160,7 +171,26 @@ def test_runs_log_usage_of_experts(flags, model_dir, tmp_path):
         assert row["policy/log_prob_gap_max"] < 5e-5
 
 
-def test_balance_without_experts_is_refused():
-    wanted = config.parse(["arithmetic_grpo", "--model.router-balance", "0.01"])
-    with pytest.raises(InputError, match="no model that learns is a mixture"):
+@pytest.mark.nightly
+def test_a_run_that_replays_stored_routing_resumes_to_the_same_bits(model_dir, tmp_path):
+    """The batch that waits in the checkpoint has its routing."""
+    flags = ("--rollout.replay-routing", "--batch.staleness", "1", "--checkpoint-every", "1")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    small_run(model_dir, whole, *flags, "--steps", "3")
+    small_run(model_dir, stopped, *flags, "--steps", "1")
+    small_run(model_dir, stopped, *flags, "--steps", "3")
+    assert rows_of(stopped) == rows_of(whole)
+    assert digest(stopped) == digest(whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.router-balance", "0.01"], "no model that learns is a mixture"),
+        (["--rollout.replay-routing"], "no routing to replay"),
+    ],
+)
+def test_flags_for_mixtures_are_refused_without_experts(flags, message):
+    wanted = config.parse(["arithmetic_grpo", *flags])
+    with pytest.raises(InputError, match=message):
         preflight.check(wanted)

@@ -65,8 +65,10 @@ def model_of(family, kv_heads, vocabulary=1024, **sizes):
     ],
 )
 def test_no_token_copies_the_cache(family, kv_heads, tensor, cache_dtype):
-    """`kv_heads` are those of a chip."""
+    """`kv_heads` are those of a chip. The mixture records its routing."""
     model = models.with_attention_kernel(model_of(family, kv_heads * tensor))
+    if family == "mixture":
+        model = models.with_recorded_routing(model)
     if cache_dtype == "int8":
         model = models.with_int8_cache(model)
     program, cache = compiled(model, tensor)

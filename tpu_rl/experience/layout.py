@@ -39,7 +39,19 @@ def lay_out(
     layout = layout_of(batch, data, paths=attention_index == "paths")
     if attention_index != "tiles":
         layout = replace(layout, key_tiles=None)
+    if getattr(data, "routing", None) is not None:
+        # Devices read it in packed rows only.
+        layout = with_routing(layout, data.routing)
+        data = replace(data, routing=None)
     return jax.tree.map(place, Experience(data, layout))
+
+
+def with_routing(layout: Layout, routing: Any) -> Layout:
+    """Return the layout with the routing of its tokens, of `Rollout.routing` [N, T, L k]."""
+    source = np.asarray(layout.source)
+    flat = np.asarray(routing).reshape(-1, routing.shape[-1])
+    packed: Any = np.where(source[..., None] >= 0, flat[np.maximum(source, 0)], 0)
+    return replace(layout, routing=packed.astype(flat.dtype))
 
 
 def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:

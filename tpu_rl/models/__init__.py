@@ -36,6 +36,7 @@ from tpu_rl.models.policy import (
     with_exact_sampling,
     with_int8_cache,
     with_quantized_weights,
+    with_recorded_routing,
     with_remat,
 )
 
@@ -79,5 +80,6 @@ __all__ = [
     "with_int8_cache",
     "with_lora",
     "with_quantized_weights",
+    "with_recorded_routing",
     "with_remat",
 ]

@@ -375,6 +375,11 @@ class MoeConfig:
     shared_size: int | None = None
     """Intermediate size of an MLP that processes every token beside the experts. None: no MLP."""
 
+    @property
+    def routing_dtype(self) -> Any:
+        """The type of recorded choices: numbers of experts plus 1."""
+        return jnp.uint8 if self.num_experts < 256 else jnp.uint16
+
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
@@ -431,6 +436,9 @@ class DecoderConfig:
     """The mixture of experts in each layer. None: layers have an MLP."""
     dense_layers: int = 0
     """Number of layers at the beginning that have an MLP although there is a mixture."""
+    records_routing: bool = False
+    """True if the cache has the experts that processed the latest tokens (`types.ROUTING`), and
+    packed rows are processed by the experts of `Rows.routing`. Only for mixtures."""
     num_outputs: int | None = None
     """Number of outputs of a head ("score") in place of the vocabulary. `logits` then returns those
     outputs, and there is no unembedding. None: a language model."""
@@ -461,6 +469,11 @@ class DecoderConfig:
     def repetitions(self) -> int:
         """Number of complete repetitions of the pattern. The remaining layers are the tail."""
         return (len(self.layer_types) - self.dense_layers) // self.period
+
+    @property
+    def mixture_layers(self) -> int:
+        """Number of layers with a mixture of experts."""
+        return 0 if self.moe is None else len(self.layer_types) - self.dense_layers
 
     def require_length(self, length: int, where: str) -> None:
         """Check that sequences of `length` tokens, a setting named `where`, have the right angles.

@@ -44,7 +44,7 @@ from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.train.sharding import constrain, spread
-from tpu_rl.types import Array, Model, Params, Paths
+from tpu_rl.types import ROUTING, Array, Model, Params, Paths
 
 KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
@@ -63,6 +63,8 @@ class Context(NamedTuple):
     """See `layers.attention`."""
     paths: Paths | None = None
     """See `exact.path_attention`."""
+    routing: Array | None = None
+    """[B, T, L k]: see `types.Rows`."""
     views: dict[str, kv_cache.CacheView] | None = None
     """Layer type -> view on the cache; None without a cache."""
 
@@ -231,13 +233,19 @@ class Layer(Weights):
 
     @nn.compact
     def __call__(
-        self, x: Array, cache: Any, layer: Array | int, context: Context
+        self,
+        x: Array,
+        cache: Any,
+        layer: Array | int,
+        mixture_layer: Array | int,
+        context: Context,
     ) -> tuple[Array, Any, Usage | None]:
         """Apply the layer to x [B, T, D].
 
-        `layer` is the number of this layer among those of its type, from 0. Returns the new x; the
-        cache with this layer's keys and values written (None stays None); and the usage of the
-        mixture's experts, or None if there is a cache or no mixture.
+        `layer` is the number of this layer among those of its type, from 0, and `mixture_layer` the
+        one among layers with a mixture. Returns the new x; the cache with this layer's keys, values
+        and experts written (None stays None); and the usage of the mixture's experts, or None if
+        there is a cache or no mixture.
         """
         axes = _activation_axes(cache)
         branch = self.begin(x, "attention_norm")
@@ -249,7 +257,10 @@ class Layer(Weights):
         if self.config.moe is None or self.is_dense:
             branch = self.mlp(branch)
         else:
-            branch, routing = self.mixture(branch, axes)
+            replayed = self.replayed(context.routing, mixture_layer)
+            branch, routing = self.mixture(branch, axes, replayed)
+            if cache is not None and ROUTING in cache:
+                cache = kv_cache.write_routing(cache, mixture_layer, routing.experts)
             if cache is None:
                 is_token = context.queries.segment_ids > 0
                 usage = router.usage(routing.experts, routing.probabilities, is_token)
@@ -458,8 +469,22 @@ class Layer(Weights):
         gated = gate_function(config)(gate, up)
         return self.linear("btf,fd->btd", gated, f"{prefix}down", config.bias)
 
-    def mixture(self, x: Array, axes: ActivationAxes) -> tuple[Array, experts.Routing]:
-        """Return the output of the mixture of experts for x [B, T, D], and its routing."""
+    def replayed(self, routing: Array | None, mixture_layer: Array | int) -> Array | None:
+        """Return a layer's part [B, T, k] int32 of the `routing` [B, T, L k] to replay."""
+        if routing is None:
+            return None
+        assert self.config.moe is not None
+        count = self.config.moe.experts_per_token
+        start = mixture_layer * count
+        return jax.lax.dynamic_slice_in_dim(routing, start, count, axis=2).astype(jnp.int32)
+
+    def mixture(
+        self, x: Array, axes: ActivationAxes, replayed: Array | None
+    ) -> tuple[Array, experts.Routing]:
+        """Return the output of the mixture of experts for x [B, T, D], and its routing.
+
+        For `replayed` [B, T, k] see `experts.route`.
+        """
         config = self.config
         assert config.moe is not None
         logits = jnp.einsum(
@@ -469,7 +494,7 @@ class Layer(Weights):
             bias = self.weight("router_bias").astype(jnp.float32)
             logits += jnp.broadcast_to(bias, logits.shape)
         correction = self._stored("router_correction_bias") if config.moe.has_correction else None
-        routing = experts.route(config.moe, logits, correction)
+        routing = experts.route(config.moe, logits, correction, replayed)
         matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
         mixed = experts.mixture(x, routing, matrices, gate_function(config.mlp), axes)
         if config.moe.shared_size is not None:
@@ -516,8 +541,9 @@ class Pattern(nn.Module):
             # The number of this layer among those of its type.
             layer = repetition * period_types.count(layer_type)
             layer += (self.preceding + self.layer_types[:i]).count(layer_type)
+            mixture_layer = repetition * config.period + i
             module = self.layer_class(config, layer_type, self.is_dense, name=f"layer_{i}")
-            x, cache, usage = module(x, cache, layer, context)
+            x, cache, usage = module(x, cache, layer, mixture_layer, context)
             usages.append(usage)
         return (x, cache), usages
 
@@ -630,10 +656,11 @@ def packed_context(
     tokens: TokenIndex,
     key_tiles: Array | None = None,
     paths: Paths | None = None,
+    routing: Array | None = None,
 ) -> Context:
     """Return the context of packed rows."""
     keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
-    return Context(tokens, keys, _angles(config, tokens.positions), key_tiles, paths)
+    return Context(tokens, keys, _angles(config, tokens.positions), key_tiles, paths, routing)
 
 
 def cached_context(
@@ -676,6 +703,7 @@ def decoder(config: DecoderConfig) -> Model:
         key_tiles: Array | None = None,
         visible_until: Array | None = None,
         paths: Paths | None = None,
+        routing: Array | None = None,
     ) -> Array:
         if visible_until is None:
             visible_until = layers.visible_until(segment_ids, branch_ids)
@@ -688,7 +716,8 @@ def decoder(config: DecoderConfig) -> Model:
             tokens = tokens[:, order]
             token_index = TokenIndex(*(field[:, order] for field in token_index))
             key_tiles = None  # They list tiles of tokens in their original order.
-        context = packed_context(config, token_index, key_tiles, paths)
+            routing = None if routing is None else routing[:, order]
+        context = packed_context(config, token_index, key_tiles, paths, routing)
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:
@@ -721,6 +750,7 @@ def decoder(config: DecoderConfig) -> Model:
                 config, layer_type, lengths, commit, stack["v"].shape[3], queries, branch_ids
             )
             for layer_type, stack in stacks.items()
+            if layer_type != ROUTING
         }
         context = cached_context(config, queries, views)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)

@@ -21,7 +21,7 @@ from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.flash_kernels import LANES
 from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.layers import TokenIndex
-from tpu_rl.types import UNREAD, Array
+from tpu_rl.types import ROUTING, UNREAD, Array
 
 RING_SLACK = 128
 """Places of a ring beyond those that the sliding window needs.
@@ -63,7 +63,7 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     is rounded up to whole blocks. In int8, "k_scale" and "v_scale" [L, B, K, S] float32 are added.
     With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
     attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
-    keys.
+    keys. With `DecoderConfig.records_routing` there is the entry `ROUTING`.
 
     The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
     its tokens after the committed ones, and the next call overwrites those that were not committed.
@@ -89,7 +89,24 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
             stack["k_scale"] = jnp.zeros(places, jnp.float32)
             stack["v_scale"] = jnp.zeros(places, jnp.float32)
         cache[layer_type] = stack
+    if config.records_routing:
+        assert config.moe is not None
+        places = (config.mixture_layers, rows, config.moe.experts_per_token, length)
+        cache[ROUTING] = jnp.zeros(places, config.moe.routing_dtype)
     return cache
+
+
+def write_routing(cache: Any, layer: Array | int, experts: Array) -> Any:
+    """Return the cache with the experts [B, T, k] of new tokens.
+
+    `layer` counts layers with a mixture. The tokens take the first places, wherever their keys are:
+    what was recorded before has been read. So decoding writes one slice, where the places of tokens
+    would take a scatter of single numbers.
+    """
+    record = cache[ROUTING]
+    numbers = (experts + 1).astype(record.dtype).swapaxes(1, 2)[..., : record.shape[3]]
+    written = jax.lax.dynamic_update_slice(record, numbers[None], (layer, 0, 0, 0))
+    return {**cache, ROUTING: written}
 
 
 # Places of new tokens, and the keys that they see.

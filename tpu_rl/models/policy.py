@@ -83,6 +83,7 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
             rows.key_tiles,
             rows.visible_until,
             rows.paths,
+            rows.routing if model.config.records_routing else None,
         )
 
     def logits(params: Params, hidden: Array) -> Array:
@@ -122,6 +123,12 @@ def with_exact_sampling(model: Model) -> Model:
     `DecoderConfig.exact`)."""
     attention = replace(model.config.attention, kernel="none", cpu_cache=False)
     return decoder(replace(model.config, attention=attention, exact=True))
+
+
+def with_recorded_routing(model: Model) -> Model:
+    """Return the mixture of experts that records its routing in the cache, and replays it in packed
+    rows (see `DecoderConfig.records_routing`)."""
+    return decoder(replace(model.config, records_routing=True))
 
 
 def with_remat(model: Model, remat: Literal["full", "save-dots", "none"]) -> Model:

@@ -28,7 +28,7 @@ from tpu_rl.planner.steps import (
     output_shapes,
     with_shardings,
 )
-from tpu_rl.sampler import decode_loop, slots
+from tpu_rl.sampler import cache_ops, decode_loop, slots
 from tpu_rl.types import Params, Policy
 
 
@@ -121,7 +121,7 @@ def _call_steps(
     rows = _round_up(call.prompts * config.samples_per_prompt, devices)
     waits = rows > call.slots
     prompts = call.pool_prompts
-    outputs = _output_shapes(call.mesh, rows, config.max_new_tokens)
+    outputs = _output_shapes(call, rows, config.max_new_tokens)
     prefill, pool = _prefill(call, prompts, call.prompt_tokens, compile_with)
     yield Step(
         f"prefill{call.label}",
@@ -328,13 +328,19 @@ def _growth_step(
     yield Step(f"growth{call.label}", compiled, weight_bytes | needed, 0, 0, call.mesh)
 
 
-def _output_shapes(mesh: Mesh, rows: int, columns: int) -> slots.Outputs:
-    return slots.Outputs(
+def _output_shapes(call: SamplerCall, rows: int, columns: int) -> slots.Outputs:
+    outputs = slots.Outputs(
         *(
-            _row_shape(mesh, rows, columns, dtype=dtype)
+            _row_shape(call.mesh, rows, columns, dtype=dtype)
             for dtype in (jnp.int32, jnp.float32, jnp.float32)
         )
     )
+    if not call.config.record_routing:
+        return outputs
+    routing = cache_ops.routing_shape(call.policy, call.params)
+    assert routing is not None
+    size, dtype = routing
+    return outputs._replace(routing=_row_shape(call.mesh, rows, columns, size, dtype=dtype))
 
 
 def _queue_shapes(call: SamplerCall) -> slots.Queue:

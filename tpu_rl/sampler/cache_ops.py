@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.types import Array, Params, Policy
+from tpu_rl.types import ROUTING, Array, Params, Policy
 
 
 def row_axis(leaf: Array) -> int:
@@ -37,6 +37,24 @@ def put_row(cache: Any, row: Array, source: Any, source_row: Array) -> Any:
         return jax.lax.dynamic_update_slice(leaf, values, start)
 
     return jax.tree.map(put, cache, source)
+
+
+def routing_shape(policy: Policy, params: Params) -> tuple[int, Any] | None:
+    """Return how many numbers the cache has of each token's routing, and their type; or None."""
+    cache = jax.eval_shape(lambda: policy.init_cache(params, 1, 1))
+    if not (isinstance(cache, dict) and ROUTING in cache):
+        return None
+    record = cache[ROUTING]
+    return record.shape[0] * record.shape[2], record.dtype
+
+
+def latest_routing(cache: Any, count: int) -> Array:
+    """Return the routing of the `count` tokens that the latest `extend` read, [B, count, L k].
+
+    It is as in `Rollout.routing`.
+    """
+    record = cache[ROUTING][..., :count]
+    return record.transpose(1, 3, 0, 2).reshape(record.shape[1], count, -1)
 
 
 def with_lengths(cache: Any, lengths: Array) -> Any:

@@ -114,6 +114,9 @@ class SamplerConfig:
     a power of two. With a fixed number, programs are compiled only once."""
     segments: SegmentConfig = SegmentConfig()
     speculation: Speculation = Speculation()
+    record_routing: bool = False
+    """Return the experts of each token in `Rollout.routing`. Only for mixtures that record them
+    (`models.with_recorded_routing`), and not with drafts or resumed completions."""
 
     def __post_init__(self):
         def check(is_valid: bool, name: str, requirement: str) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_rl.sampler import speculation
+from tpu_rl.sampler.cache_ops import latest_routing
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.sampler.drafts import Draft
 from tpu_rl.sampler.slots import (
@@ -133,7 +134,10 @@ def _decode_step(
     # A column beyond the end is dropped.
     columns = outputs.tokens.shape[1]
     column = jnp.where(slots.live, slots.num_sampled, columns)
-    outputs = write_outputs(mesh, outputs, slots.row, column, sampled)
+    written = sampled
+    if outputs.routing is not None:
+        written = (*sampled, latest_routing(cache, 1)[:, 0])
+    outputs = write_outputs(mesh, outputs, slots.row, column, written)
     token = jnp.where(slots.live, sampled[0], slots.token)
     seen = slots.seen
     if seen is not None:

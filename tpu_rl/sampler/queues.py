@@ -59,6 +59,10 @@ class DeviceQueues:
         """[D]: rows that took slots from earlier queues."""
         self._sizes = np.zeros(self.devices, np.int32)
         """[D]: rows of the current queues."""
+        self.contexts = np.zeros(0, int)
+        """[D * contexts]: of the current pool, the index of each context in its table."""
+        self.is_context = np.zeros(0, bool)
+        """[D * contexts]: False for places of the pool that no context takes."""
 
     def _pool_size(self, is_of_kind: np.ndarray, most: int) -> int:
         """Return the number of contexts of a pool, at most `most`, for rows of a kind [N].
@@ -160,10 +164,11 @@ class DeviceQueues:
             size=self._sizes.copy(),
             has_more=self.num_waiting(self._sizes) > 0,
         )
-        index = contexts.reshape(-1)
+        self.contexts = contexts.reshape(-1)
+        self.is_context = is_context.reshape(-1)
         # Places that no context takes are read as contexts of one token.
-        lengths = np.where(is_context.reshape(-1), table.lengths[index], 1)
-        return PaddedTokens(table.tokens[index], lengths), queue
+        lengths = np.where(self.is_context, table.lengths[self.contexts], 1)
+        return PaddedTokens(table.tokens[self.contexts], lengths), queue
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import slots
+from tpu_rl.sampler import cache_ops, slots
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.sampler.partial import PartialCompletion
 from tpu_rl.sampler.slots import NO_TOKEN, Outputs
@@ -101,6 +101,7 @@ def make_request(
             fix="change the limits",
         )
     _check_logit_bias(policy, params, config)
+    _check_routing(policy, params, config, is_resumed=any(resumed))
     max_length = padded_prompts.tokens.shape[1] + config.max_new_tokens
     request = DecodeRequest(
         prompts=padded_prompts,
@@ -137,6 +138,26 @@ def _check_logit_bias(policy: Policy, params: Params, config: SamplerConfig) -> 
             "SamplerConfig.logit_bias forbids every token",
             why=f"it has -inf for all {vocabulary} tokens of the vocabulary",
             fix="leave at least one",
+        )
+
+
+def _check_routing(policy: Policy, params: Params, config: SamplerConfig, is_resumed: bool) -> None:
+    if not config.record_routing:
+        return
+    where = "SamplerConfig.record_routing"
+    if cache_ops.routing_shape(policy, params) is None:
+        raise InputError(
+            "sample: the policy records no routing",
+            where=where,
+            why="it is no mixture of experts, or was not asked to",
+            fix="use models.with_recorded_routing, or leave it out",
+        )
+    if is_resumed or config.speculation.tokens:
+        raise InputError(
+            "sample: routing is recorded neither of resumed rows nor with drafts",
+            where=where,
+            why="a resumed row is read anew, and drafts are read beside the row's own tokens",
+            fix="leave one of them out",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_rl.sampler import decode_loop, drafts, speculation
+from tpu_rl.sampler import cache_ops, decode_loop, drafts, speculation
 from tpu_rl.sampler import slots as slot_ops
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.sampler.drafts import Draft
@@ -104,8 +105,11 @@ def sample(
         request, config.stop_ids, on_finished, stop_at, on_segment, on_verified, stop_when
     )
     modes = _DecodeModes(policy, draft, config)
-    outputs = _decode(modes, params, request, config, mesh, tracker)
-    return _make_rollout(request, config, tracker, outputs, policy_step)
+    outputs, prompt_routing = _decode(modes, params, request, config, mesh, tracker)
+    rollout = _make_rollout(request, config, tracker, outputs, policy_step)
+    if prompt_routing is None:
+        return rollout
+    return replace(rollout, routing=_rows_of_routing(request, tracker, outputs, prompt_routing))
 
 
 def _make_rollout(
@@ -147,6 +151,24 @@ def _make_rollout(
         "scored": np.ones(len(action_mask), bool),
     }
     return Rollout(**fields)
+
+
+def _rows_of_routing(
+    request: DecodeRequest, tracker: RowTracker, outputs: Outputs, prompt_routing: np.ndarray
+) -> Any:
+    """Return `Rollout.routing` of prompts [prompts, prompt columns, L k] and outputs.
+
+    The last token of a prompt is read in the first decode step, and the last one of a row never.
+    """
+    size = prompt_routing.shape[2]
+    of_outputs: Any = outputs.routing
+    routing = np.zeros((len(tracker.counts), request.max_length, size), prompt_routing.dtype)
+    for row, count in enumerate(tracker.counts):
+        prompt = row // request.group_size
+        last = request.prompts.lengths[prompt] - 1
+        routing[row, :last] = prompt_routing[prompt, :last]
+        routing[row, last : last + count] = of_outputs[row, :count]
+    return routing
 
 
 # --- the state of rows, on the host ---
@@ -281,17 +303,23 @@ def _decode(
     config: SamplerConfig,
     mesh: Mesh | None,
     tracker: RowTracker,
-) -> Outputs:
+) -> tuple[Outputs, np.ndarray | None]:
     """Decode segments until all rows have ended, or enough have.
 
-    Returns numpy outputs [N, max_new_tokens].
+    Returns numpy outputs [N, max_new_tokens], and the routing of all prompts [prompts, prompt
+    columns, L k] if it is recorded.
     """
     queues = DeviceQueues(request, config, mesh)
+    routing = cache_ops.routing_shape(modes.plain.policy, params) if config.record_routing else None
+    prompt_routing = None
+    if routing is not None:
+        size, dtype = routing
+        prompt_routing = np.zeros((*request.prompts.tokens.shape, size), dtype)
     place = functools.partial(_place, mesh)
     num_rows = len(request.limits)
     num_slots = queues.slots_per_device * queues.devices
     mode = modes.choose(num_slots)
-    outputs = _first_outputs(request, queues, config, mesh)
+    outputs = _first_outputs(request, queues, config, mesh, routing)
     no_rows = np.zeros(queues.devices, np.int32)
     status = SegmentStatus(live=no_rows > 0, length=no_rows, row=no_rows, num_taken=no_rows)
     shape = _SlotsShape(0, 0)
@@ -305,6 +333,9 @@ def _decode(
             pool = None  # Freed before the next takes memory.
             queue = jax.tree.map(place, host_queue)
             pool = slot_ops.prefill(mode.policy, mesh, params, tokens, lengths)
+            if prompt_routing is not None:
+                read = sharding.to_host(slot_ops.pool_routing(pool))
+                prompt_routing[queues.contexts[queues.is_context]] = read[queues.is_context]
             if slots is None:
                 cache_length = _cache_length(0, True, mode, request, config)
                 shape = _SlotsShape(num_slots, cache_length)
@@ -368,19 +399,24 @@ def _decode(
         for row, count in enumerate(tracker.counts):
             new_tokens[row, : new_tokens.shape[1] - count] = outputs.tokens[row, count:]
         tracker.update(new_tokens)
-    return outputs
+    return outputs, prompt_routing
 
 
 def _first_outputs(
-    request: DecodeRequest, queues: DeviceQueues, config: SamplerConfig, mesh: Mesh | None
+    request: DecodeRequest,
+    queues: DeviceQueues,
+    config: SamplerConfig,
+    mesh: Mesh | None,
+    routing: tuple[int, Any] | None,
 ) -> Outputs:
-    """Return outputs with the tokens of resumed rows."""
+    """Return outputs with the tokens of resumed rows. For `routing` see `empty_outputs`."""
     rows = queues.rows_per_device * queues.devices
-    outputs = slot_ops.empty_outputs(mesh, rows, config.max_new_tokens)
+    outputs = slot_ops.empty_outputs(mesh, rows, config.max_new_tokens, routing)
     if request.outputs is None:
         return outputs
     padding = ((0, rows - len(request.limits)), (0, 0))
-    return Outputs(*(_place(mesh, np.pad(part, padding)) for part in request.outputs))
+    parts = (part for part in request.outputs if part is not None)
+    return Outputs(*(_place(mesh, np.pad(part, padding)) for part in parts))
 
 
 def _fetch(result: tuple[Slots, SegmentStatus]) -> tuple[Slots, SegmentStatus]:

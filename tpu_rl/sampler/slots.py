@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_rl.sampler.cache_ops import put_row, resize, row_axis, take_rows
+from tpu_rl.sampler.cache_ops import latest_routing, put_row, resize, row_axis, take_rows
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Params, Policy
@@ -98,6 +98,9 @@ class Outputs(NamedTuple):
     """float32."""
     behaviour_log_probs: HostOrDeviceArray
     """float32."""
+    routing: HostOrDeviceArray | None = None
+    """[N, max_new_tokens, L k]: the routing of the token before each, whose logits it was sampled
+    from. None if it is not recorded."""
 
 
 class SegmentStatus(NamedTuple):
@@ -263,11 +266,28 @@ def vocabulary_size(policy: Policy, params: Params) -> int:
     return jax.eval_shape(one_token_logits, params).shape[-1]
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "rows", "columns"))
-def empty_outputs(mesh: Mesh | None, rows: int, columns: int) -> Outputs:
-    """Return outputs [rows, columns] without any token."""
+@jax.jit
+def pool_routing(pool: Pool) -> Array:
+    """Return the routing [contexts, context_length, L k] of a pool's contexts.
+
+    It is right up to the last but one token of each.
+    """
+    return latest_routing(pool.cache, pool.tokens.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "rows", "columns", "routing"))
+def empty_outputs(
+    mesh: Mesh | None, rows: int, columns: int, routing: tuple[int, Any] | None = None
+) -> Outputs:
+    """Return outputs [rows, columns] without any token.
+
+    `routing` is what `cache_ops.routing_shape` returns, or None to record none.
+    """
     zeros = jnp.zeros((rows, columns), jnp.float32)
     outputs = Outputs(jnp.full(zeros.shape, NO_TOKEN, jnp.int32), zeros, zeros)
+    if routing is not None:
+        size, dtype = routing
+        outputs = outputs._replace(routing=jnp.zeros((rows, columns, size), dtype))
     if mesh is None:
         return outputs
     by_row = NamedSharding(mesh, PartitionSpec(slot_axes(mesh)))
@@ -401,12 +421,13 @@ def write_outputs(
 ) -> Outputs:
     """Write values to (row, column) of the outputs.
 
-    `row`, `column` and each of the three `values` have one shape [B, ...]. Where `column` is beyond
-    the end, nothing is written.
+    `row`, `column` and each of the `values` have one shape [B, ...], except that the routing, which
+    comes last if it is recorded, is [B, L k]. Where `column` is beyond the end, nothing is written.
     """
 
     def write(outputs: Outputs, row: Array, column: Array, *values: Array) -> tuple[Outputs]:
-        pairs = zip(outputs, values, strict=True)
+        parts = (part for part in outputs if part is not None)
+        pairs = zip(parts, values, strict=True)
         written = (part.at[row, column].set(value, mode="drop") for part, value in pairs)
         return (Outputs(*written),)
 

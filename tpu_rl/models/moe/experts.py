@@ -82,12 +82,21 @@ class Routing(NamedTuple):
     """[B, T, E] float32: probabilities of all experts."""
 
 
-def route(config: MoeConfig, logits: Array, correction: Array | None = None) -> Routing:
+def route(
+    config: MoeConfig,
+    logits: Array,
+    correction: Array | None = None,
+    replayed: Array | None = None,
+) -> Routing:
     """Return the most probable experts under the router's logits [B, T, E] float32.
 
     Of experts with equal logits, the first ones are used. `correction` [E] is added to the
     probabilities for the choice, but not in the weights. With groups, see
     `MoeConfig.groups_per_token`.
+
+    `replayed` [B, T, k] int32 replaces the choice, and nothing else: it holds numbers of experts
+    plus 1, and where it is 0 the choice stays. The weights of replayed experts are computed from
+    the logits as those of chosen ones are, so the router has gradients (R3, arXiv 2510.11370).
     """
     if config.scoring == "softmax":
         scores = probabilities = jax.nn.softmax(logits, axis=-1)
@@ -100,7 +109,9 @@ def route(config: MoeConfig, logits: Array, correction: Array | None = None) -> 
     if config.num_groups > 1:
         choice = _in_best_groups(config, choice)
     weights, experts = jax.lax.top_k(choice, config.experts_per_token)
-    if choice is not scores:
+    if replayed is not None:
+        experts = jnp.where(replayed > 0, replayed - 1, experts)
+    if choice is not scores or replayed is not None:
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize_weights:
         weights /= weights.sum(-1, keepdims=True)
