@@ -61,7 +61,7 @@ def main() -> None:
     if flags.weight_dtype != "computed":
         model = models.with_quantized_weights(model, flags.weight_dtype)
     if flags.attention == "auto":
-        model = models.with_attention_kernel(model)
+        model = models.with_attention_kernel(model, tensor=flags.tensor)
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ.update(ENVIRONMENT)
     target = find_target(flags.topology)

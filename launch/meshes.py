@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from launch import compose, plan_steps, roles
 from launch.config import ExperimentConfig
 from launch.plan_steps import StagePlan
+from tpu_rl import models
 from tpu_rl.cost_model import CHIPS
 from tpu_rl.models import Select
 from tpu_rl.models.attention import decode
@@ -352,8 +353,16 @@ def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _
         state = replace(planned.state, params=params)
         held = sum(plan_steps.state_bytes(planned._replace(context=context, state=state)).values())
     names = [select.name for select in reads if select.name in context.models]
+    own_tokens &= not config.model.exact_sampling
+    if own_tokens:
+        tensor = layout.mesh.shape["tensor"]
+        kernels = {
+            name: models.with_attention_kernel(model, tensor=tensor)
+            for name, model in context.models.items()
+        }
+        context = context._replace(models=kernels)
     policies = [context.policy(name) for name in names]
-    configs = [context.models[name].config for name in names]
+    configs = [context.sampling_model(name).config for name in names]
     read = weights.rollout_policy(policies[0], reads, layout).params(params)
     held += chip_bytes(copied_weights(params, read))
 

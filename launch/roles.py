@@ -272,7 +272,11 @@ def fast_model(config: ExperimentConfig, model: Model, mesh: Mesh) -> Model:
         return models.with_exact_sampling(model)
     if mesh.devices.flat[0].platform == "cpu":
         model = models.with_cpu_cache(model)
-    return models.with_attention_kernel(model) if has_attention_kernel(config, mesh) else model
+    if not has_attention_kernel(config, mesh):
+        return model
+    tensor = config.sampling.tensor_parallel
+    tensor = tensor if isinstance(tensor, int) else mesh.shape["tensor"]
+    return models.with_attention_kernel(model, tensor=tensor)
 
 
 # --- the place of each role in the params tree ---
@@ -520,13 +524,17 @@ class RunContext(NamedTuple):
         return models.role(self.models[role], self.params_of(role))
 
     def policy(self, role: str) -> Policy:
-        """Return the role as the sampler sees it, with the cache that the run's settings want."""
+        """Return the role as the sampler sees it."""
+        return models.policy(self.sampling_model(role), self.params_of(role))
+
+    def sampling_model(self, role: str) -> Model:
+        """Return the role's model with the cache and the weights that the run's settings want."""
         model = self.models[role]
         if self.config.sampling.kv_cache_dtype == "int8":
             model = models.with_int8_cache(model)
         if self.weight_dtype is not None:
             model = models.with_quantized_weights(model, self.weight_dtype)
-        return models.policy(model, self.params_of(role))
+        return model
 
     def selects(self, names: Iterable[str]) -> list[Select]:
         """Return what selects the params of roles and, if there are any, of their drafter."""

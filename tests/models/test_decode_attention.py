@@ -45,7 +45,7 @@ def operands(num_heads=4, kv_heads=2, places=384, layers_=2, rows=5):
     return random(0, rows, 1, num_heads, 8), {"k": random(1, *leaf), "v": random(2, *leaf)}
 
 
-def reference(query, stack, layer, first, end, how=CONFIG):
+def reference(query, stack, layer, first, end, how=CONFIG, sinks=None):
     """Return dense attention; fields of the token indices say what a row sees."""
     rows, places = query.shape[0], stack["v"].shape[3]
     number = jnp.broadcast_to(jnp.arange(places), (rows, places))
@@ -59,7 +59,38 @@ def reference(query, stack, layer, first, end, how=CONFIG):
         index,
         scale=how.scale,
         softcap=how.softcap,
+        sinks=sinks,
     )
+
+
+def paired(stack):
+    """Return leaves [L, B, K / 2, S, 2 E] of leaves [L, B, K, S, E]."""
+
+    def pair(leaf):
+        tokens_first = leaf.reshape(-1, *leaf.shape[2:]).swapaxes(1, 2)
+        pairs = kv_cache.pair_heads(tokens_first).swapaxes(1, 2)
+        return pairs.reshape(*leaf.shape[:2], *pairs.shape[1:])
+
+    return jax.tree.map(pair, stack)
+
+
+@pytest.mark.parametrize(("num_heads", "kv_heads"), [(6, 3), (8, 4)])
+def test_paired_heads_and_sinks_equal_dense_attention(num_heads, kv_heads, small_blocks):
+    """An odd last head stands beside zeros."""
+    query, stack = operands(num_heads, kv_heads)
+    sinks = random(3, num_heads)
+    pairs = paired(stack)
+    for name, leaf in pairs.items():
+        single = kv_cache.single_heads(leaf.reshape(-1, *leaf.shape[2:]), kv_heads)
+        np.testing.assert_array_equal(single.reshape(stack[name].shape), stack[name])
+    seen = SeenTokens(FIRST, END)
+    found = jax.jit(
+        lambda: decode.decode_attention(query, pairs, 1, seen, CONFIG, kv_heads, sinks)
+    )()
+    wanted = reference(query, stack, 1, FIRST, END, sinks=sinks)
+    np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)
+    without = reference(query, stack, 1, FIRST, END)
+    assert float(jnp.abs(wanted - without).max()) > 0.1
 
 
 def test_ragged_rows_equal_dense_attention(small_blocks):
@@ -93,10 +124,14 @@ def test_int8_cache_equals_dequantized_cache(small_blocks):
 
 
 @pytest.mark.slow
-def test_a_model_with_rings_decodes_the_same_logits(monkeypatch):
-    """Rows of three lengths; one wraps around the ring, one is a free slot that nobody reads."""
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+def test_a_model_with_rings_decodes_the_same_logits(family, monkeypatch):
+    """Rows of three lengths; one wraps around the ring, one is a free slot that nobody reads.
+
+    gpt-oss has sinks, and here its heads are paired.
+    """
     monkeypatch.setattr(decode_kernel, "INDEPENDENT_PRODUCTS", 1)
-    made = tiny("mistral")
+    made = tiny(family)
     lengths = jnp.array([254, 3, 140, 254], jnp.int32)
     tokens = jax.random.randint(jax.random.key(1), (4, 254), 2, 130)
     positions = jnp.broadcast_to(jnp.arange(254), tokens.shape)
@@ -118,7 +153,9 @@ def test_a_model_with_rings_decodes_the_same_logits(monkeypatch):
             found.append(logits[:3, 0])
         return jnp.stack(found)
 
-    found = decoded(models.with_attention_kernel(made.model, "interpreted"))
+    kernel = models.with_attention_kernel(made.model, "interpreted").config
+    attention = replace(kernel.attention, pairs_heads=family == "gpt_oss")
+    found = decoded(models.decoder(replace(kernel, attention=attention)))
     np.testing.assert_allclose(found, decoded(made.model), atol=3e-6, rtol=0)
 
 
@@ -140,6 +177,17 @@ for mesh in (mesh, sharding.sampling_mesh(mesh, 4)):
             lambda: decode.decode_attention(query, stack, 1, seen, here.CONFIG)
         )()
         np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)
+
+# Pairs of heads with sinks.
+query, stack = here.operands(8, 4, rows=4)
+sinks, pairs = here.random(3, 8), here.paired(stack)
+wanted = here.reference(query, stack, 1, *seen, sinks=sinks)
+mesh = sharding.make_mesh(2, 1, 2)
+with jax.set_mesh(mesh):
+    found = jax.jit(
+        lambda: decode.decode_attention(query, pairs, 1, seen, here.CONFIG, 4, sinks)
+    )()
+    np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)
 """
 
 
@@ -182,21 +230,45 @@ def test_long_tailed_rows_read_little_more_than_they_need(longest, rows):
     [
         (1, 256, 128, False, True),
         (1, 256, 256, False, True),
-        (1, 256, 64, False, False),
-        (1, 256, 128, True, False),
+        (1, 256, 64, False, True),
+        (1, 256, 32, False, False),
+        (1, 256, 128, True, True),
         (2, 256, 128, False, False),
         (1, 200, 128, False, False),
     ],
 )
 def test_the_kernel_is_used_where_it_copies_nothing(tokens, places, width, sinks, supported):
-    """The TPU's compiler stores narrow heads in another layout than the kernel reads."""
-    config = replace(
-        tiny("llama3").model.config.attention, head_dim=width, sinks=sinks, kernel="tpu"
+    """The TPU's compiler stores narrow heads in another layout than the kernel reads, unless they
+    are paired."""
+    model = tiny("llama3").model
+    attention = replace(
+        model.config.attention, num_heads=4, num_kv_heads=2, head_dim=width, sinks=sinks
     )
-    query = jnp.zeros((1, tokens, 2, width))
-    stack = {"k": jnp.zeros((1, 1, 1, places, width))}
+    model = models.decoder(replace(model.config, attention=attention))
+    config = models.with_attention_kernel(model).config
+    query = jnp.zeros((1, tokens, 4, width))
+    stack = kv_cache.init_cache(config, 1, places)["full"]
+    stack = {"k": stack["k"][..., :places, :]}
+    config = config.attention
+    assert config.pairs_heads == (width == 64)
     assert decode.is_supported(config, query, stack) == supported
     assert not decode.is_supported(replace(config, kernel="none"), query, stack)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "paired"), [(8, 4, True), (8, 8, False), (3, 1, True), (3, 3, False)]
+)
+def test_heads_are_paired_where_a_device_holds_whole_pairs(kv_heads, tensor, paired):
+    config = replace(
+        tiny("llama3").model.config.attention, head_dim=64, num_heads=24, num_kv_heads=kv_heads
+    )
+    assert decode.can_pair_heads(config, tensor) == paired
+    model = tiny("llama3").model
+    model = models.decoder(replace(model.config, attention=config))
+    model = models.with_attention_kernel(model, tensor=tensor)
+    assert decode.has_kernel(model.config.attention) == paired
+    # An int8 cache has scales of single heads.
+    assert not decode.has_kernel(models.with_int8_cache(model).config.attention)
 
 
 def test_an_exact_model_has_no_kernel():
@@ -217,6 +289,7 @@ def test_caches_of_the_kernel_have_whole_blocks():
     [
         pytest.param(7, 2, 128, 640, "bfloat16", id="qwen"),
         pytest.param(2, 4, 256, 1024, "int8", id="gemma_int8"),
+        pytest.param(4, 8, 64, 640, "bfloat16", id="llama_1b_with_sinks"),
     ],
 )
 def test_tpu_compiler_accepts_the_kernel(topology, group, kv_heads, width, places, dtype):
@@ -227,19 +300,22 @@ def test_tpu_compiler_accepts_the_kernel(topology, group, kv_heads, width, place
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     query = array((16, 1, group * kv_heads, width), "bfloat16", "slots", None, "heads", None)
-    leaf = (3, 16, kv_heads, places, width)
+    is_paired = width == 64
+    leaf = (3, 16, kv_heads // 2 if is_paired else kv_heads, places, max(width, 128))
+    sinks = array((group * kv_heads,), "bfloat16", "heads") if is_paired else None
     stack = {name: array(leaf, dtype, *decode.LEAF_AXES) for name in ("k", "v")}
     if dtype == "int8":
         for name in ("k_scale", "v_scale"):
             stack[name] = array(leaf[:-1], "float32", *decode.LEAF_AXES[:-1])
     row = array((16,), "int32", "slots")
 
-    def attend(query, stack, first, end):
+    def attend(query, stack, first, end, sinks):
         how = DecodeConfig(0.1, softcap=50.0)
-        return decode.decode_attention(query, stack, 1, SeenTokens(first, end), how)
+        seen = SeenTokens(first, end)
+        return decode.decode_attention(query, stack, 1, seen, how, kv_heads, sinks)
 
     with jax.set_mesh(mesh):
-        program = jax.jit(attend).lower(query, stack, row, row).compile()
+        program = jax.jit(attend).lower(query, stack, row, row, sinks).compile()
     text = program.as_text() or ""
     assert "decode_attention" in text
     # Each device computes what it holds.

@@ -20,6 +20,7 @@ ROWS, LENGTH = 32, 1024
 
 FAMILIES = {
     "llama": {"model_type": "llama"},
+    "narrow": {"model_type": "llama", "head_dim": 64},
     "gemma": {"model_type": "gemma2", "sliding_window": 256, "query_pre_attn_scalar": 128},
     "mixture": {
         "model_type": "qwen3_moe",
@@ -52,6 +53,7 @@ def model_of(family, kv_heads, vocabulary=1024, **sizes):
     [
         ("llama", 8, 1, "bfloat16"),
         ("llama", 2, 2, "bfloat16"),
+        ("narrow", 4, 2, "bfloat16"),
         ("gemma", 2, 1, "bfloat16"),
         ("mixture", 2, 1, "bfloat16"),
         pytest.param("llama", 1, 1, "bfloat16", marks=pytest.mark.nightly),
@@ -66,7 +68,7 @@ def model_of(family, kv_heads, vocabulary=1024, **sizes):
 )
 def test_no_token_copies_the_cache(family, kv_heads, tensor, cache_dtype):
     """`kv_heads` are those of a chip. The mixture records its routing."""
-    model = models.with_attention_kernel(model_of(family, kv_heads * tensor))
+    model = models.with_attention_kernel(model_of(family, kv_heads * tensor), tensor=tensor)
     if family == "mixture":
         model = models.with_recorded_routing(model)
     if cache_dtype == "int8":

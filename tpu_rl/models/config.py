@@ -278,6 +278,9 @@ class AttentionConfig:
     token per row `decode_attention`. "interpreted": the same kernels on any backend, slowly, for
     tests. "cudnn": `cudnn_attention`, without a cache only.
     "none": plain XLA."""
+    pairs_heads: bool = False
+    """Cache the keys and values of two heads side by side. Two heads of 64 elements fill the 128
+    lanes of a TPU's vectors, which the decode kernel reads."""
     cpu_cache: bool = False
     """Use the cache layout that is fastest on CPUs: keys are stored transposed, [..., head_dim,
     length], and attention reads the cache in blocks of few rows (`kv_cache.attend_in_blocks`). It

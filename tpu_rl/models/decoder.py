@@ -304,7 +304,15 @@ class Layer(Weights):
                     interpret=self.is_interpreted,
                     has_window=self.layer_type == "sliding" and config.sliding_window is not None,
                 )
-                attended = decode.decode_attention(query, stack, layer, view.seen, decode_config)
+                attended = decode.decode_attention(
+                    query,
+                    stack,
+                    layer,
+                    view.seen,
+                    decode_config,
+                    config.num_kv_heads,
+                    self.weight("sink_bias") if config.sinks else None,
+                )
                 return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
             keys, values = read_rows(0, len(key))
         attended = self.attention(query, keys, values, read_rows, context)

@@ -55,6 +55,20 @@ def ring_size_of(config: DecoderConfig, layer_type: str) -> int | None:
     return None
 
 
+def pair_heads(x: Array) -> Array:
+    """Return x [B, T, K, E] with two heads side by side, [B, T, K / 2, 2 E]. If K is odd, the last
+    head stands beside zeros."""
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)))
+    return x.reshape(*x.shape[:2], -1, 2 * x.shape[3])
+
+
+def single_heads(pairs: Array, kv_heads: int) -> Array:
+    """Return the K = `kv_heads` heads [B, K, S, E] of pairs [B, K / 2, S, 2 E]."""
+    rows, _, places, width = pairs.shape
+    halves = pairs.reshape(rows, -1, places, 2, width // 2)
+    return halves.swapaxes(2, 3).reshape(rows, -1, places, width // 2)[:, :kv_heads]
+
+
 def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     """Return an empty cache for B `rows` of at most `length` tokens.
 
@@ -63,7 +77,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     is rounded up to whole blocks. In int8, "k_scale" and "v_scale" [L, B, K, S] float32 are added.
     With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
     attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
-    keys. With `DecoderConfig.records_routing` there is the entry `ROUTING`.
+    keys. With `AttentionConfig.pairs_heads` there are K / 2 heads, rounded up, of 2 E elements. With
+    `DecoderConfig.records_routing` there is the entry `ROUTING`.
 
     The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
     its tokens after the committed ones, and the next call overwrites those that were not committed.
@@ -78,6 +93,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
         capacity = min(length, ring_size_of(config, layer_type) or length)
         num_layers = config.layer_types.count(layer_type)
         heads, key_dim, value_dim = attention.cached_dims
+        if attention.pairs_heads:
+            heads, key_dim, value_dim = -(-heads // 2), 2 * key_dim, 2 * value_dim
         places = (num_layers, rows, heads, capacity)
         shapes = {"k": (*places, key_dim), "v": (*places, value_dim)}
         if attention.cpu_cache:
@@ -246,7 +263,8 @@ def write(
         new["v"], new["v_scale"] = quantize(value)
 
     rows = jnp.arange(len(key))[:, None, None]
-    kv_heads = jnp.arange(key.shape[2])[None, None, :]
+    kv_heads = jnp.arange(before["v"].shape[2])[None, None, :]
+    is_paired = before["v"].shape[4] == 2 * value.shape[3]
     places = view.places[:, :, None]
 
     def indices(name: str) -> tuple:
@@ -264,7 +282,9 @@ def write(
             return jax.lax.dynamic_update_index_in_dim(leaf, masked, layer, 0)
         return leaf.at[indices(name)].set(part, mode="drop", unique_indices=True)
 
-    after = {name: written(name, part) for name, part in new.items()}
+    after = {
+        name: written(name, pair_heads(part) if is_paired else part) for name, part in new.items()
+    }
     # In a ring, new tokens may overwrite keys that earlier new tokens still see.
     is_appended = view.keys.index.shape[1] > before["v"].shape[3]
 
@@ -273,6 +293,8 @@ def write(
             leaf = stack[name]
             start = (layer, first, *(0,) * (leaf.ndim - 2))
             part = jax.lax.dynamic_slice(leaf, start, (1, rows, *leaf.shape[2:]))
+            if is_paired:
+                return single_heads(part[0], key.shape[2])
             return part[0].swapaxes(2, 3) if name == TRANSPOSED_KEYS else part[0]
 
         def read(name: str) -> Array:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from tpu_rl.models.attention import decode
 from tpu_rl.models.config import WeightDtype
 from tpu_rl.models.decoder import decoder
 from tpu_rl.models.lora import join
@@ -94,7 +95,9 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
 
 def with_int8_cache(model: Model) -> Model:
     """Return the model with keys and values cached in int8 (see `kv_cache.quantize`)."""
-    return decoder(replace(model.config, cache_dtype="int8"))
+    # Scales are those of single heads.
+    attention = replace(model.config.attention, pairs_heads=False)
+    return decoder(replace(model.config, cache_dtype="int8", attention=attention))
 
 
 def with_quantized_weights(model: Model, dtype: WeightDtype) -> Model:
@@ -111,17 +114,23 @@ def with_cpu_cache(model: Model) -> Model:
 
 
 def with_attention_kernel(
-    model: Model, kernel: Literal["tpu", "interpreted", "cudnn"] = "tpu"
+    model: Model, kernel: Literal["tpu", "interpreted", "cudnn"] = "tpu", tensor: int = 1
 ) -> Model:
     """Return the model with an attention kernel, used where it supports the shapes (see
-    `AttentionConfig.kernel`)."""
-    return decoder(replace(model.config, attention=replace(model.config.attention, kernel=kernel)))
+    `AttentionConfig.kernel`).
+
+    `tensor` devices share heads while the model decodes.
+    """
+    attention = model.config.attention
+    pairs_heads = kernel != "cudnn" and decode.can_pair_heads(attention, tensor)
+    attention = replace(attention, kernel=kernel, pairs_heads=pairs_heads)
+    return decoder(replace(model.config, attention=attention))
 
 
 def with_exact_sampling(model: Model) -> Model:
     """Return the model whose cached and packed tokens have logits of equal bits (see
     `DecoderConfig.exact`)."""
-    attention = replace(model.config.attention, kernel="none", cpu_cache=False)
+    attention = replace(model.config.attention, kernel="none", cpu_cache=False, pairs_heads=False)
     return decoder(replace(model.config, attention=attention, exact=True))
 
 

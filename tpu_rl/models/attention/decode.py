@@ -84,31 +84,64 @@ def has_kernel(config: AttentionConfig) -> bool:
     """Return True if the kernel can compute a model's attention on TPUs.
 
     The TPU's compiler stores heads narrower than `LANES` with places along lanes, and would copy
-    the cache for every call. Attention sinks and latent attention are not implemented.
+    the cache for every call, unless they are paired. Latent attention is not implemented.
     """
-    return config.head_dim % LANES == 0 and not config.sinks and config.latent is None
+    return config.latent is None and (config.head_dim % LANES == 0 or config.pairs_heads)
+
+
+def can_pair_heads(config: AttentionConfig, tensor: int) -> bool:
+    """Return True if two KV heads fill the lanes of a vector, on each of `tensor` devices that
+    share heads."""
+    pairs = -(-config.num_kv_heads // 2)
+    is_shared = tensor == 1 or (config.num_kv_heads % 2 == 0 and pairs % tensor == 0)
+    return config.latent is None and 2 * config.head_dim == LANES and is_shared
 
 
 def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array]) -> bool:
     """Return True if the kernel computes query [B, T, H, E] with the leaves of a layer type."""
-    if config.kernel == "interpreted":
-        is_wanted = not config.sinks
-    else:
-        is_wanted = config.kernel == "tpu" and has_kernel(config)
+    is_wanted = config.kernel == "interpreted" or (config.kernel == "tpu" and has_kernel(config))
     if not is_wanted or query.shape[1] != 1 or "k" not in stack:
         return False
-    heads_of_keys = _heads_of_keys(query, stack["k"])
+    if config.pairs_heads:
+        spread_pairs = sharding.spread("kv_heads", stack["k"].shape[2])
+        if spread_pairs != sharding.spread("heads", query.shape[2]):
+            return False
+    heads_of_keys = _heads_of_keys(query, config.num_kv_heads)
     return decode_kernel.is_supported(stack["k"].shape[3]) and heads_of_keys is not None
 
 
-def _heads_of_keys(query: Array, key: Array) -> int | None:
+def _heads_of_keys(query: Array, kv_heads: int) -> int | None:
     """Return how many KV heads the query heads of one device read, or None if it is no number."""
     num_heads = query.shape[2]
     device_heads = num_heads // sharding.spread("heads", num_heads)
-    group = num_heads // key.shape[2]
+    group = num_heads // kv_heads
     if device_heads % group and group % device_heads:
         return None
     return max(1, device_heads // group)
+
+
+def beside_zeros(query: Array) -> Array:
+    """Return queries [B, K, G, E] for keys of paired heads: [B, K / 2, 2 G, 2 E].
+
+    A query has zeros where the key of the other head is, so that its product with a pair is that
+    with its own key.
+    """
+    rows, kv_heads, group, head_dim = query.shape
+    query = jnp.pad(query, ((0, 0), (0, kv_heads % 2), (0, 0), (0, 0)))
+    pairs = query.reshape(rows, -1, 2, group, head_dim)
+    zeros = jnp.zeros_like(pairs[:, :, 0])
+    first = jnp.concatenate([pairs[:, :, 0], zeros], axis=-1)
+    second = jnp.concatenate([zeros, pairs[:, :, 1]], axis=-1)
+    return jnp.concatenate([first, second], axis=2)
+
+
+def own_halves(attended: Array, kv_heads: int) -> Array:
+    """Return each head's own values [B, K, G, E] of the results [B, K / 2, 2 G, 2 E] of
+    `beside_zeros`."""
+    rows, num_pairs, _, width = attended.shape
+    parts = attended.reshape(rows, num_pairs, 2, -1, 2, width // 2)
+    halves = jnp.stack([parts[:, :, 0, :, 0], parts[:, :, 1, :, 1]], axis=2)
+    return halves.reshape(rows, 2 * num_pairs, -1, width // 2)[:, :kv_heads]
 
 
 def decode_attention(
@@ -117,11 +150,15 @@ def decode_attention(
     layer: Array | int,
     seen: SeenTokens,
     config: DecodeConfig,
+    kv_heads: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention [B, 1, H, E] of query [B, 1, H, E] to a layer of the cache.
 
     `is_supported` must hold. `stack` are the leaves of a layer type, into which the
-    new tokens are written already (see `kv_cache.init_cache`); `layer` is the number of the layer.
+    new tokens are written already (see `kv_cache.init_cache`); `layer` is the number of the layer;
+    `kv_heads` is K, the heads of the cache if they are not paired; `sinks` [H] are those of
+    `layers.attention`.
 
     Inside `jax.set_mesh`, each device computes its own rows and heads. The rows and KV heads of the
     cache must be sharded by the rules of the mesh.
@@ -129,13 +166,16 @@ def decode_attention(
     leaves = [stack[name] for name in LEAVES if name in stack]
     mesh = jax.sharding.get_abstract_mesh()
     num_heads = query.shape[2]
-    group = num_heads // leaves[0].shape[2]
-    read_heads = _heads_of_keys(query, leaves[0])
+    kv_heads = leaves[0].shape[2] if kv_heads is None else kv_heads
+    is_paired = leaves[0].shape[4] == 2 * query.shape[3]
+    group = num_heads // kv_heads
+    read_heads = _heads_of_keys(query, kv_heads)
     assert read_heads is not None, "see is_supported"
 
     def on_device(
         first_head: Array | int,
         query: Array,
+        sinks: Array | None,
         layer: Array,
         first: Array,
         end: Array,
@@ -143,21 +183,31 @@ def decode_attention(
     ) -> Array:
         rows, _, device_heads, head_dim = query.shape
         grouped = query.reshape(rows, read_heads, device_heads // read_heads, head_dim)
+        if sinks is not None:
+            sinks = sinks.reshape(grouped.shape[1:3])
+        if is_paired:
+            grouped = beside_zeros(grouped)
+            if sinks is not None:
+                odd = ((0, read_heads % 2), (0, 0))
+                sinks = jnp.pad(sinks, odd).reshape(grouped.shape[1:3])
         attended = decode_kernel.attention(
-            config, grouped, list(leaves), layer, first_head, first, end
+            config, grouped, list(leaves), layer, first_head, first, end, sinks
         )
+        if is_paired:
+            attended = own_halves(attended, read_heads)
         return attended.reshape(query.shape)
 
-    operands = (query, jnp.asarray(layer, jnp.int32), *seen, *leaves)
+    operands = (query, sinks, jnp.asarray(layer, jnp.int32), *seen, *leaves)
     if mesh.empty or mesh.size == 1:
         return on_device(0, *operands)
     query_spec = sharding.spec(("slots", None, "heads", None), query.shape, mesh)
     leaf_specs = [sharding.spec(LEAF_AXES[: leaf.ndim], leaf.shape, mesh) for leaf in leaves]
     row_spec = PartitionSpec(query_spec[0])
+    sink_spec = None if sinks is None else PartitionSpec(query_spec[2])
     head_axes = sharding.mesh_axes(query_spec[2])
     kv_heads_are_whole = not sharding.mesh_axes(leaf_specs[0][2])
 
-    def on_shard(query: Array, *rest: Array) -> Array:
+    def on_shard(query: Array, *rest: Any) -> Array:
         first_head = 0
         if head_axes and kv_heads_are_whole:
             # Each device holds all KV heads, and reads those of its own query heads.
@@ -166,7 +216,7 @@ def decode_attention(
 
     mapped = jax.shard_map(
         on_shard,
-        in_specs=(query_spec, PartitionSpec(), row_spec, row_spec, *leaf_specs),
+        in_specs=(query_spec, sink_spec, PartitionSpec(), row_spec, row_spec, *leaf_specs),
         out_specs=query_spec,
         check_vma=False,
     )

@@ -141,14 +141,18 @@ class _Sums(NamedTuple):
     """[G, E] float32: the sum of weighted values."""
 
 
-def _kernel(visits: Visits, config: DecodeConfig, is_int8: bool, *refs: Any) -> None:
+def _kernel(
+    visits: Visits, config: DecodeConfig, is_int8: bool, has_sinks: bool, *refs: Any
+) -> None:
     """Compute the attention of a group of rows.
 
-    refs: [2] layer and first KV head; [B] first; [B] end; query [rows, K, G, E]; the leaves of the
-    cache in main memory; the result; buffers for blocks of each leaf; their semaphores.
+    refs: [2] layer and first KV head; [B] first; [B] end; query [rows, K, G, E]; sinks
+    [K, G, LANES], all lanes alike, if there are any; the leaves of the cache in main memory; the
+    result; buffers for blocks of each leaf; their semaphores.
     """
     num_leaves = 4 if is_int8 else 2
     place, first, end, query, *rest = refs
+    sinks = rest.pop(0) if has_sinks else None
     leaves = rest[:num_leaves]
     result = rest[num_leaves]
     buffers = rest[num_leaves + 1 : -1]
@@ -238,15 +242,19 @@ def _kernel(visits: Visits, config: DecodeConfig, is_int8: bool, *refs: Any) -> 
             weights = jnp.where(visible, weights * scale_of(3, buffer, head), 0.0)
         return _Sums(maximum, total, dot(weights.astype(value.dtype), value, A_B))
 
-    def add(sums: _Sums, visit: _Sums, is_first: Array) -> _Sums:
-        before = jnp.where(is_first, MASKED, sums.maximum)
+    def add(sums: _Sums, visit: _Sums, is_first: Array, head: int) -> _Sums:
+        first_maximum, first_total = MASKED, 0.0
+        if sinks is not None:
+            # The sink is a key before all others, whose weight is exp(0) and whose value is zero.
+            first_maximum, first_total = sinks[head][:, :1], 1.0
+        before = jnp.where(is_first, first_maximum, sums.maximum)
         maximum = jnp.maximum(before, visit.maximum)
-        keep = jnp.where(is_first, 0.0, jnp.exp(before - maximum))
+        keep = jnp.exp(before - maximum)
         factor = jnp.exp(visit.maximum - maximum)
         return _Sums(
             maximum,
-            keep * sums.total + factor * visit.total,
-            keep * sums.weighted + factor * visit.weighted,
+            keep * jnp.where(is_first, first_total, sums.total) + factor * visit.total,
+            keep * jnp.where(is_first, 0.0, sums.weighted) + factor * visit.weighted,
         )
 
     if not is_int8:
@@ -278,7 +286,7 @@ def _kernel(visits: Visits, config: DecodeConfig, is_int8: bool, *refs: Any) -> 
         for visited, new in computed:
             is_first = visited.block == blocks(visited.row)[0]
             is_first &= visited.number < num_visits
-            sums = [add(sums[head], new[head], is_first) for head in heads]
+            sums = [add(sums[head], new[head], is_first, head) for head in heads]
             # Every visit writes what is known so far. Those beyond the last add nothing to it.
             for head in heads:
                 attended = sums[head].weighted / sums[head].total
@@ -302,6 +310,7 @@ def attention(
     first_head: Array | int,
     first: Array,
     end: Array,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention [B, K, G, E] of query [B, K, G, E].
 
@@ -314,6 +323,7 @@ def attention(
         first_head: the KV heads are K heads of the cache from this one on.
         first, end: [B] int32: a row sees the tokens [first, end), at least one and no more than S.
             Their place in the cache is their number modulo S.
+        sinks: [K, G], the score of a further key of each query, whose value is zero.
     """
     visits = make_visits(query, leaves[0])
     rows, kv_heads, group, head_dim = query.shape
@@ -340,14 +350,23 @@ def attention(
         )
         for leaf in leaves
     ]
+    sink_lanes, sink_specs = [], []
+    if sinks is not None:
+        shape = (kv_heads, group, LANES)
+        sink_lanes = [jnp.broadcast_to(sinks.astype(jnp.float32)[..., None], shape)]
+        sink_specs = [pl.BlockSpec(shape, lambda number, *_: (0, 0, 0))]
     token_bytes = sum(math.prod(leaf.shape[4:]) * leaf.dtype.itemsize for leaf in leaves)
     products = 2 * query.size * places
     call = pl.pallas_call(
-        functools.partial(_kernel, visits, config, is_int8),
+        functools.partial(_kernel, visits, config, is_int8, sinks is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             3,
             grid=(groups,),
-            in_specs=[query_spec, *(pl.BlockSpec(memory_space=pl.ANY) for _ in leaves)],
+            in_specs=[
+                query_spec,
+                *sink_specs,
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in leaves),
+            ],
             out_specs=query_spec,
             scratch_shapes=[*rooms, pltpu.SemaphoreType.DMA((len(leaves), visits.buffers))],
         ),
@@ -364,4 +383,4 @@ def attention(
         name="decode_attention_window" if config.has_window else "decode_attention",
     )
     place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
-    return call(place, first, end, query, *leaves)
+    return call(place, first, end, query, *sink_lanes, *leaves)
