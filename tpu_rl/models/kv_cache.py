@@ -77,8 +77,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     is rounded up to whole blocks. In int8, "k_scale" and "v_scale" [L, B, K, S] float32 are added.
     With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
     attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
-    keys. With `AttentionConfig.pairs_heads` there are K / 2 heads, rounded up, of 2 E elements. With
-    `DecoderConfig.records_routing` there is the entry `ROUTING`.
+    keys. With `AttentionConfig.pairs_heads` there are K / 2 heads, rounded up, of 2 E elements.
+    With `DecoderConfig.records_routing` there is the entry `ROUTING`.
 
     The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
     its tokens after the committed ones, and the next call overwrites those that were not committed.
