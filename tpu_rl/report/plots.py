@@ -77,8 +77,12 @@ def line_chart(
     size: tuple[float, float] = SMALL,
     percent: bool = False,
     log: bool = False,
+    x_label: str = "step",
 ) -> Figure:
-    """Plot lines over steps. Long noisy lines are pale, with their running mean on top."""
+    """Plot lines over steps, or over what `x_label` names.
+
+    Long noisy lines are pale, with their running mean on top.
+    """
     x_axis = step_axis(np.concatenate([line.x for line in lines]))
     values = np.concatenate([line.values() for line in lines])
     y_axis = log_axis(values) if log else value_axis(values, percent=percent)
@@ -95,7 +99,7 @@ def line_chart(
                 axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
             axes.plot(x, smooth, color=color, marker="o" if len(x) == 1 else "", markersize=4)
             labels.append(_Label(line.label, float(smooth[-1]), color))
-        _finish(axes, x_axis, y_axis)
+        _finish(axes, x_axis, y_axis, x_label)
         if len(lines) > 1:
             _label_ends(axes, labels)
         return figure
@@ -159,7 +163,7 @@ def _new_figure(size: tuple[float, float], labels: bool) -> tuple[Figure, Axes]:
     return figure, figure.add_axes(box)
 
 
-def _finish(axes: Axes, x_axis: Axis, y_axis: Axis) -> None:
+def _finish(axes: Axes, x_axis: Axis, y_axis: Axis, x_label: str = "step") -> None:
     """Set limits, few round ticks, and the label of the x axis."""
     if y_axis.is_log:
         axes.set_yscale("log")
@@ -169,7 +173,7 @@ def _finish(axes: Axes, x_axis: Axis, y_axis: Axis) -> None:
     margin = 0.02 * (x_axis.high - x_axis.low)
     axes.set_xlim(x_axis.low - margin, x_axis.high + margin)
     axes.set_xticks(x_axis.ticks, x_axis.labels)
-    axes.set_xlabel("step", color=MUTED, loc="right", labelpad=1)
+    axes.set_xlabel(x_label, color=MUTED, loc="right", labelpad=1)
 
 
 def _label_ends(axes: Axes, labels: Sequence[_Label], size: float = 8.5) -> None:
