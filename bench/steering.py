@@ -1,15 +1,14 @@
-"""Q# where steering pays: budget_lists.py, accuracy against KL of Q#, CD, FUDGE, best of n, GRPO.
+"""Q# where steering pays: budget_lists.py, reward against KL of Q#, CD, FUDGE and best of n.
 
     python bench/steering.py --to runs/steering [--seeds 0 1 2] [--chart docs/curves/steering.svg]
 
-Pretrains a small reference on lists that know nothing of the budget, trains one q per seed on the
-reference's own lists, and GRPO on as many lists of its own. All answer the same 1,000
-held-out prompts. Prints
+Pretrains a small reference on lists that know nothing of the budget, and trains one q per seed on
+the reference's own lists. All methods answer the same 1,000 held-out prompts. Prints
 
-- the exact values of the process that the reference imitates,
-- how far q is from them,
 - mean reward and KL of all methods,
-- the difference of Q# to each of them at the same KL, with a bootstrap over prompts.
+- how far q is from exact values,
+- the gain of Q# over each method at the same KL, with a bootstrap over prompts,
+- what the methods would reach with exact values in place of q.
 
 Finished parts are not repeated.
 """
@@ -45,8 +44,7 @@ from launch.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl import models
-from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
+from tpu_rl.algos import QSharpConfig, SftConfig
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
@@ -63,25 +61,29 @@ LAYERS = 3
 """Of the reference, and of q."""
 HELD_OUT = 1000
 DEMONSTRATIONS = 76_800
-PROMPTS = 16_384
-"""Prompts of q and of GRPO, each with GROUP completions."""
+PROMPTS = 12_800
+"""Prompts that q learns from, each with GROUP completions. Nothing is learned twice."""
 GROUP = 8
 BATCH_PROMPTS = 64
-Q_SHARP_COEFFICIENTS = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)
-CD_COEFFICIENTS = (1.0, 0.5, 0.3, 0.2, 0.1)
+Q_BATCH_PROMPTS = 16
+Q_SHARP_COEFFICIENTS = (0.5, 0.3, 0.2, 0.1)
+CD_COEFFICIENTS = (0.5, 0.3, 0.2)
 SETTINGS: tuple[tuple[return_distributions.Method, float], ...] = (
     *(("q_sharp", kl_coef) for kl_coef in Q_SHARP_COEFFICIENTS),
     *(("cd", kl_coef) for kl_coef in CD_COEFFICIENTS),
     ("fudge", math.inf),
 )
-GRPO_STEPS = (32, 64, 128, PROMPTS // BATCH_PROMPTS)
-"""Steps after which its policy answers; at the last, GRPO has seen as many completions as q."""
-BEST_OF = (2, 4, 8, 16)
-SAMPLES = 4
+EXACT_SETTINGS = (
+    ("Q#", "q_sharp", (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)),
+    ("CD", "mean_guided", (1.0, 0.5, 0.3, 0.2, 0.1)),
+    ("best of n by reward", "best_of", (2, 4, 8, 16)),
+)
+"""Method, function of `Exact`, and its arguments."""
+BEST_OF = (2, 4, 8)
+SAMPLES = 2
 """Completions per held-out prompt. The reference, whose best is chosen, has max(BEST_OF)."""
 MAX_NUM_SEQS = 512
 RESAMPLES = 2000
-REFERENCE_PARAMS = models.Select("reference")
 
 
 class Answers(NamedTuple):
@@ -154,11 +156,11 @@ def base_config(folder: Path) -> ExperimentConfig:
 
 
 def q_config(base: ExperimentConfig, seed: int) -> ExperimentConfig:
-    """Return the run of q: one round of whole answers of the reference, learned twice."""
-    steps = 2 * PROMPTS // BATCH_PROMPTS
+    """Return the run of q: one round of whole answers of the reference, learned once."""
+    steps = PROMPTS // Q_BATCH_PROMPTS
     return replace(
         base,
-        optimizer=replace(base.optimizer, learning_rate=1e-3),
+        optimizer=replace(base.optimizer, learning_rate=2e-3),
         algorithm=QSharpConfig(
             distribution="histogram",
             support=(0.0, 1.0, 51),
@@ -169,29 +171,12 @@ def q_config(base: ExperimentConfig, seed: int) -> ExperimentConfig:
             prompts=PROMPTS,
         ),
         model=reference_model(base),
-        batch=replace(base.batch, group_size=GROUP, micro_batch_rows=32),
-        evaluation=replace(base.evaluation, interval=steps // 2),
+        batch=replace(base.batch, prompts=Q_BATCH_PROMPTS, group_size=GROUP),
+        evaluation=replace(base.evaluation, rows=0),
         steps=steps,
-        checkpoint_every=steps // 2,
+        checkpoint_every=steps // 4,
         seed=seed,
         run_dir=str(Path(base.run_dir).parent / f"q_{seed}"),
-    )
-
-
-def grpo_config(base: ExperimentConfig, seed: int, steps: int) -> ExperimentConfig:
-    """Return the run of GRPO until a step. Its KL grows with its steps."""
-    return replace(
-        base,
-        algorithm=GrpoConfig(),
-        model=reference_model(base),
-        # A constant learning rate, with which a run may continue.
-        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=10, beta2=0.98),
-        batch=replace(base.batch, group_size=GROUP, micro_batch_rows=32),
-        evaluation=replace(base.evaluation, interval=GRPO_STEPS[-1]),
-        steps=steps,
-        checkpoint_every=GRPO_STEPS[0],
-        seed=seed,
-        run_dir=str(Path(base.run_dir).parent / f"grpo_{seed}"),
     )
 
 
@@ -264,18 +249,6 @@ def answer_guided(
     return held_out.answers(guided_evaluation.NAMES[method], setting, result, kl)
 
 
-def answer_grpo(held_out: HeldOut, run_config: ExperimentConfig, setting: str) -> Answers:
-    """Answer with a policy that GRPO has trained."""
-    language, trained = saved_run.load_language(run_config.run_dir, run_config)
-    policy = models.policy(language.model, evaluate_q_sharp.POLICY_PARAMS)
-    reference = models.policy(held_out.language.model, REFERENCE_PARAMS)
-    params = {"policy": trained, "reference": held_out.params}
-    task = held_out.task(SAMPLES)
-    result = guided_evaluation.answer(task, policy, params)
-    kl = guided_evaluation.completion_kl(policy, reference, params, result.rollout, task.sampler)
-    return held_out.answers("GRPO", setting, result, kl)
-
-
 # --- best of n ---
 
 
@@ -299,7 +272,7 @@ def answer_best_of(
         batch_scores, result.rollout, begins, ends, MAX_NUM_SEQS
     ).reshape(rewards.shape)
     lines = []
-    for name, judgments in (("best of n, by reward", rewards), ("best of n, by q", scores)):
+    for name, judgments in (("best of n by reward", rewards), ("best of n by q", scores)):
         for n in BEST_OF:
             if judgments is rewards:
                 kl = held_out.exactly("", "", operator.methodcaller("best_of", n)).kl
@@ -389,16 +362,9 @@ def exact_lines(held_out: HeldOut) -> list[Answers]:
     return [
         held_out.exactly("reference", "", Exact.reference),
         *(
-            held_out.exactly("Q#", f"{kl_coef:g}", operator.methodcaller("q_sharp", kl_coef))
-            for kl_coef in Q_SHARP_COEFFICIENTS
-        ),
-        *(
-            held_out.exactly("CD", f"{kl_coef:g}", operator.methodcaller("mean_guided", kl_coef))
-            for kl_coef in CD_COEFFICIENTS
-        ),
-        *(
-            held_out.exactly("best of n, by reward", str(n), operator.methodcaller("best_of", n))
-            for n in BEST_OF
+            held_out.exactly(name, f"{setting:g}", operator.methodcaller(method, setting))
+            for name, method, settings in EXACT_SETTINGS
+            for setting in settings
         ),
     ]
 
@@ -426,11 +392,12 @@ def front(lines: Sequence[Answers], name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([line.kl for line in chosen]), np.array([line.rewards for line in chosen])
 
 
-def show_differences(lines: Sequence[Answers]) -> None:
-    """Print the gain of Q# over each other method at the KL of each of its settings.
+def show_gains(lines: Sequence[Answers], others: Sequence[Answers]) -> None:
+    """Print the gain of the Q# of `lines` over other methods, at the KL of each of their settings.
 
-    Between two coefficients Q# is interpolated linearly: its front is concave, so not above it.
-    Intervals are from a bootstrap over prompts, of rewards and of KLs.
+    Between two coefficients Q# is interpolated linearly: choosing one of the two at random for each
+    answer reaches that, at no more KL. Intervals are from a bootstrap over prompts, of rewards and
+    of KLs.
     """
     arms.print_heading("against", "setting", "KL, nats", "its reward, %", "Q#, %", "gain of Q#")
     kl, rewards = front(lines, "Q#")
@@ -441,7 +408,7 @@ def show_differences(lines: Sequence[Answers]) -> None:
         return float(np.interp(line.kl[rows].mean(), levels[order], values[order]))
 
     everyone = np.arange(len(lines[0].kl))
-    for line in lines:
+    for line in others:
         if line.name in ("reference", "Q#") or line.kl.mean() > kl.mean(1).max():
             continue
 
@@ -468,7 +435,7 @@ def show_differences(lines: Sequence[Answers]) -> None:
 
 def chart(lines: Sequence[Answers]) -> str:
     """Return an SVG of mean reward over KL, one line per method."""
-    names = ("Q#", "CD", "best of n, by q", "GRPO")
+    names = ("Q#", "CD", "best of n by q")
     series = []
     for name in names:
         kl, rewards = (values.mean(1) for values in front(lines, name))
@@ -482,9 +449,9 @@ def chart(lines: Sequence[Answers]) -> str:
 
 
 def measure(
-    held_out: HeldOut, base: ExperimentConfig, seed: int, has_grpo: bool
+    held_out: HeldOut, base: ExperimentConfig, seed: int
 ) -> tuple[list[Answers], dict[str, float]]:
-    """Train q, and GRPO if asked to, and return (the answers of all methods, the errors of q)."""
+    """Train q, and return (the answers of all methods, the errors of q)."""
     folder = Path(base.run_dir).parent / f"answers_{seed}"
     folder.mkdir(exist_ok=True)
     run_config = q_config(base, seed)
@@ -507,20 +474,12 @@ def measure(
     def guided_by(method: return_distributions.Method, kl_coef: float) -> list[Answers]:
         return [answer_guided(held_out, guided()[0], method, kl_coef)]
 
-    def grpo(steps: int) -> list[Answers]:
-        trained = grpo_config(base, seed, steps)
-        q_sharp.train(trained)
-        with jax.set_mesh(held_out.mesh):
-            return [answer_grpo(held_out, trained, f"step {steps}")]
-
     errors_file = folder / "errors.json"
     with jax.set_mesh(held_out.mesh):
         lines = once(folder / "reference.json", alone)
         for method, kl_coef in SETTINGS:
             file = folder / f"{method}_{kl_coef:g}.json"
             lines += once(file, functools.partial(guided_by, method, kl_coef))
-    for steps in GRPO_STEPS if has_grpo else ():
-        lines += once(folder / f"grpo_{steps}.json", functools.partial(grpo, steps))
     return lines, json.loads(errors_file.read_text(encoding="utf-8"))
 
 
@@ -538,22 +497,27 @@ def main() -> None:
     parser = arms.make_parser(__doc__)
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--grpo-seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--chart", type=Path, help="the SVG file to write, of the first seed")
     flags = parser.parse_args()
     base = base_config(flags.to)
     q_sharp.train(base)
     held_out = HeldOut(base)
-    print("\nthe process that the reference imitates, exactly\n")
-    show(once(flags.to / "exact.json", lambda: exact_lines(held_out)))
+    measured = {}
     for seed in flags.seeds:
-        lines, errors = measure(held_out, base, seed, seed in flags.grpo_seeds)
+        lines, errors = measure(held_out, base, seed)
         print(f"\nseed {seed}\n")
         show(lines)
         print(f"\nq against exact values: {errors}\n")
-        show_differences(lines)
-        if flags.chart and seed == flags.seeds[0]:
-            flags.chart.write_text(chart(lines), encoding="utf-8")
+        show_gains(lines, lines)
+        measured[seed] = lines
+    if flags.chart:
+        flags.chart.write_text(chart(measured[flags.seeds[0]]), encoding="utf-8")
+    print("\nwith exact values in place of q\n")
+    exact = once(flags.to / "exact.json", lambda: exact_lines(held_out))
+    show(exact)
+    for seed, lines in measured.items():
+        print(f"\nseed {seed} against exact values\n")
+        show_gains(lines, exact)
 
 
 if __name__ == "__main__":

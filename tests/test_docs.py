@@ -41,6 +41,7 @@ OTHER_FLAGS = {
     "adapter",
     "api-key",
     "arms",
+    "chart",
     "axes",
     "baseline",
     "cases",
