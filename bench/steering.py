@@ -74,7 +74,7 @@ SETTINGS: tuple[tuple[return_distributions.Method, float], ...] = (
     ("fudge", math.inf),
 )
 EXACT_SETTINGS = (
-    ("Q#", "q_sharp", (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)),
+    ("Q#", "q_sharp", (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05)),
     ("CD", "mean_guided", (1.0, 0.5, 0.3, 0.2, 0.1)),
     ("best of n by reward", "best_of", (2, 4, 8, 16)),
 )
@@ -515,6 +515,8 @@ def main() -> None:
     print("\nwith exact values in place of q\n")
     exact = once(flags.to / "exact.json", lambda: exact_lines(held_out))
     show(exact)
+    print()
+    show_gains(exact, exact)
     for seed, lines in measured.items():
         print(f"\nseed {seed} against exact values\n")
         show_gains(lines, exact)
