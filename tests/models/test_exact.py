@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from launch import config
 from tests.fixtures import attention_rows as here
 from tests.fixtures.decoders import tiny
-from tpu_rl import models
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl import cost_model, models
 from tpu_rl.errors import InputError
 from tpu_rl.models import exact, layers
 from tpu_rl.runtime import host
@@ -161,3 +163,46 @@ def test_sampler_and_packed_rows_have_equal_bits(dtype, families):
         _, tokens, alone, beside_a_gradient = line.split()
         assert int(tokens) > 300
         assert (alone, beside_a_gradient) == ("0", "0"), line
+
+
+@needs_libtpu
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_the_tpu_compiler_keeps_the_written_order_of_sums(is_cached):
+    """It turns no tree of additions into a reduction, whose order would be its own."""
+    model = models.with_exact_sampling(tiny("qwen3").model)
+    device = SingleDeviceSharding(tpu_devices("v5e:2x2")[0])
+
+    def placed(tree):
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), tree
+        )
+
+    params = placed(jax.eval_shape(model.init, jax.random.key(0)))
+    if is_cached:
+        cache = placed(jax.eval_shape(lambda: model.init_cache(params, 8, 256)))
+        column, row = placed((jnp.zeros((8, 1), jnp.int32), jnp.zeros(8, jnp.int32)))
+        program = jax.jit(model.extend).lower(params, cache, column, column, column, row)
+    else:
+        rows = jax.tree.map(
+            lambda leaf: leaf[0, 0], tree_layout().rows(jnp.zeros((4, 20), "int32"))
+        )
+        role = models.role(model, lambda params: params)
+        program = jax.jit(role.hidden).lower(params, placed(rows))
+    read = cost_model.read(program.compile().as_text() or "")
+    sums = []
+    for computation in read.computations.values():
+        for instruction in computation.instructions.values():
+            of_floats = instruction.opcode == "reduce" and instruction.shapes[0].dtype == "f32"
+            if of_floats and not instruction.op_name.endswith("reduce_max"):
+                operand = computation.instructions[instruction.operands[0]]
+                sums.append(operand.shapes[0].elements / instruction.shapes[0].elements)
+    # Reductions of one number each, which the compiler makes of reshapes.
+    assert set(sums) <= {1.0}
+    additions = [
+        instruction
+        for computation in read.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "add" and instruction.op_name.endswith("norm/add")
+    ]
+    assert len(additions) > 6

@@ -135,6 +135,18 @@ def test_replay_uses_the_given_experts_with_weights_of_the_router(renormalized):
     assert float(jnp.abs(gradient).max()) > 0.1
 
 
+@pytest.mark.parametrize("first", [0, 4])
+def test_both_ways_to_count_assignments_agree(first, monkeypatch):
+    chosen = experts.route(MoeConfig(COUNT, CHOSEN, INNER), case()[1]).experts.reshape(-1, CHOSEN)
+    shard = experts._ExpertShard(first, 2)
+    by_comparisons = experts._sort_by_expert(chosen, shard, COUNT // 2).ends
+    monkeypatch.setattr(experts, "MOST_COMPARISONS", 0)
+    by_search = experts._sort_by_expert(chosen, shard, COUNT // 2).ends
+    np.testing.assert_array_equal(by_comparisons, by_search)
+    counts = np.bincount(np.asarray(chosen).ravel(), minlength=COUNT)[first : first + COUNT // 2]
+    np.testing.assert_array_equal(by_search, np.cumsum(counts))
+
+
 def test_no_token_is_dropped_if_all_prefer_the_same_experts():
     config = MoeConfig(COUNT, CHOSEN, INNER)
     skewed = case(skew=50.0)

@@ -40,6 +40,11 @@ It is a few integers and worth saving for the backward pass, because sorting is 
 compiling a sort for TPUs (16 s of CPU time for 131,072 numbers).
 """
 
+MOST_COMPARISONS = 1 << 22
+"""Largest product of assignments and experts for which each assignment is compared with each expert
+to count those of an expert. Beyond it a binary search takes less time: it has one step for each bit
+of the number of assignments, and on TPUs each takes as long as 300,000 comparisons."""
+
 TILES = (512, 512, 1024)
 """Rows, inputs and outputs per tile of the TPU kernel for gradients of matrices. In float32, twice
 as many inputs do not fit in the vector memory of v5e and v5p."""
@@ -268,7 +273,11 @@ def _sort_by_expert(experts: Array, shard: _ExpertShard, num_local: int) -> _Ord
     relative = (experts.reshape(-1) - shard.first) % (num_local * shard.num_shards)
     assignments = jnp.argsort(relative).astype(jnp.int32)
     place = jnp.argsort(assignments).astype(jnp.int32).reshape(experts.shape)
-    ends = jnp.searchsorted(relative[assignments], jnp.arange(num_local), side="right")
+    if len(relative) * num_local <= MOST_COMPARISONS:
+        is_before_end = relative[:, None] <= jnp.arange(num_local)[None, :]
+        ends = is_before_end.sum(0, dtype=jnp.int32)
+    else:
+        ends = jnp.searchsorted(relative[assignments], jnp.arange(num_local), side="right")
     return _Order(assignments, place, ends.astype(jnp.int32))
 
 
