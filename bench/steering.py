@@ -305,9 +305,9 @@ def q_errors(
 ) -> dict[str, float]:
     """Compare q with the exact values of the prefixes of the reference's completions.
 
-    Returns root mean squares over prefixes with at least one item: of the mean return's error and
-    of the mean return itself around its mean; and the same of the soft maximum
-    kl_coef log E exp(return / kl_coef), which guides Q#.
+    Of prefixes with at least one item, within the budget and above it, returns the number, and root
+    mean squares of the error of q's mean return, and of its soft maximum kl_coef log E exp(return /
+    kl_coef), which guides Q#; and the mean chance that q gives to any reward.
     """
     rollout = result.rollout
     begins, ends = guided_evaluation.spans(rollout)
@@ -322,10 +322,11 @@ def q_errors(
         )
         mean = return_distributions.mean_return(outputs, guided.support)
         soft = kl_coef * return_distributions.soft_offset(outputs, kl_coef, guided.support)
-        return jnp.stack([mean, soft], axis=-1)
+        any_reward = 1 - jax.nn.softmax(outputs)[..., 0]
+        return jnp.stack([any_reward, mean, soft], axis=-1)
 
     predicted = guided_evaluation.in_batches(batch_values, rollout, begins, ends, MAX_NUM_SEQS)
-    pairs = []
+    errors: dict[str, list[np.ndarray]] = {"within": [], "above": []}
     for exact, problem in zip(held_out.exact, result.problems, strict=True):
         factors = np.exp(exact.returns / kl_coef)
         tables = [
@@ -338,20 +339,19 @@ def q_errors(
                 continue
             for items, price in enumerate(bought, start=1):
                 state = min(state + price, exact.shop.budget + 1)
-                values = [table[state] for table in tables[items]]
-                pairs.append((*predicted[row, begins[row] + items - 1], *values))
-    mean, soft, exact_mean, exact_soft = np.array(pairs).T
-    return {
-        "prefixes": len(pairs),
-        "mean_error": root_mean_square(mean - exact_mean),
-        "mean_spread": float(exact_mean.std()),
-        "soft_error": root_mean_square(soft - exact_soft),
-        "soft_spread": float(exact_soft.std()),
-    }
-
-
-def root_mean_square(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
+                values = [0.0, *(table[state] for table in tables[items])]
+                place = "within" if state <= exact.shop.budget else "above"
+                errors[place].append(predicted[row, begins[row] + items - 1] - values)
+    numbers = {}
+    for place, rows in errors.items():
+        any_reward, mean, soft = np.array(rows).T
+        numbers |= {
+            f"{place}/prefixes": len(rows),
+            f"{place}/any_reward": float(any_reward.mean()),
+            f"{place}/mean_error": float(np.sqrt(np.mean(mean**2))),
+            f"{place}/soft_error": float(np.sqrt(np.mean(soft**2))),
+        }
+    return numbers
 
 
 # --- tables ---
