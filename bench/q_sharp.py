@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
 from tpu_rl.report import GUIDED_FILE
-from tpu_rl.rollout import evaluation, guided_evaluation
+from tpu_rl.rollout import evaluation, guided_evaluation, prompts
 from tpu_rl.sampler import guided_policy
-from tpu_rl.types import Purpose
+from tpu_rl.types import Params, Policy, Purpose
 
 COEFFICIENTS = (1.0, 0.5, 0.2, 0.1, 0.05)
 ARMS: dict[str, dict[str, Any]] = {
@@ -163,6 +163,73 @@ def percent(estimate: Sequence[float] | None) -> str:
         return ""
     accuracy, low, high = (100 * value for value in estimate[:3])
     return f"{accuracy:.1f} ({low:.1f} to {high:.1f})"
+
+
+MASSES = (0.99, 0.95, 0.9)
+"""Values of `candidate_mass` below 1 that `--speed` times."""
+
+
+def time_in_turns(
+    policies: Mapping[str, Policy],
+    params: Params,
+    contexts: Sequence[Sequence[int]],
+    settings: sampler.SamplerConfig,
+    repeats: int,
+) -> dict[str, np.ndarray]:
+    """Return, for each policy, medians per token: wall and CPU milliseconds of all cores.
+
+    Policies take turns, so that other work on the machine affects all. The first turn compiles.
+    """
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
+    for repeat in range(repeats + 1):
+        for name, policy in policies.items():
+            wall = time.perf_counter()
+            cpu = time.process_time()
+            key = sampler.run_key(0, Purpose.ROLLOUT, repeat)
+            rollout = sampler.sample(policy, params, contexts, key, settings)
+            measured = np.array([time.perf_counter() - wall, time.process_time() - cpu])
+            if repeat:
+                times[name].append(1000 * measured / np.asarray(rollout.action_mask).sum())
+    return {name: np.median(measured, axis=0) for name, measured in times.items()}
+
+
+def print_times(rows: int, times: Mapping[str, np.ndarray]) -> None:
+    """Print the times of `time_in_turns` as rows of a table, with ratios to "plain"."""
+    for name, (wall, cpu) in times.items():
+        wall_ratio, cpu_ratio = times[name] / times["plain"]
+        arms.print_row(
+            rows, name, f"{wall:.3f}", f"{wall_ratio:.2f}", f"{cpu:.3f}", f"{cpu_ratio:.2f}"
+        )
+
+
+def print_speed_heading() -> None:
+    arms.print_heading(
+        "rows", "method", "ms per token, median", "ratio", "core ms per token, median", "ratio"
+    )
+
+
+def trained_speed(run_dir: str, batches: Sequence[int], repeats: int, candidates: int) -> None:
+    """Print the time per token of the shipped model, plain and guided by the q of a run.
+
+    It answers held-out problems, `rows` at a time; the time of prompts is included.
+    """
+    preset = config.preset("arithmetic_q_sharp")
+    problems = tasks.evaluation_rows(preset.data, preset.algorithm.experience, 32)
+    language, params = saved_run.load_language("builtin:arithmetic", preset)
+    guided, kl_coef = evaluate_q_sharp.load(run_dir, language, params)
+    params = guided_policy.with_kl_coef(guided.params, kl_coef)
+    token_offset = return_distributions.offset("q_sharp", guided.support)
+    policies = {"plain": guided.reference}
+    for mass in (1.0, *MASSES):
+        policies[f"{candidates} candidates, mass {mass:g}"] = guided_policy.guide(
+            guided.reference, guided.q, token_offset, candidates, guided.reads, mass
+        )
+    settings = sampler_config(preset.sampling, language.tokenizer, 8)
+    encoded = prompts.encode(problems, language.tokenizer, 32)
+    print_speed_heading()
+    for rows in batches:
+        sized = replace(settings, max_num_seqs=rows, prompt_length=32)
+        print_times(rows, time_in_turns(policies, params, encoded, sized, repeats))
 
 
 def speed(batches: Sequence[int], repeats: int = 3, new_tokens: int = 64) -> None:

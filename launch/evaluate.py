@@ -103,6 +103,9 @@ class Flags:
     completions."""
     kl_coef: tuple[float, ...] = ()
     """eta, in units of return per nat: small values guide strongly. The default is the run's."""
+    candidate_mass: float | None = None
+    """With --guide: score only the likeliest candidates that have this share of the model's
+    probability together, which is faster. The default is the run's."""
     baseline: tuple[Literal["cd", "fudge"], ...] = ()
     """Also guide by the same q in other ways: controlled decoding (cd), FUDGE."""
 
@@ -166,6 +169,14 @@ def check(flags: Flags) -> None:
             f"--kl-coef {flags.kl_coef}",
             where="--kl-coef",
             fix="use numbers above 0; inf is the model alone",
+        )
+    mass = flags.candidate_mass
+    if mass is not None and not (flags.guide and 0 < mass <= 1):
+        raise InputError(
+            f"--candidate-mass {mass:g}" + ("" if flags.guide else " without --guide"),
+            where="--candidate-mass",
+            why="it is a share of the candidates that the q of --guide scores",
+            fix="use --guide, and a number above 0 and at most 1",
         )
 
 
@@ -330,7 +341,7 @@ def report_guided(
 ) -> None:
     """Print and record the model alone, guided at each coefficient, and judged by q."""
     assert flags.guide is not None
-    guided, kl_coef = evaluate_q_sharp.load(flags.guide, language, params)
+    guided, kl_coef = evaluate_q_sharp.load(flags.guide, language, params, flags.candidate_mass)
     settings = sampler_config(config.sampling, language.tokenizer, flags.samples)
     settings = replace(
         settings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,12 @@ POLICY_PARAMS = Select("policy")
 Q_PARAMS = Select("q")
 
 
-def load(q_run: str, language: Language, params: Params) -> tuple[Guided, float]:
+def load(
+    q_run: str, language: Language, params: Params, candidate_mass: float | None = None
+) -> tuple[Guided, float]:
     """Return the model with the q of a Q# run at its newest checkpoint, and the run's coefficient.
+
+    `candidate_mass` replaces that of the run.
 
     Raises:
         InputError: if the run trains no q, or one for other tokens.
@@ -42,6 +47,8 @@ def load(q_run: str, language: Language, params: Params) -> tuple[Guided, float]
             where=f"--guide {q_run}",
             fix="train one: launch/run.py arithmetic_q_sharp",
         )
+    if candidate_mass is not None:
+        algorithm = replace(algorithm, candidate_mass=candidate_mass)
     vocab_size = language.tokenizer.vocab_size
     q_vocab_size = context.language.tokenizer.vocab_size
     if vocab_size != q_vocab_size:

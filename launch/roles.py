@@ -599,6 +599,7 @@ def guide(
         return_distributions.offset(method, algorithm.histogram),
         algorithm.candidates,
         q_reads(algorithm),
+        algorithm.candidate_mass,
     )
 
 

@@ -415,14 +415,15 @@ def parts(outputs: int) -> dict:
 
 
 def guided(
-    method: str, kind: str, support: Support | None, candidates: int | None
+    method: str, kind: str, support: Support | None, candidates: int | None, mass: float = 1.0
 ) -> tuple[Policy, Policy, dict]:
     """(guided, reference, params) over tiny models."""
     token_offset = offset(method, support)
     outputs = token_offset.outputs * (tiny.VOCABULARY if kind == "previous" else 1)
     reference = models.policy(REFERENCE, select_policy)
     q = models.policy(q_model(outputs), select_q)
-    return guide(reference, q, token_offset, candidates, kind), reference, parts(outputs)
+    policy = guide(reference, q, token_offset, candidates, kind, mass)
+    return policy, reference, parts(outputs)
 
 
 whole = jax.jit(models.apply, static_argnums=0)
@@ -435,11 +436,21 @@ def last_outputs(model: Model, params: dict, tokens: list[int]) -> np.ndarray:
 
 
 def plain_guided(
-    kind: str, token_offset, params: dict, kl_coef: float, candidates: int | None, tokens: list[int]
+    kind: str,
+    token_offset,
+    params: dict,
+    kl_coef: float,
+    candidates: int | None,
+    tokens: list[int],
+    mass: float = 1.0,
 ) -> np.ndarray:
     """[V] log-probabilities after `tokens`: each candidate scored in a forward of its own."""
     logits = last_outputs(REFERENCE, params["policy"], tokens).astype(np.float64)
     asked = np.argsort(-logits)[: candidates or len(logits)]
+    probabilities = np.exp(logits - np.logaddexp.reduce(logits))
+    if mass < 1:
+        enough = np.searchsorted(np.cumsum(probabilities[asked]), mass)
+        asked = asked[: enough + 1]
     result = logits + token_offset.unscored
     model = q_model(token_offset.outputs * (tiny.VOCABULARY if kind == "previous" else 1))
     for token in asked:
@@ -454,22 +465,26 @@ def plain_guided(
 
 
 WAYS = [
-    ("q_sharp", "own", None, 11),
-    ("q_sharp", "own", None, 4),
-    ("q_sharp", "own", Support(0, 1, 5), 4),
-    ("q_sharp", "previous", None, None),
-    ("q_sharp", "previous", Support(-1, 1, 3), 4),
-    ("cd", "own", Support(0, 1, 5), 11),
-    ("cd", "previous", None, 3),
-    ("fudge", "own", None, 4),
+    ("q_sharp", "own", None, 11, 1.0),
+    ("q_sharp", "own", None, 4, 1.0),
+    ("q_sharp", "own", None, 11, 0.6),
+    ("q_sharp", "own", Support(0, 1, 5), 4, 1.0),
+    ("q_sharp", "previous", None, None, 1.0),
+    ("q_sharp", "previous", Support(-1, 1, 3), 4, 1.0),
+    ("cd", "own", Support(0, 1, 5), 11, 1.0),
+    ("cd", "previous", None, 3, 1.0),
+    ("fudge", "own", None, 4, 1.0),
+    ("fudge", "own", Support(0, 1, 5), 4, 0.2),
 ]
 
 
-@pytest.mark.parametrize(("method", "kind", "support", "candidates"), WAYS)
-def test_guided_logits_are_those_of_a_forward_for_each_candidate(method, kind, support, candidates):
+@pytest.mark.parametrize(("method", "kind", "support", "candidates", "mass"), WAYS)
+def test_guided_logits_are_those_of_a_forward_for_each_candidate(
+    method, kind, support, candidates, mass
+):
     """Ragged prompts at once, then token by token; and the same logits where several tokens come at
     once."""
-    policy, _, params = guided(method, kind, support, candidates)
+    policy, _, params = guided(method, kind, support, candidates, mass)
     params, token_offset = with_kl_coef(params, 0.2), offset(method, support)
     texts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
     prompts = np.array([texts[0][:3], [*texts[1][:2], 0]])
@@ -478,7 +493,8 @@ def test_guided_logits_are_those_of_a_forward_for_each_candidate(method, kind, s
     zeros, extend = np.zeros((2, 3), np.int32), jax.jit(policy.extend)
 
     def expected(row: int, length: int) -> np.ndarray:
-        return plain_guided(kind, token_offset, params, 0.2, candidates, texts[row][:length])
+        tokens = texts[row][:length]
+        return plain_guided(kind, token_offset, params, 0.2, candidates, tokens, mass)
 
     cache = policy.init_cache(params, 2, 5)
     logits, cache = extend(params, cache, *map(jnp.asarray, (prompts, positions, zeros, lengths)))

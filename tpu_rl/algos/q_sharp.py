@@ -105,6 +105,10 @@ class QSharpConfig:
     candidates: int | None = 20
     """Number of the reference's most likely tokens that are scored at each step; None (Q-type only)
     scores all."""
+    candidate_mass: float = 1.0
+    """V-type only: of the candidates, score only the likeliest that have this share of the
+    reference's probability together. 1 scores all. Less is faster, and treats the rest like tokens
+    that are no candidates; see `sampler.guided_policy` for how far that moves the distribution."""
     prompts: int = 256
     """Prompts of a round of data, each with --batch.group-size examples."""
 
@@ -129,6 +133,13 @@ class QSharpConfig:
                 f"Q# cannot work with {self}",
                 where="--algorithm",
                 fix="use kl_coef, prompts and candidates above 0; Q-type may score all candidates",
+            )
+        if not 0 < self.candidate_mass <= 1 or (self.candidate_mass < 1 and self.q_type == "q"):
+            raise InputError(
+                f"Q# cannot work with the candidate mass {self.candidate_mass:g}",
+                where="--algorithm.candidate-mass",
+                why="it is a share of the candidates of a V-type q, above 0 and at most 1",
+                fix="use e.g. 0.95, or 1 to score all candidates, as a Q-type q does",
             )
         if low >= high or atoms < 2:
             raise InputError(

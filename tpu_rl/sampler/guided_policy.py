@@ -5,6 +5,15 @@ that q predicts for it: see `losses.return_distributions` for the offsets of Q# 
 The coefficient `kl_coef` is an array in the params (`with_kl_coef`), so one compiled program serves
 every coefficient.
 
+A V-type q reads each candidate, which can cost more than the reference itself. With
+`candidate_mass` below 1 it reads, in each row, only as many of the likeliest as have this share of
+the reference's probability. The rest counts as what was never a candidate: it surely earns the
+lowest return. Let c be the probability that the reference gives to the rest, V the mean return that
+q predicts for a token of the reference, and w = E exp(z / eta) for returns in [0, 1]. In one step
+the guided distribution then moves, in total variation, by at most what it had given to the rest:
+
+    E[w; rest] / E[w]  <=  c exp(1 / eta) / (1 + V (exp(1 / eta) - 1))  <=  c / V
+
 The temperature is the sampler's. It divides the guided logits, so the distribution sampled at
 temperature T is the guided policy to the power 1 / T, as in the paper's code. At temperature 1 it
 is the optimum itself, if transitions and rewards are deterministic.
@@ -13,6 +22,7 @@ is the optimum itself, if transitions and rewards are deterministic.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -20,7 +30,9 @@ import jax.numpy as jnp
 
 from tpu_rl.errors import InputError
 from tpu_rl.losses.return_distributions import Offset, Support, mean_return
-from tpu_rl.types import Array, Params, Policy
+from tpu_rl.sampler.cache_ops import take_rows
+from tpu_rl.train import sharding
+from tpu_rl.types import UNREAD, Array, Params, Policy
 
 Reads = Literal["own", "previous"]
 """Hidden state at which q scores a token: the token's own (V-type), or that of the token before it
@@ -32,10 +44,23 @@ def with_kl_coef(params: Params, kl_coef: float | Array) -> Params:
     return params | {"guidance": {"kl_coef": jnp.asarray(kl_coef, jnp.float32)}}
 
 
+GROUPS = 4
+"""Groups of rows that read their further candidates after one another, those that need most
+first."""
+
+SIZES = (2, 8, 32, 128)
+"""Numbers of further candidates that a group can read, if it need not read all of them."""
+
+
 # Cached, so that equal calls return the same object: policies are static arguments of jit.
 @functools.cache
 def guide(
-    reference: Policy, q: Policy, offset: Offset, candidates: int | None, reads: Reads
+    reference: Policy,
+    q: Policy,
+    offset: Offset,
+    candidates: int | None,
+    reads: Reads,
+    candidate_mass: float = 1.0,
 ) -> Policy:
     """Return the reference guided by q.
 
@@ -50,18 +75,29 @@ def guide(
       reads: "own": q gives K numbers at a token's own hidden state. The candidates are branches of
         one token, in the same call that reads the last token. "previous": q gives V x K numbers for
         the tokens that may follow.
+      candidate_mass: share of the reference's probability (at temperature 1) that the candidates
+        need in a row; likelier ones come first. 1 scores all of them. Below 1 ("own" only), groups
+        of rows read as many as the one of them that needs most, rounded up to one of `SIZES`. Each
+        row uses what it needs itself, so its result does not depend on the other rows.
 
     If `extend` gets more than one token, all of them must be trunk (branch 0). A q that reads "own"
     then goes through the tokens one by one, to score the tokens that may follow each. Only a
     caller that uses those logits pays for it.
 
-    Raises InputError if `reads` is "own" and `candidates` is None.
+    Raises InputError if `reads` is "own" and `candidates` is None, or "previous" and
+    `candidate_mass` is below 1.
     """
     if reads == "own" and candidates is None:
         raise InputError(
             "a V-type q needs a number of candidates",
             why="it reads one more token for each",
             fix="use e.g. 20",
+        )
+    if reads == "previous" and candidate_mass < 1:
+        raise InputError(
+            "a Q-type q has no use for a candidate mass",
+            why="it scores all candidates at once",
+            fix="leave the mass at 1",
         )
     # The candidates need room in q's cache while they are looked at.
     room = candidates if reads == "own" and candidates is not None else 0
@@ -87,27 +123,109 @@ def guide(
             outputs = outputs.reshape(*logits.shape, offset.outputs)
             guided = _add_offsets(offset, params, logits, outputs, candidates)
         elif tokens.shape[1] == 1:
-            guided, q_cache = extend_by_one(params, cache["q"], tokens, positions, commit, logits)
+            is_read = branch_ids[:, 0] != UNREAD
+            guided, q_cache = extend_by_one(
+                params, cache["q"], tokens, positions, commit, logits, is_read
+            )
         else:
             _, q_cache = q.extend(params, cache["q"], *new)
             guided = guide_each(params, cache["q"], tokens, positions, logits)
         return guided, {"reference": reference_cache, "q": q_cache}
 
     def extend_by_one(
-        params: Params, cache: Any, token: Array, position: Array, commit: Array, logits: Array
+        params: Params,
+        cache: Any,
+        token: Array,
+        position: Array,
+        commit: Array,
+        logits: Array,
+        is_read: Array,
     ) -> tuple[Array, Any]:
-        """Read one token and its candidates: [B, 1], logits [B, 1, V] -> (guided logits, cache)."""
-        ids = _likeliest(logits[:, 0], candidates)
+        """Read one token and its candidates.
+
+        `token` and `position` are [B, 1], `commit` and `is_read` [B], `logits` [B, 1, V]. Returns
+        the guided logits, which say nothing where `is_read` is False, and the cache.
+        """
+        if candidate_mass == 1:
+            ids = _likeliest(logits[:, 0], candidates)
+            scores, cache = read(params, cache, token, position, commit, ids)
+            is_scored = jnp.ones(ids.shape, bool)
+        else:
+            assert candidates is not None
+            ids = jax.lax.top_k(logits[:, 0], min(candidates, logits.shape[-1]))[1]
+            needed = jnp.where(is_read, _needed(logits[:, 0], ids, candidate_mass), 0)
+            scores, cache = read_needed(params, cache, token, position, commit, ids, needed)
+            is_scored = jnp.arange(ids.shape[1])[None] < needed[:, None]
+        offsets = offset.function(scores.astype(jnp.float32), params["guidance"]["kl_coef"])
+        offsets = jnp.where(is_scored, offsets, offset.unscored)
+        rows = jnp.arange(len(ids))[:, None]
+        added = jnp.full_like(logits[:, 0], offset.unscored).at[rows, ids].set(offsets)
+        return logits + added[:, None], cache
+
+    def read(
+        params: Params, cache: Any, token: Array, position: Array, commit: Array, ids: Array
+    ) -> tuple[Array, Any]:
+        """Read one token [B, 1] and candidates [B, k] for the next: (scores [B, k, K], cache)."""
         # Branch 0 is the token itself, branch i its i-th candidate, one position later.
         branches = jnp.broadcast_to(jnp.arange(1 + ids.shape[1]), (len(ids), 1 + ids.shape[1]))
         positions = jnp.concatenate([position, jnp.broadcast_to(position + 1, ids.shape)], axis=1)
         tokens = jnp.concatenate([token, ids], axis=1)
         outputs, cache = q.extend(params, cache, tokens, positions, branches, commit)
-        scores = outputs[:, 1:].astype(jnp.float32)
-        offsets = offset.function(scores, params["guidance"]["kl_coef"])
-        rows = jnp.arange(len(ids))[:, None]
-        added = jnp.full_like(logits[:, 0], offset.unscored).at[rows, ids].set(offsets)
-        return logits + added[:, None], cache
+        return outputs[:, 1:], cache
+
+    def read_needed(
+        params: Params,
+        cache: Any,
+        token: Array,
+        position: Array,
+        commit: Array,
+        ids: Array,
+        needed: Array,
+    ) -> tuple[Array, Any]:
+        """Do the same, but read only the first candidate and each row's first `needed` [B].
+
+        Scores of candidates that are not needed may be 0.
+        """
+        first, cache = read(params, cache, token, position, commit, ids[:, :1])
+        rest = ids.shape[1] - 1
+        if rest == 0:
+            return first, cache
+        rows = len(ids)
+        # Rows that lie on several devices stay together: a group would gather them from all.
+        is_whole = sharding.spread("slots", rows) > 1
+        group_rows = rows if is_whole else -(-rows // GROUPS)
+        groups = -(-rows // group_rows)
+        order = jnp.arange(rows) if is_whole else jnp.argsort(-needed, stable=True)
+        # The last group may repeat a row.
+        order = order[jnp.minimum(jnp.arange(groups * group_rows), rows - 1)]
+        members = order.reshape(groups, group_rows)
+        most_needed = jnp.append(jnp.max(needed[members], axis=1), 0)
+        sizes = [*itertools.takewhile(lambda size: size < rest, SIZES), rest]
+
+        def is_needed(carry: tuple[Array, Array]) -> Array:
+            return most_needed[carry[0]] > 1
+
+        def read_group(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            group, scores = carry
+            group_ids = ids[members[group]]
+            group_positions = position[members[group]] + 1
+            group_cache = cache if is_whole else take_rows(cache, members[group])
+
+            def read_rest(size: int) -> Array:
+                tokens = group_ids[:, 1 : 1 + size]
+                positions = jnp.broadcast_to(group_positions, tokens.shape)
+                branches = jnp.broadcast_to(1 + jnp.arange(size), tokens.shape)
+                none = jnp.zeros(group_rows, jnp.int32)
+                outputs, _ = q.extend(params, group_cache, tokens, positions, branches, none)
+                return jnp.pad(outputs, ((0, 0), (0, rest - size), (0, 0)))
+
+            size = jnp.searchsorted(jnp.array(sizes), most_needed[group] - 1)
+            readers = [functools.partial(read_rest, size) for size in sizes]
+            return group + 1, scores.at[members[group]].set(jax.lax.switch(size, readers))
+
+        scores = jnp.zeros((rows, rest, first.shape[-1]), first.dtype)
+        _, scores = jax.lax.while_loop(is_needed, read_group, (jnp.int32(0), scores))
+        return jnp.concatenate([first, scores], axis=1), cache
 
     def guide_each(
         params: Params, cache: Any, tokens: Array, positions: Array, logits: Array
@@ -117,7 +235,10 @@ def guide(
         def step(cache: Any, column: tuple[Array, Array, Array]) -> tuple[Any, Array]:
             token, position, token_logits = (x[:, None] for x in column)
             commit = jnp.ones_like(column[0])
-            guided, cache = extend_by_one(params, cache, token, position, commit, token_logits)
+            is_read = jnp.ones_like(commit, dtype=bool)
+            guided, cache = extend_by_one(
+                params, cache, token, position, commit, token_logits, is_read
+            )
             return cache, guided[:, 0]
 
         columns = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, positions, logits))
@@ -135,6 +256,17 @@ def _likeliest(logits: Array, candidates: int | None) -> Array:
     if candidates is None or candidates >= vocabulary:
         return jnp.broadcast_to(jnp.arange(vocabulary), logits.shape)
     return jax.lax.top_k(logits, candidates)[1]
+
+
+def _needed(logits: Array, ids: Array, mass: float) -> Array:
+    """Return how many of the likeliest tokens have this mass together, at most all: [B] int32.
+
+    `ids` [B, k] are the likeliest of logits [B, V], in order.
+    """
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    probabilities = jnp.exp(jnp.take_along_axis(log_probs, ids, axis=1))
+    before = jnp.cumsum(probabilities, axis=1) - probabilities
+    return jnp.sum(before < mass, axis=1, dtype=jnp.int32)
 
 
 def _add_offsets(
