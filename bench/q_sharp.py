@@ -2,15 +2,17 @@
 
     python bench/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...]
         [--samples 8]
-    python bench/q_sharp.py --speed
+    python bench/q_sharp.py --speed [--run RUN_DIR]
 
 Each run is `launch/run.py arithmetic_q_sharp` with the changes of the arm. Its q then guides
 builtin:arithmetic on the held-out problems; the run's report shows the curve. Finished runs are not
-repeated. --speed compares the time of guided and plain decoding.
+repeated. --speed compares the time of guided and plain decoding: of a random model, or of the model
+and the q of a run.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
 import time
@@ -23,7 +25,7 @@ import arms
 import jax
 import numpy as np
 
-from launch import compose, config, evaluate_q_sharp, evaluators, run, saved_run
+from launch import compose, config, evaluate_q_sharp, evaluators, roles, run, saved_run
 from launch.config import ExperimentConfig, MeshConfig, Phase
 from tpu_rl import models, sampler
 from tpu_rl.experience import tasks
@@ -202,42 +204,44 @@ def print_times(rows: int, times: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def print_speed_heading() -> None:
+def print_heading_of_times() -> None:
     arms.print_heading(
         "rows", "method", "ms per token, median", "ratio", "core ms per token, median", "ratio"
     )
 
 
-def trained_speed(run_dir: str, batches: Sequence[int], repeats: int, candidates: int) -> None:
-    """Print the time per token of the shipped model, plain and guided by the q of a run.
+def trained_speed(run_dir: str, batches: Sequence[int], repeats: int = 3) -> None:
+    """Print the time per token of a run's model, plain and guided by the run's q.
 
-    It answers held-out problems, `rows` at a time; the time of prompts is included.
+    It answers 16 held-out prompts 8 times, `rows` at once. The time of prompts is included.
     """
-    preset = config.preset("arithmetic_q_sharp")
-    problems = tasks.evaluation_rows(preset.data, preset.algorithm.experience, 32)
-    language, params = saved_run.load_language("builtin:arithmetic", preset)
-    guided, kl_coef = evaluate_q_sharp.load(run_dir, language, params)
-    params = guided_policy.with_kl_coef(guided.params, kl_coef)
-    token_offset = return_distributions.offset("q_sharp", guided.support)
-    policies = {"plain": guided.reference}
+    context, params, _ = saved_run.load_run(run_dir)
+    run_config = context.config
+    algorithm: Any = run_config.algorithm
+    reference = context.policy("policy")
+    policies = {"plain": reference}
     for mass in (1.0, *MASSES):
-        policies[f"{candidates} candidates, mass {mass:g}"] = guided_policy.guide(
-            guided.reference, guided.q, token_offset, candidates, guided.reads, mass
-        )
-    settings = sampler_config(preset.sampling, language.tokenizer, 8)
-    encoded = prompts.encode(problems, language.tokenizer, 32)
-    print_speed_heading()
-    for rows in batches:
-        sized = replace(settings, max_num_seqs=rows, prompt_length=32)
-        print_times(rows, time_in_turns(policies, params, encoded, sized, repeats))
+        pruned = replace(algorithm, candidate_mass=mass)
+        name = f"{algorithm.candidates} candidates, mass {mass:g}"
+        policies[name] = roles.guide(reference, context.policy("q"), pruned)
+    params = guided_policy.with_kl_coef(params, algorithm.kl_coef)
+    tokenizer = context.language.tokenizer
+    rows = tasks.evaluation_rows(run_config.data, algorithm.experience, 16)
+    encoded = prompts.encode(rows, tokenizer, run_config.sampling.max_prompt_tokens)
+    settings = sampler_config(run_config.sampling, tokenizer, 8)
+    print_heading_of_times()
+    for batch in batches:
+        sized = replace(settings, max_num_seqs=batch)
+        print_times(batch, time_in_turns(policies, params, encoded, sized, repeats))
 
 
 def speed(batches: Sequence[int], repeats: int = 3, new_tokens: int = 64) -> None:
-    """Print the time to decode the same number of tokens, plain and guided.
+    """Print the time per token, plain and guided, of a model that makes all tokens alike.
 
     The guides have a quarter of the model's layers: a V-type q with 20 candidates, and a Q-type q
-    over all tokens. Times are wall seconds and CPU seconds of all cores; other work on the machine
-    hardly changes the latter.
+    over all tokens. The likeliest token has probability 0.005, so no candidate can be left out: a
+    mass of 0.99 needs all 20, and shows what leaving out costs where it saves nothing. The lines
+    "1 candidate" to "8 candidates" show what it saves at best in this model.
     """
     layers, width = 8, 256
     model = models.from_config(
@@ -265,32 +269,20 @@ def speed(batches: Sequence[int], repeats: int = 3, new_tokens: int = 64) -> Non
     v_policy = models.policy(v_type, evaluate_q_sharp.Q_PARAMS)
     q_policy = models.policy(q_type, operator.itemgetter("q_type"))
     offset = return_distributions.offset("q_sharp")
+    guide = functools.partial(guided_policy.guide, reference, v_policy, offset)
     policies = {
         "plain": reference,
-        "V-type, 20 candidates": guided_policy.guide(reference, v_policy, offset, 20, "own"),
+        "V-type, 20 candidates": guide(20, "own"),
+        "V-type, 20 candidates, mass 0.99": guide(20, "own", 0.99),
+        **{f"V-type, {count} candidates": guide(count, "own") for count in (8, 4, 2, 1)},
         "Q-type, all tokens": guided_policy.guide(reference, q_policy, offset, None, "previous"),
     }
-    arms.print_heading("rows", "method", "seconds, median", "ratio", "CPU seconds, median", "ratio")
+    print_heading_of_times()
     for rows in batches:
         settings = sampler.SamplerConfig(
             max_new_tokens=new_tokens, samples_per_prompt=rows, max_num_seqs=rows, prompt_length=32
         )
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
-        # The first repetition compiles. Methods take turns, so that other load affects all.
-        for repeat in range(repeats + 1):
-            for name, policy in policies.items():
-                wall = time.perf_counter()
-                cpu = time.process_time()
-                key = sampler.run_key(0, Purpose.ROLLOUT, repeat)
-                sampler.sample(policy, params, [[1] * 32], key, settings)
-                if repeat:
-                    times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-        medians = {name: np.median(np.array(measured), axis=0) for name, measured in times.items()}
-        for name, (wall, cpu) in medians.items():
-            wall_ratio, cpu_ratio = medians[name] / medians["plain"]
-            arms.print_row(
-                rows, name, f"{wall:.3f}", f"{wall_ratio:.2f}", f"{cpu:.3f}", f"{cpu_ratio:.2f}"
-            )
+        print_times(rows, time_in_turns(policies, params, [[1] * 32], settings, repeats))
 
 
 def main() -> None:
@@ -304,12 +296,16 @@ def main() -> None:
     )
     parser.add_argument("--coefficients", type=float, nargs="+", default=COEFFICIENTS)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--run", help="a run of Q#, for --speed")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 8, 64], help="rows decoded at once, for --speed"
     )
     flags = parser.parse_args()
     if flags.speed:
-        speed(flags.rows)
+        if flags.run:
+            trained_speed(flags.run, flags.rows)
+        else:
+            speed(flags.rows)
         return
     for arm in flags.arms:
         for seed in flags.seeds:
