@@ -44,6 +44,7 @@ OTHER_FLAGS = {
     "chart",
     "axes",
     "baseline",
+    "candidate-mass",
     "cases",
     "check",
     "coefficients",

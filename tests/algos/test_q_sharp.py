@@ -157,6 +157,9 @@ def test_the_best_q_is_the_law_of_the_returns():
         {"candidates": None},
         {"prompts": 0},
         {"next_token_coef": -0.1},
+        {"candidate_mass": 0.0},
+        {"candidate_mass": 1.5},
+        {"candidate_mass": 0.9, "q_type": "q"},
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):
@@ -451,6 +454,8 @@ def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
         "cd",
         "--rows",
         "12",
+        "--candidate-mass",
+        "0.9",
     ]
     assert evaluate.main(["builtin:arithmetic", *flags, "--samples", "3"]) == 0
     printed = capsys.readouterr().out
@@ -484,6 +489,8 @@ def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
     [
         (["--guide", "no/such/run"], "not a run folder"),
         (["--guide", "RUN", "--kl-coef", "0"], "above 0"),
+        (["--guide", "RUN", "--candidate-mass", "0"], "above 0 and at most 1"),
+        (["--candidate-mass", "0.9"], "without --guide"),
     ],
 )
 @pytest.mark.slow

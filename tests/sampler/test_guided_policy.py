@@ -23,7 +23,7 @@ from tpu_rl.losses.return_distributions import (
 )
 from tpu_rl.sampler import decode_loop, guided_policy, slots
 from tpu_rl.sampler.guided_policy import guide, with_kl_coef
-from tpu_rl.types import Model, Policy, Purpose
+from tpu_rl.types import UNREAD, Model, Policy, Purpose
 
 KEY = sampler.run_key(0, Purpose.ROLLOUT, 0)
 
@@ -280,6 +280,81 @@ def test_where_q_can_steer_no_further_cd_is_the_optimum(kl_coef):
     optimum = kl_coef * float(np.logaddexp.reduce(np.log(reference) + chance / kl_coef))
     assert objective("cd") == pytest.approx(optimum, abs=1e-6)
     assert objective("q_sharp") < optimum - 1e-3
+
+
+# --- candidates that are left out ---
+
+
+SHARES = np.array([0.5, 0.3, 0.15, 0.04, 0.01])
+CHANCES = np.array([0.2, 0.9, 0.05, 0.99, 1.0])
+"""The reference's probability of each token after START, and the chance of success after it."""
+
+
+@functools.cache
+def leaving_out(mass: float) -> tuple[Policy, dict]:
+    """Return a guided policy over five tokens, and its params; after RIGHT, LEFT is certain."""
+    reference = np.zeros((5, 5))
+    reference[START] = np.log(SHARES)
+    reference[RIGHT] = -1e30
+    reference[RIGHT, LEFT] = 0
+    chances = np.log(CHANCES[:4]) - np.log1p(-CHANCES[:4])
+    params = {
+        "policy": {"table": jnp.asarray(reference, jnp.float32)},
+        "q": {"table": jnp.asarray(np.append(chances, np.inf)[:, None], jnp.float32)},
+    }
+    policies = [
+        models.policy(state_model(outputs), select)
+        for outputs, select in ((5, select_policy), (1, select_q))
+    ]
+    return guide(*policies, offset("q_sharp"), 5, "own", mass), params
+
+
+def first_logits(policy: Policy, params: dict, tokens: list[int], branches: list[int]):
+    """Return the logits [B, V] after the first token of each row."""
+    column = jnp.zeros((len(tokens), 1), jnp.int32)
+    cache = policy.init_cache(params, len(tokens), 2)
+    read = (jnp.array(tokens)[:, None], column, jnp.array(branches)[:, None], column[:, 0] + 1)
+    return np.asarray(jitted(policy)(params, cache, *read)[0][:, 0], np.float64)
+
+
+@pytest.mark.parametrize(("mass", "scored"), [(0.4, 1), (0.79, 2), (0.94, 3), (0.98, 4)])
+def test_leaving_out_candidates_moves_the_distribution_by_at_most_its_bound(mass, scored):
+    """Tokens that are left out have offset 0. The exact weights are 1 + p (exp(1 / eta) - 1)."""
+    policy, params = leaving_out(mass)
+    everything, _ = leaving_out(1.0)
+    mean_return = SHARES @ CHANCES
+    for kl_coef in (0.05, 0.2, 1.0):
+        params = with_kl_coef(params, kl_coef)
+        weights = 1 + CHANCES * np.expm1(1 / kl_coef)
+        full = SHARES * weights / (SHARES @ weights)
+        used = np.where(np.arange(5) < scored, weights, 1)
+        expected = SHARES * used / (SHARES @ used)
+        actual, all_scored = (
+            np.asarray(jax.nn.softmax(first_logits(one, params, [START], [0])))[0]
+            for one in (policy, everything)
+        )
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+        np.testing.assert_allclose(all_scored, full, rtol=1e-5)
+        distance = np.abs(actual - all_scored).sum() / 2
+        rest = SHARES[scored:].sum()
+        bound = rest * math.exp(1 / kl_coef) / (1 + mean_return * math.expm1(1 / kl_coef))
+        assert 0.01 * rest < distance <= full[scored:].sum() * (1 + 1e-5)
+        assert full[scored:].sum() <= bound * (1 + 1e-5)
+        assert bound <= rest / mean_return
+
+
+def test_a_row_does_not_depend_on_how_many_candidates_others_need():
+    """Groups of rows read together, and a row whose logits nobody reads needs none."""
+    policy, params = leaving_out(0.94)
+    params = with_kl_coef(params, 0.2)
+    alone = first_logits(policy, params, [START], [0])
+    tokens = [RIGHT, START, LEFT, RIGHT, START]
+    together = first_logits(policy, params, tokens, [0, 0, 0, 0, UNREAD])
+    np.testing.assert_array_equal(together[1], alone[0])
+    np.testing.assert_array_equal(together[0], together[3])
+    np.testing.assert_array_equal(together[4], np.asarray(params["policy"]["table"][START]))
+    # LEFT makes all tokens alike, so all five are needed.
+    np.testing.assert_array_less(0, together[2])
 
 
 # --- theorem 2.2 on random trees ---
@@ -582,8 +657,11 @@ def test_equal_parts_make_one_policy():
     make = functools.partial(guided, "q_sharp", "own")
     assert make(Support(0, 1, 5), 4)[0] is make(Support(0, 1, 5), 4)[0]
     assert make(None, 4)[0] is not make(None, 5)[0]
+    assert make(None, 4)[0] is not make(None, 4, 0.5)[0]
     with pytest.raises(InputError, match="candidates"):
         make(None, None)
+    with pytest.raises(InputError, match="candidate mass"):
+        guided("q_sharp", "previous", None, 4, 0.5)
 
 
 def test_prefill_does_not_score_candidates():
@@ -609,9 +687,9 @@ def test_prefill_does_not_score_candidates():
 # --- KL ---
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_kl_is_the_sum_over_the_vocabulary(temperature):
-    policy, reference, params = guided("q_sharp", "own", None, 4)
+@pytest.mark.parametrize(("temperature", "mass"), [(1.0, 1.0), (0.7, 0.4)])
+def test_token_kl_is_the_sum_over_the_vocabulary(temperature, mass):
+    policy, reference, params = guided("q_sharp", "own", None, 4, mass)
     params, token_offset = with_kl_coef(params, 0.3), offset("q_sharp")
     tokens = np.array([[3, 1, 4, 1, 5, 0], [9, 2, 6, 5, 3, 7]])
     begins, ends = np.array([2, 3]), np.array([5, 5])
@@ -625,7 +703,7 @@ def test_token_kl_is_the_sum_over_the_vocabulary(temperature):
     for row in range(2):
         for t in range(begins[row], ends[row]):
             before = tokens[row, :t].tolist()
-            p = log_softmax(plain_guided("own", token_offset, params, 0.3, 4, before))
+            p = log_softmax(plain_guided("own", token_offset, params, 0.3, 4, before, mass))
             r = log_softmax(last_outputs(REFERENCE, params["policy"], before).astype(np.float64))
             expected[row, t] = np.sum(np.exp(p) * (p - r))
     assert (expected > 0).sum() == 5

@@ -183,8 +183,9 @@ def test_refilled_compacted_and_grown_equals_static():
     assert len(set(static.action_mask.sum(1))) > 5
 
 
+@pytest.mark.parametrize("candidate_mass", [1.0, 0.6])
 @pytest.mark.slow
-def test_a_guided_policy_refills_both_of_its_caches():
+def test_a_guided_policy_refills_both_of_its_caches(candidate_mass):
     """{reference, q}, of different models; q's has room for the candidates."""
     reference, reference_params = decoder()
     q, q_params = decoder(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
@@ -196,6 +197,7 @@ def test_a_guided_policy_refills_both_of_its_caches():
         return_distributions.offset("q_sharp"),
         4,
         "own",
+        candidate_mass,
     )
     config = SamplerConfig(max_new_tokens=20, stop_ids=(5,), samples_per_prompt=2, prompt_length=8)
     static = sample(policy, params, PROMPTS, KEY, config)
