@@ -76,9 +76,10 @@ def guide(
         one token, in the same call that reads the last token. "previous": q gives V x K numbers for
         the tokens that may follow.
       candidate_mass: share of the reference's probability (at temperature 1) that the candidates
-        need in a row; likelier ones come first. 1 scores all of them. Below 1 ("own" only), groups
-        of rows read as many as the one of them that needs most, rounded up to one of `SIZES`. Each
-        row uses what it needs itself, so its result does not depend on the other rows.
+        need in a row; likelier ones come first. 1 scores all of them. Below 1 ("own" only), q reads
+        one candidate of every row, and groups of rows read as many more as the one of them that
+        needs most, rounded up to one of `SIZES`; or it reads all at once, where that is not much
+        more. Each row uses what it needs itself: its result does not depend on the other rows.
 
     If `extend` gets more than one token, all of them must be trunk (branch 0). A q that reads "own"
     then goes through the tokens one by one, to score the tokens that may follow each. Only a
@@ -182,15 +183,14 @@ def guide(
         ids: Array,
         needed: Array,
     ) -> tuple[Array, Any]:
-        """Do the same, but read only the first candidate and each row's first `needed` [B].
+        """Do the same, but read no more than needed: each row's first `needed` [B] candidates.
 
         Scores of candidates that are not needed may be 0.
         """
-        first, cache = read(params, cache, token, position, commit, ids[:, :1])
-        rest = ids.shape[1] - 1
+        rows, most = ids.shape
+        rest = most - 1
         if rest == 0:
-            return first, cache
-        rows = len(ids)
+            return read(params, cache, token, position, commit, ids)
         # Rows that lie on several devices stay together: a group would gather them from all.
         is_whole = sharding.spread("slots", rows) > 1
         group_rows = rows if is_whole else -(-rows // GROUPS)
@@ -199,13 +199,16 @@ def guide(
         # The last group may repeat a row.
         order = order[jnp.minimum(jnp.arange(groups * group_rows), rows - 1)]
         members = order.reshape(groups, group_rows)
-        most_needed = jnp.append(jnp.max(needed[members], axis=1), 0)
-        sizes = [*itertools.takewhile(lambda size: size < rest, SIZES), rest]
+        most_needed = jnp.max(needed[members], axis=1)
+        static_sizes = [*itertools.takewhile(lambda size: size < rest, SIZES), rest]
+        sizes = jnp.array(static_sizes)
+        size_index = jnp.searchsorted(sizes, most_needed - 1)
 
-        def is_needed(carry: tuple[Array, Array]) -> Array:
-            return most_needed[carry[0]] > 1
+        def is_next_needed(carry: tuple[Array, Array]) -> Array:
+            return jnp.append(most_needed, 0)[carry[0]] > 1
 
-        def read_group(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def read_group(cache: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Read the further candidates of one group; the cache stays as it is."""
             group, scores = carry
             group_ids = ids[members[group]]
             group_positions = position[members[group]] + 1
@@ -219,13 +222,25 @@ def guide(
                 outputs, _ = q.extend(params, group_cache, tokens, positions, branches, none)
                 return jnp.pad(outputs, ((0, 0), (0, rest - size), (0, 0)))
 
-            size = jnp.searchsorted(jnp.array(sizes), most_needed[group] - 1)
-            readers = [functools.partial(read_rest, size) for size in sizes]
-            return group + 1, scores.at[members[group]].set(jax.lax.switch(size, readers))
+            readers = [functools.partial(read_rest, size) for size in static_sizes]
+            outputs = jax.lax.switch(size_index[group], readers)
+            return group + 1, scores.at[members[group]].set(outputs)
 
-        scores = jnp.zeros((rows, rest, first.shape[-1]), first.dtype)
-        _, scores = jax.lax.while_loop(is_needed, read_group, (jnp.int32(0), scores))
-        return jnp.concatenate([first, scores], axis=1), cache
+        def read_by_group(cache: Any) -> tuple[Array, Any]:
+            first, cache = read(params, cache, token, position, commit, ids[:, :1])
+            scores = jnp.zeros((rows, rest, first.shape[-1]), first.dtype)
+            _, scores = jax.lax.while_loop(
+                is_next_needed, functools.partial(read_group, cache), (jnp.int32(0), scores)
+            )
+            return jnp.concatenate([first, scores], axis=1), cache
+
+        def read_all(cache: Any) -> tuple[Array, Any]:
+            return read(params, cache, token, position, commit, ids)
+
+        # Every call of q has a cost of its own, so groups must save a third of the tokens.
+        in_groups = group_rows * jnp.sum(jnp.where(most_needed > 1, sizes[size_index], 0))
+        is_worth_it = 3 * (2 * rows + in_groups) < 2 * rows * (1 + most)
+        return jax.lax.cond(is_worth_it, read_by_group, read_all, cache)
 
     def guide_each(
         params: Params, cache: Any, tokens: Array, positions: Array, logits: Array
