@@ -34,6 +34,7 @@ OTHER_FLAGS = {
     "workload",
     "xla_cpu_experimental_ynn_fusion_type",
     "repeats",
+    "run",
     "losses",
     "slices",
     "turn-tokens",
