@@ -46,6 +46,7 @@ from launch.config import ExperimentConfig, Phase
 from tpu_rl.algos import DistillConfig, QSharpConfig
 from tpu_rl.checkpoint.run_checks import verify
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+from tpu_rl.runtime import process_group
 
 STEPS = 8
 DEFAULT_RUN = "default"
@@ -312,7 +313,7 @@ def kill(
         faults += sigterm_faults(code, seconds, saved, len(rows) - 1, output, is_done)
         if code in (0, 75) and len(set(job.codes)) > 1:
             faults.append(f"they ended with {job.codes}")
-    elif launch.processes > 1 and code and others_left_badly(other_codes, seconds):
+    elif launch.processes > 1 and code and others_left_badly(other_codes, seconds, output):
         end = output[-500:]
         faults.append(f"the others ended with {other_codes} after {seconds:.1f} s: {end}")
     if (folder / "config.yaml").exists():
@@ -331,9 +332,14 @@ def kill(
     }
 
 
-def others_left_badly(codes: list[int], seconds: float) -> bool:
-    """Return whether the processes that were not killed ended too late or with a wrong code."""
-    return set(codes) != {75} or seconds > SECONDS_TO_NOTICE
+def others_left_badly(codes: list[int], seconds: float, output: str) -> bool:
+    """Return whether the processes that were not killed ended too late or with a wrong code.
+
+    If they had not met yet, they wait for the killed one as long as for one that was never started.
+    """
+    before_they_met = "did not find each other" in output
+    limit = SECONDS_TO_NOTICE + before_they_met * process_group.START_SECONDS
+    return set(codes) != {75} or seconds > limit
 
 
 def resume_faults(launch: Launch, folder: Path, whole: Uninterrupted, saved: int) -> list[str]:

@@ -51,7 +51,7 @@ def lose_one(
     seconds = time.monotonic() - sent
     _, *other_codes = job.codes
     faults = kill.verify_faults(folder)
-    if was_killed and other_codes and kill.others_left_badly(other_codes, seconds):
+    if was_killed and other_codes and kill.others_left_badly(other_codes, seconds, output):
         faults.append(f"the others ended with {other_codes}: {output[-500:]}")
     if not was_killed and any(job.codes):
         faults.append(f"it ended by itself with {job.codes}: {output[-500:]}")

@@ -189,6 +189,7 @@ def test_a_process_that_waits_for_another_in_vain_says_so(index):
     flags = ["--coordinator-address", f"127.0.0.1:{several.free_port()}", "--num-processes", "2"]
     (ended,) = several.run(1, ["-c", program, "error", *flags, "--process-id", index], limit=60)
     assert "the processes of this run did not find each other" in ended.err
+    assert ended.code == 75
 
 
 def test_a_port_that_is_taken_is_said(capsys):

@@ -156,12 +156,26 @@ def _captured_output() -> Iterator[_Console]:
 # --- start ---
 
 
+class ProcessesMissingError(MachineError):
+    """Not all processes of a run met: one was not started, or was lost before (exit code 75).
+
+    In a restart loop, the same command may succeed as soon as the missing host is back.
+    """
+
+    code = Preempted.code
+
+
 def _connect(member: Member, console: _Console) -> None:
-    """Start JAX's service. Raises MachineError if not all processes find each other."""
+    """Start JAX's service.
+
+    Raises:
+        MachineError: the port of the first process is taken.
+        ProcessesMissingError: not all processes find each other.
+    """
     jax.config.update("jax_enable_preemption_service", False)  # It would take SIGTERM for itself.
     if member.index == 0 and member.coordinator:
         _require_free(int(member.coordinator.rpartition(":")[2]))
-    _on_abort(lambda: _end_alone(console, f"error: {_start_error(member)}", MachineError.code))
+    _on_abort(lambda: _end_alone(console, f"error: {_start_error(member)}", Preempted.code))
     try:
         jax.distributed.initialize(
             coordinator_address=member.coordinator,
@@ -180,9 +194,9 @@ def _connect(member: Member, console: _Console) -> None:
         _on_abort(None)
 
 
-def _start_error(member: Member, why: str = "") -> MachineError:
+def _start_error(member: Member, why: str = "") -> ProcessesMissingError:
     process = f"process {member.index} of {member.count}, " if member.count else ""
-    return MachineError(
+    return ProcessesMissingError(
         "the processes of this run did not find each other",
         where=f"{process}at {member.coordinator}" if member.coordinator else "",
         why=why,
