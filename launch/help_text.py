@@ -23,10 +23,10 @@ METHODS = (
 """Presets with neutral defaults, for data of the user."""
 
 COMMON = {
-    "model.path": "Hugging Face directory (gs:// too), hub id or builtin:NAME",
+    "model.path": "Hugging Face directory, hub id, gs:// or builtin:NAME",
     "model.dtype": "float32, or bfloat16 on TPUs and GPUs",
     "model.lora.rank": "train adapters of this rank; 0 trains all weights",
-    "data.path": "JSONL, Parquet or CSV files (gs:// too), or a dataset (OWNER/NAME)",
+    "data.path": "JSONL, Parquet or CSV (gs:// too), or hub OWNER/NAME",
     "data.evaluation_path": "held-out rows; else the last rows of data.path",
     "reward": "FILE.py:function, gsm8k, math, a reward model, 0.2*NAME",
     "steps": "steps of the run",

@@ -257,7 +257,9 @@ def test_model_with_the_kernel_equals_model_without(family, small_blocks):
     [("cpu", "none", True), ("tpu", "tpu", False), ("gpu", "none", False)],
 )
 def test_each_platform_gets_its_kernel_and_cache_layout(platform, kernel, transposed):
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+    mesh: Any = SimpleNamespace(
+        devices=np.array([SimpleNamespace(platform=platform)]), shape={"tensor": 1}
+    )
     found = roles.fast_model(
         configuration.preset("arithmetic_grpo"), tiny("llama3").model, mesh
     ).config.attention

@@ -39,7 +39,7 @@ def lay_out(
     layout = layout_of(batch, data, paths=attention_index == "paths")
     if attention_index != "tiles":
         layout = replace(layout, key_tiles=None)
-    if getattr(data, "routing", None) is not None:
+    if isinstance(data, Rollout) and data.routing is not None:
         # Devices read it in packed rows only.
         layout = with_routing(layout, data.routing)
         data = replace(data, routing=None)
