@@ -179,6 +179,7 @@ def sampled(table: np.ndarray, rows: int, random: np.random.Generator) -> np.nda
     return tokens
 
 
+@pytest.mark.slow
 def test_on_policy_distillation_ends_at_the_token_teacher():
     """A tabular student, sampled anew for every update: it finds the teacher of every state, not
     the best policy."""

@@ -542,6 +542,7 @@ def test_examples_of_which_all_earn_the_same_are_refused(monkeypatch):
             collect_with_chance(0.0, drop_equal_returns, monkeypatch)
 
 
+@pytest.mark.slow
 def test_round_without_differing_rewards_is_an_input_error(tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
         "def same(prompts, completions, **columns):\n    return [0.5] * len(prompts)\n"

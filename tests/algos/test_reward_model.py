@@ -419,6 +419,7 @@ def ask(path, rows=PAIR):
     )
 
 
+@pytest.mark.slow
 def test_an_ensembles_score_is_the_losss(tokenizer, tmp_path):
     """Two trunks of three heads: packed with a shared prompt there, a row each and padded here."""
     config = RewardModelConfig(heads=3, trunks=2, penalty=0.5)
@@ -465,6 +466,7 @@ def test_a_classifier_without_reward_json_is_read_at_the_last_token(tokenizer, t
     assert ask(tmp_path / "model")[0] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_batch_and_the_long_are_not_scored(
     tokenizer, tmp_path, monkeypatch
 ):

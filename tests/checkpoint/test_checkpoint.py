@@ -410,6 +410,7 @@ save_one(sys.argv[1], state)
 """
 
 
+@pytest.mark.slow
 def test_sharded_on_two_devices_restored_on_one(tmp_path):
     assert run_python(SAVE_SHARDED, tmp_path, devices=2).wait(timeout=120) == 0
     state = make_state()

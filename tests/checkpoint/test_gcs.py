@@ -140,6 +140,7 @@ def test_checkpoints_come_back_and_the_newest_stay(saved, fake):
         checkpoints.save(3, tree, {})
 
 
+@pytest.mark.slow
 def test_a_donated_state_is_saved_as_it_was(store):
     checkpoints = manager.open_checkpoints(f"{ADDRESS}/checkpoints")
     tree = {"x": jnp.arange(1_000_000, dtype=jnp.float32)}

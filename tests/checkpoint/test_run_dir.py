@@ -232,6 +232,7 @@ def test_a_part_that_is_missing_or_damaged_is_named(copy, capsys, monkeypatch, n
         )
 
 
+@pytest.mark.slow
 def test_the_last_part_is_missing_though_there_is_its_checkpoint(copy, capsys):
     copy.remove("runs/first/rows-000000004.json")
     copy.remove("runs/first/summary.json")

@@ -89,6 +89,7 @@ def make_run(
     return Run(context, state_after, make_source, log)
 
 
+@pytest.mark.slow
 def test_without_staleness_it_is_the_synchronous_source(run):
     synchronous = run.make_source(0)
     stale = stale_rollouts.stale_source(

@@ -106,6 +106,7 @@ def test_run_of_more_devices_is_exported_and_evaluated(run_dir, tmp_path):
     assert evaluate.main([str(copy), "--rows", "4"]) == 0
 
 
+@pytest.mark.slow
 def test_export_is_the_policy_of_the_newest_checkpoint(run_dir, model_dir, tmp_path, capsys):
     assert export.main([run_dir, "--to", str(tmp_path / "model")]) == 0
     assert "step 1" in capsys.readouterr().out
@@ -171,6 +172,7 @@ def test_the_format_of_a_file_is_a_flag(file_format, preset, tmp_path):
         assert row["answer"] == "2"
 
 
+@pytest.mark.slow
 def test_a_model_and_a_file_need_no_columns_of_gsm8k(model_dir, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")

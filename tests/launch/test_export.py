@@ -75,6 +75,7 @@ def cells_of(card: str) -> dict[str, list[str]]:
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
+@pytest.mark.slow
 def test_the_dtype_is_that_of_the_base_unless_another_is_given(run_dir, tmp_path, capsys):
     trained = models.load(run_dir / "model")[1]
     for flags, dtype in (([], "bfloat16"), (["--dtype", "float32"], "float32")):

@@ -78,6 +78,7 @@ def test_a_reward_that_fails_on_some_rows_is_named_and_the_run_goes_on(
     assert row["reward/errors"] == 1
 
 
+@pytest.mark.slow
 def test_a_reward_of_the_wrong_length_stops_the_run_by_name(checkpoint, tmp_path, capsys):
     reward = tmp_path / "short.py"
     reward.write_text("def score(prompts, completions, **columns):\n    return [1.0, 2.0, 3.0]\n")

@@ -85,6 +85,7 @@ def test_it_does_what_the_command_does_and_returns_it(checkpoint, tmp_path, caps
     assert jax.sharding.get_abstract_mesh().empty
 
 
+@pytest.mark.slow
 def test_the_same_call_continues_and_a_finished_run_returns_at_once(checkpoint, tmp_path, capsys):
     train(checkpoint, tmp_path, {"steps": 1})
     longer = train(checkpoint, tmp_path)
@@ -102,6 +103,7 @@ def test_the_same_call_continues_and_a_finished_run_returns_at_once(checkpoint, 
         train(checkpoint, tmp_path, given=[(0.5, score)])
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_step_and_is_a_keyboard_interrupt(checkpoint, tmp_path, monkeypatch):
     write = metrics.Sink.write
 

@@ -60,6 +60,7 @@ def test_resume_needs_memory_for_one_state(whole, tmp_path, monkeypatch):
     assert other_bytes < 0.1 * state_bytes
 
 
+@pytest.mark.slow
 def test_run_without_a_report_is_not_finished(whole, tmp_path, capsys):
     """After a kill between summary and report, the same command writes the report."""
     run_dir = tmp_path / "run"
@@ -166,6 +167,7 @@ def test_sigterm_during_a_rollout_drops_the_step(whole, tmp_path, capsys, monkey
     assert rows_of(run_dir) == rows_of(whole)
 
 
+@pytest.mark.slow
 def test_run_resumes_from_the_checkpoint_before_a_damaged_one(whole, copy, capsys):
     flip(arrays_of(copy, 4))
     command = [*TINY, *STEPS, "--run-dir", str(copy)]

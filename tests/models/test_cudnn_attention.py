@@ -224,6 +224,7 @@ assert cudnn_trial.failure_reason(here.WINDOWED, sharding.make_mesh(fsdp=2, tens
 """
 
 
+@pytest.mark.slow
 def test_trial_runs_on_all_devices():
     run = [sys.executable, "-c", OVER_ALL_DEVICES]
     ended = subprocess.run(

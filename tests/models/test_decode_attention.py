@@ -74,6 +74,7 @@ def paired(stack):
     return jax.tree.map(pair, stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "kv_heads"), [(6, 3), (8, 4)])
 def test_paired_heads_and_sinks_equal_dense_attention(num_heads, kv_heads, small_blocks):
     """An odd last head stands beside zeros."""
@@ -93,6 +94,7 @@ def test_paired_heads_and_sinks_equal_dense_attention(num_heads, kv_heads, small
     assert float(jnp.abs(wanted - without).max()) > 0.1
 
 
+@pytest.mark.slow
 def test_ragged_rows_equal_dense_attention(small_blocks):
     query, stack = operands()
     shapes = (jnp.zeros((5, 2, 2, 8)), stack["k"])

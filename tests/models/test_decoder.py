@@ -109,6 +109,7 @@ def test_quantization_error_is_at_most_half_a_step():
     np.testing.assert_array_equal((numbers * scale[..., None])[0, 0], 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "transposed"), [("qwen3", False), ("gemma3", False), ("gemma3", True)]
 )

@@ -59,6 +59,7 @@ def test_paths_list_each_token_once_as_a_query_and_its_sequence_as_keys():
 SINKS = jnp.array([0.5, -2.0, 1.0, 3.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (4, True)])
 def test_attention_of_paths_is_that_of_the_reference(window, has_sinks):
     layout = tree_layout()

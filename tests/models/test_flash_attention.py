@@ -236,6 +236,7 @@ def test_sliding_window_lowers_the_cost(small_blocks):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

@@ -83,6 +83,7 @@ def assert_same(first, second):
 # --- what is computed ---
 
 
+@pytest.mark.slow
 @each_family
 def test_initial_adapters_add_zero(family):
     one, tokens = adapted(family), tokens_of((3, LENGTH))
@@ -126,6 +127,7 @@ def test_merged_equals_unmerged(family):
     )
 
 
+@pytest.mark.slow
 def test_greedy_samples_of_merged_and_unmerged_models_are_equal():
     one = adapted("llama3")
     model, merged = models.merge(one.model, one.params)
@@ -385,6 +387,7 @@ def test_saved_adapters_load_unchanged(saved):
     assert isinstance(jax.tree.leaves(placed)[0].sharding, jax.sharding.NamedSharding)
 
 
+@pytest.mark.slow
 @each_family
 def test_loading_an_adapter_directory_gives_the_merged_model(family, tmp_path):
     one = adapted(family)
@@ -467,6 +470,7 @@ def test_transformers_agrees_on_a_mixture_with_merged_adapters(tmp_path):
     np.testing.assert_allclose(one.logits(one.params, tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @each_dense_family
 def test_transformers_agrees_after_adding_adapters_by_hand(family, tmp_path):
     """With PEFT's names and layout, module.weight += alpha / r * B @ A, in float32."""

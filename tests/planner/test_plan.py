@@ -277,6 +277,7 @@ def test_a_run_compiles_no_program_that_is_larger_than_planned(tmp_path, monkeyp
             assert size <= 2 * largest_leaf + 2**14, name
 
 
+@pytest.mark.slow
 def test_evaluations_that_need_more_than_a_step_are_planned():
     """Twelve problems at once need a larger pool than four prompts."""
     config = configuration.parse(EVERY_PROGRAM)
@@ -294,6 +295,7 @@ def test_evaluations_that_need_more_than_a_step_are_planned():
     assert not any("evaluations" in line.step.name for _, line in made.lines)
 
 
+@pytest.mark.slow
 def test_partial_completions_are_prefilled_in_their_own_length():
     config = configuration.parse(["arithmetic_grpo", *SMALL, "--rollout.partial", "2"])
     made = plan_search.make_plan(

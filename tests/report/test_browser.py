@@ -116,6 +116,7 @@ def test_the_page_is_dark_where_the_system_is(page, run_dir):
         assert abs(paper - ink) > 0.6
 
 
+@pytest.mark.slow
 def test_a_live_page_reloads_itself_and_stops_at_the_end(page, run_dir, tmp_path, monkeypatch):
     """It stays as it is while one reads a completion, and runs no other script."""
     folder = make_run(tmp_path / "run", finished=False)

@@ -334,6 +334,7 @@ def fresh_verifiers(monkeypatch):
             idle.get().stop()
 
 
+@pytest.mark.slow
 def test_a_hanging_or_dying_verifier_costs_its_own_row_only(tmp_path, monkeypatch, fresh_verifiers):
     (tmp_path / "math_verify.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)

@@ -115,6 +115,7 @@ def test_odd_but_harmless_functions_are_scored(tmp_path, oddity, capsys):
     assert len(capsys.readouterr().err) < 100_000
 
 
+@pytest.mark.slow
 def test_a_function_that_never_returns_is_stopped_at_the_deadline_of_the_batch(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(completions):\n    while True:\n        pass\n")

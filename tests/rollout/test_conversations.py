@@ -92,6 +92,7 @@ def roll_out(games: Path, name: str, *flags: str):
     return context, params, scored
 
 
+@pytest.mark.slow
 def test_an_environment_that_ends_at_once_has_the_bits_of_a_single_turn(games):
     _, _, alone = roll_out(games, "")
     _, _, scored = roll_out(games, "AtOnce")
@@ -101,6 +102,7 @@ def test_an_environment_that_ends_at_once_has_the_bits_of_a_single_turn(games):
     assert scored.rollout.parent is None
 
 
+@pytest.mark.slow
 def test_log_probs_over_turns_are_the_trainers(games):
     """The gap between sampler and trainer over four turns is at most 2e-5."""
     context, params, scored = roll_out(games, "Long")
@@ -209,6 +211,7 @@ def test_an_episode_without_room_for_another_turn_ends_and_is_judged(games):
     assert scored.rollout.scored[judged].all()
 
 
+@pytest.mark.slow
 def test_slow_answers_and_few_slots_change_no_bit(games):
     _, _, scored = roll_out(games, "Long", "--sampling.max-num-seqs", "4")
     _, _, slow = roll_out(games, "Slow", "--sampling.max-num-seqs", "4")
@@ -316,6 +319,7 @@ class Echo:
         return f"turn {self.turn}", float(self.turn), self.turn == 3, {}
 
 
+@pytest.mark.slow
 def test_a_rewritten_history_is_a_row_of_its_own():
     """Its log-probs are the trainer's in packed rows that share what is common."""
     tokenizer = characters(string.printable, SHORTENING)

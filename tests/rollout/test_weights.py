@@ -54,6 +54,7 @@ def test_masters_themselves_are_read_if_nothing_differs(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_copy_samples_the_same_as_float32_masters(tmp_path, monkeypatch):
     flags = ["--model.dtype", "bfloat16", "--algorithm.kl-loss-coef", "0.1"]
     context, params, from_copy = roll_out(flags, tmp_path)

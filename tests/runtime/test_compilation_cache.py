@@ -54,6 +54,7 @@ def result(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return int(hits), folder, err
 
 
+@pytest.mark.slow
 def test_programs_are_found_again_also_by_processes_side_by_side(tmp_path):
     """Also beside half an entry of a killed process, which would keep JAX from writing any."""
     folder = compilation_cache.default_folder()

@@ -92,6 +92,7 @@ def sum_of_logits(params: Any, batch: Any) -> Any:
     return MODEL.logits(params["policy"], hidden).sum(), {}
 
 
+@pytest.mark.slow
 def test_nan_log_probs_of_the_sampler_lead_to_the_forward_pass():
     """The sampler overflows first. The search uses the same weights in the trainer."""
     params = tiny.init_params(MODEL)

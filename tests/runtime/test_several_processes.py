@@ -309,6 +309,7 @@ with process_group.join(member):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_save_in_a_store():
     """Each its part; what fails on one is tried again by both, and leaves no litter."""
     fake = FakeStore()

@@ -135,6 +135,7 @@ def test_one_turn_has_the_bits_of_the_single_turn_sampler(llama):
         assert turns[row].stopped == (not rollout.truncated[row])
 
 
+@pytest.mark.slow
 def test_late_tools_and_few_slots_change_nothing(llama):
     """With three slots for eight conversations, caches move to the host and come back."""
     model, params = llama

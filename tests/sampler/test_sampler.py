@@ -290,6 +290,7 @@ def test_decoding_stops_early_and_goes_on_over_segments(params):
     assert steps([300, 5, 5, 5]) == 300
 
 
+@pytest.mark.slow
 def test_the_same_shapes_compile_once(params):
     policy, counts = trigram()
     config = SamplerConfig(max_new_tokens=4, prompt_length=8, max_num_seqs=3)
@@ -334,6 +335,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_log_probs_are_those_of_the_model_that_trains(family):
     model = models.from_config(

@@ -65,6 +65,7 @@ def long_tailed(rows: int) -> np.ndarray:
 # --- fewer steps ---
 
 
+@pytest.mark.slow
 def test_known_lengths_take_hardly_more_steps_than_the_ideal():
     policy, steps, _ = countdown()
     lengths = long_tailed(256)
@@ -120,6 +121,7 @@ def test_each_prompt_is_prefilled_once(max_num_seqs):
     assert prefills == [-(-7 // pools)] * pools
 
 
+@pytest.mark.slow
 def test_few_programs_serve_a_long_decode():
     policy, counts = trigram()
     config = SamplerConfig(
@@ -247,6 +249,7 @@ def test_each_row_is_handed_over_once_and_early():
     assert len(handed) > 3
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_row_after_its_last_token_whatever_the_segments():
     policy, _ = trigram()
     config = SamplerConfig(
@@ -290,6 +293,7 @@ def test_a_stop_string_frees_its_slot():
 # --- penalty and bias ---
 
 
+@pytest.mark.slow
 def test_penalty_and_bias_are_the_behavior_s_alone():
     policy, _ = trigram()
     top_p, bias = 0.8, ((2, -np.inf), (4, 1.5))

@@ -85,6 +85,7 @@ def spells(tokens: list[int]) -> int | None:
     return next((i + 2 for i, pair in enumerate(pairs) if pair == (4, 7)), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

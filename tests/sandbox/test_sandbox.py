@@ -167,6 +167,7 @@ def test_attacks_fail_without_the_capability_of_administration(outside):
     assert process.stdout == "done\n"
 
 
+@pytest.mark.slow
 @confined
 @pytest.mark.parametrize(
     ("program", "ended"),

@@ -198,6 +198,7 @@ def test_control_tokens_in_messages_stay_text_for_bytes_too(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "why"),
     [
