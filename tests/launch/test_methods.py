@@ -157,7 +157,7 @@ MATRIX = [
     pytest.param(
         method,
         lora,
-        marks=pytest.mark.slow if (method, lora) == ("sft", True) else pytest.mark.nightly,
+        marks=pytest.mark.nightly,
         id=f"{method}-{'lora' if lora else 'whole'}",
     )
     for method in ROWS

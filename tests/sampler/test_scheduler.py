@@ -185,8 +185,10 @@ def test_refilled_compacted_and_grown_equals_static():
     assert len(set(static.action_mask.sum(1))) > 5
 
 
-@pytest.mark.parametrize("candidate_mass", [1.0, 0.6])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "candidate_mass",
+    [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.nightly)],
+)
 def test_a_guided_policy_refills_both_of_its_caches(candidate_mass):
     """{reference, q}, of different models; q's has room for the candidates."""
     reference, reference_params = decoder()
