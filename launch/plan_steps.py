@@ -171,7 +171,8 @@ def sampling_lines(
     planned: StagePlan, target: Target, compile_with: Compile = compile_step
 ) -> Iterator[Line]:
     """Compile the stage's sampler calls, with the weights placed as the run places them."""
-    context, stage = planned.context, planned.stage
+    context = planned.context
+    stage = planned.stage
     for_rollouts = compose.read_for_rollouts(context, stage)
     for_evaluation = compose.read_for_evaluation(context, stage)
     unrounded = context.unrounded()
@@ -210,7 +211,9 @@ def sampler_calls(planned: StagePlan) -> list[SamplerCall]:
 
 
 def _calls_to_evaluate(planned: StagePlan) -> list[SamplerCall]:
-    context, stage = planned.context, planned.stage
+    """Return the stage's calls that answer held-out problems: one, or none."""
+    context = planned.context
+    stage = planned.stage
     if not answers(context, stage):
         return []
     decoding = compose.evaluation_decoding(context, stage)

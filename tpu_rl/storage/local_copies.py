@@ -123,14 +123,14 @@ def _copy_changed(store: gcs.Store, names: Sequence[str], copy: Path) -> None:
     """Read the objects that differ from their files, a few at a time."""
     record = copy / GENERATIONS
     generations = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    for first in range(0, len(names), CONCURRENT_READS):
-        batch = names[first : first + CONCURRENT_READS]
-        known = {
+    for start in range(0, len(names), CONCURRENT_READS):
+        batch = names[start : start + CONCURRENT_READS]
+        copied = {
             name: bytes.fromhex(generations[name])
             for name in batch
             if name in generations and (copy / name).is_file()
         }
-        for name, version in store.read_changed(batch, known).items():
+        for name, version in store.read_changed(batch, copied).items():
             if version.content is None:
                 raise InputError(
                     "no such object",

@@ -243,10 +243,12 @@ def _kernel(
         return _Sums(maximum, total, dot(weights.astype(value.dtype), value, A_B))
 
     def add(sums: _Sums, visit: _Sums, is_first: Array, head: int) -> _Sums:
-        first_maximum, first_total = MASKED, 0.0
+        first_maximum = MASKED
+        first_total = 0.0
         if sinks is not None:
             # The sink is a key before all others, whose weight is exp(0) and whose value is zero.
-            first_maximum, first_total = sinks[head][:, :1], 1.0
+            first_maximum = sinks[head][:, :1]
+            first_total = 1.0
         before = jnp.where(is_first, first_maximum, sums.maximum)
         maximum = jnp.maximum(before, visit.maximum)
         keep = jnp.exp(before - maximum)
@@ -350,7 +352,8 @@ def attention(
         )
         for leaf in leaves
     ]
-    sink_lanes, sink_specs = [], []
+    sink_lanes = []
+    sink_specs = []
     if sinks is not None:
         shape = (kv_heads, group, LANES)
         sink_lanes = [jnp.broadcast_to(sinks.astype(jnp.float32)[..., None], shape)]
