@@ -9,8 +9,9 @@ coefficient, with CD and FUDGE guided by the same q.
 
 `--graph` chooses the graphs; give each a folder of its own. g24 is that of the presets: G(2, 4), 20
 names. g24_small has 12 names. g23 is G(2, 3) with 12 names, which one core trains in minutes. It
-has one more arm, q_sharp_longer: q starts as a model that was pretrained on the paths of g24_small,
-which are longer.
+has each arm once more, with `_longer` behind its name: what is trained starts as a model that was
+pretrained on the paths of g24_small, which are longer. In q_sharp_longer that is q, in the others
+the policy.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ ARMS = {
     "q_sharp": ["star_graph_q_sharp"],
 }
 """Arm -> flags."""
-LONGER_ARM = "q_sharp_longer"
-"""An arm of g23 alone."""
+LONGER_ARMS = [f"{arm}_longer" for arm in ARMS]
+"""Arms of g23 alone."""
 LONGER = "g24_small"
-"""The graphs that its q is pretrained on."""
+"""The graphs that what they train is pretrained on."""
 SMALL = ["--data.graph.nodes", "12", "--model.remat", "none"]
 FROM_SCRATCH = ["--data.rows", "1000000", "--batch.prompts", "128", "--optimizer.weight-decay", "0"]
 Q_SHARP = ["--batch.row-length", "96", "--evaluation.interval", "50"]
@@ -63,7 +64,19 @@ GRAPHS: dict[str, dict[str, list[str]]] = {
 def flags_of(graph: str, arm: str) -> list[str]:
     """Return the flags of an arm that follow from the graph."""
     changes = GRAPHS[graph]
-    return [*changes.get("all", []), *changes.get(arm, [])]
+    own = changes.get(arm, changes.get(arm.removesuffix("_longer"), []))
+    return [*changes.get("all", []), *own]
+
+
+def arm_flags(arm: str, model: Path, longer: Path | None) -> list[str]:
+    """Return the flags of an arm: its preset, and the models that it begins with."""
+    if longer is None:
+        return [*ARMS[arm], "--model.path", str(model)]
+    preset = ARMS[arm.removesuffix("_longer")]
+    if arm != "q_sharp_longer":
+        return [*preset, "--model.path", str(longer)]
+    start = ["--model.path", str(model), "--algorithm.q-model", str(longer)]
+    return [*preset, "--algorithm.next-token-coef", "0", *start]
 
 
 def show_learning(run_dir: Path, metric: str) -> None:
@@ -89,22 +102,22 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--graph", choices=GRAPHS, default="g24")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, LONGER_ARM])
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *LONGER_ARMS])
     parser.add_argument("--samples", type=int, default=1, help="guided paths per graph")
     flags = parser.parse_args()
-    known = dict(ARMS)
-    if flags.graph == "g23":
-        known[LONGER_ARM] = [*ARMS["q_sharp"], "--algorithm.next-token-coef", "0"]
-    elif LONGER_ARM in (flags.arms or []):
-        parser.error(f"{LONGER_ARM} is an arm of --graph g23")
-    wanted = flags.arms or list(known)
-    model = str(pretrain(flags.to, flags.graph))
-    chosen = {
-        arm: [*known[arm], *flags_of(flags.graph, arm), "--model.path", model] for arm in wanted
-    }
-    if LONGER_ARM in wanted:
+    known = [*ARMS, *LONGER_ARMS] if flags.graph == "g23" else [*ARMS]
+    wanted = flags.arms or known
+    for arm in wanted:
+        if arm not in known:
+            parser.error(f"{arm} is an arm of --graph g23")
+    model = pretrain(flags.to, flags.graph)
+    longer = None
+    if any(arm in LONGER_ARMS for arm in wanted):
         longer = pretrain(flags.to / LONGER, LONGER)
-        chosen[LONGER_ARM] += ["--algorithm.q-model", str(longer)]
+    chosen = {}
+    for arm in wanted:
+        start = longer if arm in LONGER_ARMS else None
+        chosen[arm] = [*arm_flags(arm, model, start), *flags_of(flags.graph, arm)]
     arms.table(flags.to, chosen, flags.seeds)
     for arm in wanted:
         if not arm.startswith("q_sharp"):
