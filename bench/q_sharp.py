@@ -5,9 +5,9 @@
     python bench/q_sharp.py --speed [--run RUN_DIR]
 
 Each run is `launch/run.py arithmetic_q_sharp` with the changes of the arm. Its q then guides
-builtin:arithmetic on the held-out problems; the run's report shows the curve. Finished runs are not
-repeated. --speed compares the time of guided and plain decoding: of a random model, or of the model
-and the q of a run.
+builtin:arithmetic on the held-out problems; the run's report shows the curve. Then prints the gain
+of Q# over CD at the same KL, paired over problems. Finished runs are not repeated. --speed compares
+the time of guided and plain decoding: of a random model, or of the model and the q of a run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import arms
+import fronts
 import jax
 import numpy as np
 
@@ -137,26 +138,18 @@ def show(result: dict[str, Any], samples: int) -> None:
         print(f"\n{name}: {percent(estimate)}")
 
 
-def accuracy_at_kl(lines: list[dict], name: str, kl: float) -> float:
-    """Return the accuracy of a method at a KL, interpolated linearly between its coefficients.
-
-    The reference is its point at KL 0.
-    """
-    points = sorted(
-        (line["kl"], line["accuracy"][0]) for line in lines if line["name"] in (name, "reference")
-    )
-    levels, accuracies = zip(*points, strict=True)
-    return float(np.interp(kl, levels, accuracies))
-
-
-def matched(lines: list[dict]) -> list[tuple[float, float, float]]:
-    """Return (KL, accuracy of Q#, accuracy of CD) at the KL of each coefficient of CD.
-
-    KLs that Q# does not reach are left out.
-    """
-    largest = max(line["kl"] for line in lines if line["name"] == "Q#")
-    levels = [line["kl"] for line in lines if line["name"] == "CD" and line["kl"] <= largest]
-    return [(kl, accuracy_at_kl(lines, "Q#", kl), accuracy_at_kl(lines, "CD", kl)) for kl in levels]
+def answers(lines: Sequence[Mapping[str, Any]]) -> list[fronts.Answers]:
+    """Return the lines of a sweep by problem, for tests that are paired."""
+    return [
+        fronts.Answers(
+            line["name"],
+            "" if line["kl_coef"] is None else f"{line['kl_coef']:g}",
+            # A completion is right or wrong.
+            *[np.array(line["problem_accuracy"])] * 2,
+            np.array(line["problem_kl"]),
+        )
+        for line in lines
+    ]
 
 
 def percent(estimate: Sequence[float] | None) -> str:
@@ -308,6 +301,7 @@ def main() -> None:
             speed(flags.rows)
         return
     for arm in flags.arms:
+        by_problem = {}
         for seed in flags.seeds:
             run_config = make_config(arm, seed, flags.to)
             summary = train(run_config)
@@ -317,11 +311,9 @@ def main() -> None:
             )
             print(f"\n{arm}, seed {seed}, {summary['seconds']:.0f} s\n")
             show(result, flags.samples)
-            pairs = ", ".join(
-                f"{kl:.2f}: {100 * q_sharp:.1f} / {100 * cd:.1f}"
-                for kl, q_sharp, cd in matched(result["lines"])
-            )
-            print(f"\nat KL, Q# / CD: {pairs}", flush=True)
+            by_problem[seed] = answers(result["lines"])
+        print(f"\n{arm}: gain of Q# at the same KL", flush=True)
+        fronts.show_all_gains(by_problem)
 
 
 if __name__ == "__main__":

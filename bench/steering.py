@@ -23,7 +23,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import arms
 import budget_lists
@@ -32,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import q_sharp
 from budget_lists import Exact
-from scipy import stats
+from fronts import Answers, front, percent, show_all_gains, show_gains
 
 from launch import compose, config, evaluate_q_sharp, evaluators, saved_run
 from launch.config import (
@@ -50,7 +49,7 @@ from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
 from tpu_rl.report import plots
 from tpu_rl.rollout import guided_evaluation
-from tpu_rl.rollout.evaluation import Evaluation, mean_estimate
+from tpu_rl.rollout.evaluation import Evaluation
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Array
@@ -83,19 +82,6 @@ BEST_OF = (2, 4, 8)
 SAMPLES = 2
 """Completions per held-out prompt. The reference, whose best is chosen, has max(BEST_OF)."""
 MAX_NUM_SEQS = 512
-RESAMPLES = 2000
-
-
-class Answers(NamedTuple):
-    """One way to answer the held-out prompts: numbers per prompt, the mean of its completions."""
-
-    name: str
-    setting: str
-    rewards: np.ndarray
-    exact: np.ndarray
-    """Share of completions that spend the whole budget."""
-    kl: np.ndarray
-    """Nats per completion, to the reference."""
 
 
 # --- training ---
@@ -381,58 +367,6 @@ def show(lines: Sequence[Answers]) -> None:
         )
 
 
-def percent(values: np.ndarray) -> str:
-    estimate = mean_estimate(values.tolist())
-    return f"{100 * estimate.value:.1f} ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
-
-
-def front(lines: Sequence[Answers], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (KL, reward) [lines, P] of a method over its settings, from the reference on."""
-    chosen = [line for line in lines if line.name in ("reference", name)]
-    return np.array([line.kl for line in chosen]), np.array([line.rewards for line in chosen])
-
-
-def show_gains(lines: Sequence[Answers], others: Sequence[Answers]) -> None:
-    """Print the gain of the Q# of `lines` over other methods, at the KL of each of their settings.
-
-    Between two coefficients Q# is interpolated linearly: choosing one of the two at random for each
-    answer reaches that, at no more KL. Intervals are from a bootstrap over prompts, of rewards and
-    of KLs.
-    """
-    arms.print_heading("against", "setting", "KL, nats", "its reward, %", "Q#, %", "gain of Q#")
-    kl, rewards = front(lines, "Q#")
-
-    def q_sharp_at(line: Answers, rows: np.ndarray) -> float:
-        levels, values = kl[:, rows].mean(1), rewards[:, rows].mean(1)
-        order = np.argsort(levels)
-        return float(np.interp(line.kl[rows].mean(), levels[order], values[order]))
-
-    everyone = np.arange(len(lines[0].kl))
-    for line in others:
-        if line.name in ("reference", "Q#") or line.kl.mean() > kl.mean(1).max():
-            continue
-
-        def gain(rows: np.ndarray, line: Answers = line) -> float:
-            return q_sharp_at(line, rows) - float(line.rewards[rows].mean())
-
-        low, high = stats.bootstrap(
-            (everyone,),
-            gain,
-            n_resamples=RESAMPLES,
-            vectorized=False,
-            method="percentile",
-            rng=np.random.default_rng(0),
-        ).confidence_interval
-        arms.print_row(
-            line.name,
-            line.setting,
-            f"{line.kl.mean():.3f}",
-            f"{100 * line.rewards.mean():.1f}",
-            f"{100 * q_sharp_at(line, everyone):.1f}",
-            f"{100 * gain(everyone):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})",
-        )
-
-
 def chart(lines: Sequence[Answers]) -> str:
     """Return an SVG of mean reward over KL, one line per method."""
     names = ("Q#", "CD", "best of n by q")
@@ -507,9 +441,9 @@ def main() -> None:
         lines, errors = measure(held_out, base, seed)
         print(f"\nseed {seed}\n")
         show(lines)
-        print(f"\nq against exact values: {errors}\n")
-        show_gains(lines, lines)
+        print(f"\nq against exact values: {errors}")
         measured[seed] = lines
+    show_all_gains(measured)
     if flags.chart:
         flags.chart.write_text(chart(measured[flags.seeds[0]]), encoding="utf-8")
     print("\nwith exact values in place of q\n")

@@ -54,6 +54,11 @@ class Line(NamedTuple):
     whole vocabulary and before any truncation; the mean over completions."""
     length: float
     """Mean number of tokens per completion."""
+    problem_accuracy: list[float]
+    """Accuracy of each problem. All lines have the same problems, so methods can be compared in
+    pairs."""
+    problem_kl: list[float]
+    """KL of each problem: the mean over its completions."""
 
 
 class Task(NamedTuple):
@@ -77,7 +82,8 @@ def sweep(
     reference's completions).
     """
     reference = answer(task, guided.reference, guided.params)
-    lines = [make_line("reference", None, reference, 0.0)]
+    no_kl = np.zeros(len(reference.rollout.tokens))
+    lines = [make_line("reference", None, reference, no_kl)]
     for method in ("q_sharp", *baselines):
         policy = guided.guide(method)
         has_coef = method != "fudge"
@@ -86,7 +92,7 @@ def sweep(
             result = answer(task, policy, params)
             kl = completion_kl(policy, guided.reference, params, result.rollout, task.sampler)
             shown_coef = kl_coef if has_coef else None
-            lines.append(make_line(NAMES[method], shown_coef, result, float(kl.mean())))
+            lines.append(make_line(NAMES[method], shown_coef, result, kl))
     return lines, judge(guided, reference, task.sampler)
 
 
@@ -103,10 +109,20 @@ def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
     return evaluation.evaluate(engine, params, task.problems, task.read_answer, task.read_groups)
 
 
-def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: float) -> Line:
+def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: np.ndarray) -> Line:
+    """Return the line of an evaluation; `kl` [N] is that of its completions."""
     majority = evaluation.majority_vote(result.problems) if result.reads_answers else None
     accuracy = Estimate(result.accuracy, result.low, result.high, result.n)
-    return Line(name, kl_coef, accuracy, majority, kl, result.mean_length)
+    return Line(
+        name,
+        kl_coef,
+        accuracy,
+        majority,
+        float(kl.mean()),
+        result.mean_length,
+        [float(np.mean(problem.correct)) for problem in result.problems],
+        [float(np.mean(kl[problem.rows], dtype=np.float64)) for problem in result.problems],
+    )
 
 
 def completion_kl(
