@@ -37,12 +37,15 @@ def percent(values: np.ndarray) -> str:
 
 
 def mean_of_seeds(lines_of_seeds: Sequence[Sequence[Answers]]) -> list[Answers]:
-    """Return the means over seeds, prompt by prompt. All seeds have the same lines."""
-    lines = []
-    for same in zip(*lines_of_seeds, strict=True):
+    """Return the means over seeds, prompt by prompt, of the lines that all seeds have."""
+    by_name = [{line[:2]: line for line in lines} for lines in lines_of_seeds]
+    shared = [key for key in by_name[0] if all(key in lines for lines in by_name)]
+    means = []
+    for key in shared:
+        same = [lines[key] for lines in by_name]
         columns = [np.mean([line[column] for line in same], axis=0) for column in (2, 3, 4)]
-        lines.append(Answers(same[0].name, same[0].setting, *columns))
-    return lines
+        means.append(Answers(*key, *columns))
+    return means
 
 
 def front(lines: Sequence[Answers], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,11 @@
-"""Q# where steering pays: budget_lists.py, reward against KL of Q#, CD, FUDGE and best of n.
+"""Q# where steering pays: budget_lists.py, reward against KL of Q#, CD, FUDGE, best of n and GRPO.
 
-    python bench/steering.py --to runs/steering [--seeds 0 1 2] [--chart docs/curves/steering.svg]
+    python bench/steering.py --to runs/steering [--seeds 0 1 2] [--grpo-seeds 0]
+        [--chart docs/curves/steering.svg]
 
 Pretrains a small reference on lists that know nothing of the budget, and trains one q per seed on
-the reference's own lists. All methods answer the same 1,000 held-out prompts. Prints
+the reference's own lists. GRPO trains the reference itself, once per coefficient of the KL, on as
+many lists. All methods answer the same 1,000 held-out prompts. Prints
 
 - mean reward and KL of all methods,
 - how far q is from exact values,
@@ -31,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import q_sharp
 from budget_lists import Exact
-from fronts import Answers, front, percent, show_all_gains, show_gains
+from fronts import Answers, front, mean_of_seeds, percent, show_all_gains, show_gains
 
 from launch import compose, config, evaluate_q_sharp, evaluators, saved_run
 from launch.config import (
@@ -43,7 +45,8 @@ from launch.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl.algos import QSharpConfig, SftConfig
+from tpu_rl import models
+from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
@@ -60,8 +63,8 @@ LAYERS = 3
 """Of the reference, and of q."""
 HELD_OUT = 1000
 DEMONSTRATIONS = 76_800
-PROMPTS = 12_800
-"""Prompts that q learns from, each with GROUP completions. Nothing is learned twice."""
+PROMPTS = 38_400
+"""Prompts that q, and GRPO, learn from, each with GROUP completions. Nothing is learned twice."""
 GROUP = 8
 BATCH_PROMPTS = 64
 Q_BATCH_PROMPTS = 16
@@ -72,6 +75,7 @@ SETTINGS: tuple[tuple[return_distributions.Method, float], ...] = (
     *(("cd", kl_coef) for kl_coef in CD_COEFFICIENTS),
     ("fudge", math.inf),
 )
+GRPO_COEFFICIENTS = (0.3, 0.1)
 EXACT_SETTINGS = (
     ("Q#", "q_sharp", (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05)),
     ("CD", "mean_guided", (1.0, 0.5, 0.3, 0.2, 0.1)),
@@ -82,6 +86,7 @@ BEST_OF = (2, 4, 8)
 SAMPLES = 2
 """Completions per held-out prompt. The reference, whose best is chosen, has max(BEST_OF)."""
 MAX_NUM_SEQS = 512
+REFERENCE_PARAMS = models.Select("reference")
 
 
 # --- training ---
@@ -166,6 +171,26 @@ def q_config(base: ExperimentConfig, seed: int) -> ExperimentConfig:
     )
 
 
+def grpo_config(base: ExperimentConfig, seed: int, kl_coef: float) -> ExperimentConfig:
+    """Return the run of GRPO for reward - kl_coef KL.
+
+    Advantages are not divided by the spread of a group's rewards, which would change kl_coef.
+    """
+    steps = PROMPTS // BATCH_PROMPTS
+    return replace(
+        base,
+        algorithm=GrpoConfig(advantages="leave_one_out", kl_reward_coef=kl_coef),
+        model=reference_model(base),
+        optimizer=replace(base.optimizer, learning_rate=5e-4, warmup_steps=10),
+        batch=replace(base.batch, group_size=GROUP, micro_batch_rows=32),
+        evaluation=replace(base.evaluation, rows=0),
+        steps=steps,
+        checkpoint_every=steps // 4,
+        seed=seed,
+        run_dir=str(Path(base.run_dir).parent / f"grpo_{kl_coef:g}_{seed}"),
+    )
+
+
 def reference_model(base: ExperimentConfig) -> ModelConfig:
     return replace(base.model, path=f"{base.run_dir}/model", random_init=False)
 
@@ -233,6 +258,18 @@ def answer_guided(
     )
     setting = "" if math.isinf(kl_coef) else f"{kl_coef:g}"
     return held_out.answers(guided_evaluation.NAMES[method], setting, result, kl)
+
+
+def answer_grpo(held_out: HeldOut, run_config: ExperimentConfig, kl_coef: float) -> Answers:
+    """Answer with the policy that GRPO has trained."""
+    language, trained = saved_run.load_language(run_config.run_dir, run_config)
+    policy = models.policy(language.model, evaluate_q_sharp.POLICY_PARAMS)
+    reference = models.policy(held_out.language.model, REFERENCE_PARAMS)
+    params = {"policy": trained, "reference": held_out.params}
+    task = held_out.task(SAMPLES)
+    result = guided_evaluation.answer(task, policy, params)
+    kl = guided_evaluation.completion_kl(policy, reference, params, result.rollout, task.sampler)
+    return held_out.answers("GRPO", f"{kl_coef:g}", result, kl)
 
 
 # --- best of n ---
@@ -369,7 +406,7 @@ def show(lines: Sequence[Answers]) -> None:
 
 def chart(lines: Sequence[Answers]) -> str:
     """Return an SVG of mean reward over KL, one line per method."""
-    names = ("Q#", "CD", "best of n by q")
+    names = ("Q#", "CD", "best of n by q", "GRPO")
     series = []
     for name in names:
         kl, rewards = (values.mean(1) for values in front(lines, name))
@@ -383,9 +420,9 @@ def chart(lines: Sequence[Answers]) -> str:
 
 
 def measure(
-    held_out: HeldOut, base: ExperimentConfig, seed: int
+    held_out: HeldOut, base: ExperimentConfig, seed: int, has_grpo: bool
 ) -> tuple[list[Answers], dict[str, float]]:
-    """Train q, and return (the answers of all methods, the errors of q)."""
+    """Train q, and GRPO if asked to, and return (the answers of all methods, the errors of q)."""
     folder = Path(base.run_dir).parent / f"answers_{seed}"
     folder.mkdir(exist_ok=True)
     run_config = q_config(base, seed)
@@ -408,12 +445,20 @@ def measure(
     def guided_by(method: return_distributions.Method, kl_coef: float) -> list[Answers]:
         return [answer_guided(held_out, guided()[0], method, kl_coef)]
 
+    def grpo(kl_coef: float) -> list[Answers]:
+        trained = grpo_config(base, seed, kl_coef)
+        q_sharp.train(trained)
+        with jax.set_mesh(held_out.mesh):
+            return [answer_grpo(held_out, trained, kl_coef)]
+
     errors_file = folder / "errors.json"
     with jax.set_mesh(held_out.mesh):
         lines = once(folder / "reference.json", alone)
         for method, kl_coef in SETTINGS:
             file = folder / f"{method}_{kl_coef:g}.json"
             lines += once(file, functools.partial(guided_by, method, kl_coef))
+    for kl_coef in GRPO_COEFFICIENTS if has_grpo else ():
+        lines += once(folder / f"grpo_{kl_coef:g}.json", functools.partial(grpo, kl_coef))
     return lines, json.loads(errors_file.read_text(encoding="utf-8"))
 
 
@@ -431,6 +476,7 @@ def main() -> None:
     parser = arms.make_parser(__doc__)
     parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--grpo-seeds", type=int, nargs="*", default=[0], help="seeds of GRPO")
     parser.add_argument("--chart", type=Path, help="the SVG file to write, of the first seed")
     flags = parser.parse_args()
     base = base_config(flags.to)
@@ -438,11 +484,14 @@ def main() -> None:
     held_out = HeldOut(base)
     measured = {}
     for seed in flags.seeds:
-        lines, errors = measure(held_out, base, seed)
+        lines, errors = measure(held_out, base, seed, seed in flags.grpo_seeds)
         print(f"\nseed {seed}\n")
         show(lines)
         print(f"\nq against exact values: {errors}")
         measured[seed] = lines
+    if len(measured) > 1:
+        print(f"\nmean of {len(measured)} seeds\n")
+        show(mean_of_seeds(list(measured.values())))
     show_all_gains(measured)
     if flags.chart:
         flags.chart.write_text(chart(measured[flags.seeds[0]]), encoding="utf-8")
@@ -454,6 +503,9 @@ def main() -> None:
     for seed, lines in measured.items():
         print(f"\nseed {seed} against exact values\n")
         show_gains(lines, exact)
+    if len(measured) > 1:
+        print(f"\nmean of {len(measured)} seeds against exact values\n")
+        show_gains(mean_of_seeds(list(measured.values())), exact)
 
 
 if __name__ == "__main__":
