@@ -43,8 +43,13 @@ def mean_of_seeds(lines_of_seeds: Sequence[Sequence[Answers]]) -> list[Answers]:
     means = []
     for key in shared:
         same = [lines[key] for lines in by_name]
-        columns = [np.mean([line[column] for line in same], axis=0) for column in (2, 3, 4)]
-        means.append(Answers(*key, *columns))
+        means.append(
+            same[0]._replace(
+                rewards=np.mean([line.rewards for line in same], axis=0),
+                exact=np.mean([line.exact for line in same], axis=0),
+                kl=np.mean([line.kl for line in same], axis=0),
+            )
+        )
     return means
 
 

@@ -129,6 +129,9 @@ class Reader:
         return _log_probs(logits)[: len(rows)], values, (reference_cache, q_cache)
 
 
+_take_rows = jax.jit(take_rows)
+
+
 @functools.partial(jax.jit, static_argnames="policy")
 def _extend(
     policy: Policy, params: Params, cache: Any, tokens: Array, position: Array
@@ -163,6 +166,8 @@ def grow(
         [np.array([value])] for value in (-1, 0, 1.0, True, np.nan, np.nan)
     ]
     frontier = np.array([0])
+    # The row of each prefix of the frontier in the caches.
+    places = np.array([0])
     masses = np.array([1.0])
     for depth in range(1, ending.max_tokens + 1):
         rows, tokens = np.nonzero(masses[:, None] * np.exp(log_probs) >= least_mass)
@@ -173,7 +178,7 @@ def grow(
         chances = np.exp(log_probs[rows, tokens])
         parents = frontier[rows]
         position = len(prompt) + depth - 1
-        log_probs, learned, caches = reader.extend(caches, rows, tokens, position)
+        log_probs, learned, caches = reader.extend(caches, places[rows], tokens, position)
         has_ended = np.isin(tokens, ending.stop_ids) | (depth == ending.max_tokens)
         first = len(texts)
         texts += [
@@ -191,7 +196,7 @@ def grow(
         frontier = first + going_on
         masses = (masses[rows] * chances)[going_on]
         log_probs = log_probs[going_on]
-        caches = tuple(take_rows(cache, jnp.asarray(going_on)) for cache in caches)
+        places = going_on
     return Tree(*(np.concatenate(column) for column in columns))
 
 

@@ -140,16 +140,14 @@ def show(result: dict[str, Any], samples: int) -> None:
 
 def answers(lines: Sequence[Mapping[str, Any]]) -> list[fronts.Answers]:
     """Return the lines of a sweep by problem, for tests that are paired."""
-    return [
-        fronts.Answers(
-            line["name"],
-            "" if line["kl_coef"] is None else f"{line['kl_coef']:g}",
-            # A completion is right or wrong.
-            *[np.array(line["problem_accuracy"])] * 2,
-            np.array(line["problem_kl"]),
-        )
-        for line in lines
-    ]
+    converted = []
+    for line in lines:
+        setting = "" if line["kl_coef"] is None else f"{line['kl_coef']:g}"
+        # A completion is right or wrong, so a right one has the full reward.
+        accuracy = np.array(line["problem_accuracy"])
+        kl = np.array(line["problem_kl"])
+        converted.append(fronts.Answers(line["name"], setting, accuracy, accuracy, kl))
+    return converted
 
 
 def percent(estimate: Sequence[float] | None) -> str:

@@ -481,6 +481,10 @@ def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
     assert "maj@3 weighted by q" in printed
     guided = json.loads((Path(whole.run_dir) / "guided.json").read_text())
     assert [line["name"] for line in guided["lines"]] == ["reference", "Q#", "Q#", "CD", "CD"]
+    for line in guided["lines"]:
+        assert len(line["problem_accuracy"]) == len(line["problem_kl"]) == 12
+        assert np.mean(line["problem_accuracy"]) == pytest.approx(line["accuracy"][0])
+        assert np.mean(line["problem_kl"]) == pytest.approx(line["kl"], abs=1e-6)
     assert "<h2>Guidance</h2>" in (Path(whole.run_dir) / "report.html").read_text()
 
 
