@@ -88,13 +88,16 @@ def report(
 ) -> None:
     """Print a table of the lines, then the accuracy of q as a judge."""
     votes = [f"maj@{num_samples}"] if num_samples > 1 else []
-    table = Table(
-        "", "kl coef", "pass@1", "95 % interval", *votes, "KL", "tokens", title=escape(title)
-    )
+    is_graded = any(abs(line.reward.value - line.accuracy.value) > 1e-6 for line in lines)
+    graded = ["mean reward"] if is_graded else []
+    columns = ("", "kl coef", "pass@1", "95 % interval", *graded, *votes, "KL", "tokens")
+    table = Table(*columns, title=escape(title))
     for line in lines:
         cells = [line.name, "" if line.kl_coef is None else f"{line.kl_coef:g}"]
         cells.append(f"{100 * line.accuracy.value:.1f} %")
         cells.append(f"{100 * line.accuracy.low:.1f} to {100 * line.accuracy.high:.1f}")
+        if graded:
+            cells.append("{:.3f} ({:.3f} to {:.3f})".format(*line.reward[:3]))
         if votes:
             cells.append("" if line.majority is None else f"{100 * line.majority.value:.1f} %")
         table.add_row(*cells, f"{line.kl:.3f}", f"{line.length:.1f}")

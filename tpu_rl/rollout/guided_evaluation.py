@@ -46,6 +46,8 @@ class Line(NamedTuple):
     name: str
     kl_coef: float | None
     accuracy: Estimate
+    reward: Estimate
+    """Mean of the reward that says what is correct."""
     majority: Estimate | None
     """Accuracy of the majority vote over all samples of a problem; None if answers cannot be read.
     """
@@ -117,6 +119,7 @@ def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: np.ndarr
         name,
         kl_coef,
         accuracy,
+        result.reward,
         majority,
         float(kl.mean()),
         result.mean_length,
