@@ -68,8 +68,8 @@ PROMPTS = 38_400
 GROUP = 8
 BATCH_PROMPTS = 64
 Q_BATCH_PROMPTS = 16
-Q_SHARP_COEFFICIENTS = (0.5, 0.3, 0.2, 0.1)
-CD_COEFFICIENTS = (0.5, 0.3, 0.2)
+Q_SHARP_COEFFICIENTS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1)
+CD_COEFFICIENTS = (1.0, 0.5, 0.3, 0.2, 0.1)
 SETTINGS: tuple[tuple[return_distributions.Method, float], ...] = (
     *(("q_sharp", kl_coef) for kl_coef in Q_SHARP_COEFFICIENTS),
     *(("cd", kl_coef) for kl_coef in CD_COEFFICIENTS),
