@@ -1,6 +1,6 @@
 """What a perfect q would give on arithmetic: Q# and CD with exact values, beside a learned q.
 
-    python bench/perfect_values.py --run runs/q_sharp/unbiased_0 [--problems 60] [--least-mass 1e-5]
+    python bench/perfect_values.py --run runs/q_sharp/unbiased_0 [--problems 60] [--least-mass 1e-4]
 
 A run of bench/q_sharp.py has the reference and the q. The answers of the reference to a held-out
 problem are a tree of tokens. It is followed as far as a prefix has at least `--least-mass` of the
@@ -318,7 +318,7 @@ def main() -> None:
     parser = arms.make_parser(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="a run of Q#")
     parser.add_argument("--problems", type=int, default=60)
-    parser.add_argument("--least-mass", type=float, default=1e-5)
+    parser.add_argument("--least-mass", type=float, default=1e-4)
     flags = parser.parse_args()
     run_config = replace(config.load(flags.run / "config.yaml"), run_dir=str(flags.run))
     with jax.set_mesh(compose.make_mesh(MeshConfig())):
