@@ -282,6 +282,68 @@ def check_exact_sampling(
         )
 
 
+def check_recurrence(
+    batch: BatchConfig,
+    sampling: SamplingConfig,
+    context_devices: int,
+    exact_sampling: bool,
+    specs: Sequence[ExperienceSpec],
+) -> None:
+    """Check that nothing needs an earlier state of a model with a recurrent state, which keeps the
+    latest one only."""
+
+    def refuse(what: str, where: str, why: str, fix: str) -> None:
+        raise InputError(
+            f"{what} and a model with linear attention do not go together",
+            where=where,
+            why=why,
+            fix=fix,
+        )
+
+    if batch.share_prefixes:
+        refuse(
+            "shared prompts in packed rows",
+            "--batch.share-prefixes",
+            "each completion would have to begin with the recurrent state at the end of its prompt",
+            "use --batch.no-share-prefixes, which repeats the prompt for each completion",
+        )
+    if sampling.speculation.tokens:
+        refuse(
+            "drafts",
+            "--sampling.speculation.tokens",
+            "a recurrent state cannot take back the tokens of a draft that are not accepted",
+            "use --sampling.speculation.tokens 0",
+        )
+    if exact_sampling:
+        refuse(
+            "exact sampling",
+            "--model.exact-sampling",
+            "sums over chunks of tokens are in another order than token by token",
+            "leave the flag out",
+        )
+    if context_devices > 1:
+        refuse(
+            "context parallelism",
+            "--mesh.context",
+            "a recurrent state runs through all tokens of a row, which would be on several devices",
+            "use --mesh.context 1",
+        )
+    if any(spec.source == "q_examples" for spec in specs):
+        refuse(
+            "Q#",
+            "--algorithm",
+            "it looks at several next tokens, and goes back to the state before them",
+            "use another method, such as grpo",
+        )
+    if any(spec.source == "pairs" and not spec.graded for spec in specs):
+        refuse(
+            "pairs of completions",
+            "--algorithm",
+            "both completions of a pair begin with the recurrent state at the end of their prompt",
+            "use another method, such as grpo or kto",
+        )
+
+
 def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConfig) -> None:
     """Check that teachers are given, and that the sampling temperature suits the losses."""
     if not sampling.temperature >= 0:

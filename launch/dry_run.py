@@ -326,8 +326,9 @@ def batch_table(config: ExperimentConfig) -> Table:
     batch = config.batch
     sampling = config.sampling
     rollouts = batch.prompts * batch.group_size
-    # A packed group has its prompt once.
-    group_tokens = sampling.max_prompt_tokens + batch.group_size * sampling.max_new_tokens
+    prompts_of_group = 1 if batch.share_prefixes else batch.group_size
+    group_tokens = prompts_of_group * sampling.max_prompt_tokens
+    group_tokens += batch.group_size * sampling.max_new_tokens
     prompts_learned = num_kept(batch.prompts, config.rollout.keep_variance_share)
     tokens = prompts_learned * group_tokens // batch.num_minibatches
     rows = math.ceil(tokens / batch.row_length)

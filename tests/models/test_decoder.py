@@ -19,6 +19,7 @@ from tests.fixtures.decoders import (
     LENGTH,
     LLAMA3_ROPE,
     every_family,
+    every_family_with_branches,
     plain,
     tiny,
     tokens_of,
@@ -36,7 +37,7 @@ def log_probs(family, tokens, *layout):
     return jax.nn.log_softmax(tiny(family).logits(tiny(family).params, tokens, *layout))
 
 
-@every_family
+@every_family_with_branches
 def test_shared_prompt_rows_equal_separate_rows(family):
     prompt, first, second = tokens_of((7,), 1), tokens_of((5,), 2), tokens_of((4,), 3)
     padding = jnp.zeros(LENGTH, jnp.int32)
@@ -74,7 +75,7 @@ def test_cache_equals_whole_sequences(family):
     cache, logits = prefill(family, tokens, lengths)
     assert all(
         leaf.shape[1] == 3
-        for kind in ("full", "sliding", "unrotated")
+        for kind in ("full", "sliding", "unrotated", "linear")
         for leaf in jax.tree.leaves(cache.get(kind, []))
     )
     for row, length in enumerate(lengths):
@@ -430,8 +431,8 @@ def test_newer_and_older_configurations_are_read_alike():
     nested = {"model_type": "gemma3", "text_config": newer, "vision_config": {}}
     for source in (newer, nested):
         config = models.from_config(source).config
-        assert config.gemma3_multimodal == (source is nested)
-        assert dataclasses.replace(config, source=older.source, gemma3_multimodal=False) == older
+        assert config.multimodal == (source is nested)
+        assert dataclasses.replace(config, source=older.source, multimodal=False) == older
     flat = {key: value for key, value in CONFIGS["llama3"].items() if "rope" not in key}
     flat["rope_parameters"] = {**LLAMA3_ROPE, "rope_theta": 5e5}
     assert models.from_config(flat).config.rope == models.from_config(CONFIGS["llama3"]).config.rope
@@ -496,7 +497,7 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
             {"model_type": "mamba"},
             "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
             "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, gpt_oss, deepseek_v3, "
-            "granite, gemma3",
+            "granite, qwen3_5_text, gemma3, qwen3_5",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
@@ -544,6 +545,22 @@ def test_unsupported_configurations_are_refused(change, message):
 def test_unsupported_latent_attention_and_routing_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         models.from_config(CONFIGS["deepseek_v3"] | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_num_value_heads": 3}, "3 heads of values with 2 of keys"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0 is out of range"),
+        ({"hidden_act": "gelu"}, "linear attention with hidden_act = gelu"),
+        ({"attention_bias": True}, "linear attention with attention_bias = True"),
+        ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
+        ({"layer_types": ["sliding_attention"] * 4}, "full_attention or linear_attention"),
+    ],
+)
+def test_unsupported_linear_attention_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        models.from_config(CONFIGS["qwen3_5"] | change)
 
 
 def test_lengths_with_other_rotary_angles_are_refused():

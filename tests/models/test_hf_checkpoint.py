@@ -344,3 +344,30 @@ def test_modules_for_several_tokens_are_left_out(tmp_path):
     models.save(tmp_path / "again", model, params)
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert written["num_nextn_predict_layers"] == 0
+
+
+def test_images_and_modules_for_several_tokens_of_qwen3_5_are_left_out(tmp_path):
+    """The names of a published checkpoint, which has a language model inside."""
+    text = CONFIGS["qwen3_5"] | {"mtp_num_hidden_layers": 1}
+    params = tiny("qwen3_5").params
+    models.save(tmp_path / "text", tiny("qwen3_5").model, params)
+    tensors = {
+        name.replace("model.", "model.language_model."): np.array(stored.read())
+        for name, stored in safetensors_files.read_header(
+            tmp_path / "text" / "model.safetensors"
+        ).items()
+    }
+    for name in ("model.visual.pos_embed.weight", "mtp.layers.0.input_layernorm.weight"):
+        tensors[name] = np.ones(3, np.float32)
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    safetensors_files.write_file(whole / "model.safetensors", layout, tensors.values())
+    source = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    (whole / "config.json").write_text(json.dumps(source))
+    model, found = models.load(whole)
+    assert model.config.multimodal
+    assert_same(found, params)
+    models.save(tmp_path / "again", model, found)
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["mtp_num_hidden_layers"] == 0

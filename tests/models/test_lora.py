@@ -28,10 +28,12 @@ TARGETS = {
     "gemma3": ("q_proj", "down", "o_proj"),
     "mixtral": ("all-linear", "gate", "up", "down"),
     "deepseek_v3": ("all-linear",),
+    "qwen3_5": ("all-linear",),
 }
 """An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few
-matrices; a mixture with its experts; latent attention, shared experts and a first dense layer."""
-MARKS = {"deepseek_v3": [pytest.mark.nightly]}
+matrices; a mixture with its experts; latent attention, shared experts and a first dense layer;
+linear attention."""
+MARKS = {"deepseek_v3": [pytest.mark.nightly], "qwen3_5": [pytest.mark.nightly]}
 
 
 def parametrized(names):

@@ -70,6 +70,7 @@ def quantize_tree(params, dtype):
         pytest.param("llama2", "float8_e4m3fn", 2, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "int8", 0, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "int8", 0, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "int8", 0, marks=pytest.mark.nightly),
     ],
 )
 def test_a_quantized_model_computes_with_the_rounded_matrices(family, dtype, rank):

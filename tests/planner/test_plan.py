@@ -96,9 +96,10 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 15_960_110_208,
     "Granite-3.3-2B": 2_533_539_840,
     "Granite-3.3-8B": 8_170_864_640,
+    "Qwen3.5-9B": 8_953_803_264,
 }
-"""Parameters of each checkpoint; of Gemma 3 without the vision tower, and of DeepSeek-V3 with the
-correction biases, but without the module for two tokens at once."""
+"""Parameters of each checkpoint; of Gemma 3 and Qwen3.5 without the vision tower, and of
+DeepSeek-V3 with the correction biases. Modules for several tokens at once are left out."""
 
 
 def local_target(memory: int | None = None) -> estimates.Target:
@@ -474,6 +475,16 @@ def test_model_flops_are_six_times_the_weights_plus_causal_attention():
     layout, _ = plan_steps.full_experience(planned)
     flops = plan_steps.update_model_flops(planned, layout)
     assert flops == pytest.approx(6 * weights * tokens + attention)
+
+
+def test_flops_of_linear_attention_do_not_grow_with_the_position():
+    config = models.from_config(known_models.SHAPES["Qwen3.5-9B"]).config
+    first, second = (
+        estimates.attention_flops(config, np.array([position])) for position in (0, 999)
+    )
+    per_key = 4 * 16 * 256 * 8  # heads, their elements, and layers with attention
+    assert second - first == 999 * per_key
+    assert first - per_key == 6 * 32 * 128 * 128 * 24
 
 
 def test_memory_errors_of_the_compiler_are_parsed():

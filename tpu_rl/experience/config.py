@@ -78,6 +78,9 @@ class BatchConfig:
     micro_batch_rows: int = 8
     """Packed rows in memory at once, over all devices. It is rounded up to a number that the
     devices can share."""
+    share_prefixes: bool = True
+    """Store the prompt of a group, and whatever else its completions share, once in a packed row.
+    Models with a recurrent state (Qwen3.5) need False, which repeats it for each completion."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
         whole_groups=isinstance(data, Pairs),
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
+        share_prefixes=batch.share_prefixes,
         paths=paths,
     )
 

@@ -45,6 +45,20 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "sink_bias": ("heads",),
     "output": ("heads", "value_dim", "embed"),
     "output_bias": ("embed",),
+    "gated_query": ("embed", "heads", "query_and_gate"),
+    "delta_query": ("embed", "delta_key_heads", "delta_key_dim"),
+    "delta_key": ("embed", "delta_key_heads", "delta_key_dim"),
+    "delta_value": ("embed", "delta_value_heads", "delta_value_dim"),
+    "delta_query_taps": ("delta_key_heads", "delta_key_dim", "taps"),
+    "delta_key_taps": ("delta_key_heads", "delta_key_dim", "taps"),
+    "delta_value_taps": ("delta_value_heads", "delta_value_dim", "taps"),
+    "delta_gate": ("embed", "delta_value_heads", "delta_value_dim"),
+    "delta_rate": ("embed", "delta_value_heads"),
+    "delta_decay": ("embed", "delta_value_heads"),
+    "delta_decay_log": ("delta_value_heads",),
+    "delta_decay_bias": ("delta_value_heads",),
+    "delta_norm": ("delta_value_dim",),
+    "delta_output": ("delta_value_heads", "delta_value_dim", "embed"),
     "mlp_norm": ("embed",),
     "mlp_post_norm": ("embed",),
     "gate": ("embed", "mlp"),
@@ -81,6 +95,14 @@ OUTPUT_DIMS = {
     "latent": 1,
     "latent_up": 2,
     "output": 1,
+    "gated_query": 2,
+    "delta_query": 2,
+    "delta_key": 2,
+    "delta_value": 2,
+    "delta_gate": 2,
+    "delta_rate": 1,
+    "delta_decay": 1,
+    "delta_output": 1,
     "gate": 1,
     "up": 1,
     "down": 1,
@@ -94,8 +116,14 @@ dimensions are inputs."""
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """Matrices of a mixture of experts, [experts, inputs, outputs]: those of all experts, stacked."""
 
-FLOAT32 = ("router_correction_bias",)
+FLOAT32 = ("router_correction_bias", "delta_decay_log", "delta_decay_bias")
 """Weights that are stored in float32 whatever the dtype: small changes of them matter."""
+
+PLAIN_NORMS = ("delta_norm",)
+"""Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
+
+RECURRENT = "linear"
+"""The type of layers with a recurrent state: linear attention (`DeltaConfig`)."""
 
 PRODUCT = "product"
 """Name, for `jax.checkpoint` policies, of the results of products with weights and of attention."""
@@ -273,6 +301,9 @@ class AttentionConfig:
     """Multi-head latent attention. `num_kv_heads` is then `num_heads`."""
     sinks: bool = False
     """True if each head has a further score in its softmax, without a value (gpt-oss)."""
+    gated: bool = False
+    """True if the query projection also makes a gate: what a head attends to is multiplied by its
+    sigmoid (Qwen3.5)."""
     kernel: Literal["none", "tpu", "interpreted", "cudnn"] = "none"
     """Attention kernels, where they support the shapes. "tpu": `flash_attention`, and with one new
     token per row `decode_attention`. "interpreted": the same kernels on any backend, slowly, for
@@ -306,6 +337,23 @@ class AttentionConfig:
         if self.latent is None:
             return self.num_kv_heads, self.head_dim, self.head_dim
         return 1, self.latent.rope_dim, self.latent.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464), with a short
+    convolution before it. See `models.attention.delta_rule`."""
+
+    key_heads: int
+    """Number of heads of queries and keys; divides `value_heads`."""
+    value_heads: int
+    """Number of heads of values. Each has a state of its own."""
+    key_dim: int
+    """Dimensions of a head's query and key."""
+    value_dim: int
+    """Dimensions of a head's value."""
+    taps: int = 4
+    """Number of tokens that the convolution reads, the token's own included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,12 +453,14 @@ class DecoderConfig:
 
     hidden_size: int
     layer_types: tuple[str, ...]
-    """Type of each layer: "full", "sliding", or "unrotated" (full attention without rotary
-    embedding, SmolLM3)."""
+    """Type of each layer: "full", "sliding", "unrotated" (full attention without rotary embedding,
+    SmolLM3), or "linear" (linear attention, Qwen3.5)."""
     vocab: VocabConfig
     attention: AttentionConfig
     mlp: MlpConfig
     norm: NormConfig = NormConfig()
+    delta: DeltaConfig | None = None
+    """The linear attention of "linear" layers. None: there are none."""
     rope: RopeConfig = RopeConfig()
     """Rotary embedding of full layers."""
     sliding_rope: RopeConfig = RopeConfig()
@@ -447,9 +497,9 @@ class DecoderConfig:
     outputs, and there is no unembedding. None: a language model."""
     adapters: LoraConfig | None = None
     """Low-rank adapters; `targets` are names of this library. None: no adapters."""
-    gemma3_multimodal: bool = False
-    """True if the model was read from a Gemma 3 with images, whose modules have other names in
-    transformers."""
+    multimodal: bool = False
+    """True if the model was read from one with images (Gemma 3, Qwen3.5), whose modules have other
+    names in transformers."""
     source: str = "{}"
     """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
     back."""
@@ -478,6 +528,11 @@ class DecoderConfig:
         """Number of layers with a mixture of experts."""
         return 0 if self.moe is None else len(self.layer_types) - self.dense_layers
 
+    @property
+    def is_recurrent(self) -> bool:
+        """True if layers have a recurrent state, into which all earlier tokens are mixed."""
+        return RECURRENT in self.layer_types
+
     def require_length(self, length: int, where: str) -> None:
         """Check that sequences of `length` tokens, a setting named `where`, have the right angles.
 
@@ -498,6 +553,7 @@ class DecoderConfig:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weight `name`, in one layer if layers have it."""
         latent = self.attention.latent or LatentConfig(0, 0, self.attention.head_dim)
+        delta = self.delta or DeltaConfig(0, 0, 0, 0, 0)
         sizes = {
             "vocab": self.vocab.size,
             "embed": self.hidden_size,
@@ -505,6 +561,12 @@ class DecoderConfig:
             "kv_heads": self.attention.num_kv_heads,
             "head_dim": self.attention.head_dim,
             "value_dim": latent.value_dim,
+            "query_and_gate": 2 * self.attention.head_dim,
+            "delta_key_heads": delta.key_heads,
+            "delta_value_heads": delta.value_heads,
+            "delta_key_dim": delta.key_dim,
+            "delta_value_dim": delta.value_dim,
+            "taps": delta.taps,
             "query_latent": latent.query_rank or 0,
             "latent": latent.rank,
             "latent_and_rope": latent.rank + latent.rope_dim,

@@ -1,9 +1,9 @@
 """The decoder-only transformer that all families share; `DecoderConfig` says how they differ.
 
 Weights are a plain dict, and each leaf has a name from `WEIGHT_AXES`. Layers repeat in a pattern of
-layer types ("full", "sliding", "unrotated"). The leaves of layer i of the pattern are stacked over
-its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], and `nn.scan` runs over
-them.
+layer types ("full", "sliding", "unrotated", "linear"). The leaves of layer i of the pattern are
+stacked over its repetitions, `params["layers"]["layer_i"][name]` [repetitions, ...], and `nn.scan`
+runs over them.
 Layers that are left over at the end (Gemma 3 with 1B parameters: 26 = 4 * 6 + 2) are not stacked:
 `params["tail"]["layer_i"][name]`. Neither are layers before the pattern, which have an MLP in place
 of the mixture of all others: `params["first"]["layer_i"][name]`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,17 +25,20 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl.models import exact, kv_cache, layers, quantization
-from tpu_rl.models.attention import decode, flash, latent
+from tpu_rl.models.attention import decode, delta_rule, flash, latent
 from tpu_rl.models.attention.cudnn import cudnn_attention
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
+from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
     LORA_B,
+    PLAIN_NORMS,
     PRODUCT,
     QUANTIZED,
+    RECURRENT,
     SCALE,
     WEIGHT_AXES,
     DecoderConfig,
@@ -67,6 +71,8 @@ class Context(NamedTuple):
     """[B, T, L k]: see `types.Rows`."""
     views: dict[str, kv_cache.CacheView] | None = None
     """Layer type -> view on the cache; None without a cache."""
+    sequences: Sequences | None = None
+    """Where recurrent states begin anew; None without linear layers."""
 
 
 # Parameters.
@@ -89,16 +95,20 @@ def _init_std(config: DecoderConfig, name: str) -> float:
         inputs = config.shape(name)[1 if name.startswith(EXPERT_MATRICES) else 0 : -1]
         return (3 * math.prod(inputs)) ** -0.5  # the variance of PEFT's uniform distribution
     shape = config.shape(name)
+    if name.endswith("_taps"):
+        return shape[-1] ** -0.5
     inputs = shape[1] if name in ("router", *EXPERT_MATRICES) else shape[0]
-    if name == "output":
+    if name in ("output", "delta_output"):
         inputs *= shape[1]
-    if name in ("output", "down", "expert_down"):
+    if name in ("output", "delta_output", "down", "expert_down"):
         inputs *= 2 * len(config.layer_types)
     return inputs**-0.5
 
 
 def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Params:
     """Return random params: normal matrices, norms of gain 1, biases of 0, adapters that add 0.
+
+    Decays of linear attention begin as in Mamba 2: their factors are uniform in (0, 16).
 
     `shapes` may be a part of `param_shapes`; then only those leaves are made. All leaves are slices
     of one draw, which needs memory for a second copy of the weights. One generator per leaf would
@@ -111,9 +121,13 @@ def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Para
 
     def random_leaf(path, leaf: jax.ShapeDtypeStruct, start: int) -> Array:
         name = path[-1].key
-        if name.endswith("_norm") and not config.norm.unit_offset:
+        has_gain = not config.norm.unit_offset or name in PLAIN_NORMS
+        if (name.endswith("_norm") and has_gain) or name == "delta_decay_bias":
             return jnp.ones(leaf.shape, leaf.dtype)
         part = jax.lax.slice(noise, (start,), (start + leaf.size,)).reshape(leaf.shape)
+        if name == "delta_decay_log":
+            uniform = jnp.maximum(jax.scipy.special.ndtr(part), 1e-3)
+            return jnp.log(16 * uniform).astype(leaf.dtype)
         return (part * _init_std(config, name)).astype(leaf.dtype)
 
     starts = itertools.accumulate((leaf.size for _, leaf in leaves), initial=0)
@@ -171,7 +185,7 @@ class Weights(nn.Module):
         normalize = functools.partial(
             layers.rms_norm,
             eps=config.eps if eps is None else eps,
-            unit_offset=config.unit_offset,
+            unit_offset=config.unit_offset and name not in PLAIN_NORMS,
         )
         if self.config.exact:
             normalize = functools.partial(normalize, mean=exact.mean)
@@ -249,8 +263,7 @@ class Layer(Weights):
         """
         axes = _activation_axes(cache)
         branch = self.begin(x, "attention_norm")
-        attend = self.attend if self.config.attention.latent is None else self.attend_latent
-        branch, cache = attend(branch, cache, layer, context)
+        branch, cache = self.mixer()(branch, cache, layer, context)
         x = x + self.end(branch, "attention_post_norm")
         branch = self.begin(x, "mlp_norm")
         usage = None
@@ -266,6 +279,12 @@ class Layer(Weights):
                 usage = router.usage(routing.experts, routing.probabilities, is_token)
         x = x + self.end(branch, "mlp_post_norm")
         return constrain(x, (*axes, None)), cache, usage
+
+    def mixer(self) -> Callable[..., tuple[Array, Any]]:
+        """Return the method that mixes tokens, with the arguments of `attend`."""
+        if self.layer_type == RECURRENT:
+            return self.attend_linearly
+        return self.attend if self.config.attention.latent is None else self.attend_latent
 
     def begin(self, x: Array, norm: str) -> Array:
         """Return what a branch begins with: x [B, T, D], normed if `NormConfig.pre` says so."""
@@ -284,7 +303,7 @@ class Layer(Weights):
     ) -> tuple[Array, Any]:
         """Return the attention branch of x [B, T, D], and the cache with new keys and values."""
         config = self.config.attention
-        query, key, value = self.query_key_value(x, context.angles[self.layer_type])
+        query, key, value, gate = self.query_key_value(x, context.angles[self.layer_type])
         if context.views is None:
             keys = key.swapaxes(1, 2)
             values = value.swapaxes(1, 2)
@@ -313,10 +332,72 @@ class Layer(Weights):
                     config.num_kv_heads,
                     self.weight("sink_bias") if config.sinks else None,
                 )
-                return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
+                return self.attention_output(attended, gate), cache
             keys, values = read_rows(0, len(key))
         attended = self.attention(query, keys, values, read_rows, context)
-        return self.linear("bthe,hed->btd", attended, "output", config.output_bias), cache
+        return self.attention_output(attended, gate), cache
+
+    def attention_output(self, attended: Array, gate: Array | None) -> Array:
+        """Return the attention branch [B, T, D] of what heads attend to, [B, T, H, E], gated."""
+        if gate is not None:
+            opening = jax.nn.sigmoid(gate.astype(jnp.float32))
+            attended = attended * opening.astype(attended.dtype)
+        return self.linear("bthe,hed->btd", attended, "output", self.config.attention.output_bias)
+
+    def attend_linearly(
+        self, x: Array, cache: Any, layer: Array | int, context: Context
+    ) -> tuple[Array, Any]:
+        """Return what `attend` returns, for linear attention by the gated delta rule."""
+        delta = self.config.delta
+        sequences = context.sequences
+        assert delta is not None
+        assert sequences is not None
+        states: dict[str, Array] = {}
+        if cache is not None:
+            assert sequences.has_past is not None
+            states = kv_cache.read_states(cache, layer, sequences.has_past)
+        after: dict[str, Array] = {}
+
+        def convolved(name: str) -> Array:
+            """Return a projection [B, T, H, E] of x after its convolution."""
+            inputs = self.linear("btd,dhe->bthe", x, name, False)
+            past = states.get(name)
+            if past is not None:
+                assert sequences.commit is not None
+                after[name] = delta_rule.latest_inputs(inputs, past, sequences.commit)
+            return delta_rule.convolve(inputs, self.weight(f"{name}_taps"), past, sequences)
+
+        group = delta.value_heads // delta.key_heads
+        query = delta_rule.normalized(convolved("delta_query")) * delta.key_dim**-0.5
+        key = delta_rule.normalized(convolved("delta_key"))
+        query, key = (jnp.repeat(part, group, axis=2) for part in (query, key))
+        value = convolved("delta_value").astype(jnp.float32)
+        rate = self.linear("btd,dh->bth", x, "delta_rate", False)
+        rate = jax.nn.sigmoid(rate.astype(jnp.float32))
+        decay = self.linear("btd,dh->bth", x, "delta_decay", False).astype(jnp.float32)
+        decay += jnp.broadcast_to(self._stored("delta_decay_bias"), decay.shape)
+        factor = jnp.exp(self._stored("delta_decay_log"))
+        decay = -jax.nn.softplus(decay) * jnp.broadcast_to(factor, decay.shape)
+
+        state = states.get(kv_cache.STATE)
+        if state is not None and x.shape[1] == 1:
+            assert sequences.commit is not None
+            read, new_state = delta_rule.recurrence(
+                query[:, 0], key[:, 0], value[:, 0], decay[:, 0], rate[:, 0], state
+            )
+            read = read[:, None]
+            is_kept = (sequences.commit > 0)[:, None, None, None]
+            state = jnp.where(is_kept, new_state, state)
+        else:
+            read, state = delta_rule.in_chunks(query, key, value, decay, rate, state, sequences)
+        if state is not None:
+            cache = kv_cache.write_states(cache, layer, {**after, kv_cache.STATE: state})
+        # No number rather than a wrong one: the state at the branch's beginning is not there.
+        read = jnp.where(sequences.is_branch[..., None, None], jnp.nan, read)
+        gate = self.linear("btd,dhe->bthe", x, "delta_gate", False).astype(jnp.float32)
+        gated = (self.norm(read, "delta_norm") * jax.nn.silu(gate)).astype(x.dtype)
+        gated = checkpoint_name(gated, PRODUCT)
+        return self.linear("bthe,hed->btd", gated, "delta_output", False), cache
 
     def attend_latent(
         self, x: Array, cache: Any, layer: Array | int, context: Context
@@ -372,10 +453,16 @@ class Layer(Weights):
 
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
-    ) -> tuple[Array, Array, Array]:
-        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D]."""
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D], and the gate
+        [B, T, H, E] of `AttentionConfig.gated` or None."""
         config = self.config.attention
-        query = self.linear("btd,dhe->bthe", x, "query", config.bias)
+        gate = None
+        if config.gated:
+            both = self.linear("btd,dhe->bthe", x, "gated_query", False)
+            query, gate = jnp.split(both, 2, axis=-1)
+        else:
+            query = self.linear("btd,dhe->bthe", x, "query", config.bias)
         key = self.linear("btd,dke->btke", x, "key", config.bias)
         value = self.linear("btd,dke->btke", x, "value", config.bias)
         if config.query_key_norm:
@@ -390,7 +477,7 @@ class Layer(Weights):
         if angles is not None:
             interleaved = self.config.rope.interleaved
             query, key = (layers.apply_rope(part, angles, interleaved) for part in (query, key))
-        return query, key, value
+        return query, key, value, gate
 
     def attention(
         self,
@@ -668,15 +755,28 @@ def packed_context(
 ) -> Context:
     """Return the context of packed rows."""
     keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
-    return Context(tokens, keys, _angles(config, tokens.positions), key_tiles, paths, routing)
+    angles = _angles(config, tokens.positions)
+    sequences = delta_rule.packed_sequences(tokens) if config.is_recurrent else None
+    return Context(tokens, keys, angles, key_tiles, paths, routing, sequences=sequences)
 
 
 def cached_context(
-    config: DecoderConfig, queries: TokenIndex, views: dict[str, kv_cache.CacheView]
+    config: DecoderConfig,
+    queries: TokenIndex,
+    views: dict[str, kv_cache.CacheView],
+    lengths: Array,
+    commit: Array,
 ) -> Context:
-    """Return the context of new tokens that attend to a cache."""
+    """Return the context of new tokens that attend to a cache.
+
+    `lengths` and `commit` [B] are the numbers of tokens committed before and now.
+    """
     keys = {layer_type: view.keys for layer_type, view in views.items()}
-    return Context(queries, keys, _angles(config, queries.positions), views=views)
+    sequences = None
+    if config.is_recurrent:
+        sequences = delta_rule.cached_sequences(queries, lengths, commit)
+    angles = _angles(config, queries.positions)
+    return Context(queries, keys, angles, views=views, sequences=sequences)
 
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array] | None]:
@@ -758,14 +858,13 @@ def decoder(config: DecoderConfig) -> Model:
                 config, layer_type, lengths, commit, stack["v"].shape[3], queries, branch_ids
             )
             for layer_type, stack in stacks.items()
-            if layer_type != ROUTING
+            if layer_type not in (ROUTING, RECURRENT)
         }
-        context = cached_context(config, queries, views)
+        context = cached_context(config, queries, views, lengths, commit)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
         return unembed(config, params, states), {"lengths": lengths + commit, **stacks}
 
-    has_rings = any(kv_cache.ring_size_of(config, layer_type) for layer_type in config.layer_types)
     return Model(
         config=config,
         init=init,
@@ -774,7 +873,7 @@ def decoder(config: DecoderConfig) -> Model:
         init_cache=init_cache,
         extend=extend,
         axes=axes(param_shapes(config)),
-        max_rollback=kv_cache.RING_SLACK if has_rings else kv_cache.UNLIMITED,
+        max_rollback=kv_cache.max_rollback(config),
         exact=config.exact,
     )
 

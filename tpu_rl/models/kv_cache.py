@@ -1,8 +1,9 @@
-"""The key-value cache of a decoder.
+"""The cache of a decoder: keys and values, and the states of linear attention.
 
 In full layers each token has its own place in the cache. Sliding layers keep a ring, in which a
 token's place is its number modulo the ring's size, so memory does not grow with the context. Keys
-and values are stored in the compute dtype or in int8.
+and values are stored in the compute dtype or in int8. Linear layers keep one state for all tokens
+of a row, float32, and the last inputs of their convolutions.
 
 Letters in array shapes are those of `layers`; here S counts the places of the cache.
 """
@@ -19,7 +20,7 @@ from tpu_rl.models import layers
 from tpu_rl.models.attention import decode
 from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.flash_kernels import LANES
-from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.config import RECURRENT, DecoderConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.types import ROUTING, UNREAD, Array
 
@@ -35,6 +36,18 @@ UNLIMITED = 2**31 - 1
 
 TRANSPOSED_KEYS = "k_transposed"
 """Entry of a cache in place of "k" if `AttentionConfig.cpu_cache` is set: keys [..., E, S]."""
+
+
+STATE = "state"
+"""Entry of a linear layer's cache: the states [L, B, H, E, V]."""
+
+
+def max_rollback(config: DecoderConfig) -> int:
+    """Return how many of the last tokens a cache can take back (see `types.Policy`)."""
+    if config.is_recurrent:
+        return 0
+    has_rings = any(ring_size_of(config, layer_type) for layer_type in config.layer_types)
+    return RING_SLACK if has_rings else UNLIMITED
 
 
 def ring_size(sliding_window: int) -> int:
@@ -80,6 +93,10 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     keys. With `AttentionConfig.pairs_heads` there are K / 2 heads, rounded up, of 2 E elements.
     With `DecoderConfig.records_routing` there is the entry `ROUTING`.
 
+    Linear layers have {"state": [L, B, H, E, V] float32} and the last W - 1 inputs of the three
+    convolutions: {"delta_query", "delta_key": [L, B, W - 1, K, E], "delta_value": [L, B, W - 1, H,
+    V]} (see `attention.delta_rule`).
+
     The place of a committed token is its position (in a ring: modulo the size). `extend` writes all
     its tokens after the committed ones, and the next call overwrites those that were not committed.
     A token beyond the end of the cache is dropped, and no token attends to it. `length` must
@@ -90,6 +107,9 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     if attention.kernel in ("tpu", "interpreted"):
         length = -(-length // LANES) * LANES
     for layer_type in sorted(set(config.layer_types)):
+        if layer_type == RECURRENT:
+            cache[layer_type] = _init_states(config, rows)
+            continue
         capacity = min(length, ring_size_of(config, layer_type) or length)
         num_layers = config.layer_types.count(layer_type)
         heads, key_dim, value_dim = attention.cached_dims
@@ -111,6 +131,43 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
         places = (config.mixture_layers, rows, config.moe.experts_per_token, length)
         cache[ROUTING] = jnp.zeros(places, config.moe.routing_dtype)
     return cache
+
+
+def _init_states(config: DecoderConfig, rows: int) -> dict[str, Array]:
+    """Return the states of all linear layers before the first token."""
+    delta = config.delta
+    assert delta is not None
+    num_layers = config.layer_types.count(RECURRENT)
+    inputs = (num_layers, rows, delta.taps - 1)
+    keys = jnp.zeros((*inputs, delta.key_heads, delta.key_dim), config.dtype)
+    values = jnp.zeros((*inputs, delta.value_heads, delta.value_dim), config.dtype)
+    states = (num_layers, rows, delta.value_heads, delta.key_dim, delta.value_dim)
+    return {
+        "delta_query": keys,
+        "delta_key": keys,
+        "delta_value": values,
+        STATE: jnp.zeros(states, jnp.float32),
+    }
+
+
+def read_states(cache: Any, layer: Array | int, has_past: Array) -> dict[str, Array]:
+    """Return the states of a linear layer; zeros for rows without tokens (`has_past` [B] False)."""
+
+    def read(leaf: Array) -> Array:
+        states = jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+        is_kept = has_past.reshape(-1, *(1,) * (states.ndim - 1))
+        return jnp.where(is_kept, states, jnp.zeros_like(states))
+
+    return {name: read(leaf) for name, leaf in cache[RECURRENT].items()}
+
+
+def write_states(cache: Any, layer: Array | int, states: dict[str, Array]) -> Any:
+    """Return the cache with the states of a linear layer replaced."""
+    stack = {
+        name: jax.lax.dynamic_update_index_in_dim(leaf, states[name].astype(leaf.dtype), layer, 0)
+        for name, leaf in cache[RECURRENT].items()
+    }
+    return {**cache, RECURRENT: stack}
 
 
 def write_routing(cache: Any, layer: Array | int, experts: Array) -> Any:

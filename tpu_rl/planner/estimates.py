@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from tpu_rl import cost_model
 from tpu_rl.cost_model import Chip, Estimate, Torus
 from tpu_rl.models import DecoderConfig
-from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS
+from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS, RECURRENT
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.planner.memory import Memory, step_memory
 from tpu_rl.planner.steps import Step
@@ -213,8 +213,8 @@ def model_flops(config: DecoderConfig, positions: np.ndarray) -> float:
     """Return the FLOPs of training on tokens at these positions, with nothing computed twice.
 
     A weight costs 2 FLOPs per token forward and 4 backward, or 2 backward if it is frozen under
-    adapters. A query that sees n keys costs 4 n times the width of the heads forward, and twice
-    that backward.
+    adapters. A query that sees n keys costs 4 n times the width of the heads forward, and a
+    recurrent state 6 FLOPs per element; the backward pass costs twice that.
     """
     backward = 2.0 if config.adapters is not None else 4.0
     weights = (2.0 + backward) * matmul_weights(config) * len(positions)
@@ -242,10 +242,17 @@ def matmul_weights(config: DecoderConfig) -> int:
 def attention_flops(config: DecoderConfig, positions: np.ndarray) -> float:
     """Return the forward FLOPs of attention for queries at these positions.
 
-    A query sees itself and the tokens before it in its sequence, or in its window.
+    A query sees itself and the tokens before it in its sequence, or in its window. In linear layers
+    it reads the state twice and changes it once.
     """
     attention = config.attention
     keys = {"full": positions + 1.0, "unrotated": positions + 1.0}
     keys["sliding"] = np.minimum(keys["full"], attention.sliding_window or math.inf)
     flops_per_key = 2.0 * attention.num_heads * (attention.head_dim + attention.value_dim)
-    return flops_per_key * sum(float(keys[kind].sum()) for kind in config.layer_types)
+    attending = [kind for kind in config.layer_types if kind != RECURRENT]
+    flops = flops_per_key * sum(float(keys[kind].sum()) for kind in attending)
+    delta = config.delta
+    if delta is None:
+        return flops
+    state_size = delta.value_heads * delta.key_dim * delta.value_dim
+    return flops + 6.0 * state_size * len(positions) * config.layer_types.count(RECURRENT)

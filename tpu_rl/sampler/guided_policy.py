@@ -85,14 +85,21 @@ def guide(
     then goes through the tokens one by one, to score the tokens that may follow each. Only a
     caller that uses those logits pays for it.
 
-    Raises InputError if `reads` is "own" and `candidates` is None, or "previous" and
-    `candidate_mass` is below 1.
+    Raises InputError if `reads` is "own" and `candidates` is None or q has a recurrent state, or
+    "previous" and `candidate_mass` is below 1.
     """
     if reads == "own" and candidates is None:
         raise InputError(
             "a V-type q needs a number of candidates",
             why="it reads one more token for each",
             fix="use e.g. 20",
+        )
+    if reads == "own" and q.max_rollback == 0:
+        raise InputError(
+            "a V-type q cannot have linear attention",
+            why="it goes back to the state before each candidate, and a recurrent state has only "
+            "the latest",
+            fix="train q from a model without linear attention",
         )
     if reads == "previous" and candidate_mass < 1:
         raise InputError(

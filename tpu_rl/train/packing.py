@@ -149,6 +149,7 @@ def lay_out(
     whole_groups: bool = False,
     parent: Any = None,
     shared: Any = None,
+    share_prefixes: bool = True,
     paths: bool = False,
 ) -> Layout:
     """Assign the rows of action_mask [N, T] and group_id [N] to packed rows.
@@ -171,6 +172,8 @@ def lay_out(
         whole_groups: never split a group.
         parent, shared: [N] each, the leading tokens that rows share (see `types.Rollout`). None:
             the rows of a group share their prompt.
+        share_prefixes: store tokens that rows share once. False: each row stands alone, as models
+            with a recurrent state need it, and `parent` and `shared` are not read.
         paths: fill `Layout.paths`.
 
     Raises:
@@ -178,6 +181,9 @@ def lay_out(
             `whole_groups` is set.
     """
     mask = np.asarray(action_mask)
+    if not share_prefixes:
+        parent = np.arange(len(mask))
+        shared = np.zeros_like(parent)
     groups = _groups(mask, np.asarray(group_id), parent, shared)
     if whole_groups:
         _require_fit(groups, row_length)

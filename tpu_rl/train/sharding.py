@@ -49,6 +49,12 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "key_and_value": (),
     "head_dim": (),
     "value_dim": (),
+    "query_and_gate": (),
+    "delta_key_heads": ("tensor",),
+    "delta_value_heads": ("tensor",),
+    "delta_key_dim": (),
+    "delta_value_dim": (),
+    "taps": (),
     "layers": (),
     "outputs": (),
     "routes": (),
@@ -65,6 +71,7 @@ SAMPLING_AXES = ("data", "tensor")
 SAMPLING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
     **dict.fromkeys(("rows", "slots"), ("data",)),
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"), ("tensor",)),
+    **dict.fromkeys(("delta_key_heads", "delta_value_heads"), ("tensor",)),
     "experts": ("data", "tensor"),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a sampling mesh.

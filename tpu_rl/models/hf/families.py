@@ -13,9 +13,11 @@ from typing import Any
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import (
+    RECURRENT,
     AttentionConfig,
     ClampedSwish,
     DecoderConfig,
+    DeltaConfig,
     MlpConfig,
     NormConfig,
     VocabConfig,
@@ -40,6 +42,20 @@ LAYER_NAMES = {
     "output_bias": "self_attn.o_proj.bias",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
+    "gated_query": "self_attn.q_proj.weight",
+    "delta_query": "linear_attn.in_proj_qkv.weight",
+    "delta_key": "linear_attn.in_proj_qkv.weight",
+    "delta_value": "linear_attn.in_proj_qkv.weight",
+    "delta_query_taps": "linear_attn.conv1d.weight",
+    "delta_key_taps": "linear_attn.conv1d.weight",
+    "delta_value_taps": "linear_attn.conv1d.weight",
+    "delta_gate": "linear_attn.in_proj_z.weight",
+    "delta_rate": "linear_attn.in_proj_b.weight",
+    "delta_decay": "linear_attn.in_proj_a.weight",
+    "delta_decay_log": "linear_attn.A_log",
+    "delta_decay_bias": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm.weight",
+    "delta_output": "linear_attn.out_proj.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -97,8 +113,11 @@ HEAD_SUFFIX = "ForSequenceClassification"
 """Suffix of Hugging Face's architectures with a head of `num_labels` numbers in place of the
 vocabulary."""
 
-MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Older and newer name of the number of modules that predict several tokens at once."""
+MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names, in different families, of the number of modules that predict several tokens at once."""
+
+IMAGE_MODULES = ("vision_tower.", "multi_modal_projector.", "visual.")
+"""Beginnings of the names of tensors that read images, after "model."."""
 
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Fields in which null means "none". In all other fields it means the default."""
@@ -128,7 +147,7 @@ memory."""
 # Layer types of configurations without `layer_types`.
 
 LayerTypes = Callable[[Mapping[str, Any]], list[str]]
-"""Configuration -> type of each layer, "full" or "sliding"."""
+"""Configuration -> type of each layer, "full", "sliding" or "linear"."""
 
 UNROTATED = {"full": "unrotated"}
 """Type of a layer -> its type without rotary embedding."""
@@ -156,6 +175,11 @@ def _upper_sliding(hf: Mapping[str, Any]) -> list[str]:
 def _every_nth_full(hf: Mapping[str, Any]) -> list[str]:
     period = hf["sliding_window_pattern"]
     return ["sliding" if (i + 1) % period else "full" for i in range(hf["num_hidden_layers"])]
+
+
+def _others_linear(hf: Mapping[str, Any]) -> list[str]:
+    period = hf["full_attention_interval"]
+    return ["linear" if (i + 1) % period else "full" for i in range(hf["num_hidden_layers"])]
 
 
 # The families.
@@ -197,8 +221,8 @@ class Family:
 # Some keys are no fields of Hugging Face configurations, but properties that a family has without
 # saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `biased_output`
 # (False for GLM-4, whose `attention_bias` leaves out the output), `query_key_norm` (Qwen3, Gemma
-# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `rope_interleave` (GLM-4), and
-# `attention_sinks` and `biased_experts` (gpt-oss).
+# 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `rope_interleave` (GLM-4), `gated_attention`
+# (Qwen3.5), and `attention_sinks` and `biased_experts` (gpt-oss).
 _LLAMA = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -291,6 +315,20 @@ _GLM4 = {
     "rope_interleave": True,
 }
 _GRANITE = {**_LLAMA, "attention_multiplier": 1.0}
+_QWEN3_5 = {
+    **_LLAMA,
+    "query_key_norm": True,
+    "gated_attention": True,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
 _QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
 _OLMOE = {**_LLAMA, **moe_families.OLMOE}
@@ -385,8 +423,18 @@ FAMILIES: dict[str, Family] = {
         names=moe_families.DEEPSEEK_V3_NAMES,
     ),
     "granite": Family("GraniteForCausalLM", _GRANITE, reads_layer_types=False),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        _QWEN3_5,
+        layer_types=_others_linear,
+        norm=NormConfig(unit_offset=True),
+        classifier="Qwen3_5Text" + HEAD_SUFFIX,
+    ),
 }
-"""`model_type` -> family. Of a Gemma 3 with images ("gemma3"), the "gemma3_text" inside is read."""
+"""`model_type` -> family."""
+
+MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+"""`model_type` of a model with images -> that of the language model inside, which is read."""
 
 
 # Configurations.
@@ -407,7 +455,7 @@ def read_config(
         InputError: a field is missing, or something is not supported; it names the field.
     """
     where = where or "config.json"
-    gemma3_multimodal = source.get("model_type") == "gemma3"
+    multimodal = source.get("model_type") in MULTIMODAL
     source = _text_config(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
@@ -449,6 +497,7 @@ def read_config(
         attention=attention,
         mlp=_mlp(hf, where),
         norm=dataclasses.replace(family.norm, eps=hf["rms_norm_eps"]),
+        delta=_read_delta(hf, where) if RECURRENT in layer_types else None,
         rope=rope,
         sliding_rope=sliding_rope,
         residual_scale=hf["residual_multiplier"],
@@ -457,26 +506,29 @@ def read_config(
         dtype=dtype,
         param_dtype=param_dtype,
         num_outputs=_num_outputs(source),
-        gemma3_multimodal=gemma3_multimodal,
+        multimodal=multimodal,
         source=json.dumps(source, sort_keys=True),
     )
 
 
 def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the configuration of the language model: `source`, or the one inside of a Gemma 3.
+    """Return the configuration of the language model: `source`, or the one inside it.
 
     Raises:
         InputError: the architecture is not one of `FAMILIES`.
     """
     model_type = source.get("model_type")
-    if model_type == "gemma3" and "text_config" in source:
-        return _text_config({"model_type": "gemma3_text", **source["text_config"]}, where)
+    if model_type in MULTIMODAL and "text_config" in source:
+        inner = {"model_type": MULTIMODAL[model_type], **source["text_config"]}
+        if "tie_word_embeddings" in source:
+            inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
+        return _text_config(inner, where)
     if model_type not in FAMILIES:
         raise InputError(
             f"model_type {model_type!r} is not supported",
             where=where,
             why=f"architectures: {source.get('architectures')}",
-            fix="supported: " + ", ".join([*FAMILIES, "gemma3"]),
+            fix="supported: " + ", ".join([*FAMILIES, *MULTIMODAL]),
         )
     return dict(source)
 
@@ -498,6 +550,7 @@ def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> Non
         ("quantization_config", quantization if method in family.quantizations else None),
         ("partial_rotary_factor", 1.0),
         ("use_bidirectional_attention", False),
+        ("attn_output_gate", family.defaults.get("gated_attention", False)),
     ):
         if field not in family.defaults and hf.get(field, supported) not in (supported, None):
             raise InputError(
@@ -515,11 +568,12 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
     if not layer_types:
         layer_types = tuple(family.layer_types(hf))
     num_layers = hf["num_hidden_layers"]
-    if len(layer_types) != num_layers or not {*layer_types} <= {"full", "sliding"}:
+    other = RECURRENT if "linear_num_value_heads" in family.defaults else "sliding"
+    if len(layer_types) != num_layers or not {*layer_types} <= {"full", other}:
         raise InputError(
             f"layer_types = {str(stated)[:200]} is not supported",
             where=where,
-            why=f"each of the {num_layers} layers must have full_attention or sliding_attention",
+            why=f"each of the {num_layers} layers must have full_attention or {other}_attention",
             fix="use a model whose layers are all of these two types",
         )
     if "sliding" in layer_types and not hf["sliding_window"]:
@@ -580,7 +634,42 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) 
         clip_qkv=hf["clip_qkv"],
         softcap=hf["attn_logit_softcapping"],
         sinks=hf["attention_sinks"],
+        gated=hf.get("gated_attention", False),
     )
+
+
+def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
+    """Return the linear attention of a configuration.
+
+    Raises:
+        InputError: a size is out of range, or biases or another activation are wanted.
+    """
+    sizes = {
+        "key_heads": "linear_num_key_heads",
+        "value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+        "taps": "linear_conv_kernel_dim",
+    }
+    for field in sizes.values():
+        moe_families.require_size(field, hf[field], MAX_SIZES["head_dim"], where)
+    delta = DeltaConfig(**{size: hf[field] for size, field in sizes.items()})
+    if delta.value_heads % delta.key_heads:
+        raise InputError(
+            f"{delta.value_heads} heads of values with {delta.key_heads} of keys are not supported",
+            where=where,
+            why="each head of keys must serve equally many heads of values",
+            fix="correct linear_num_key_heads or linear_num_value_heads",
+        )
+    for field, supported in (("attention_bias", False), ("hidden_act", "silu")):
+        if hf[field] != supported:
+            raise InputError(
+                f"linear attention with {field} = {str(hf[field])[:40]} is not supported",
+                where=where,
+                why="its outputs would be wrong",
+                fix=f"use a model with {field} = {json.dumps(supported)}",
+            )
+    return delta
 
 
 def _mlp(hf: Mapping[str, Any], where: str) -> MlpConfig:
@@ -650,14 +739,15 @@ def plain_name(name: str) -> str | None:
     """Return the name that a text model has for a tensor of a checkpoint.
 
     None means that the tensor is not part of the language model: rotary frequencies, which old
-    Llama checkpoints contain, and the image half of Gemma 3.
+    Llama checkpoints contain, the image half of Gemma 3 and Qwen3.5, and the modules of Qwen3.5 for
+    several tokens at once.
     """
-    # The prefixes of older and of newer checkpoints of Gemma 3.
+    # The prefixes of older and of newer checkpoints of Gemma 3; the second is also Qwen3.5's.
     for prefix in ("language_model.", "model.language_model."):
         if name.startswith(prefix):
             inner = name.removeprefix(prefix)
             return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
-    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+    if name.removeprefix("model.").startswith(IMAGE_MODULES) or name.startswith("mtp."):
         return None
     if name.endswith("rotary_emb.inv_freq"):
         return None

@@ -399,7 +399,7 @@ def _gather_tensor(params: Params, tensor: FileTensor) -> np.ndarray:
 
 def _module_name(config: DecoderConfig, name: str) -> str:
     """Return the base's name for what a text model calls `name`."""
-    if config.gemma3_multimodal and name.startswith("model."):
+    if config.multimodal and name.startswith("model."):
         return name.replace("model.", MULTIMODAL_PREFIX, 1)
     return name
 
@@ -410,7 +410,7 @@ def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
     In a model with images this is a pattern, because the vision tower has modules of the same
     names.
     """
-    if not config.gemma3_multimodal:
+    if not config.multimodal:
         return names
     return rf"({re.escape(MULTIMODAL_PREFIX)}.*\.)?({'|'.join(names)})"
 

@@ -137,6 +137,9 @@ def _file_layout(
         return (outputs, inputs), True
     if name.endswith(("_bias", "_norm")):
         return (math.prod(shape),), False
+    if name.endswith("_taps"):
+        # A convolution of each channel by itself.
+        return (math.prod(shape[:-1]), 1, shape[-1]), False
     return shape, False
 
 
