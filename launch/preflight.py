@@ -136,14 +136,6 @@ def check_models(
     role_models = roles.role_models(config, model)
     for role_model in role_models.values():
         role_model.config.require_length(config.batch.row_length, "--batch.row-length")
-    if any(role_model.config.is_recurrent for role_model in role_models.values()):
-        config_checks.check_recurrence(
-            config.batch,
-            config.sampling,
-            config.mesh.context,
-            config.model.exact_sampling,
-            [stage.algorithm.experience for stage in config.stages],
-        )
     trains_mixture = any(
         trained.config.moe
         for stage in config.stages

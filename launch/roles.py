@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import tpu_rl
+from launch import config_checks
 from launch.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl import models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Reading, RoleSpec
@@ -184,7 +185,8 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
 
     Raises:
         InputError: if LoRA is wanted and no role can have it, or its settings do not fit a model;
-            or if routing is to be replayed and the policy is no mixture.
+            if routing is to be replayed and the policy is no mixture; or if a setting does not fit
+            a model with a recurrent state.
     """
     bases = adapter_bases(config)
     result = {}
@@ -193,6 +195,14 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
         if config.rollout.replay_routing and name == "policy":
             model = _replaying(model)
         result[name] = models.with_lora(model, config.model.lora) if name in bases else model
+    if any(model.config.is_recurrent for model in result.values()):
+        config_checks.check_recurrence(
+            config.batch,
+            config.sampling,
+            config.mesh.context,
+            config.model.exact_sampling,
+            [stage.algorithm.experience for stage in config.stages],
+        )
     return result
 
 

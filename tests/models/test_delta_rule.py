@@ -203,7 +203,8 @@ def model_dir(tmp_path_factory):
 def test_a_run_of_grpo_samples_and_learns(model_dir, tmp_path):
     """The sampler decodes from states token by token, and the update computes them in chunks."""
     reward = tmp_path / "length.py"
-    reward.write_text("def score(completion, **row):\n    return float(len(completion))\n")
+    lengths = "[float(len(completion)) for completion in completions]"
+    reward.write_text(f"def score(completions, **columns):\n    return {lengths}\n")
     flags = [
         *("--batch.prompts", "4", "--batch.group-size", "2", "--batch.row-length", "128"),
         *("--evaluation.rows", "0", "--model.path", model_dir, "--run-dir", str(tmp_path / "run")),

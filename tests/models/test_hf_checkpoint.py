@@ -346,6 +346,7 @@ def test_modules_for_several_tokens_are_left_out(tmp_path):
     assert written["num_nextn_predict_layers"] == 0
 
 
+@pytest.mark.slow
 def test_images_and_modules_for_several_tokens_of_qwen3_5_are_left_out(tmp_path):
     """The names of a published checkpoint, which has a language model inside."""
     text = CONFIGS["qwen3_5"] | {"mtp_num_hidden_layers": 1}
