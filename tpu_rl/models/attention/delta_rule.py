@@ -226,13 +226,15 @@ def _step(commit: Array | None, carry: _Carry, chunk: _Chunk) -> tuple[_Carry, A
     later = np.arange(size)[:, None]
     earlier = np.arange(size)[None, :]
     # Decays from token j to token i, j <= i: those of the tokens after j. Each sum has only its own
-    # terms, because a difference of two long sums would be less exact.
+    # terms, because a difference of two long sums would be less exact. Sums are products with ones,
+    # because TPUs have no fast running sum.
+    running = (later >= earlier).astype(np.float32)
     terms = jnp.where(later > earlier, chunk.decay[..., :, None], 0.0)
     is_same = chunk.number[:, :, None] == chunk.number[:, None, :]
     reaches = (is_same & (later >= earlier)[None])[:, None]
-    between = jnp.where(reaches, jnp.exp(jnp.cumsum(terms, axis=-2)), 0.0)
+    between = jnp.where(reaches, jnp.exp(_einsum("il,bhlj->bhij", running, terms)), 0.0)
     continues = (chunk.number == carry.number[:, None])[:, None]
-    since_start = jnp.where(continues, jnp.exp(jnp.cumsum(chunk.decay, axis=-1)), 0.0)
+    since_start = jnp.where(continues, jnp.exp(_einsum("il,bhl->bhi", running, chunk.decay)), 0.0)
 
     # `written` [B, H, C, V] is b (v - S^T k) of each token: what the rule adds to the state along
     # the key. The S of a token has what the tokens before it wrote: the system is triangular.
