@@ -295,6 +295,16 @@ class ExperimentConfig:
                 self.sampling, self.mesh.tensor, self.mesh.context, self.model.attention
             )
 
+    def require_recurrence(self) -> None:
+        """Raise InputError if a setting does not fit a model with a recurrent state."""
+        config_checks.check_recurrence(
+            self.batch,
+            self.sampling,
+            self.mesh.context,
+            self.model.exact_sampling,
+            [stage.algorithm.experience for stage in self.stages],
+        )
+
 
 # --- command line ---
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import tpu_rl
-from launch import config_checks
 from launch.config import AlgorithmConfig, ExperimentConfig, FileData
 from tpu_rl import models, sampler, tokenizers
 from tpu_rl.algorithm_spec import Reading, RoleSpec
@@ -196,13 +195,7 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
             model = _replaying(model)
         result[name] = models.with_lora(model, config.model.lora) if name in bases else model
     if any(model.config.is_recurrent for model in result.values()):
-        config_checks.check_recurrence(
-            config.batch,
-            config.sampling,
-            config.mesh.context,
-            config.model.exact_sampling,
-            [stage.algorithm.experience for stage in config.stages],
-        )
+        config.require_recurrence()
     return result
 
 
