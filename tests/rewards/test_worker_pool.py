@@ -14,6 +14,7 @@ import pytest
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits, Worker
+from tpu_rl.runtime import child_processes
 
 LIMITS = RewardLimits(batch_seconds=8.0, row_seconds=1.0, memory_gb=2.0)
 OVER = 2.0
@@ -345,6 +346,17 @@ def test_a_daemon_of_a_reward_ends_with_a_trainer_that_is_killed(tmp_path):
     trainer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=100)
     assert trainer.returncode == -signal.SIGKILL
     wait_for_end(int(trainer.stdout))
+
+
+def test_a_process_that_still_loads_its_program_is_found():
+    """For a moment after its start a process has no environment that could be read."""
+    for _ in range(20):
+        mark = child_processes.add_mark()
+        program = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(999)"]
+        process = subprocess.Popen(program, env={child_processes.MARK: mark})
+        child_processes.kill_marked([mark])
+        child_processes.marks.discard(mark)
+        assert process.wait(timeout=20) == -signal.SIGKILL
 
 
 def test_a_set_is_no_answer(tmp_path):

@@ -13,6 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -72,14 +73,27 @@ def kill_marked(beginnings: Collection[str]) -> None:
     # A daemon may start another while this looks for them, but not for long.
     for _ in range(20):
         has_killed = False
+        has_starting = False
         for folder in Path("/proc").glob("[0-9]*"):
             # Processes end, and most are of other users.
             with contextlib.suppress(OSError):
                 environment = (folder / "environ").read_bytes().split(b"\0")
+                has_starting |= environment == [b""] and _is_starting(folder)
                 if int(folder.name) != os.getpid() and any(
                     entry.startswith(assignments) for entry in environment
                 ):
                     os.kill(int(folder.name), signal.SIGKILL)
                     has_killed = True
-        if not has_killed:
+        if not (has_killed or has_starting):
             return
+        if has_starting:
+            time.sleep(0.01)
+
+
+def _is_starting(folder: Path) -> bool:
+    """Return True while a process loads a program.
+
+    It then has neither arguments nor an environment. Kernel threads and processes that have ended
+    have none either, but no program: reading its link raises OSError.
+    """
+    return not (folder / "cmdline").read_bytes() and bool((folder / "exe").readlink())
