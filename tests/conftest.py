@@ -44,16 +44,30 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+MEMORY_MAPS = 30_000
+"""Memory maps that a process may have after a test module without dropping compiled programs."""
+
+
+def memory_maps() -> int | None:
+    """Return how many memory maps this process has, or None where the system does not say."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return None
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _drop_compiled_programs() -> Iterator[None]:
-    """Drop the programs of a test module after it.
+    """Drop the programs of a test module after it, if there are many.
 
     Each compiled program keeps memory maps, of which a process may have 65,530. All tests together
     make more, and the process dies with a segmentation fault.
     """
     yield
-    jax.clear_caches()
-    gc.collect()
+    maps = memory_maps()
+    if maps is None or maps > MEMORY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

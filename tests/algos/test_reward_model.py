@@ -435,6 +435,7 @@ def test_an_ensembles_score_is_the_losss(tokenizer, tmp_path):
     assert ask(tmp_path) == ask(tmp_path / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregate", ["attention", "sum"])
 def test_a_sentence_models_score_is_the_losss(tokenizer, tmp_path, aggregate):
     reading = Reading("sentences", (SEMICOLON,), aggregate)

@@ -428,6 +428,7 @@ for step in itertools.count((checkpoints.latest() or 0) + 1):
 """
 
 
+@pytest.mark.slow
 def test_kill_nine_leaves_whole_steps_only(tmp_path):
     target = {"x": jax.ShapeDtypeStruct((200_000,), jnp.int32)}
     newest = 0

@@ -150,6 +150,7 @@ def test_a_donated_state_is_saved_as_it_was(store):
     np.testing.assert_array_equal(restored["x"], np.arange(1_000_000, dtype=np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["flipped", "cut", "record"])
 def test_a_damaged_step_is_set_aside_by_its_record(saved, fake, change):
     checkpoints, tree = saved

@@ -38,6 +38,7 @@ def test_changed_missing_and_added_files_are_named(folder):
     )
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_manifest_is_seen(folder):
     path = folder / manifests.MANIFEST
     content = path.read_bytes()

@@ -152,6 +152,7 @@ FAULTS = {
 """Name -> (code of a tool, or None; code of reset; what is said)."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_its_own_episode_only(pool, name):
     code, reset_code, message = FAULTS[name]

@@ -106,6 +106,7 @@ def test_each_prompt_of_the_stream_is_used_once(run):
         assert waiting == stream_prompts[num_begun : num_begun + len(waiting)]
 
 
+@pytest.mark.slow
 def test_resume_is_bit_exact(run):
     original = run.make_source()
     resumed = run.make_source()

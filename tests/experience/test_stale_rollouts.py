@@ -107,6 +107,7 @@ def test_without_staleness_it_is_the_synchronous_source(run):
             assert actual.metrics["rollout/staleness"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_a_batch_is_sampled_so_many_steps_before_its_own(run, staleness):
     source = run.make_source(staleness)

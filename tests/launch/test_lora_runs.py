@@ -157,6 +157,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "dpo", *SLOW])
 def test_only_adapters_move_and_resume_is_bit_exact(name, model_dir):
     case = CASES[name]

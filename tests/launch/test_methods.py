@@ -81,11 +81,8 @@ def command(method: str, checkpoint: Path, folder: Path, *flags: str) -> list[st
     return [*given, *flags]
 
 
-# In the quick part, grpo stands for methods that sample, and dpo for those that read completions.
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("grpo", "dpo"))) for name in ROWS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ROWS)
 def test_a_method_trains_on_own_rows(method, checkpoint, tmp_path, monkeypatch):
     if method == "q_sharp":
         # Two rounds of one step each.

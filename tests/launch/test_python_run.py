@@ -49,6 +49,7 @@ def train(checkpoint, run_dir, overrides=(), rows=ROWS, given=(score,), **argume
     return tpu_rl.train("grpo", settings, rows=rows, rewards=list(given), **arguments)
 
 
+@pytest.mark.slow
 def test_it_does_what_the_command_does_and_returns_it(checkpoint, tmp_path, capsys):
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     trained = train(checkpoint, tmp_path / "python")

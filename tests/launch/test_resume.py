@@ -102,12 +102,10 @@ def test_last_step_is_saved_before_the_run_leaves(latest, step, saved, monkeypat
         writer.leave(75)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_number", "code", "word"),
-    [
-        (signal.SIGTERM, 75, "pre-empted"),
-        pytest.param(signal.SIGINT, 130, "interrupted", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGTERM, 75, "pre-empted"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_signal_saves_the_last_complete_step(
     whole, tmp_path, capsys, monkeypatch, signal_number, code, word

@@ -21,6 +21,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.train import sharding
 
 
+@pytest.mark.slow
 def test_two_steps_then_four_equal_four(whole, tmp_path, capsys):
     """A run continued from its checkpoint ends with the bits and the rows of one that was not
     interrupted."""
@@ -175,12 +176,9 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
     assert "same command" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param([], id="adamw"),
-        pytest.param(["--optimizer.name", "muon"], id="muon", marks=pytest.mark.slow),
-    ],
+    "flags", [pytest.param([], id="adamw"), pytest.param(["--optimizer.name", "muon"], id="muon")]
 )
 def test_a_dry_run_claims_no_device(flags):
     """Of which there are none here that could be claimed."""

@@ -77,6 +77,7 @@ def require_alike(found, wanted, tolerance=3e-6):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "how", "kv_heads"),
     [

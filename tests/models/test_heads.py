@@ -27,6 +27,7 @@ def headed(family, outputs=3):
     return models.with_head(base.model, outputs), params | {"score": 20 * params["score"]}
 
 
+@pytest.mark.slow
 @some_families
 def test_a_head_reads_the_hidden_states_of_the_whole_model(family):
     model, params = headed(family)
@@ -73,6 +74,7 @@ def test_heads_of_different_keys_differ():
     assert float(jnp.abs(first[0] - first[1]).max()) > 0.01
 
 
+@pytest.mark.slow
 @some_families
 def test_outputs_with_a_cache_equal_outputs_without(family):
     model, params = headed(family)
@@ -107,6 +109,7 @@ def test_a_head_on_another_roles_hidden_states():
 # --- fewer layers ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layers"), [("llama3", 1), ("gemma2", 2), ("gemma3", 2), ("gemma3", 4)]
 )

@@ -117,6 +117,7 @@ def test_initial_adapters_have_the_standard_deviation_of_peft():
     assert float(jnp.abs(first["gate" + LORA_A] - second["gate" + LORA_A]).max()) > 0.01
 
 
+@pytest.mark.slow
 @each_family
 def test_merged_equals_unmerged(family):
     one, tokens = adapted(family), tokens_of((3, LENGTH))

@@ -106,6 +106,7 @@ def local_target(memory: int | None = None) -> estimates.Target:
     return estimates.Target("local", jax.devices()[:1], None, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_known_models_have_the_parameter_counts_of_their_checkpoints(name):
     model = models.from_config(known_models.SHAPES[name])
@@ -189,6 +190,7 @@ def test_only_plans_accept_model_names_without_weights(flags, role, tmp_path, mo
         preflight.find_models(given)
 
 
+@pytest.mark.slow
 def test_plan_covers_every_step_of_a_run():
     config = configuration.parse(["arithmetic_grpo", *SMALL, "--algorithm.kl-loss-coef", "0.1"])
     target = local_target(memory=2**30)

@@ -187,6 +187,7 @@ def test_a_live_page_beside_an_old_summary_is_not_a_finished_run(whole, tmp_path
     assert not run.is_finished(longer, run_dir)
 
 
+@pytest.mark.slow
 def test_a_kill_between_summary_and_report_leaves_no_page(whole, tmp_path, monkeypatch):
     """What `finish` does last, in order: the live page goes before the summary comes."""
     run_dir = tmp_path / "run"

@@ -100,15 +100,10 @@ for busy, idle in (
     ENDS[busy] = ENDS[idle]
 
 
-QUICK_ENDS = ("killed", "error")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "codes", "said"),
-    [
-        pytest.param(how, *ends, id=how, marks=[pytest.mark.slow] * (how not in QUICK_ENDS))
-        for how, ends in ENDS.items()
-    ],
+    [pytest.param(how, *ends, id=how) for how, ends in ENDS.items()],
 )
 def test_the_end_of_one_is_the_end_of_all_in_one_message(how, codes, said):
     """With a gathering of host values and one of devices going on; each costs a second of the

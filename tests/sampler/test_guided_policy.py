@@ -634,6 +634,7 @@ def chi_square(counts: np.ndarray, exact: np.ndarray) -> float:
     ).pvalue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "previous"])
 def test_an_infinite_coefficient_is_the_reference_token_by_token(kind):
     policy, reference, params = guided("q_sharp", kind, Support(0, 1, 5), 11)

@@ -198,6 +198,7 @@ def test_completions_of_one_prompt_differ(toy, params):
     assert len({tuple(row) for row in rollout.tokens.tolist()}) == 8
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_its_key_and_prompt_alone(toy, params):
     config = SamplerConfig(
         max_new_tokens=8, stop_ids=(STOP,), samples_per_prompt=2, prompt_length=8
@@ -429,6 +430,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_rows_spread_over_a_mesh_are_the_same_rows():
     command, env = [sys.executable, "-c", ON_A_MESH], several.virtual_devices(4)
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)

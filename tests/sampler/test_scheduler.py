@@ -100,6 +100,7 @@ def test_unknown_lengths_take_less_than_1_3_times_the_ideal():
     assert min(steps) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_num_seqs", [2, 100])
 def test_each_prompt_is_prefilled_once(max_num_seqs):
     policy, _, prefills = countdown()
@@ -227,6 +228,7 @@ def test_a_guided_policy_refills_both_of_its_caches(candidate_mass):
 # --- between segments ---
 
 
+@pytest.mark.slow
 def test_each_row_is_handed_over_once_and_early():
     policy, steps, _ = countdown()
     lengths = [3, 30, 8, 1, 17, 2, 9, 12]

@@ -53,7 +53,8 @@ def test_a_ring_has_room_for_its_window_and_what_is_read_beside_it(gemma3):
         assert cache["full"]["k"].shape[3] == length
 
 
-@pytest.mark.parametrize("kept_in", ["computed", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept_in", ["computed", "int8"])
 def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, monkeypatch):
     """Ragged prefill, single tokens, as many as have room in the ring, more than have, of which
     some are kept."""
@@ -105,11 +106,12 @@ def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, mon
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at_once",
     [
         pytest.param(kv_cache.CPU_BLOCK_BYTES, id="whole"),
-        pytest.param(1, id="row by row", marks=pytest.mark.slow),
+        pytest.param(1, id="row by row"),
     ],
 )
 def test_caches_for_cpus_are_the_same_cache(gemma3, tokens, at_once, monkeypatch):

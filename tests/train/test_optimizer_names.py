@@ -75,6 +75,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "optimizer"),
     [
@@ -112,6 +113,7 @@ def orthogonalized(matrices: Any) -> np.ndarray:
     return np.asarray(two_updates(muon, params, gradients)["matrix"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "as_matrix"),
     [
@@ -245,6 +247,7 @@ def test_a_small_model_learns(name, rate):
     assert losses[-1] < 0.5 * losses[0], losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_sharded_as_params_or_replicated_and_moves_to_the_host(name):
     """And a step with the state in host memory changes no bit."""

@@ -94,6 +94,7 @@ def gradients_and_metrics(name: str, cut: str) -> tuple[Any, dict[str, Any]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cut"), [("sft", "two micro-batches"), *(("grpo", cut) for cut in list(CUTS)[1:])]
 )
