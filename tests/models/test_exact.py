@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -138,6 +139,25 @@ def test_settings_that_change_the_order_of_sums_are_refused(flags):
         config.parse(["arithmetic_grpo", "--model.exact-sampling", *flags])
 
 
+@pytest.mark.parametrize(
+    ("equation", "axes", "shape"),
+    [
+        ("btd,df->btf", ("embed", "mlp"), (2048, 8)),
+        ("bthe,hed->btd", ("heads", "value_dim", "embed"), (32, 64, 8)),
+        ("btf,fd->btd", ("mlp", "embed"), (3000, 8)),
+    ],
+)
+def test_a_sum_in_blocks_is_the_sum(equation, axes, shape):
+    generator = np.random.default_rng(0)
+    weight = generator.standard_normal(shape, np.float32)
+    x = generator.standard_normal((2, 3, *shape[:-1]), np.float32)
+    blocked = exact.blocked_einsum(equation, axes, jnp.asarray(x), jnp.asarray(weight))
+    expected = np.einsum(equation, x.astype(float), weight.astype(float))
+    np.testing.assert_allclose(blocked, expected, atol=2e-4)
+    program = jax.make_jaxpr(lambda *terms: exact.blocked_einsum(equation, axes, *terms))(x, weight)
+    assert any(step.primitive.name == "scan" for step in program.eqns)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("dtype", "families"),
@@ -170,8 +190,11 @@ def test_sampler_and_packed_rows_have_equal_bits(dtype, families):
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_the_tpu_compiler_keeps_the_written_order_of_sums(is_cached):
-    """It turns no tree of additions into a reduction, whose order would be its own."""
-    model = models.with_exact_sampling(tiny("qwen3").model)
+    """It turns no tree of additions into a reduction, whose order would be its own. Sums over an
+    MLP are in blocks."""
+    config = tiny("qwen3").model.config
+    wide = replace(config, mlp=replace(config.mlp, intermediate_size=2 * exact.SUM_BLOCK))
+    model = models.with_exact_sampling(models.decoder(wide))
     device = SingleDeviceSharding(tpu_devices("v5e:2x2")[0])
 
     def placed(tree):
@@ -190,7 +213,10 @@ def test_the_tpu_compiler_keeps_the_written_order_of_sums(is_cached):
         )
         role = models.role(model, lambda params: params)
         program = jax.jit(role.hidden).lower(params, placed(rows))
-    read = cost_model.read(program.compile().as_text() or "")
+    text = program.compile().as_text() or ""
+    assert "btzf,zfd->zbtd" in text
+    assert "btf,fd->btd" not in text
+    read = cost_model.read(text)
     sums = []
     for computation in read.computations.values():
         for instruction in computation.instructions.values():

@@ -214,9 +214,13 @@ class Weights(nn.Module):
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
         length = x.shape[1]
-        if self.config.exact:
+        is_exact = self.config.exact
+        weight = self.weight(name)
+        if is_exact:
             x = exact.enough_rows(x, spread(PACKED.rows, len(x)))
-        y = layers.product(equation, x, self.weight(name))
+            y = exact.product(equation, x, weight, WEIGHT_AXES[name])
+        else:
+            y = layers.product(equation, x, weight)
         scale = self.scale(name)
         if scale is not None:
             y = quantization.scaled(y, scale)
@@ -224,7 +228,12 @@ class Weights(nn.Module):
             y += jnp.broadcast_to(self.weight(f"{name}_bias"), y.shape)
         adapter_scale = self.config.adapter_scale(name)
         if adapter_scale is not None:
-            y = y + layers.low_rank(x, *self.adapter(name), adapter_scale)
+            a, b = self.adapter(name)
+            if is_exact:
+                axes = WEIGHT_AXES[name + LORA_A]
+                y = y + exact.low_rank(equation, x, a, b, adapter_scale, axes)
+            else:
+                y = y + layers.low_rank(x, a, b, adapter_scale)
         return checkpoint_name(y[:, :length], PRODUCT)
 
 

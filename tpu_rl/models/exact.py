@@ -8,6 +8,7 @@ up to the noise of the format. Here every order is written out:
 - attention reads keys in blocks, aligned by their position in the sequence, with one online softmax
   (`attention`, and `path_attention` for packed rows);
 - sums of norms are trees (`sums.tree_sum`), and so are those of log-probs;
+- on TPUs, products with a layer's weights add up blocks of fixed size (`product`);
 - no product has a single row, which XLA for CPUs computes with another loop (`enough_rows`).
 
 On CPUs this also needs XLA without YNNPACK, which chooses its loop by the number of rows: see
@@ -19,7 +20,8 @@ Letters in array shapes are those of `layers`.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +29,20 @@ import jax.numpy as jnp
 from tpu_rl.models import layers
 from tpu_rl.models.layers import MASKED, TokenIndex
 from tpu_rl.sums import tree_sum
+from tpu_rl.train.sharding import constrain, spread
 from tpu_rl.types import Array, Paths
 
 KEY_BLOCK = 64
 """Keys that `attention` reads at once."""
+
+SUM_BLOCK = 1024
+"""Largest number of terms that `product` gives to the compiler as one sum on TPUs. The compiler
+cuts longer sums into parts, whose number depends on the number of rows. It has not cut one of this
+length in any program that we read, which docs/reference/attention.md lists."""
+
+EMBED = "embed"
+"""The logical axis of the residual stream. Weights may be sharded along it, but no activation
+is."""
 
 MIN_ROWS = 2
 """Smallest number of rows of a product on one device. XLA for CPUs computes a single row with
@@ -50,6 +62,88 @@ def enough_rows(x: Array, shards: int) -> Array:
     device_rows = max(x.shape[0] // shards, 1)
     missing = max(-(-MIN_ROWS // device_rows) - x.shape[1], 0)
     return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+
+
+def product(equation: str, x: Array, weight: Array, axes: tuple[str, ...]) -> Array:
+    """Return `layers.product`, on TPUs with a sum whose order does not depend on the rows of x.
+
+    The sum is over blocks of at most `SUM_BLOCK` terms, one after another in float32. Devices that
+    share the summed dimension add up their own terms first, and then each other's.
+
+    `axes` are the logical axes of the weight.
+    """
+    return layers.product(equation, x, weight, _Einsum(axes))
+
+
+def low_rank(
+    equation: str, x: Array, a: Array, b: Array, scale: float, axes: tuple[str, ...]
+) -> Array:
+    """Return `layers.low_rank` for the adapter of a weight with this equation.
+
+    The sum over inputs is that of `product`. `axes` are the logical axes of a.
+    """
+    inputs, _, _ = equation.partition("->")
+    x_axes, _, weight_axes = inputs.partition(",")
+    summed = "".join(axis for axis in weight_axes if axis in x_axes)
+    rows = "".join(axis for axis in x_axes if axis not in summed)
+    inner = scale * product(f"{x_axes},{summed}r->{rows}r", x, a, axes)
+    return jnp.tensordot(inner, b, 1)
+
+
+class _Einsum(NamedTuple):
+    axes: tuple[str, ...]
+
+    def __call__(self, equation: str, x: Array, weight: Array) -> Array:
+        return jax.lax.platform_dependent(
+            x,
+            weight,
+            tpu=functools.partial(blocked_einsum, equation, self.axes),
+            default=functools.partial(jnp.einsum, equation),
+        )
+
+
+def blocked_einsum(equation: str, axes: tuple[str, ...], x: Array, weight: Array) -> Array:
+    """Return the einsum that `product` computes on TPUs."""
+    inputs, _, output_axes = equation.partition("->")
+    x_axes, _, weight_axes = inputs.partition(",")
+    summed = [axis for axis in weight_axes if axis not in output_axes]
+    # The first summed dimension is cut; others, of heads, are short and stay whole.
+    place = weight_axes.index(summed[0])
+    whole = math.prod(weight.shape[weight_axes.index(axis)] for axis in summed[1:])
+    length = weight.shape[place]
+    shards = 1
+    if axes[place] == EMBED:
+        weight = constrain(weight, [None if axis == EMBED else axis for axis in axes])
+    else:
+        shards = spread(axes[place], length)
+    block = _block(length // shards, SUM_BLOCK // whole)
+    if block * shards == length:
+        return jnp.einsum(equation, x, weight)
+
+    def blocks(array: Array, dim: int) -> Array:
+        """[..., shards * n * block, ...] -> [n, ..., shards, block, ...]."""
+        parts = (shards, length // (shards * block), block)
+        array = array.reshape(*array.shape[:dim], *parts, *array.shape[dim + 1 :])
+        return jnp.moveaxis(array, dim + 1, 0)
+
+    def add(total: Array, terms: tuple[Array, Array]) -> tuple[Array, None]:
+        return total + jnp.einsum(block_equation, *terms, preferred_element_type=jnp.float32), None
+
+    block_equation = equation.replace(summed[0], "z" + summed[0]).replace("->", "->z")
+    shape = jax.eval_shape(functools.partial(jnp.einsum, equation), x, weight)
+    total, _ = jax.lax.scan(
+        add,
+        jnp.zeros((shards, *shape.shape), jnp.float32),
+        (blocks(x, x_axes.index(summed[0])), blocks(weight, place)),
+    )
+    return total.sum(0).astype(shape.dtype)
+
+
+def _block(length: int, limit: int) -> int:
+    """Return the largest divisor of `length` up to `limit`, a multiple of 128 if there is one."""
+    divisors = [size for size in range(1, limit + 1) if length % size == 0]
+    aligned = [size for size in divisors if size % 128 == 0]
+    return max(aligned or divisors)
 
 
 def attention(
