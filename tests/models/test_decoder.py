@@ -497,7 +497,7 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
             {"model_type": "mamba"},
             "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
             "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, gpt_oss, deepseek_v3, "
-            "granite, qwen3_5_text, gemma3, qwen3_5",
+            "granite, qwen3_5_text, qwen3_5_moe_text, qwen3_next, gemma3, qwen3_5, qwen3_5_moe",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
@@ -556,6 +556,14 @@ def test_unsupported_latent_attention_and_routing_are_refused(change, message):
         ({"attention_bias": True}, "linear attention with attention_bias = True"),
         ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "full_attention or linear_attention"),
+        (
+            {"model_type": "qwen3_next", "mlp_only_layers": [1]},
+            "only some layers have experts",
+        ),
+        (
+            {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size = 0 is out of range",
+        ),
     ],
 )
 def test_unsupported_linear_attention_is_refused(change, message):

@@ -372,3 +372,26 @@ def test_images_and_modules_for_several_tokens_of_qwen3_5_are_left_out(tmp_path)
     models.save(tmp_path / "again", model, found)
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert written["mtp_num_hidden_layers"] == 0
+
+
+@pytest.mark.slow
+def test_experts_of_qwen3_5_are_read_from_one_tensor(tmp_path):
+    """Published checkpoints have all experts of a layer in two tensors."""
+    model, params = tiny("qwen3_5_moe").model, tiny("qwen3_5_moe").params
+    models.save(tmp_path / "model", model, params)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = {
+        name: np.array(stored.read())
+        for name, stored in safetensors_files.read_header(path).items()
+    }
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}.{expert}.{name}.weight") for expert in range(6)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{prefix}.down_proj"] = down
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    safetensors_files.write_file(path, layout, tensors.values())
+    assert_same(models.load(tmp_path / "model")[1], params)

@@ -29,11 +29,12 @@ TARGETS = {
     "mixtral": ("all-linear", "gate", "up", "down"),
     "deepseek_v3": ("all-linear",),
     "qwen3_5": ("all-linear",),
+    "qwen3_next": ("all-linear", "gate", "up", "down"),
 }
 """An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few
 matrices; a mixture with its experts; latent attention, shared experts and a first dense layer;
-linear attention."""
-MARKS = {"deepseek_v3": [pytest.mark.nightly], "qwen3_5": [pytest.mark.nightly]}
+linear attention, also with tensors whose rows alternate by head."""
+MARKS = {name: [pytest.mark.nightly] for name in ("deepseek_v3", "qwen3_5", "qwen3_next")}
 
 
 def parametrized(names):

@@ -96,7 +96,9 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 15_960_110_208,
     "Granite-3.3-2B": 2_533_539_840,
     "Granite-3.3-8B": 8_170_864_640,
+    "Qwen3-Next-80B-A3B": 79_674_391_296,
     "Qwen3.5-9B": 8_953_803_264,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
 }
 """Parameters of each checkpoint; of Gemma 3 and Qwen3.5 without the vision tower, and of
 DeepSeek-V3 with the correction biases. Modules for several tokens at once are left out."""

@@ -79,6 +79,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "shared_gate": ("embed", "shared_mlp"),
     "shared_up": ("embed", "shared_mlp"),
     "shared_down": ("shared_mlp", "embed"),
+    "shared_router": ("shared_routes", "embed"),
 }
 """Weight name -> logical axes (see `train.sharding`).
 
@@ -425,6 +426,8 @@ class MoeConfig:
     """Factor of the weights of a token's experts."""
     shared_size: int | None = None
     """Intermediate size of an MLP that processes every token beside the experts. None: no MLP."""
+    shared_is_routed: bool = False
+    """True if the output of that MLP is multiplied by the sigmoid of a router's logit (Qwen3.5)."""
 
     @property
     def routing_dtype(self) -> Any:
@@ -576,6 +579,7 @@ class DecoderConfig:
             "experts": self.moe.num_experts if self.moe else 0,
             "expert_mlp": self.moe.intermediate_size if self.moe else 0,
             "shared_mlp": (self.moe.shared_size or 0) if self.moe else 0,
+            "shared_routes": 1,
             "outputs": self.num_outputs or 0,
             "rank": self.adapters.rank if self.adapters else 0,
         }

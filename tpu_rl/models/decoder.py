@@ -97,7 +97,7 @@ def _init_std(config: DecoderConfig, name: str) -> float:
     shape = config.shape(name)
     if name.endswith("_taps"):
         return shape[-1] ** -0.5
-    inputs = shape[1] if name in ("router", *EXPERT_MATRICES) else shape[0]
+    inputs = shape[1] if name in ("router", "shared_router", *EXPERT_MATRICES) else shape[0]
     if name in ("output", "delta_output"):
         inputs *= shape[1]
     if name in ("output", "delta_output", "down", "expert_down"):
@@ -602,8 +602,19 @@ class Layer(Weights):
         matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
         mixed = experts.mixture(x, routing, matrices, gate_function(config.mlp), axes)
         if config.moe.shared_size is not None:
-            mixed = mixed + self.mlp(x, "shared_")
+            mixed = mixed + self.shared(x)
         return mixed, routing
+
+    def shared(self, x: Array) -> Array:
+        """Return the output [B, T, D] of the MLP beside the experts."""
+        output = self.mlp(x, "shared_")
+        assert self.config.moe is not None
+        if not self.config.moe.shared_is_routed:
+            return output
+        logit = jnp.einsum(
+            "btd,rd->btr", x, self.weight("shared_router"), preferred_element_type=jnp.float32
+        )
+        return output * jnp.broadcast_to(jax.nn.sigmoid(logit).astype(x.dtype), output.shape)
 
 
 def _remat_layer(config: DecoderConfig, prevent_cse: bool) -> type[nn.Module]:

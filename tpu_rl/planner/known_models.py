@@ -175,7 +175,9 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "Qwen3-235B-A22B": _qwen3_moe(
         _sizes(4096, 12_288, 94, 64, 4, 151_936), experts=128, chosen=8, width=1536
     ),
+    "Qwen3-Next-80B-A3B": _of("qwen3_next", _sizes(2048, 5632, 48, 16, 2, 151_936)),
     "Qwen3.5-9B": _of("qwen3_5_text", _sizes(4096, 12_288, 32, 16, 4, 248_320)),
+    "Qwen3.5-35B-A3B": _of("qwen3_5_moe_text", _sizes(2048, 512, 40, 16, 2, 248_320)),
     "Gemma-2-2B": _gemma2(_sizes(2304, 9216, 26, 8, 4, 256_000)),
     "Gemma-2-9B": _gemma2(_sizes(3584, 14_336, 42, 16, 8, 256_000)),
     "Gemma-2-27B": _gemma2(_sizes(4608, 36_864, 46, 32, 16, 256_000), head_dim=128, scalar=144),

@@ -58,6 +58,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
     "outputs": (),
     "routes": (),
+    "shared_routes": (),
     "rank": (),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.

@@ -26,7 +26,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import lora
 from tpu_rl.models.config import EXPERT_MATRICES, FLOAT32, LORA_A, LORA_B, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files
+from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files, stacked_experts
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
@@ -246,11 +246,17 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
     if unembedding not in file_tensors:
         # A tied model needs none, but some files have a copy of the embedding.
         stored.pop(unembedding, None)
+    if any("{expert}" in name for name in _family(model).names.values()):
+        stored = stacked_experts.split(stored)
     for name in families.beyond_last_layer(model.config, stored):
         del stored[name]
     shapes = {name: file_tensor.shape for name, file_tensor in file_tensors.items()}
     require_fit(directory, shapes, stored, "config.json")
     return stored
+
+
+def _family(model: Model) -> families.Family:
+    return families.FAMILIES[json.loads(model.config.source)["model_type"]]
 
 
 def file_dtype(directory: Path) -> str:

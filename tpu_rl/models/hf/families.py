@@ -331,6 +331,8 @@ _QWEN3_5 = {
 }
 _MIXTRAL = {**_LLAMA, **moe_families.MIXTRAL}
 _QWEN3_MOE = {**_QWEN3, **moe_families.QWEN3_MOE}
+_QWEN3_5_MOE = {**_QWEN3_5, **moe_families.QWEN3_5_MOE}
+_QWEN3_NEXT = {**_QWEN3_5, **moe_families.QWEN3_NEXT}
 _OLMOE = {**_LLAMA, **moe_families.OLMOE}
 _DEEPSEEK_V3 = {**_LLAMA, **moe_families.DEEPSEEK_V3}
 _GPT_OSS = {**_LLAMA, **moe_families.GPT_OSS}
@@ -430,10 +432,29 @@ FAMILIES: dict[str, Family] = {
         norm=NormConfig(unit_offset=True),
         classifier="Qwen3_5Text" + HEAD_SUFFIX,
     ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        _QWEN3_5_MOE,
+        layer_types=_others_linear,
+        names=moe_families.QWEN3_5_MOE_NAMES,
+        norm=NormConfig(unit_offset=True),
+        classifier="Qwen3_5MoeText" + HEAD_SUFFIX,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _QWEN3_NEXT,
+        layer_types=_others_linear,
+        names=moe_families.QWEN3_NEXT_NAMES,
+        norm=NormConfig(unit_offset=True),
+    ),
 }
 """`model_type` -> family."""
 
-MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """`model_type` of a model with images -> that of the language model inside, which is read."""
 
 

@@ -76,6 +76,24 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
+QWEN3_5_MOE = {
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    # Not fields of Qwen3.5: there is no other MLP, and weights are always divided by their sum.
+    "intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+QWEN3_NEXT = {
+    **QWEN3_5_MOE,
+    "intermediate_size": 5632,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+}
 OLMOE = {
     "rms_norm_eps": 1e-5,
     "joint_query_key_norm": True,
@@ -93,6 +111,23 @@ NAMES = {
     "expert_up": "mlp.experts.{expert}.up_proj.weight",
     "expert_down": "mlp.experts.{expert}.down_proj.weight",
 }
+QWEN3_5_MOE_NAMES = NAMES | {
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
+}
+QWEN3_NEXT_NAMES = QWEN3_5_MOE_NAMES | {
+    "delta_query": "linear_attn.in_proj_qkvz.weight",
+    "delta_key": "linear_attn.in_proj_qkvz.weight",
+    "delta_value": "linear_attn.in_proj_qkvz.weight",
+    "delta_gate": "linear_attn.in_proj_qkvz.weight",
+    "delta_rate": "linear_attn.in_proj_ba.weight",
+    "delta_decay": "linear_attn.in_proj_ba.weight",
+}
+GROUPED_BY_HEAD = ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
+"""Names of tensors of several weights that have the rows of one head of keys, with the heads of
+values that it serves, before those of the next."""
 MIXTRAL_NAMES = {
     "router": "block_sparse_moe.gate.weight",
     "expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
@@ -166,8 +201,18 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         intermediate_size=intermediate_size,
         normalize_weights=bool(hf["norm_topk_prob"]),
         bias=hf.get("biased_experts", False),
+        **_read_shared_expert(hf, where),
         **_read_grouped_routing(hf, num_experts, experts_per_token, where),
     )
+
+
+def _read_shared_expert(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what Qwen3.5 has beside the fields of other mixtures; nothing for the others."""
+    field = "shared_expert_intermediate_size"
+    if field not in hf:
+        return {}
+    require_size(field, hf[field], MAX_INTERMEDIATE_SIZE, where)
+    return {"shared_size": hf[field], "shared_is_routed": True}
 
 
 def _read_grouped_routing(

@@ -17,7 +17,7 @@ import numpy as np
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS, WEIGHT_AXES, DecoderConfig
 from tpu_rl.models.decoder import param_shapes
-from tpu_rl.models.hf import families
+from tpu_rl.models.hf import families, moe_families
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.types import Model, Params
@@ -83,8 +83,15 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
                     add(name, path, (*stack_index, expert), layer)
             else:
                 add(name, path, stack_index, layer)
-    fuse = _interleave if family.is_interleaved else _concatenate
-    return {name: fuse(locations) for name, locations in parts.items()}
+
+    def fused(name: str, locations: list[WeightLocation]) -> FileTensor:
+        if name.endswith(moe_families.GROUPED_BY_HEAD):
+            assert config.delta is not None
+            return _group(locations, config.delta.key_heads)
+        fuse = _interleave if family.is_interleaved else _concatenate
+        return fuse(locations)
+
+    return {name: fused(name, locations) for name, locations in parts.items()}
 
 
 def _place(config: DecoderConfig, layer: int) -> tuple[tuple[str, str], tuple[int, ...]]:
@@ -107,6 +114,18 @@ def _interleave(parts: list[WeightLocation]) -> FileTensor:
     )
     *rows, columns = parts[0].shape
     return FileTensor((*rows, count * columns), locations)
+
+
+def _group(parts: list[WeightLocation], groups: int) -> FileTensor:
+    """Return the tensor in which each group has rows of every part, one part after the other."""
+    sizes = [part.shape[0] // groups for part in parts]
+    starts = [0, *itertools.accumulate(sizes)]
+    first_rows = starts[-1] * np.arange(groups)[:, None]
+    locations = tuple(
+        part._replace(part=((first_rows + start + np.arange(size)).ravel(),))
+        for part, start, size in zip(parts, starts, sizes, strict=False)  # the last is the total
+    )
+    return FileTensor((groups * starts[-1], *parts[0].shape[1:]), locations)
 
 
 def _concatenate(parts: list[WeightLocation]) -> FileTensor:
