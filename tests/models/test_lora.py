@@ -29,7 +29,7 @@ TARGETS = {
     "mixtral": ("all-linear", "gate", "up", "down"),
     "deepseek_v3": ("all-linear",),
     "qwen3_5": ("all-linear",),
-    "qwen3_next": ("all-linear", "gate", "up", "down"),
+    "qwen3_next": ("all-linear",),
 }
 """An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few
 matrices; a mixture with its experts; latent attention, shared experts and a first dense layer;
