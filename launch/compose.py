@@ -422,7 +422,7 @@ def given_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPa
     train, held_out = tasks.file_rows(
         config.data, config.algorithm.experience, config.evaluation.rows
     )
-    return pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch.row_length)
+    return pairs.usable_pairs(train, held_out, tokenizer, config.sampling, config.batch)
 
 
 def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.GivenPairs:

@@ -335,13 +335,6 @@ def check_recurrence(
             "it looks at several next tokens, and goes back to the state before them",
             "use another method, such as grpo",
         )
-    if any(spec.source == "pairs" and not spec.graded for spec in specs):
-        refuse(
-            "pairs of completions",
-            "--algorithm",
-            "both completions of a pair begin with the recurrent state at the end of their prompt",
-            "use another method, such as grpo or kto",
-        )
 
 
 def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConfig) -> None:
@@ -410,14 +403,15 @@ def check_pairs(
         raise InputError(
             "no reward tells good completions from bad", where="--reward", fix="name one"
         )
-    pair_length = sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
+    prompts = 1 if batch.share_prefixes else 2
+    pair_length = prompts * sampling.max_prompt_tokens + 2 * sampling.max_new_tokens
     if not all(spec.graded for spec in sampled) and batch.row_length < pair_length:
         raise InputError(
             f"packed rows of {batch.row_length} tokens cannot hold a prompt with both its "
             "completions",
             where="--batch.row-length",
-            why=f"they may have {sampling.max_prompt_tokens} + 2 x {sampling.max_new_tokens} "
-            "tokens, and pairs stay together",
+            why=f"they may have {prompts} x {sampling.max_prompt_tokens} + 2 x "
+            f"{sampling.max_new_tokens} tokens, and pairs stay together",
             fix=RAISE_ROW_LENGTH,
         )
 

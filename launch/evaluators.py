@@ -295,6 +295,7 @@ def ranking(
         pair_accuracy.problems_of(given.held_out),
         context.mesh,
         context.config.mesh.context,
+        context.config.batch.share_prefixes,
     )
 
 

@@ -127,7 +127,7 @@ def audit_pairs(context: RunContext, params: Params) -> None:
         num_steps=stage.last - stage.first + 1,
         batch_size=config.batch.prompts,
         seed=config.seed,
-        row_length=config.batch.row_length,
+        rows=config.batch,
     )
     print(pair_audit.write(given, trained, context.run_dir))
 

@@ -1,6 +1,7 @@
 """Linear attention by the gated delta rule: chunks against the rule itself, token by token."""
 
 import functools
+import json
 from typing import Any
 
 import jax
@@ -218,6 +219,30 @@ def test_a_run_of_grpo_samples_and_learns(model_dir, tmp_path):
         assert row["optim/grad_norm"] > 0
 
 
+@pytest.mark.nightly
+def test_a_run_of_dpo_learns_from_pairs_that_share_no_prompt(model_dir, tmp_path, capsys):
+    """A packed row has room for both prompts and both completions of all pairs but one."""
+    rows = [
+        {"prompt": f"{a}+{b}=" * 4, "chosen": str(a + b), "rejected": str(a + b + 1) * 20}
+        for a in range(8)
+        for b in range(2 if a else 4)
+    ]
+    rows[0]["prompt"] *= 2
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [
+        *("--data.path", str(path), "--model.path", model_dir, "--run-dir", str(tmp_path / "run")),
+        *("--steps", "2", "--batch.prompts", "4", "--batch.row-length", "80"),
+        *("--sampling.max-prompt-tokens", "36", "--sampling.max-new-tokens", "42"),
+        *("--evaluation.rows", "4", "--model.dtype", "float32", "--batch.no-share-prefixes"),
+    ]
+    assert run.main(["dpo", *flags]) == 0
+    assert "1 of 18 pairs dropped: they are too long" in capsys.readouterr().err
+    learned = [row for row in rows_of(tmp_path / "run") if "optim/loss" in row]
+    assert len(learned) == 2
+    assert all(row["optim/grad_norm"] > 0 for row in learned)
+
+
 @pytest.mark.parametrize(
     ("flags", "where"),
     [
@@ -225,7 +250,6 @@ def test_a_run_of_grpo_samples_and_learns(model_dir, tmp_path):
         (["arithmetic_grpo", "--sampling.speculation.tokens", "4"], "speculation.tokens"),
         (["arithmetic_grpo", "--model.exact-sampling"], "--model.exact-sampling"),
         (["arithmetic_grpo", "--mesh.context", "2", "--batch.row-length", "512"], "--mesh.context"),
-        (["arithmetic_dpo"], "pairs of completions"),
     ],
 )
 def test_what_needs_an_earlier_state_is_refused(flags, where, model_dir):

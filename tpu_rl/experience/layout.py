@@ -91,7 +91,8 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     new_tokens = sampling.max_new_tokens
     members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size)
     if kind is Pairs:
-        new_tokens = min(new_tokens, (batch.row_length - prompt_tokens) // 2)
+        prompts = 1 if batch.share_prefixes else 2
+        new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // 2)
     shape = (batch.prompts * members, prompt_tokens + sampling.max_new_tokens)
     tokens = np.zeros(shape, np.int32)
     floats = np.zeros(shape, np.float32)

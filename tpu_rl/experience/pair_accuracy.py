@@ -35,6 +35,7 @@ def ranking_accuracy(
     problems: list[int],
     mesh: Mesh,
     context_devices: int = 1,
+    share_prefixes: bool = True,
 ) -> Callable[[Params], dict[str, float]]:
     """Return what computes how many held-out pairs the algorithm ranks as their labels say.
 
@@ -49,9 +50,11 @@ def ranking_accuracy(
         problems: the problem of each held-out pair.
         mesh: the run's mesh.
         context_devices: devices that share the tokens of a packed row.
+        share_prefixes: see `BatchConfig`.
     """
     mask = np.asarray(held_out.action_mask)
-    pair_lengths = mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)
+    prompts = 1 if share_prefixes else 2
+    pair_lengths = prompts * mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)
     # A length that devices, or tiles of attention, can share.
     unit = 256 * context_devices if context_devices > 1 else 64
     layout = packing.lay_out(
@@ -61,6 +64,7 @@ def ranking_accuracy(
         micro_batch_rows=1,
         minibatches=len(problems),
         whole_groups=True,
+        share_prefixes=share_prefixes,
     )
     length_rule = by_problem(longer_or_shorter(train_lengths, mask.sum(-1)), problems)
 

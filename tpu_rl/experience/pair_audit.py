@@ -20,6 +20,7 @@ import numpy as np
 
 from tpu_rl import data, rewards
 from tpu_rl.data import Row
+from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.pair_accuracy import by_problem, problems_of
 from tpu_rl.experience.pairs import GivenPairs, ToPairs
 from tpu_rl.experience.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
@@ -48,8 +49,8 @@ class Trained(NamedTuple):
     batch_size: int
     """Pairs per step."""
     seed: int
-    row_length: int
-    """Tokens of a packed row."""
+    rows: BatchConfig
+    """The packed rows."""
 
 
 def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
@@ -136,19 +137,20 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
     for first in range(0, len(rows), BATCH_SIZE):
         # The last batch is filled up with rows from the beginning, so that one program serves all.
         batch_rows = [rows[index % len(rows)] for index in range(first, first + BATCH_SIZE)]
-        experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.row_length)
+        experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.rows)
         parts.append(sharding.to_host(measure_pairs(trained.params, experience)))
         watchdog.mark("the audit of the pairs")
     return {name: np.concatenate([part[name] for part in parts])[: len(rows)] for name in parts[0]}
 
 
-def one_pair_per_step(pairs: Pairs, row_length: int) -> Experience:
+def one_pair_per_step(pairs: Pairs, rows: BatchConfig) -> Experience:
     """Return each pair in a packed row and an optimizer step of its own."""
     mask = np.asarray(pairs.action_mask)
     layout = packing.lay_out(
         mask,
         np.asarray(pairs.group_id),
-        row_length=row_length,
+        row_length=rows.row_length,
+        share_prefixes=rows.share_prefixes,
         micro_batch_rows=1,
         minibatches=len(mask) // 2,
         whole_groups=True,

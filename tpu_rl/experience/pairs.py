@@ -98,14 +98,14 @@ def usable_pairs(
     held_out: Sequence[Row],
     tokenizer: Tokenizer,
     sampling: SamplingConfig,
-    row_length: int,
+    batch: BatchConfig,
 ) -> GivenPairs:
     """Return the rows that fit the limits of tokens.
 
     No completion is cut to fit: what decides between two solutions often stands at their end.
     """
     given = data.join(train, held_out)
-    reasons = [_reason_to_drop(row, tokenizer, sampling, row_length) for row in given]
+    reasons = [_reason_to_drop(row, tokenizer, sampling, batch) for row in given]
     numbered = data.with_number(given, "row")
     usable = np.array([index for index, reason in enumerate(reasons) if not reason], np.int64)
     return GivenPairs(
@@ -118,22 +118,23 @@ def usable_pairs(
 
 
 def _reason_to_drop(
-    row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, row_length: int
+    row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, batch: BatchConfig
 ) -> str:
     if "chosen" in row and row["chosen"] == row["rejected"]:
         return "both completions are the same"
-    return "" if _fits(row, tokenizer, sampling, row_length) else "they are too long"
+    return "" if _fits(row, tokenizer, sampling, batch) else "they are too long"
 
 
-def _fits(row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, row_length: int) -> bool:
+def _fits(row: Row, tokenizer: Tokenizer, sampling: SamplingConfig, batch: BatchConfig) -> bool:
     """Return True if prompt, completions and the whole pair are within their limits."""
     pair = data.pairs([row], tokenizer, 1 + sampling.max_prompt_tokens + sampling.max_new_tokens)
     mask = np.asarray(pair.action_mask)
     prompt_length = int(mask[0].argmax())
     lengths = mask.sum(-1)
+    prompts = 1 if batch.share_prefixes else len(mask)
     return bool(
         mask.any(-1).all()
         and prompt_length <= sampling.max_prompt_tokens
         and lengths.max() <= sampling.max_new_tokens
-        and prompt_length + int(lengths.sum()) <= row_length
+        and prompts * prompt_length + int(lengths.sum()) <= batch.row_length
     )
