@@ -99,7 +99,10 @@ def sweep(
     """
     file = Path(run_config.run_dir) / GUIDED_FILE
     if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        # Files of earlier versions say nothing of single problems.
+        if "problem_accuracy" in stored["lines"][0]:
+            return stored
     reward_name = run_config.reward[0]
     problems = tasks.evaluation_rows(
         run_config.data, run_config.algorithm.experience, run_config.evaluation.rows
