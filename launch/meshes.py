@@ -28,6 +28,7 @@ from tpu_rl.cost_model import CHIPS
 from tpu_rl.models import Select
 from tpu_rl.models.attention import decode
 from tpu_rl.models.config import DecoderConfig
+from tpu_rl.models.decoder import expert_stacks, param_shapes
 from tpu_rl.planner import decode_time, estimates
 from tpu_rl.planner.sampling import copied_weights
 from tpu_rl.planner.steps import chip_bytes
@@ -181,9 +182,42 @@ def choose_sampling(
 ) -> tuple[ExperimentConfig, str]:
     """Return the configuration with a value for --sampling.tensor-parallel, and a line about it.
 
-    The line is empty if there is one device. `memory` is that of a device; if it is None, the run
-    samples on its training mesh, or with a tensor parallelism of 1 on devices that only sample.
+    The line is empty if there is one device, and says of a mixture of experts on TPUs if each token
+    copies all experts. `memory` is that of a device; if it is None, the run samples on its training
+    mesh, or with a tensor parallelism of 1 on devices that only sample.
     """
+    config, line = _choose_sampling(config, model, mesh, memory, sampler_devices)
+    if line and _copies_experts(config, model, mesh, sampler_devices):
+        line += "; each token copies all experts, and does not read those it needs in place"
+    return config, line
+
+
+def _copies_experts(
+    config: ExperimentConfig, model: Model, mesh: Mesh, sampler_devices: tuple[Any, ...]
+) -> bool:
+    """Return True if decode steps copy the experts of each layer (see `decoder.expert_stacks`)."""
+    if model.config.moe is None or not roles.has_attention_kernel(config, mesh):
+        return False
+    model = models.with_attention_kernel(model)
+    if config.sampling.weight_dtype != "computed":
+        model = models.with_quantized_weights(model, config.sampling.weight_dtype)
+    params = models.cast_to_compute_dtype(param_shapes(model.config), model.config.dtype)
+    if isinstance(config.sampling.tensor_parallel, int):
+        if sampler_devices:
+            mesh = sharding.make_mesh(fsdp=len(sampler_devices), devices=sampler_devices)
+        mesh = sharding.sampling_mesh(mesh, config.sampling.tensor_parallel)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        stacks = expert_stacks(model.config, params, config.sampling.max_num_seqs)
+    return stacks is None
+
+
+def _choose_sampling(
+    config: ExperimentConfig,
+    model: Model,
+    mesh: Mesh,
+    memory: int | None,
+    sampler_devices: tuple[Any, ...],
+) -> tuple[ExperimentConfig, str]:
     given = config.sampling.tensor_parallel
     if sampler_devices:
         return _choose_apart(config, model, mesh, memory, sampler_devices)

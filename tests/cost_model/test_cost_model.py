@@ -275,9 +275,10 @@ def test_kernels_count_their_own_estimate_or_are_uncounted():
 
 
 @pytest.mark.parametrize(
-    ("name", "filled"), [("decode_attention", 25), ("decode_attention_window", 100)]
+    ("name", "filled"),
+    [("decode_attention", 25), ("decode_attention_window", 100), ("decode_experts", 100)],
 )
-def test_the_decode_kernel_reads_what_it_states_and_less_of_emptier_caches(name, filled):
+def test_a_decode_kernel_reads_what_it_states_and_less_of_emptier_caches(name, filled):
     cost = '{"cost_estimate":{"flops":"400","bytes_accessed":"100"}}'
     attributes = (
         'custom_call_target="tpu_custom_call", '

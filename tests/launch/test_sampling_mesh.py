@@ -68,6 +68,17 @@ def test_seven_billion_weights_are_split_for_speed_and_not_for_room():
 
 
 @needs_libtpu
+@pytest.mark.parametrize(
+    ("size", "copied"), [("4", False), ("train-mesh", True)], ids=["sampling", "training"]
+)
+def test_the_line_says_if_each_token_copies_experts(size, copied):
+    """A training mesh splits the width of experts, which each token gathers."""
+    flags = [*AT_SCALE, "--model.path", "Qwen3-30B-A3B", "--sampling.tensor-parallel", size]
+    _, line = chosen(flags)
+    assert ("copies all experts" in line) == copied
+
+
+@needs_libtpu
 def test_unknown_speed_leaves_the_smallest_that_fits(monkeypatch):
     monkeypatch.setattr(decode_time, "CHIPS", {})
     size, line = chosen([*AT_SCALE, "--model.path", "Llama-3.2-1B"])

@@ -4,6 +4,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
@@ -106,6 +107,32 @@ def test_quantized_matrices_are_read_in_eight_bits():
     read = sum(op.times * op.bytes for op in products) / steps
     num_layers, num_matrices = 2, 3
     assert num_layers * num_matrices * matrix <= read <= 1.1 * num_layers * num_matrices * matrix
+
+
+@needs_libtpu
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.nightly)])
+def test_no_token_copies_or_converts_the_experts_of_a_layer(dtype):
+    """Half of them, those of a device, do not fit in a chip's vector memory: without the kernel,
+    each of the three matrices is copied."""
+    model = model_of("mixture", 2, num_experts=256, moe_intermediate_size=2048)
+    if dtype == "int8":
+        model = models.with_quantized_weights(model, dtype)
+    program, _ = compiled(models.with_attention_kernel(model), 1)
+    experts, *sides = model.config.shape("expert_up")
+    assert not copies(program, experts // 2 * math.prod(sides))
+    products = [
+        op
+        for op in cost_model.operations(cost_model.read(program.as_text() or ""))
+        if "decode_experts" in op.name
+    ]
+    read = sum(op.times * op.bytes for op in products) / SegmentConfig().steps
+    # All tokens may have experts of one device, and none of them the same.
+    assert model.config.moe is not None
+    most = ROWS * model.config.moe.experts_per_token
+    num_layers, num_matrices = 2, 3
+    size = jnp.dtype(dtype).itemsize
+    least = num_layers * num_matrices * most * math.prod(sides) * size
+    assert least <= read <= 1.1 * least
 
 
 def compiled(model, tensor):

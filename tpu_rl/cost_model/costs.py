@@ -56,7 +56,7 @@ FULL_ATTENTION = "decode_attention"
 """Name of the kernel that reads, of one layer of a cache, the rows' own tokens. The bytes that it
 states are those of full caches."""
 
-READS_PARTS = (FULL_ATTENTION, "decode_attention_window")
+READS_PARTS = (FULL_ATTENTION, "decode_attention_window", "decode_experts")
 """Names of kernels that read parts of their operands only, and state their bytes."""
 
 

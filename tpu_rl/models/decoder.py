@@ -73,6 +73,9 @@ class Context(NamedTuple):
     """Layer type -> view on the cache; None without a cache."""
     sequences: Sequences | None = None
     """Where recurrent states begin anew; None without linear layers."""
+    stacks: dict[str, dict[str, Array]] | None = None
+    """Name of a layer of the pattern, name of a matrix of experts -> the matrices [repetitions, E,
+    I, O] that are read in place; None if each layer takes its own."""
 
 
 # Parameters.
@@ -199,10 +202,17 @@ class Weights(nn.Module):
         """Return the matrices A and B of a weight's adapter."""
         return self.weight(name + LORA_A), self.weight(name + LORA_B)
 
-    def expert_matrix(self, name: str) -> experts.Matrix:
-        """Return a matrix of all experts with its adapter, if it has one."""
+    def stacked_matrix(self, name: str, stack: Array, repetition: Array | int) -> experts.Matrix:
+        """Return a matrix of all experts, which is read in the stack of all repetitions."""
+        layer = jnp.asarray(repetition, jnp.int32)
+        return self.expert_matrix(name, experts.Matrix(stack, layer=layer))
+
+    def expert_matrix(self, name: str, matrix: experts.Matrix | None = None) -> experts.Matrix:
+        """Return a matrix of all experts with its scales, bias and adapter, if it has them."""
         moe = self.config.moe
-        matrix = experts.Matrix(self.weight(name), scale=self.scale(name))
+        if matrix is None:
+            matrix = experts.Matrix(self.weight(name))
+        matrix = matrix._replace(scale=self.scale(name))
         if moe is not None and moe.bias:
             matrix = matrix._replace(bias=self.weight(f"{name}_bias"))
         adapter_scale = self.config.adapter_scale(name)
@@ -280,7 +290,18 @@ class Layer(Weights):
             branch = self.mlp(branch)
         else:
             replayed = self.replayed(context.routing, mixture_layer)
-            branch, routing = self.mixture(branch, axes, replayed)
+            if context.stacks is None:
+                matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
+            else:
+                repetition = mixture_layer // self.config.period
+                stacks = context.stacks[self.name or ""]
+                matrices = experts.Matrices(
+                    *(
+                        self.stacked_matrix(name, stacks[name], repetition)
+                        for name in EXPERT_MATRICES
+                    )
+                )
+            branch, routing = self.mixture(branch, axes, matrices, replayed)
             if cache is not None and ROUTING in cache:
                 cache = kv_cache.write_routing(cache, mixture_layer, routing.experts)
             if cache is None:
@@ -583,7 +604,11 @@ class Layer(Weights):
         return jax.lax.dynamic_slice_in_dim(routing, start, count, axis=2).astype(jnp.int32)
 
     def mixture(
-        self, x: Array, axes: ActivationAxes, replayed: Array | None
+        self,
+        x: Array,
+        axes: ActivationAxes,
+        matrices: experts.Matrices,
+        replayed: Array | None,
     ) -> tuple[Array, experts.Routing]:
         """Return the output of the mixture of experts for x [B, T, D], and its routing.
 
@@ -599,7 +624,6 @@ class Layer(Weights):
             logits += jnp.broadcast_to(bias, logits.shape)
         correction = self._stored("router_correction_bias") if config.moe.has_correction else None
         routing = experts.route(config.moe, logits, correction, replayed)
-        matrices = experts.Matrices(*map(self.expert_matrix, EXPERT_MATRICES))
         mixed = experts.mixture(x, routing, matrices, gate_function(config.mlp), axes)
         if config.moe.shared_size is not None:
             mixed = mixed + self.shared(x)
@@ -705,6 +729,9 @@ class Decoder(Weights):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
             length=config.repetitions,
         )
+        scanned_context = context
+        # Only layers that are stacked are read in their stack.
+        context = context._replace(stacks=None)
         first_types = config.layer_types[: config.dense_layers]
         pattern_types = config.layer_types[config.dense_layers :]
         if first_types:
@@ -713,7 +740,7 @@ class Decoder(Weights):
         stack = scanned_pattern(
             config, pattern_types[: config.period], scan_layer, first_types, name="layers"
         )
-        (x, cache), usages = stack((x, cache), jnp.arange(config.repetitions), context)
+        (x, cache), usages = stack((x, cache), jnp.arange(config.repetitions), scanned_context)
         tail_types = pattern_types[config.repetitions * config.period :]
         if tail_types:
             tail = Pattern(config, tail_types, tail_layer, first_types, name="tail")
@@ -786,6 +813,7 @@ def cached_context(
     views: dict[str, kv_cache.CacheView],
     lengths: Array,
     commit: Array,
+    stacks: dict[str, dict[str, Array]] | None = None,
 ) -> Context:
     """Return the context of new tokens that attend to a cache.
 
@@ -796,7 +824,29 @@ def cached_context(
     if config.is_recurrent:
         sequences = delta_rule.cached_sequences(queries, lengths, commit)
     angles = _angles(config, queries.positions)
-    return Context(queries, keys, angles, views=views, sequences=sequences)
+    return Context(queries, keys, angles, views=views, sequences=sequences, stacks=stacks)
+
+
+def expert_stacks(
+    config: DecoderConfig, params: Params, num_tokens: int
+) -> dict[str, dict[str, Array]] | None:
+    """Return `Context.stacks` for this many new tokens with a cache.
+
+    This is the one place that decides whether a mixture reads its experts in place: if the model
+    uses the TPU's kernels, and `experts.is_read_in_place` holds for all matrices.
+    """
+    if config.moe is None or config.attention.kernel not in ("tpu", "interpreted"):
+        return None
+    stacks = {
+        layer: {name: leaves[name] for name in EXPERT_MATRICES}
+        for layer, leaves in params["layers"].items()
+    }
+    all_in_place = all(
+        experts.is_read_in_place(config.moe, num_tokens, name, stack, config.dtype)
+        for matrices in stacks.values()
+        for name, stack in matrices.items()
+    )
+    return stacks if all_in_place else None
 
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array] | None]:
@@ -880,7 +930,8 @@ def decoder(config: DecoderConfig) -> Model:
             for layer_type, stack in stacks.items()
             if layer_type not in (ROUTING, RECURRENT)
         }
-        context = cached_context(config, queries, views, lengths, commit)
+        in_place = expert_stacks(config, params, tokens.size)
+        context = cached_context(config, queries, views, lengths, commit, in_place)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
         return unembed(config, params, states), {"lengths": lengths + commit, **stacks}

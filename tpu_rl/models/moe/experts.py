@@ -2,7 +2,8 @@
 
 Tokens are sorted by expert, and each of the three matrices of the experts is applied by one ragged
 matrix product. If experts are spread over devices, each device computes its own experts for the
-tokens of all devices that share them.
+tokens of all devices that share them. On TPUs, decode steps read experts in the stack of all layers
+(`is_read_in_place`).
 
 Letters in array shapes: B rows, T tokens per row, N tokens on a device, D hidden size, E experts, F
 intermediate size of an expert, k experts per token, I inputs and O outputs of a matrix. An
@@ -23,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tpu_rl.models import quantization
 from tpu_rl.models.config import EXPERT_MATRICES, LORA_A, LORA_B, SCALE, WEIGHT_AXES, MoeConfig
 from tpu_rl.models.layers import PACKED, ActivationAxes
+from tpu_rl.models.moe import decode_kernel
 from tpu_rl.train import sharding
 
 Array = jax.Array
@@ -50,11 +52,15 @@ TILES = (512, 512, 1024)
 as many inputs do not fit in the vector memory of v5e and v5p."""
 
 
+ROWS_IN_PLACE = 128
+"""Rows per expert, in the mean, up to which products are bound by reading the experts."""
+
+
 class Matrix(NamedTuple):
     """One matrix of all experts, or of those on a device: W, or W + A B with adapters."""
 
     weight: Array
-    """[E, I, O]."""
+    """[E, I, O]. With `layer`: [L, E, I, O], perhaps in eight bits."""
     a: Array | None = None
     """[E, I, rank]."""
     b: Array | None = None
@@ -63,6 +69,8 @@ class Matrix(NamedTuple):
     """[E, O]."""
     scale: Array | None = None
     """[E, O] float32: factors of the outputs of W, if it is quantized."""
+    layer: Array | None = None
+    """[] int32: number of the layer in `weight`, which is read in place. There is no gradient."""
 
 
 class Matrices(NamedTuple):
@@ -132,6 +140,39 @@ def _in_best_groups(config: MoeConfig, choice: Array) -> Array:
     return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
+def is_read_in_place(config: MoeConfig, num_tokens: int, name: str, stack: Any, dtype: Any) -> bool:
+    """Return True if the TPU's kernel for few tokens can read the matrix `name` of a mixture where
+    it lies (see `decode_kernel`).
+
+    It can unless tokens are many, the kernel's pieces do not fit, or each device must gather or
+    convert the matrix anyway.
+
+    Args:
+        config: the mixture.
+        num_tokens: tokens of all devices.
+        name: one of `EXPERT_MATRICES`.
+        stack: [L, E, I, O], the matrices of all layers as stored, or their shape and dtype.
+        dtype: the type of activations.
+    """
+    num_rows = num_tokens * config.experts_per_token
+    names = ("layers", *WEIGHT_AXES[name])
+    mesh = jax.sharding.get_abstract_mesh()
+    shape = stack.shape
+    if not mesh.empty:
+        placement = sharding.spec(names, shape, mesh)
+        shape = jax.NamedSharding(mesh, placement).shard_shape(shape)
+        embed = names.index("embed")
+        if shape[embed] != stack.shape[embed]:
+            return False
+    stored = jnp.dtype(stack.dtype)
+    rows = jax.ShapeDtypeStruct((num_rows, shape[2]), dtype)
+    return (
+        num_rows <= ROWS_IN_PLACE * config.num_experts
+        and (stored == jnp.dtype(dtype) or stored.itemsize == 1)
+        and decode_kernel.make_tiles(rows, jax.ShapeDtypeStruct(shape, stored)) is not None
+    )
+
+
 def mixture(
     x: Array,
     routing: Routing,
@@ -168,11 +209,13 @@ def _matrix_axes(matrices: Matrices) -> Any:
             "bias": name + "_bias",
             "scale": name + SCALE,
         }
-        axes = {
+        axes: dict[str, tuple[str, ...]] = {
             field: WEIGHT_AXES[names[field]]
             for field, leaf in matrix._asdict().items()
-            if leaf is not None
+            if leaf is not None and field in names
         }
+        if matrix.layer is not None:
+            axes |= {"weight": ("layers", *axes["weight"]), "layer": ()}
         return matrix._replace(**axes)
 
     return Matrices(
@@ -185,13 +228,13 @@ def _device_mixture(
 ) -> Array:
     """Return `mixture` for one device's shards of the operands, which are sharded by `specs`."""
     row_axes = sharding.mesh_axes(specs[0][0])
-    gate_spec = specs[3].gate.weight
+    gate_spec = specs[3].gate.weight[-3:]
     expert_axes = sharding.mesh_axes(gate_spec[0])
     mlp_axes = sharding.mesh_axes(gate_spec[2])
 
     def with_full_width(leaf: Array, names: tuple[str, ...], spec: Any) -> Array:
-        if "embed" not in names:
-            return leaf
+        if "embed" not in names or "layers" in names:
+            return leaf  # What is read in place has its full width.
         dimension = names.index("embed")
         return _all_gather(leaf, sharding.mesh_axes(spec[dimension]), dimension)
 
@@ -204,13 +247,17 @@ def _device_mixture(
     shared_axes = tuple(name for name in row_axes if name in expert_axes)
     x, experts, weights = (_all_gather(part, shared_axes, 0) for part in (x, experts, weights))
     num_shards = math.prod(jax.lax.axis_size(name) for name in expert_axes)
-    first = jax.lax.axis_index(expert_axes) * len(matrices.gate.weight) if expert_axes else 0
+    first = jax.lax.axis_index(expert_axes) * _num_experts(matrices) if expert_axes else 0
     shard = _ExpertShard(first, num_shards)
     y = _local_mixture(combine, shard, x, experts, weights, matrices)
     y = jax.lax.psum(
         y, tuple(name for name in (*expert_axes, *mlp_axes) if name not in shared_axes)
     )
     return jax.lax.psum_scatter(y, shared_axes, tiled=True) if shared_axes else y
+
+
+def _num_experts(matrices: Matrices) -> int:
+    return matrices.gate.weight.shape[-3]
 
 
 def _all_gather(x: Array, axes: tuple[str, ...], dimension: int) -> Array:
@@ -251,7 +298,7 @@ def _local_mixture(
     num_tokens = x.shape[0] * x.shape[1]
     experts_per_token = experts.shape[-1]
     order = _sort_by_expert(
-        experts.reshape(num_tokens, experts_per_token), shard, len(matrices.gate.weight)
+        experts.reshape(num_tokens, experts_per_token), shard, _num_experts(matrices)
     )
     order = checkpoint_name(order, ORDER)
     num_assignments = num_tokens * experts_per_token
@@ -305,38 +352,40 @@ def _pass(
     padded = jnp.pad(order.assignments, (0, -len(order.assignments) % size))
     assignments = jax.lax.dynamic_slice_in_dim(padded, start, size)
     ends = jnp.clip(order.ends - start, 0, size)
-    group_sizes = jnp.diff(ends, prepend=0)
     is_in_block = (order.place >= start) & (order.place < start + ends[-1])
     place = jnp.where(is_in_block, order.place - start, size)
     block = _Block(assignments // weights.shape[1], place)
     inputs, scales = _dispatch(x, weights, assignments, block)
-    gate = _expert_product(inputs, matrices.gate, group_sizes)
-    inner = combine(gate, _expert_product(inputs, matrices.up, group_sizes))
+    gate = _expert_product(inputs, matrices.gate, ends)
+    inner = combine(gate, _expert_product(inputs, matrices.up, ends))
     # The weights are applied here, where rows are narrower than after the last product.
-    outputs = _expert_product(inner * scales[:, None], matrices.down, group_sizes, scales)
+    outputs = _expert_product(inner * scales[:, None], matrices.down, ends, scales)
     return _combine(outputs, block)
 
 
-def _expert_product(
-    x: Array, matrix: Matrix, group_sizes: Array, scales: Array | None = None
-) -> Array:
-    """Return `ragged_product` with W + A B, plus the bias of each row's expert.
+def _expert_product(x: Array, matrix: Matrix, ends: Array, scales: Array | None = None) -> Array:
+    """Return the product of rows x [n, I] with W + A B, plus the bias, of each row's expert.
 
-    The product A B is never formed. The biases are multiplied by `scales` [n].
+    The rows of an expert end at `ends` [E]. The product A B is never formed. The biases are
+    multiplied by `scales` [n].
     """
-    y = ragged_product(x, matrix.weight, group_sizes)
-    if matrix.scale is not None:
-        expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
-        expert = jnp.minimum(expert, len(matrix.scale) - 1)
-        y = quantization.scaled(y, _take(matrix.scale, expert))
+    group_sizes = jnp.diff(ends, prepend=0)
+    if matrix.layer is not None:
+        y = decode_kernel.product(x, matrix.weight, matrix.layer, ends, matrix.scale)
+    else:
+        y = ragged_product(x, matrix.weight, group_sizes)
+        if matrix.scale is not None:
+            expert = jnp.searchsorted(ends, jnp.arange(len(x)), side="right")
+            expert = jnp.minimum(expert, len(matrix.scale) - 1)
+            y = quantization.scaled(y, _take(matrix.scale, expert))
     if matrix.a is not None and matrix.b is not None:
         y = y + ragged_product(ragged_product(x, matrix.a, group_sizes), matrix.b, group_sizes)
     if matrix.bias is None:
         return y
     # A product, whose gradient is one, too: sums over rows of an expert would be slow on TPUs.
-    ends = jnp.cumsum(group_sizes)[None, :]
     row = jnp.arange(len(x))[:, None]
-    is_expert = ((row >= ends - group_sizes[None, :]) & (row < ends)).astype(x.dtype)
+    starts = ends - group_sizes
+    is_expert = ((row >= starts[None, :]) & (row < ends[None, :])).astype(x.dtype)
     if scales is not None:
         is_expert = is_expert * scales[:, None]
     return y + jnp.einsum("ne,eo->no", is_expert, matrix.bias)
