@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from tests.fixtures.decoders import tiny
+from tests.fixtures.mixtures import CHOSEN, COUNT, INNER, SWIGLU, case, on_four_devices
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
-from tests.models import test_experts
-from tests.models.test_experts import CHOSEN, COUNT, SWIGLU, case, on_four_devices
 from tpu_rl import models
 from tpu_rl.models import quantization
 from tpu_rl.models.config import EXPERT_MATRICES, MoeConfig
@@ -63,7 +62,7 @@ def test_kernel_equals_the_ragged_product(sizes, dtype):
 
 
 def mixed(x, logits, matrices):
-    config = MoeConfig(COUNT, CHOSEN, test_experts.INNER)
+    config = MoeConfig(COUNT, CHOSEN, INNER)
     return experts.mixture(x, experts.route(config, logits), matrices, SWIGLU)
 
 

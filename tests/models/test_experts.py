@@ -14,19 +14,17 @@ import pytest
 from launch import roles
 from tests.fixtures import several
 from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
+from tests.fixtures.mixtures import CHOSEN, COUNT, INNER, SWIGLU, case, on_four_devices
 from tests.fixtures.several import require_same_step
 from tests.fixtures.tiny import plain_log_probs
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model, models, tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
-from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MlpConfig, MoeConfig, gate_function
+from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MoeConfig
 from tpu_rl.models.moe import experts
 from tpu_rl.sampler import SamplerConfig, sample
 from tpu_rl.train import sharding
-
-COUNT, CHOSEN, WIDTH, INNER = 8, 3, 12, 10
-SWIGLU = gate_function(MlpConfig(INNER))
 
 
 def dense(x, logits, matrices, config):
@@ -51,28 +49,6 @@ def dense(x, logits, matrices, config):
 
 def routed(x, logits, matrices, config):
     return experts.mixture(x, experts.route(config, logits), matrices, SWIGLU)
-
-
-def case(rows=4, length=64, skew=0.0, seed=0, rank=0, bias=False):
-    """Tokens, router logits of which `skew` prefers the first experts, and matrices, with adapters
-    of a rank, and with biases."""
-    noise = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return jnp.asarray(noise.standard_normal(shape, np.float32))
-
-    logits = (
-        normal(rows, length, COUNT)
-        + skew * jnp.where(jnp.arange(COUNT) < CHOSEN, 1.0, 0.0)[None, None]
-    )
-
-    def matrix(inputs, outputs):
-        adapters = (normal(COUNT, inputs, rank), normal(COUNT, rank, outputs)) if rank else ()
-        whole = experts.Matrix(normal(COUNT, inputs, outputs), *adapters)
-        return whole._replace(bias=normal(COUNT, outputs)) if bias else whole
-
-    matrices = experts.Matrices(matrix(WIDTH, INNER), matrix(WIDTH, INNER), matrix(INNER, WIDTH))
-    return normal(rows, length, WIDTH), logits, matrices
 
 
 def value_and_gradients(function, config, *arguments):
@@ -211,13 +187,6 @@ for arguments in eval(sys.argv[1]):
             assert_close(value_and_gradients(routed, config, *arguments), wanted)
 print("four devices agree with one")
 """
-
-
-def on_four_devices(program, *arguments):
-    env = several.virtual_devices(4, "--xla_backend_optimization_level=0")
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
-    assert "four devices agree with one" in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.slow
