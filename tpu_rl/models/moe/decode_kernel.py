@@ -8,7 +8,7 @@ weights in eight bits on the chip.
 
 The kernel visits pairs of an expert and a tile of rows, in the order of the rows, as Megablox does
 (Gale et al., arXiv 2211.15841). JAX's kernel of that name (`megablox.gmm`) can read a stack, too.
-It takes no weights in eight bits, and some fifty operations make its list of visits.
+It takes no weights in eight bits, and makes its list of visits in seven times as many operations.
 
 Letters in array shapes are those of `experts`; L counts layers, n rows and V visits.
 """
