@@ -38,11 +38,13 @@ from tpu_rl.sampler import guided_policy
 from tpu_rl.types import Params, Policy, Purpose
 
 COEFFICIENTS = (1.0, 0.5, 0.2, 0.1, 0.05)
+UNBIASED: dict[str, Any] = {"loss_aggregation": "token_mean", "drop_equal_returns": False}
 ARMS: dict[str, dict[str, Any]] = {
     "all_v": {},
     "single": {"prefixes": "single"},
     "token_mean": {"loss_aggregation": "token_mean"},
-    "unbiased": {"loss_aggregation": "token_mean", "drop_equal_returns": False},
+    "unbiased": UNBIASED,
+    "unbiased_whole_trunk": {**UNBIASED, "layers": None},
     "q_type": {"q_type": "q", "candidates": None},
     "squared_error": {"distribution": "squared_error"},
     "histogram": {"distribution": "histogram"},
