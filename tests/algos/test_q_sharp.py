@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from launch import config, evaluate, run
+from launch import config, evaluate, evaluate_q_sharp, run
 from launch.config import ExperimentConfig
 from tests.fixtures import tiny
 from tests.fixtures.runs import digest, small_q_sharp
@@ -25,6 +25,7 @@ from tpu_rl.environments import arithmetic
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience import q_examples, tasks
 from tpu_rl.losses.return_distributions import Support
+from tpu_rl.rollout import evaluation, guided_evaluation
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train import update_step
 from tpu_rl.types import Array, Model, QExamples, Rollout
@@ -486,6 +487,18 @@ def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
         assert np.mean(line["problem_accuracy"]) == pytest.approx(line["accuracy"][0])
         assert np.mean(line["problem_kl"]) == pytest.approx(line["kl"], abs=1e-6)
     assert "<h2>Guidance</h2>" in (Path(whole.run_dir) / "report.html").read_text()
+
+
+@pytest.mark.parametrize("is_graded", [True, False])
+def test_the_mean_of_a_graded_reward_is_shown(is_graded, capsys):
+    accuracy = evaluation.Estimate(0.4, 0.3, 0.5, 8)
+    reward = evaluation.Estimate(0.62, 0.55, 0.69, 8) if is_graded else accuracy
+    line = guided_evaluation.Line("reference", None, accuracy, reward, None, 0.0, 5.0, [], [])
+    evaluate_q_sharp.report("title", [line], [], 1)
+    printed = capsys.readouterr().out
+    assert ("mean reward" in printed) == is_graded
+    assert ("0.620 (0.550 to 0.690)" in printed) == is_graded
+    assert "40.0 %" in printed
 
 
 @pytest.mark.parametrize(
