@@ -97,7 +97,7 @@ def report(
         cells.append(f"{100 * line.accuracy.value:.1f} %")
         cells.append(f"{100 * line.accuracy.low:.1f} to {100 * line.accuracy.high:.1f}")
         if graded:
-            cells.append("{:.3f} ({:.3f} to {:.3f})".format(*line.reward[:3]))
+            cells.append(f"{line.reward.value:.3f}")
         if votes:
             cells.append("" if line.majority is None else f"{100 * line.majority.value:.1f} %")
         table.add_row(*cells, f"{line.kl:.3f}", f"{line.length:.1f}")
