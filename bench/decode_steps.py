@@ -6,8 +6,8 @@
 The number is the length of the cache in tokens. The flags are those of launch/run.py.
 
 The segment is compiled for shapes (`pip install -e ".[plan]"`); no TPU runs it. The times are those
-of `tpu_rl.planner.estimates`: the cycles that the compiler states, and for the attention kernel,
-which has none, its bytes over the bandwidth of main memory.
+of `tpu_rl.planner.estimates`: the cycles that the compiler states, and for the kernels of attention
+and of experts, which have none, their bytes over the bandwidth of main memory.
 """
 
 from __future__ import annotations
