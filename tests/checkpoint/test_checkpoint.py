@@ -75,6 +75,20 @@ def test_everything_comes_back(tmp_path):
     assert digests.of_tree(restored) == digests.of_tree(state)
 
 
+def test_orbax_reads_the_arrays_by_itself(tmp_path):
+    import orbax.checkpoint as ocp
+
+    state = make_state()
+    checkpoints = manager.open_checkpoints(str(tmp_path))
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    arrays = ocp.StandardCheckpointer().restore(tmp_path / "3" / "arrays")
+    expected = {path: leaf for path, leaf in digests.flatten(state).items() if leaf.size}
+    assert arrays.keys() == expected.keys()
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(arrays[path], np.asarray(leaf))
+
+
 def test_keeps_the_newest_and_leaves_no_litter(tmp_path):
     checkpoints = manager.open_checkpoints(str(tmp_path), keep=2)
     for step in (1, 2, 5, 9):
