@@ -13,7 +13,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.fixtures import several
-from tests.fixtures.sampling import KEY, PROMPTS, ROOT, STOP, TWO_KINDS, completions, decoder
+from tests.fixtures.sampling import (
+    HYBRID,
+    KEY,
+    PROMPTS,
+    ROOT,
+    STOP,
+    TWO_KINDS,
+    completions,
+    decoder,
+)
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
 from tpu_rl.errors import InputError
@@ -105,10 +114,18 @@ def llama():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, TWO_KINDS], ids=["llama", "sliding"])
-def test_log_probs_of_turns_are_those_of_the_whole_text(changes):
+@pytest.mark.parametrize(
+    ("changes", "num_slots"),
+    [
+        pytest.param({}, NUM_ROWS, id="llama"),
+        pytest.param(TWO_KINDS, NUM_ROWS, id="sliding"),
+        pytest.param(HYBRID, 3, id="recurrent", marks=pytest.mark.nightly),
+    ],
+)
+def test_log_probs_of_turns_are_those_of_the_whole_text(changes, num_slots):
+    """With few slots, states move to the host and come back."""
     model, params = decoder(**changes)
-    texts, masks, log_probs = converse(live_sampler(model, params))
+    texts, masks, log_probs = converse(live_sampler(model, params, num_slots=num_slots))
     exact = of_whole_texts(model, params, texts)
     for row, mask in enumerate(masks):
         actions = np.flatnonzero(mask)

@@ -13,8 +13,9 @@ from optax import contrib
 
 from tpu_rl.errors import InputError
 
-UNDECAYED_SUFFIXES = ("_norm", "_bias")
-"""Weight decay skips leaves whose names end like this: norms and biases."""
+UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log")
+"""Weight decay skips leaves whose names end like this: norms, biases, and what the decays of linear
+attention are made of."""
 
 MUON_RMS = 0.2
 """The root mean square of Muon's updates, as a multiple of the learning rate. It is that of AdamW's
