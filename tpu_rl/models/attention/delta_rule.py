@@ -19,7 +19,7 @@ of tokens in a chunk.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +266,7 @@ def _step(commit: Array | None, carry: _Carry, chunk: _Chunk) -> tuple[_Carry, A
     return _Carry(state, chunk.number[:, -1], committed), read
 
 
+@jax.custom_vjp
 def _inverse(lower: Array) -> Array:
     """Return the inverse of 1 + lower, for strictly lower triangular matrices [..., C, C].
 
@@ -273,14 +274,29 @@ def _inverse(lower: Array) -> Array:
     does. C is a power of two.
     """
     size = lower.shape[-1]
-    row = np.arange(size)[:, None]
-    column = np.arange(size)[None, :]
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    block = 1
-    while block < size:
-        is_corner = (row // block % 2 == 1) & (row // block - 1 == column // block)
+    row = jnp.arange(size)[:, None]
+    column = jnp.arange(size)[None, :]
+
+    def double(level: Array, inverse: Array) -> Array:
+        block = row >> level
+        is_corner = (block % 2 == 1) & (block - 1 == column >> level)
         corner = jnp.where(is_corner, lower, 0.0)
         change = _einsum("...ij,...jk->...ik", corner, inverse)
-        inverse = inverse - _einsum("...ij,...jk->...ik", inverse, change)
-        block *= 2
-    return inverse
+        return inverse - _einsum("...ij,...jk->...ik", inverse, change)
+
+    # A loop, because the compiler of TPUs takes seconds for each product.
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    return jax.lax.fori_loop(0, size.bit_length() - 1, double, identity)
+
+
+def _inverse_forward(lower: Array) -> tuple[Array, Array]:
+    inverse: Any = _inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+    inner = _einsum("...ij,...kj->...ik", gradient, inverse)
+    return (-_einsum("...ji,...jk->...ik", inverse, inner),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
