@@ -1,5 +1,6 @@
 """Every family against transformers, in float32 on CPUs: load, compute, save again."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -23,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 def checkpoint(request, tmp_path_factory):
     """Return (family, a random transformers model of it, the directory it was saved to)."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**CONFIGS[request.param])
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIGS[request.param]))
     theirs = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
@@ -147,7 +148,7 @@ def test_gemma3_with_images_is_read_as_text(tmp_path):
 
 
 def test_bfloat16_checkpoints_load_without_loss(tmp_path):
-    config = transformers.AutoConfig.for_model(**CONFIGS["qwen3"])
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIGS["qwen3"]))
     theirs = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path)
     expected = theirs.model.layers[1].mlp.up_proj.weight.float().detach().numpy().T

@@ -156,9 +156,9 @@ WEIGHT_AXES["unembedding" + LORA_B] = ("rank", "vocab")
 def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the input axes and the output axes of the weight `name`, counted from the last.
 
-    Other axes, those of layers and experts, count matrices. None: the weight is a vector, or it is
-    the embedding, the unembedding or a head, which optimizers for matrices leave out. Adapters are
-    matrices.
+    Other axes, those of layers and experts, count matrices. None: the weight consists of vectors,
+    or it is the embedding, the unembedding or a head, which optimizers for matrices leave out.
+    Adapters are matrices.
     """
     num_dims = len(WEIGHT_AXES[name])
     if name.endswith(("_bias", "_norm", SCALE)):
