@@ -206,23 +206,30 @@ def print_heading_of_times() -> None:
     )
 
 
-def trained_speed(run_dir: str, batches: Sequence[int], repeats: int = 3) -> None:
+def trained_speed(
+    run_dir: str,
+    batches: Sequence[int],
+    repeats: int = 3,
+    num_prompts: int = 16,
+    masses: Sequence[float] = (1.0, *MASSES),
+) -> None:
     """Print the time per token of a run's model, plain and guided by the run's q.
 
-    It answers 16 held-out prompts 8 times, `rows` at once. The time of prompts is included.
+    It answers held-out prompts 8 times, as many at once as `batches` say. The time of prompts is
+    included.
     """
     context, params, _ = saved_run.load_run(run_dir)
     run_config = context.config
     algorithm: Any = run_config.algorithm
     reference = context.policy("policy")
     policies = {"plain": reference}
-    for mass in (1.0, *MASSES):
+    for mass in masses:
         pruned = replace(algorithm, candidate_mass=mass)
         name = f"{algorithm.candidates} candidates, mass {mass:g}"
         policies[name] = roles.guide(reference, context.policy("q"), pruned)
     params = guided_policy.with_kl_coef(params, algorithm.kl_coef)
     tokenizer = context.language.tokenizer
-    rows = tasks.evaluation_rows(run_config.data, algorithm.experience, 16)
+    rows = tasks.evaluation_rows(run_config.data, algorithm.experience, num_prompts)
     encoded = prompts.encode(rows, tokenizer, run_config.sampling.max_prompt_tokens)
     settings = sampler_config(run_config.sampling, tokenizer, 8)
     print_heading_of_times()
