@@ -72,7 +72,7 @@ class Context(NamedTuple):
     views: dict[str, kv_cache.CacheView] | None = None
     """Layer type -> view on the cache; None without a cache."""
     sequences: Sequences | None = None
-    """Where recurrent states begin anew; None without linear layers."""
+    """The sequences, each of which begins a new recurrent state; None without linear layers."""
     stacks: dict[str, dict[str, Array]] | None = None
     """Name of a layer of the pattern, name of a matrix of experts -> the matrices [repetitions, E,
     I, O] that are read in place; None if each layer takes its own."""

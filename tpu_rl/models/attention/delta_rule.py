@@ -110,9 +110,9 @@ def before_and(x: Array, past: Array | None, width: int) -> Array:
 
 def latest_inputs(x: Array, past: Array, commit: Array) -> Array:
     """Return the last W - 1 inputs [B, W - 1, H, E] after the first `commit` tokens of x."""
-    kept = past.shape[1]
-    inputs = before_and(x, past, kept + 1)
-    places = commit[:, None] + jnp.arange(kept)[None, :]
+    num_inputs = past.shape[1]
+    inputs = before_and(x, past, num_inputs + 1)
+    places = commit[:, None] + jnp.arange(num_inputs)[None, :]
     return jnp.take_along_axis(inputs, places[:, :, None, None], axis=1).astype(past.dtype)
 
 
@@ -140,7 +140,7 @@ def recurrence(
 
 
 class _Carry(NamedTuple):
-    """What one chunk leaves to the next."""
+    """The values that one chunk passes to the next."""
 
     state: Array
     """[B, H, E, V]."""
@@ -251,10 +251,10 @@ def _step(commit: Array | None, carry: _Carry, chunk: _Chunk) -> tuple[_Carry, A
     def state_after(place: Array) -> Array:
         """Return the state [B, H, E, V] after the token at `place` [B] of the chunk."""
         index = place[:, None, None]
-        kept = jnp.take_along_axis(since_start, index, axis=2)
+        carry_decay = jnp.take_along_axis(since_start, index, axis=2)
         weights = jnp.take_along_axis(between, index[..., None], axis=2)[:, :, 0]
-        new = _einsum("bhje,bhjv->bhev", weights[..., None] * chunk.key, written)
-        return kept[..., None] * carry.state + new
+        added = _einsum("bhje,bhjv->bhev", weights[..., None] * chunk.key, written)
+        return carry_decay[..., None] * carry.state + added
 
     last = jnp.full(len(chunk.number), size - 1)
     state = state_after(last)
