@@ -496,8 +496,9 @@ def test_rotary_embeddings_are_read_as_transformers_reads_them(family, change):
         (
             {"model_type": "mamba"},
             "supported: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
-            "gemma2, gemma3_text, smollm3, olmo2, olmo3, phi3, glm4, gpt_oss, deepseek_v3, "
-            "granite, qwen3_5_text, qwen3_5_moe_text, qwen3_next, gemma3, qwen3_5, qwen3_5_moe",
+            "gemma2, gemma3_text, gemma4_text, gemma4_unified_text, smollm3, olmo2, olmo3, phi3, "
+            "glm4, gpt_oss, deepseek_v3, granite, qwen3_5_text, qwen3_5_moe_text, qwen3_next, "
+            "gemma3, gemma4, gemma4_unified, qwen3_5, qwen3_5_moe",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
@@ -569,6 +570,23 @@ def test_unsupported_latent_attention_and_routing_are_refused(change, message):
 def test_unsupported_linear_attention_is_refused(change, message):
     with pytest.raises(InputError, match=message):
         models.from_config(CONFIGS["qwen3_5"] | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8"),
+        ({"num_global_key_value_heads": 3}, "and 3 key-value heads"),
+        ({"global_head_dim": 0}, "global_head_dim = 0 is out of range"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, "must have the same head_dim"),
+        ({"enable_moe_block": True}, "num_experts = None is out of range"),
+    ],
+)
+def test_unsupported_variants_of_gemma4_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        models.from_config(CONFIGS["gemma4"] | change)
 
 
 def test_lengths_with_other_rotary_angles_are_refused():

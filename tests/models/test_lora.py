@@ -28,13 +28,18 @@ TARGETS = {
     "gemma3": ("q_proj", "down", "o_proj"),
     "mixtral": ("all-linear", "gate", "up", "down"),
     "deepseek_v3": ("all-linear",),
+    "gemma4": ("all-linear",),
+    "gemma4_moe": ("q_proj", "up", "k_proj"),
     "qwen3_5": ("all-linear",),
     "qwen3_next": ("all-linear",),
 }
 """An untied unembedding; biases and tied embeddings; a pattern of kinds with a tail, of which a few
 matrices; a mixture with its experts; latent attention, shared experts and a first dense layer;
 linear attention, also with tensors whose rows alternate by head."""
-MARKS = {name: [pytest.mark.nightly] for name in ("deepseek_v3", "qwen3_5", "qwen3_next")}
+MARKS = {
+    name: [pytest.mark.nightly]
+    for name in ("deepseek_v3", "gemma4", "gemma4_moe", "qwen3_5", "qwen3_next")
+}
 
 
 def parametrized(names):

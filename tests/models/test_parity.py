@@ -32,7 +32,7 @@ def checkpoint(request, tmp_path_factory):
         for weight in theirs.parameters():  # norms and biases too, which start as ones and zeros
             weight.add_(0.2 * torch.randn_like(weight))
         for name, buffer in theirs.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     directory = tmp_path_factory.mktemp(request.param)
     theirs.save_pretrained(directory, safe_serialization=True)
@@ -145,6 +145,22 @@ def test_gemma3_with_images_is_read_as_text(tmp_path):
     stored = safetensors_files.read_header(tmp_path / "adapter" / "adapter_model.safetensors")
     assert found == {name.removeprefix("base_model.model.").split(".lora_")[0] for name in stored}
     assert len(found) == 2 * text["num_hidden_layers"]
+
+
+@pytest.mark.slow
+def test_gemma4_with_images_is_read_as_text(tmp_path):
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    text = copy.deepcopy(CONFIGS["gemma4_moe"]) | {"use_bidirectional_attention": "vision"}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision)
+    theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    _, params = models.load(tmp_path)
+    tokens = tokens_of((3, LENGTH)) % 128
+    ours = np.asarray(tiny("gemma4_moe").logits(params, tokens, *plain(3)))[0]
+    with torch.no_grad():
+        other = theirs(torch.tensor(np.asarray(tokens)[:1], dtype=torch.long)).logits[0].numpy()
+    assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
 
 
 def test_bfloat16_checkpoints_load_without_loss(tmp_path):

@@ -79,6 +79,9 @@ PARAMETERS = {
     "Gemma-3-4B": 3_880_263_168,
     "Gemma-3-12B": 11_766_034_176,
     "Gemma-3-27B": 27_009_346_304,
+    "Gemma-4-12B": 11_907_350_320,
+    "Gemma-4-31B": 30_697_345_340,
+    "Gemma-4-26B-A4B": 25_233_141_790,
     "SmolLM3-3B": 3_075_098_624,
     "OLMo-2-0425-1B": 1_484_916_736,
     "OLMo-2-1124-7B": 7_298_617_344,
@@ -100,8 +103,8 @@ PARAMETERS = {
     "Qwen3.5-9B": 8_953_803_264,
     "Qwen3.5-35B-A3B": 34_660_610_688,
 }
-"""Parameters of each checkpoint; of Gemma 3 and Qwen3.5 without the vision tower, and of
-DeepSeek-V3 with the correction biases. Modules for several tokens at once are left out."""
+"""Parameters of each checkpoint; of Gemma 3 and 4 and Qwen3.5 without the vision tower, and
+of DeepSeek-V3 with the correction biases. Modules for several tokens at once are left out."""
 
 
 def local_target(memory: int | None = None) -> estimates.Target:

@@ -61,6 +61,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "delta_output": ("delta_value_heads", "delta_value_dim", "embed"),
     "mlp_norm": ("embed",),
     "mlp_post_norm": ("embed",),
+    "layer_scalar": ("scalar",),
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
@@ -70,6 +71,11 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "router": ("routes", "embed"),
     "router_bias": ("routes",),
     "router_correction_bias": ("routes",),
+    "router_norm": ("embed",),
+    "router_gain": ("routes",),
+    "dense_post_norm": ("embed",),
+    "expert_norm": ("embed",),
+    "expert_post_norm": ("embed",),
     "expert_gate": ("experts", "embed", "expert_mlp"),
     "expert_up": ("experts", "embed", "expert_mlp"),
     "expert_down": ("experts", "expert_mlp", "embed"),
@@ -122,6 +128,9 @@ FLOAT32 = ("router_correction_bias", "delta_decay_log", "delta_decay_bias")
 
 PLAIN_NORMS = ("delta_norm",)
 """Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
+
+ONES = ("delta_decay_bias", "layer_scalar", "router_gain")
+"""Weights that are 1 in a random model, beside the gains of norms."""
 
 RECURRENT = "linear"
 """The type of layers with a recurrent state: linear attention (`DeltaConfig`)."""
@@ -274,6 +283,17 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class FullHeads:
+    """Key-value heads of full layers, where they differ from those of sliding layers (Gemma 4)."""
+
+    num_kv_heads: int
+    head_dim: int
+    """Dimensions of all heads of these layers, those of queries included."""
+    key_is_value: bool = False
+    """True if values are the projected keys, before their norm and their rotary embedding."""
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """Grouped-query attention, or multi-head latent attention."""
 
@@ -294,6 +314,12 @@ class AttentionConfig:
     """RMS norm of query and key, for each head separately (Qwen3, Gemma 3)."""
     joint_query_key_norm: bool = False
     """RMS norm of query and key over all heads together (OLMoE, OLMo 2 and 3)."""
+    value_norm: bool = False
+    """RMS norm without gain of the value, for each head separately (Gemma 4)."""
+    key_is_value: bool = False
+    """See `FullHeads`."""
+    full: FullHeads | None = None
+    """The heads of full layers. None: all layers have the same."""
     clip_qkv: float | None = None
     """Elements of query, key and value are clipped to [-clip_qkv, clip_qkv] (OLMoE)."""
     softcap: float | None = None
@@ -428,6 +454,10 @@ class MoeConfig:
     """Intermediate size of an MLP that processes every token beside the experts. None: no MLP."""
     shared_is_routed: bool = False
     """True if the output of that MLP is multiplied by the sigmoid of a router's logit (Qwen3.5)."""
+    beside_mlp: bool = False
+    """True if layers have their MLP, too, and add its output to that of the mixture. Each of the
+    two outputs then has a norm, the router and the experts have norms of their own in place of that
+    of the MLP, and the weights of experts are multiplied by a gain of each expert (Gemma 4)."""
 
     @property
     def routing_dtype(self) -> Any:
@@ -470,6 +500,9 @@ class DecoderConfig:
     """Rotary embedding of sliding layers."""
     residual_scale: float = 1.0
     """Factor of each branch, before it is added to the residual stream (Granite)."""
+    layer_scalars: bool = False
+    """True if the residual stream is multiplied by a number after each layer. It has no gradient
+    (Gemma 4)."""
     dtype: str = "float32"
     """The compute dtype. Norms, softmax, rotary angles and logits are always float32."""
     param_dtype: str = "float32"
@@ -501,8 +534,8 @@ class DecoderConfig:
     adapters: LoraConfig | None = None
     """Low-rank adapters; `targets` are names of this library. None: no adapters."""
     multimodal: bool = False
-    """True if the model was read from one with images (Gemma 3, Qwen3.5), whose modules have other
-    names in transformers."""
+    """True if the model was read from one with images (Gemma 3 and 4, Qwen3.5), whose modules have
+    other names in transformers."""
     source: str = "{}"
     """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
     back."""
@@ -536,6 +569,16 @@ class DecoderConfig:
         """True if layers have a recurrent state, into which all earlier tokens are mixed."""
         return RECURRENT in self.layer_types
 
+    def of_layers(self, layer_type: str) -> DecoderConfig:
+        """Return the config of the layers of a type, with the heads that these layers have."""
+        full = self.attention.full
+        if full is None:
+            return self
+        heads = vars(full) if layer_type == "full" else {}
+        return dataclasses.replace(
+            self, attention=dataclasses.replace(self.attention, full=None, **heads)
+        )
+
     def require_length(self, length: int, where: str) -> None:
         """Check that sequences of `length` tokens, a setting named `where`, have the right angles.
 
@@ -554,7 +597,10 @@ class DecoderConfig:
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the weight `name`, in one layer if layers have it."""
+        """Return the shape of the weight `name`, in one layer if layers have it.
+
+        For the weights of a layer call it on `of_layers`.
+        """
         latent = self.attention.latent or LatentConfig(0, 0, self.attention.head_dim)
         delta = self.delta or DeltaConfig(0, 0, 0, 0, 0)
         sizes = {
@@ -580,6 +626,7 @@ class DecoderConfig:
             "expert_mlp": self.moe.intermediate_size if self.moe else 0,
             "shared_mlp": (self.moe.shared_size or 0) if self.moe else 0,
             "shared_routes": 1,
+            "scalar": 1,
             "outputs": self.num_outputs or 0,
             "rank": self.adapters.rank if self.adapters else 0,
         }

@@ -35,6 +35,7 @@ from tpu_rl.models.config import (
     FLOAT32,
     LORA_A,
     LORA_B,
+    ONES,
     PLAIN_NORMS,
     PRODUCT,
     QUANTIZED,
@@ -81,8 +82,8 @@ class Context(NamedTuple):
 # Parameters.
 
 
-def _init_std(config: DecoderConfig, name: str) -> float:
-    """Return the standard deviation of the random weight `name`.
+def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float:
+    """Return the standard deviation of the random weight `name`, which has a shape in its layer.
 
     It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
     of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
@@ -95,9 +96,8 @@ def _init_std(config: DecoderConfig, name: str) -> float:
         # Hidden states have norm hidden_size ** 0.5, so first outputs are about 0.1.
         return 0.1 * config.hidden_size**-0.5
     if name.endswith(LORA_A):
-        inputs = config.shape(name)[1 if name.startswith(EXPERT_MATRICES) else 0 : -1]
+        inputs = shape[1 if name.startswith(EXPERT_MATRICES) else 0 : -1]
         return (3 * math.prod(inputs)) ** -0.5  # the variance of PEFT's uniform distribution
-    shape = config.shape(name)
     if name.endswith("_taps"):
         return shape[-1] ** -0.5
     inputs = shape[1] if name in ("router", "shared_router", *EXPERT_MATRICES) else shape[0]
@@ -125,13 +125,14 @@ def random_params(config: DecoderConfig, key: Array, shapes: Any = None) -> Para
     def random_leaf(path, leaf: jax.ShapeDtypeStruct, start: int) -> Array:
         name = path[-1].key
         has_gain = not config.norm.unit_offset or name in PLAIN_NORMS
-        if (name.endswith("_norm") and has_gain) or name == "delta_decay_bias":
+        if (name.endswith("_norm") and has_gain) or name in ONES:
             return jnp.ones(leaf.shape, leaf.dtype)
         part = jax.lax.slice(noise, (start,), (start + leaf.size,)).reshape(leaf.shape)
         if name == "delta_decay_log":
             uniform = jnp.maximum(jax.scipy.special.ndtr(part), 1e-3)
             return jnp.log(16 * uniform).astype(leaf.dtype)
-        return (part * _init_std(config, name)).astype(leaf.dtype)
+        shape = leaf.shape[-len(WEIGHT_AXES[name]) :]
+        return (part * _init_std(config, name, shape)).astype(leaf.dtype)
 
     starts = itertools.accumulate((leaf.size for _, leaf in leaves), initial=0)
     params = [
@@ -197,6 +198,12 @@ class Weights(nn.Module):
             return normalize(x, scale)
         flat = x.reshape(*x.shape[: -scale.ndim], scale.size)
         return normalize(flat, scale.reshape(-1)).reshape(x.shape)
+
+    def plain_norm(self, x: Array) -> Array:
+        """Return the RMS norm of x over its last dimension, without a gain."""
+        mean = exact.mean if self.config.exact else functools.partial(jnp.mean, axis=-1)
+        gain = jnp.ones(x.shape[-1])
+        return layers.rms_norm(x, gain, self.config.norm.eps, unit_offset=False, mean=mean)
 
     def adapter(self, name: str) -> tuple[Array, Array]:
         """Return the matrices A and B of a weight's adapter."""
@@ -301,13 +308,24 @@ class Layer(Weights):
                         for name in EXPERT_MATRICES
                     )
                 )
-            branch, routing = self.mixture(branch, axes, matrices, replayed)
+            if self.config.moe.beside_mlp:
+                dense = self.norm(self.mlp(branch), "dense_post_norm")
+                router_input = self.norm(x, "router_norm")
+                router_input *= jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+                branch = self.norm(x, "expert_norm")
+                branch, routing = self.mixture(branch, router_input, axes, matrices, replayed)
+                branch = dense + self.norm(branch, "expert_post_norm")
+            else:
+                branch, routing = self.mixture(branch, branch, axes, matrices, replayed)
             if cache is not None and ROUTING in cache:
                 cache = kv_cache.write_routing(cache, mixture_layer, routing.experts)
             if cache is None:
                 is_token = context.queries.segment_ids > 0
                 usage = router.usage(routing.experts, routing.probabilities, is_token)
         x = x + self.end(branch, "mlp_post_norm")
+        if self.config.layer_scalars:
+            scalar = jax.lax.stop_gradient(self.weight("layer_scalar"))
+            x = x * jnp.broadcast_to(scalar, x.shape)
         return constrain(x, (*axes, None)), cache, usage
 
     def mixer(self) -> Callable[..., tuple[Array, Any]]:
@@ -494,7 +512,11 @@ class Layer(Weights):
         else:
             query = self.linear("btd,dhe->bthe", x, "query", config.bias)
         key = self.linear("btd,dke->btke", x, "key", config.bias)
-        value = self.linear("btd,dke->btke", x, "value", config.bias)
+        value = key
+        if not config.key_is_value:
+            value = self.linear("btd,dke->btke", x, "value", config.bias)
+        if config.value_norm:
+            value = self.plain_norm(value)
         if config.query_key_norm:
             query = self.norm(query, "query_norm")
             key = self.norm(key, "key_norm")
@@ -606,24 +628,27 @@ class Layer(Weights):
     def mixture(
         self,
         x: Array,
+        router_input: Array,
         axes: ActivationAxes,
         matrices: experts.Matrices,
         replayed: Array | None,
     ) -> tuple[Array, experts.Routing]:
         """Return the output of the mixture of experts for x [B, T, D], and its routing.
 
-        For `replayed` [B, T, k] see `experts.route`.
+        The routing is that of `router_input` [B, T, D]. For `replayed` [B, T, k] see
+        `experts.route`.
         """
         config = self.config
         assert config.moe is not None
         logits = jnp.einsum(
-            "btd,ed->bte", x, self.weight("router"), preferred_element_type=jnp.float32
+            "btd,ed->bte", router_input, self.weight("router"), preferred_element_type=jnp.float32
         )
         if config.moe.bias:
             bias = self.weight("router_bias").astype(jnp.float32)
             logits += jnp.broadcast_to(bias, logits.shape)
         correction = self._stored("router_correction_bias") if config.moe.has_correction else None
-        routing = experts.route(config.moe, logits, correction, replayed)
+        gain = self._stored("router_gain") if config.moe.beside_mlp else None
+        routing = experts.route(config.moe, logits, correction, replayed, gain)
         mixed = experts.mixture(x, routing, matrices, gate_function(config.mlp), axes)
         if config.moe.shared_size is not None:
             mixed = mixed + self.shared(x)
@@ -681,7 +706,8 @@ class Pattern(nn.Module):
             layer = repetition * period_types.count(layer_type)
             layer += (self.preceding + self.layer_types[:i]).count(layer_type)
             mixture_layer = repetition * config.period + i
-            module = self.layer_class(config, layer_type, self.is_dense, name=f"layer_{i}")
+            layer_config = config.of_layers(layer_type)
+            module = self.layer_class(layer_config, layer_type, self.is_dense, name=f"layer_{i}")
             x, cache, usage = module(x, cache, layer, mixture_layer, context)
             usages.append(usage)
         return (x, cache), usages
@@ -851,10 +877,10 @@ def expert_stacks(
 
 def _angles(config: DecoderConfig, positions: Array) -> dict[str, tuple[Array, Array] | None]:
     ropes = {"full": config.rope, "sliding": config.sliding_rope}
-    head_dim = config.attention.rotary_dim
     angles: dict[str, tuple[Array, Array] | None] = dict.fromkeys(sorted(set(config.layer_types)))
     for layer_type in angles.keys() & ropes.keys():
-        angles[layer_type] = layers.rope_angles(ropes[layer_type], head_dim, positions)
+        rotary_dim = config.of_layers(layer_type).attention.rotary_dim
+        angles[layer_type] = layers.rope_angles(ropes[layer_type], rotary_dim, positions)
     return angles
 
 

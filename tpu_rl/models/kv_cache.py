@@ -112,7 +112,7 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
             continue
         capacity = min(length, ring_size_of(config, layer_type) or length)
         num_layers = config.layer_types.count(layer_type)
-        heads, key_dim, value_dim = attention.cached_dims
+        heads, key_dim, value_dim = config.of_layers(layer_type).attention.cached_dims
         if attention.pairs_heads:
             heads, key_dim, value_dim = -(-heads // 2), 2 * key_dim, 2 * value_dim
         places = (num_layers, rows, heads, capacity)

@@ -39,8 +39,9 @@ class RopeConfig:
     theta: float = 10_000.0
     scaling: str = "default"
     """"default" (none), "linear" (all frequencies are divided by `factor`), "llama3" (only low
-    frequencies are), "yarn" (frequencies of few turns are) or "longrope" (frequencies are divided
-    by `divisors`)."""
+    frequencies are), "yarn" (frequencies of few turns are), "longrope" (frequencies are divided by
+    `divisors`) or "proportional" (frequencies are those of whole heads, divided by `factor`, but
+    pairs of dimensions beyond `fraction` are not rotated: Gemma 4)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -63,8 +64,8 @@ class RopeConfig:
     """True if dimensions 2 i and 2 i + 1 are a pair (GLM-4). Otherwise i and i + E / 2 are."""
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of a head's dimensions that are rotated."""
-        return int(head_dim * self.fraction)
+        """Return the number of a head's dimensions that have an angle, which may be 0."""
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.fraction)
 
 
 class ActivationAxes(NamedTuple):
@@ -420,6 +421,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     elif config.scaling == "yarn":
         scaled = _yarn_ramp(config, rotated)
         frequencies = frequencies * ((1 - scaled) + scaled / config.factor)
+    elif config.scaling == "proportional":
+        num_turning = int(config.fraction * head_dim / 2)
+        is_turning = np.arange(rotated // 2) < num_turning
+        frequencies = np.where(is_turning, frequencies / config.factor, 0.0)
     elif config.scaling == "longrope":
         frequencies = frequencies / np.asarray(config.divisors, np.float32)
     return frequencies.astype(np.float32)

@@ -136,9 +136,13 @@ def _weights_by_name(config: DecoderConfig) -> dict[str, set[str]]:
     """
     present = _weights(config)
     family = _family(config)
+    # Where experts cannot have adapters, the names of an MLP beside them mean the MLP.
+    expert_names = (
+        {} if families.has_stacked_experts(family) and "gate" in present else EXPERT_NAMES
+    )
     weights: dict[str, set[str]] = {}
     for name, module in PEFT_NAMES.items():
-        meant = {name, EXPERT_NAMES.get(name, name)} & present
+        meant = {name, expert_names.get(name, name)} & present
         if name == "unembedding":
             meant = {name}
         own_module = family.names.get(name, module).removesuffix(".weight").split(".")[-1]
@@ -155,11 +159,15 @@ def peft_name(name: str) -> str:
 
 def _max_rank(config: DecoderConfig, name: str) -> int:
     """Return the largest rank that a matrix can have: the smaller of its inputs and outputs."""
-    shape = config.shape(name)
-    if name in EXPERT_MATRICES:
-        return min(shape[1:])
     output_dims = OUTPUT_DIMS.get(name, 1)
-    return min(prod(shape[:-output_dims]), prod(shape[-output_dims:]))
+
+    def max_rank(shape: tuple[int, ...]) -> int:
+        if name in EXPERT_MATRICES:
+            return min(shape[1:])
+        return min(prod(shape[:-output_dims]), prod(shape[-output_dims:]))
+
+    layer_types = set(config.layer_types)
+    return min(max_rank(config.of_layers(kind).shape(name)) for kind in layer_types)
 
 
 # Trees with and without adapters.

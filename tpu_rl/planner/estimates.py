@@ -248,9 +248,12 @@ def attention_flops(config: DecoderConfig, positions: np.ndarray) -> float:
     attention = config.attention
     keys = {"full": positions + 1.0, "unrotated": positions + 1.0}
     keys["sliding"] = np.minimum(keys["full"], attention.sliding_window or math.inf)
-    flops_per_key = 2.0 * attention.num_heads * (attention.head_dim + attention.value_dim)
-    attending = [kind for kind in config.layer_types if kind != RECURRENT]
-    flops = flops_per_key * sum(float(keys[kind].sum()) for kind in attending)
+    flops = 0.0
+    for kind in config.layer_types:
+        if kind != RECURRENT:
+            heads = config.of_layers(kind).attention
+            flops_per_key = 2.0 * heads.num_heads * (heads.head_dim + heads.value_dim)
+            flops += flops_per_key * float(keys[kind].sum())
     delta = config.delta
     if delta is None:
         return flops

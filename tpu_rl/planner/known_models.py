@@ -125,6 +125,21 @@ def _gemma3(
     )
 
 
+def _gemma4(sizes: dict[str, Any], full_kv_heads: int, **others: Any) -> dict[str, Any]:
+    return (
+        sizes
+        | {
+            "model_type": "gemma4_text",
+            "num_global_key_value_heads": full_kv_heads,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "final_logit_softcapping": 30.0,
+            "hidden_size_per_layer_input": 0,
+        }
+        | others
+    )
+
+
 def _of(model_type: str, sizes: dict[str, Any], tied: bool = False) -> dict[str, Any]:
     """Return a shape whose other fields are the defaults of its family."""
     return sizes | {"model_type": model_type, "tie_word_embeddings": tied}
@@ -190,6 +205,18 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         factor=8.0,
         head_dim=128,
         scalar=168,
+    ),
+    "Gemma-4-12B": _gemma4(
+        _sizes(3840, 15_360, 48, 16, 8, 262_144), 1, model_type="gemma4_unified_text"
+    ),
+    "Gemma-4-31B": _gemma4(_sizes(5376, 21_504, 60, 32, 16, 262_144), 4),
+    "Gemma-4-26B-A4B": _gemma4(
+        _sizes(2816, 2112, 30, 16, 8, 262_144),
+        2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
     ),
     "SmolLM3-3B": _of("smollm3", _sizes(2048, 11_008, 36, 16, 4, 128_256), tied=True),
     "OLMo-2-0425-1B": _of("olmo2", _sizes(2048, 8192, 16, 16, 16, 100_352)),

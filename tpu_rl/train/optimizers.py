@@ -13,7 +13,7 @@ from optax import contrib
 
 from tpu_rl.errors import InputError
 
-UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log")
+UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log", "_gain", "_scalar")
 """Weight decay skips leaves whose names end like this: norms, biases, and what the decays of linear
 attention are made of."""
 

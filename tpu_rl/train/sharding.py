@@ -59,6 +59,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "outputs": (),
     "routes": (),
     "shared_routes": (),
+    "scalar": (),
     "rank": (),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.

@@ -39,6 +39,9 @@ def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> st
         "keys and values must have one width, and this model's latent attention has two": (
             attention.latent is not None
         ),
+        "all layers must have the same heads, and this model's full layers have others": (
+            attention.full is not None
+        ),
         f"the head dimension {head_dim} is not a multiple of 8 up to {max_head_dim}": (
             head_dim % 8 or head_dim > max_head_dim
         ),

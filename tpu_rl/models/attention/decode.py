@@ -86,7 +86,9 @@ def has_kernel(config: AttentionConfig) -> bool:
     The TPU's compiler stores heads narrower than `LANES` with places along lanes, and would copy
     the cache for every call, unless they are paired. Latent attention is not implemented.
     """
-    return config.latent is None and (config.head_dim % LANES == 0 or config.pairs_heads)
+    widths = [config.head_dim, *([config.full.head_dim] if config.full else [])]
+    fill_lanes = all(width % LANES == 0 for width in widths)
+    return config.latent is None and (fill_lanes or config.pairs_heads)
 
 
 def can_pair_heads(config: AttentionConfig, tensor: int) -> bool:
@@ -94,7 +96,8 @@ def can_pair_heads(config: AttentionConfig, tensor: int) -> bool:
     share heads."""
     pairs = -(-config.num_kv_heads // 2)
     is_shared = tensor == 1 or (config.num_kv_heads % 2 == 0 and pairs % tensor == 0)
-    return config.latent is None and 2 * config.head_dim == LANES and is_shared
+    has_pairs = config.latent is None and config.full is None
+    return has_pairs and 2 * config.head_dim == LANES and is_shared
 
 
 def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array]) -> bool:

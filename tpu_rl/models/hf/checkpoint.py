@@ -199,13 +199,19 @@ def load(
         name = keys[-1]
         parts = parts_of_leaf[keys]
         if keys[0] != "layers":
-            return _read_weight(parts, model.config, name, leaf_sharding)
+            return _read_weight(parts, model.config, name, shape.shape, leaf_sharding)
         stack = jnp.zeros(shape.shape, shape.dtype, device=leaf_sharding)
-        num_layers = shape.shape[0]
+        num_layers, *layer_shape = shape.shape
         per_layer = len(parts) // num_layers  # in a mixture, one for each expert
         for layer in range(num_layers):
             layer_parts = parts[layer * per_layer : (layer + 1) * per_layer]
-            weight = _read_weight(layer_parts, model.config, name, _layer_sharding(leaf_sharding))
+            weight = _read_weight(
+                layer_parts,
+                model.config,
+                name,
+                tuple(layer_shape),
+                _layer_sharding(leaf_sharding),
+            )
             stack = _set_layer(stack, weight, layer)
         return stack
 
@@ -361,17 +367,20 @@ class _StoredPart(NamedTuple):
     def read(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return the part in our layout, where it has this shape; memory-mapped."""
         part = self.tensor.read()[self.location.part]
-        return (part.T if self.location.is_transposed else part).reshape(shape)
+        return (part.swapaxes(-1, -2) if self.location.is_transposed else part).reshape(shape)
 
 
 def _read_weight(
-    parts: list[_StoredPart], config: DecoderConfig, name: str, weight_sharding: Sharding
+    parts: list[_StoredPart],
+    config: DecoderConfig,
+    name: str,
+    shape: tuple[int, ...],
+    weight_sharding: Sharding,
 ) -> Array:
     """Read the weight `name` of one layer, or outside of layers, to its devices.
 
     `parts` is one part, or one for each expert. This process reads only what it holds.
     """
-    shape = config.shape(name)
     is_expert = name in EXPERT_MATRICES and len(parts[0].location.shape) < len(shape)
     views = [part.read(shape[1:] if is_expert else shape) for part in parts]
 

@@ -18,6 +18,7 @@ from tpu_rl.models.config import (
     ClampedSwish,
     DecoderConfig,
     DeltaConfig,
+    FullHeads,
     MlpConfig,
     NormConfig,
     VocabConfig,
@@ -57,6 +58,7 @@ LAYER_NAMES = {
     "delta_norm": "linear_attn.norm.weight",
     "delta_output": "linear_attn.out_proj.weight",
     "mlp_norm": "post_attention_layernorm.weight",
+    "layer_scalar": "layer_scalar",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
@@ -82,6 +84,7 @@ GEMMA_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
+GEMMA4_NAMES = GEMMA_NORMS | moe_families.GEMMA4_NAMES
 GLM4_NORMS = {
     "attention_post_norm": "post_self_attn_layernorm.weight",
     "mlp_post_norm": "post_mlp_layernorm.weight",
@@ -116,11 +119,20 @@ vocabulary."""
 MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names, in different families, of the number of modules that predict several tokens at once."""
 
-IMAGE_MODULES = ("vision_tower.", "multi_modal_projector.", "visual.")
-"""Beginnings of the names of tensors that read images, after "model."."""
+IMAGE_MODULES = (
+    *("vision_tower.", "multi_modal_projector.", "visual."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
+)
+"""Beginnings of the names of tensors that read images or sound, after "model."."""
 
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
+NULLABLE = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"),
+    "hidden_size_per_layer_input",
+)
 """Fields in which null means "none". In all other fields it means the default."""
+
+UNREAD = ("use_bidirectional_attention", "num_kv_shared_layers", "hidden_size_per_layer_input")
+"""Fields with a default in a family whose other values are not supported."""
 
 REQUIRED = (
     "hidden_size",
@@ -203,6 +215,8 @@ class Family:
     is_interleaved: bool = False
     """True if the columns of weights that are one tensor alternate in files. Otherwise the rows of
     one weight follow those of the other."""
+    experts_are_transposed: bool = False
+    """True if a matrix of all experts, which is one tensor, is [experts, outputs, inputs]."""
     quantizations: tuple[str, ...] = ()
     """Values of `quant_method` in files that are read, and dequantized."""
     norm: NormConfig = NormConfig()
@@ -222,7 +236,8 @@ class Family:
 # saying so: `query_key_value_bias` (Qwen2, which has no bias on the output), `biased_output`
 # (False for GLM-4, whose `attention_bias` leaves out the output), `query_key_norm` (Qwen3, Gemma
 # 3), `joint_query_key_norm` (OLMoE, OLMo 2 and 3), `rope_interleave` (GLM-4), `gated_attention`
-# (Qwen3.5), and `attention_sinks` and `biased_experts` (gpt-oss).
+# (Qwen3.5), `attention_sinks` and `biased_experts` (gpt-oss), and `value_norm` and `layer_scalars`
+# (Gemma 4).
 _LLAMA = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -280,6 +295,27 @@ _GEMMA3 = {
     "rope_local_base_freq": 10_000.0,
     "vocab_size": 262_208,
 }
+_GEMMA4 = {
+    **_GEMMA3,
+    "query_key_norm": True,
+    "value_norm": True,
+    "layer_scalars": True,
+    "attention_multiplier": 1.0,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "sliding_window": 512,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    },
+    "use_bidirectional_attention": None,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 256,
+    "enable_moe_block": False,
+    **moe_families.GEMMA4,
+    "vocab_size": 262_144,
+}
+_GEMMA4_UNIFIED = {**_GEMMA4, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 _SMOLLM3 = {
     **_LLAMA,
     "rope_theta": 2_000_000.0,
@@ -381,6 +417,23 @@ FAMILIES: dict[str, Family] = {
         scales_embedding=True,
         classifier="Gemma3Text" + HEAD_SUFFIX,
     ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        _GEMMA4,
+        layer_types=_every_nth_full,
+        names=GEMMA4_NAMES,
+        experts_are_transposed=True,
+        norm=NormConfig(post=True),
+        scales_embedding=True,
+    ),
+    "gemma4_unified_text": Family(
+        "Gemma4UnifiedForCausalLM",
+        _GEMMA4_UNIFIED,
+        layer_types=_every_nth_full,
+        names=GEMMA4_NAMES,
+        norm=NormConfig(post=True),
+        scales_embedding=True,
+    ),
     "smollm3": Family("SmolLM3ForCausalLM", _SMOLLM3, layer_types=_sliding_if_used),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -452,6 +505,8 @@ FAMILIES: dict[str, Family] = {
 
 MULTIMODAL = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -500,8 +555,10 @@ def read_config(
             fix="download config.json again",
         )
     attention = _attention(hf, layer_types, where)
-    rope, sliding_rope = rope_config.read_rope(hf, attention.rotary_dim)
-    moe = moe_families.read_moe(hf, where) if "router" in family.names else None
+    rotary_dim = attention.full.head_dim if attention.full else attention.rotary_dim
+    rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
+    has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
+    moe = moe_families.read_moe(hf, where) if has_mixture else None
     return DecoderConfig(
         hidden_size=hf["hidden_size"],
         layer_types=layer_types,
@@ -522,6 +579,7 @@ def read_config(
         rope=rope,
         sliding_rope=sliding_rope,
         residual_scale=hf["residual_multiplier"],
+        layer_scalars=hf.get("layer_scalars", False),
         moe=moe,
         dense_layers=moe_families.read_dense_layers(hf, where) if moe else 0,
         dtype=dtype,
@@ -572,8 +630,13 @@ def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> Non
         ("partial_rotary_factor", 1.0),
         ("use_bidirectional_attention", False),
         ("attn_output_gate", family.defaults.get("gated_attention", False)),
+        ("num_kv_shared_layers", 0),
+        ("hidden_size_per_layer_input", 0),
     ):
-        if field not in family.defaults and hf.get(field, supported) not in (supported, None):
+        if hf["model_type"] in rope_config.GEMMA4 and hf.get(field) == "vision":
+            continue  # Only tokens of images see later ones.
+        is_read = field in family.defaults and field not in UNREAD
+        if not is_read and hf.get(field, supported) not in (supported, None):
             raise InputError(
                 f"{field} = {str(hf[field])[:80]} is not supported",
                 where=where,
@@ -589,6 +652,8 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
     if not layer_types:
         layer_types = tuple(family.layer_types(hf))
     num_layers = hf["num_hidden_layers"]
+    if hf["model_type"] in rope_config.GEMMA4:
+        layer_types = (*layer_types[:-1], "full")  # as transformers does
     other = RECURRENT if "linear_num_value_heads" in family.defaults else "sliding"
     if len(layer_types) != num_layers or not {*layer_types} <= {"full", other}:
         raise InputError(
@@ -654,9 +719,57 @@ def _attention(hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str) 
         joint_query_key_norm=hf["joint_query_key_norm"],
         clip_qkv=hf["clip_qkv"],
         softcap=hf["attn_logit_softcapping"],
+        value_norm=hf.get("value_norm", False),
+        full=_read_full_heads(hf, layer_types, where),
         sinks=hf["attention_sinks"],
         gated=hf.get("gated_attention", False),
     )
+
+
+def _read_full_heads(
+    hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str
+) -> FullHeads | None:
+    """Return the heads of Gemma 4's full layers, or None for other families.
+
+    Published files have sizes of their own for these layers. transformers writes
+    `per_layer_config` in their place, which has what differs in each layer.
+
+    Raises:
+        InputError: a size is out of range, or layers of one type differ.
+    """
+    if "global_head_dim" not in hf:
+        return None
+    sizes = {"head_dim": hf["global_head_dim"]}
+    if hf["attention_k_eq_v"] and hf["num_global_key_value_heads"]:
+        sizes["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    of_layers = hf.get("per_layer_config")
+    if of_layers is not None:
+        sizes = of_layers.get(str(len(layer_types) - 1), {})
+        expected = {str(i): sizes for i, kind in enumerate(layer_types) if kind == "full"}
+        if of_layers != expected or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
+            raise InputError(
+                f"per_layer_config = {str(of_layers)[:200]} is not supported",
+                where=where,
+                why="all full_attention layers must have the same head_dim and "
+                "num_key_value_heads, and no other layer may have its own",
+                fix="use a model whose layers of one type are alike",
+            )
+    head_dim = sizes.get("head_dim", hf["head_dim"])
+    num_kv_heads = sizes.get("num_key_value_heads", hf["num_key_value_heads"])
+    moe_families.require_size("global_head_dim", head_dim, MAX_SIZES["head_dim"], where)
+    moe_families.require_size(
+        "num_global_key_value_heads", num_kv_heads, hf["num_attention_heads"], where
+    )
+    if head_dim % 2 or hf["num_attention_heads"] % num_kv_heads:
+        raise InputError(
+            f"full layers with heads of dimension {head_dim} and {num_kv_heads} key-value heads "
+            "are not supported",
+            where=where,
+            why="the dimension must be even, for rotary pairs, and key-value heads must divide the "
+            "heads",
+            fix="correct global_head_dim or num_global_key_value_heads",
+        )
+    return FullHeads(num_kv_heads, head_dim, key_is_value=hf["attention_k_eq_v"])
 
 
 def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:

@@ -94,6 +94,13 @@ QWEN3_NEXT = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": (),
 }
+GEMMA4 = {
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+    # Not a field of Gemma 4: weights are always divided by their sum.
+    "norm_topk_prob": True,
+}
 OLMOE = {
     "rms_norm_eps": 1e-5,
     "joint_query_key_norm": True,
@@ -147,6 +154,18 @@ GPT_OSS_NAMES = {
     "expert_up_bias": "mlp.experts.gate_up_proj_bias",
     "expert_down_bias": "mlp.experts.down_proj_bias",
 }
+# All experts are one tensor, [experts, outputs, inputs]. Rows of the gate come first.
+GEMMA4_NAMES = {
+    "router": "router.proj.weight",
+    "router_norm": "router.scale",
+    "router_gain": "router.per_expert_scale",
+    "dense_post_norm": "post_feedforward_layernorm_1.weight",
+    "expert_norm": "pre_feedforward_layernorm_2.weight",
+    "expert_post_norm": "post_feedforward_layernorm_2.weight",
+    "expert_gate": "experts.gate_up_proj",
+    "expert_up": "experts.gate_up_proj",
+    "expert_down": "experts.down_proj",
+}
 OLMOE_NAMES = NAMES | {
     "query_wide_norm": "self_attn.q_norm.weight",
     "key_wide_norm": "self_attn.k_norm.weight",
@@ -186,8 +205,10 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
             fix="use a model with decoder_sparse_step = 1 and without mlp_only_layers",
         )
     # Newer files may have either name, in any family.
-    num_experts = hf.get("num_local_experts") or hf["num_experts"] or hf["n_routed_experts"]
-    experts_per_token = hf["num_experts_per_tok"]
+    num_experts: Any = (
+        hf.get("num_local_experts") or hf["num_experts"] or hf.get("n_routed_experts")
+    )
+    experts_per_token = hf["top_k_experts" if "top_k_experts" in hf else "num_experts_per_tok"]
     intermediate_size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
     for field, number, largest in (
         ("num_experts", num_experts, MAX_EXPERTS),
@@ -201,6 +222,7 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
         intermediate_size=intermediate_size,
         normalize_weights=bool(hf["norm_topk_prob"]),
         bias=hf.get("biased_experts", False),
+        beside_mlp="enable_moe_block" in hf,
         **_read_shared_expert(hf, where),
         **_read_grouped_routing(hf, num_experts, experts_per_token, where),
     )

@@ -17,14 +17,18 @@ from tpu_rl.models.layers import RopeConfig
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
-OWN_SLIDING_ROPE = ("gemma3_text", "olmo3")
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+"""Families that may have the scaling "proportional" in full layers."""
+
+OWN_SLIDING_ROPE = ("gemma3_text", "olmo3", *GEMMA4)
 """Families whose sliding layers have their own theta, `rope_local_base_freq`, and scaling."""
 
 
 def read_rope(hf: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotary embeddings of full and of sliding layers.
 
-    `hf` is the configuration with its family's defaults.
+    `hf` is the configuration with its family's defaults. `head_dim` only matters if a part of a
+    head's dimensions is rotated.
 
     Raises:
         InputError: the scaling is not supported, or a number is impossible.
@@ -54,13 +58,19 @@ def _read_parameters(
     scaling = parameters.get("rope_type") or parameters.get("type") or "default"
     if hf["model_type"] == "phi3" and scaling in ("su", "yarn"):
         scaling = "longrope"  # Names in older configurations.
-    if scaling not in SCALINGS:
+    is_proportional = scaling == "proportional" and hf["model_type"] in GEMMA4
+    if scaling not in SCALINGS and not is_proportional:
         raise InputError(
             f"rope scaling {scaling!r} is not supported",
             where="config.json",
             why="the model would compute other rotary angles",
             fix="use a model with one of: " + ", ".join(SCALINGS),
         )
+    if is_proportional:
+        fraction = parameters.get("partial_rotary_factor", 1.0)
+        theta = _positive("rope_theta", parameters.get("rope_theta") or default_theta)
+        factor = _positive("factor", parameters.get("factor") or 1.0)
+        return RopeConfig(theta, scaling, factor, fraction=fraction)
     rope = RopeConfig(
         _positive("rope_theta", parameters.get("rope_theta") or default_theta),
         scaling,

@@ -34,14 +34,15 @@ class WeightLocation(NamedTuple):
     shape: tuple[int, ...]
     """Shape in the Hugging Face file, of this part."""
     is_transposed: bool
-    """True if the file has [outputs, inputs], and the params have inputs first."""
+    """True if the last axes of the file are [outputs, inputs], and the params have inputs first."""
     part: tuple[Any, ...] = ()
     """Index of the part in the tensor; () is all of it."""
 
     def to_file(self, tensor: np.ndarray) -> np.ndarray:
         """Return a tensor of the params in the layout of the file."""
         if self.is_transposed:
-            return tensor.reshape(self.shape[::-1]).T
+            *experts, outputs, inputs = self.shape
+            return tensor.reshape(*experts, inputs, outputs).swapaxes(-1, -2)
         return tensor.reshape(self.shape)
 
 
@@ -66,7 +67,14 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
 
     def add(name: str, path: tuple[str, ...], index: tuple[int, ...], layer: int | None) -> None:
         file_name = families.weight_name(family, name, layer, index[-1] if index else 0)
-        layout = _file_layout(config, name, is_stacked_expert=name in stacked_experts)
+        shape = config.shape(name)
+        if layer is not None:
+            shape = config.of_layers(config.layer_types[layer]).shape(name)
+        if name in stacked_experts and family.experts_are_transposed:
+            experts, inputs, outputs = shape
+            layout = (experts, outputs, inputs), True
+        else:
+            layout = _file_layout(shape, name, is_stacked_expert=name in stacked_experts)
         location = WeightLocation((*path, name), index, *layout)
         parts.setdefault(file_name, []).append(location)
 
@@ -132,20 +140,23 @@ def _concatenate(parts: list[WeightLocation]) -> FileTensor:
     """Return the tensor that has the rows of its parts, one part after the other."""
     if len(parts) == 1:
         return FileTensor(parts[0].shape, tuple(parts))
-    ends = [*itertools.accumulate(part.shape[0] for part in parts)]
+    # The matrices of all experts have an axis before that of rows.
+    axis = 1 if parts[0].path[-1] in EXPERT_MATRICES else 0
+    ends = [*itertools.accumulate(part.shape[axis] for part in parts)]
     starts = [0, *ends[:-1]]
     locations = tuple(
-        part._replace(part=(slice(start, end),))
+        part._replace(part=(*[slice(None)] * axis, slice(start, end)))
         for part, start, end in zip(parts, starts, ends, strict=True)
     )
-    return FileTensor((ends[-1], *parts[0].shape[1:]), locations)
+    shape = [*parts[0].shape]
+    shape[axis] = ends[-1]
+    return FileTensor(tuple(shape), locations)
 
 
 def _file_layout(
-    config: DecoderConfig, name: str, is_stacked_expert: bool
+    shape: tuple[int, ...], name: str, is_stacked_expert: bool
 ) -> tuple[tuple[int, ...], bool]:
     """Return the shape of a weight in Hugging Face files, and True if it is transposed there."""
-    shape = config.shape(name)
     if is_stacked_expert or name.startswith(EXPERT_MATRICES) and name.endswith("_bias"):
         return shape, False
     if name in OUTPUT_DIMS:

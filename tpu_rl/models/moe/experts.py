@@ -100,6 +100,7 @@ def route(
     logits: Array,
     correction: Array | None = None,
     replayed: Array | None = None,
+    gain: Array | None = None,
 ) -> Routing:
     """Return the most probable experts under the router's logits [B, T, E] float32.
 
@@ -110,6 +111,7 @@ def route(
     `replayed` [B, T, k] int32 replaces the choice, and nothing else: it holds numbers of experts
     plus 1, and where it is 0 the choice stays. The weights of replayed experts are computed from
     the logits as those of chosen ones are, so the router has gradients (R3, arXiv 2510.11370).
+    `gain` [E] multiplies the weights at last.
     """
     if config.scoring == "softmax":
         scores = probabilities = jax.nn.softmax(logits, axis=-1)
@@ -128,7 +130,10 @@ def route(
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize_weights:
         weights /= weights.sum(-1, keepdims=True)
-    return Routing(experts, config.weight_scale * weights, probabilities)
+    weights *= config.weight_scale
+    if gain is not None:
+        weights *= jnp.take(gain.astype(jnp.float32), experts)
+    return Routing(experts, weights, probabilities)
 
 
 def _in_best_groups(config: MoeConfig, choice: Array) -> Array:
