@@ -158,6 +158,28 @@ def test_a_sum_in_blocks_is_the_sum(equation, axes, shape):
     assert any(step.primitive.name == "scan" for step in program.eqns)
 
 
+def test_logits_in_blocks_are_the_logits(monkeypatch):
+    """The last block of 40 ids repeats 24 of the one before."""
+    monkeypatch.setattr(exact, "VOCAB_BLOCK", 40)
+    monkeypatch.setattr(exact, "SUM_BLOCK", 128)
+    generator = np.random.default_rng(0)
+    hidden = jnp.asarray(generator.standard_normal((2, 3, 384), np.float32))
+    matrix = jnp.asarray(generator.standard_normal((56, 384), np.float32))
+    weight = generator.standard_normal((2, 3, 56), np.float32)
+
+    def of(unembed):
+        return jax.value_and_grad(lambda *terms: (unembed(*terms) * weight).sum(), (0, 1))
+
+    blocked, plain = (of(unembed) for unembed in (exact.blocked_unembed, exact.unembed))
+    np.testing.assert_allclose(
+        exact.blocked_unembed(hidden, matrix), exact.unembed(hidden, matrix), atol=1e-4
+    )
+    for gradient, expected in zip(
+        blocked(hidden, matrix)[1], plain(hidden, matrix)[1], strict=True
+    ):
+        np.testing.assert_allclose(gradient, expected, atol=1e-4)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("dtype", "families"),

@@ -794,7 +794,11 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
 def _unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     vocab = config.vocab
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
-    logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
+    if config.exact:
+        logits = exact.unembed(hidden.reshape(-1, *hidden.shape[-2:]), matrix)
+        logits = logits.reshape(*hidden.shape[:-1], -1)
+    else:
+        logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
     scale = config.adapter_scale("unembedding")
     if scale is not None:
         a = params["unembedding" + LORA_A].astype(config.dtype)

@@ -8,7 +8,8 @@ up to the noise of the format. Here every order is written out:
 - attention reads keys in blocks, aligned by their position in the sequence, with one online softmax
   (`attention`, and `path_attention` for packed rows);
 - sums of norms are trees (`sums.tree_sum`), and so are those of log-probs;
-- on TPUs, products with a layer's weights add up blocks of fixed size (`product`);
+- on TPUs, products with a layer's weights and with the unembedding add up blocks of fixed size
+  (`product`, `unembed`);
 - no product has a single row, which XLA for CPUs computes with another loop (`enough_rows`).
 
 On CPUs this also needs XLA without YNNPACK, which chooses its loop by the number of rows: see
@@ -39,6 +40,10 @@ SUM_BLOCK = 1024
 """Largest number of terms that `product` gives to the compiler as one sum on TPUs. The compiler
 cuts longer sums into parts, whose number depends on the number of rows. It has not cut one of this
 length in any program that we read, which docs/reference/attention.md lists."""
+
+VOCAB_BLOCK = 2048
+"""Rows of the unembedding that `unembed` multiplies at once on TPUs. With more, the compiler cuts
+the sum over a row, to keep a part of the matrix in its fast memory."""
 
 EMBED = "embed"
 """The logical axis of the residual stream. Weights may be sharded along it, but no activation
@@ -137,6 +142,63 @@ def blocked_einsum(equation: str, axes: tuple[str, ...], x: Array, weight: Array
         (blocks(x, x_axes.index(summed[0])), blocks(weight, place)),
     )
     return total.sum(0).astype(shape.dtype)
+
+
+def unembed(hidden: Array, matrix: Array) -> Array:
+    """Return logits [B, T, V] float32 of hidden [B, T, D] and the unembedding [V, D].
+
+    On TPUs the order of each sum does not depend on B and T. The gradient is that of an einsum.
+    """
+    return jax.lax.platform_dependent(
+        hidden, matrix, tpu=blocked_unembed, default=functools.partial(_float32_einsum, UNEMBED)
+    )
+
+
+UNEMBED = "btd,vd->btv"
+
+
+def _float32_einsum(equation: str, *terms: Array) -> Array:
+    return jnp.einsum(equation, *terms, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def blocked_unembed(hidden: Array, matrix: Array) -> Array:
+    """Return the logits that `unembed` computes on TPUs.
+
+    The last block of rows may repeat some of the block before it.
+    """
+    matrix = constrain(matrix, ["vocab", None])
+    size, width = matrix.shape
+    shards = spread("vocab", size)
+    shard_size = size // shards
+    rows = min(VOCAB_BLOCK, shard_size)
+    block = _block(width, SUM_BLOCK)
+    matrix = matrix.reshape(shards, shard_size, width)
+
+    def add_rows(logits: Array, number: Array) -> tuple[Array, None]:
+        start = jnp.minimum(number * rows, shard_size - rows)
+        part = jax.lax.dynamic_slice_in_dim(matrix, start, rows, axis=1)
+        total = 0.0
+        for first in range(0, width, block):
+            terms = slice(first, first + block)
+            total += _float32_einsum("btd,zvd->btzv", hidden[..., terms], part[..., terms])
+        return jax.lax.dynamic_update_slice_in_dim(logits, total, start, axis=3), None
+
+    empty = jnp.zeros((*hidden.shape[:2], shards, shard_size), jnp.float32)
+    logits, _ = jax.lax.scan(add_rows, empty, jnp.arange(-(-shard_size // rows)))
+    return logits.reshape(*hidden.shape[:2], size)
+
+
+def _unembed_forward(hidden: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
+    return blocked_unembed(hidden, matrix), (hidden, matrix)
+
+
+def _unembed_backward(terms: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    _, pull_back = jax.vjp(functools.partial(_float32_einsum, UNEMBED), *terms)
+    return pull_back(gradient)
+
+
+blocked_unembed.defvjp(_unembed_forward, _unembed_backward)
 
 
 def _block(length: int, limit: int) -> int:
