@@ -38,6 +38,7 @@ OTHER_FLAGS = {
     "losses",
     "slices",
     "turn-tokens",
+    "unblocked",
     "preset",
     "adapter",
     "api-key",

@@ -238,6 +238,8 @@ def test_the_tpu_compiler_keeps_the_written_order_of_sums(is_cached):
     text = program.compile().as_text() or ""
     assert "btzf,zfd->zbtd" in text
     assert "btf,fd->btd" not in text
+    assert ("btd,zvd->btzv" in text) == is_cached
+    assert "btd,vd->btv" not in text
     read = cost_model.read(text)
     sums = []
     for computation in read.computations.values():
