@@ -142,6 +142,7 @@ def test_settings_that_change_the_order_of_sums_are_refused(flags):
 @pytest.mark.parametrize(
     ("equation", "axes", "shape"),
     [
+        ("btd,hed->bthe", ("heads", "head_dim", "embed"), (2, 4, 2048)),
         ("btd,df->btf", ("embed", "mlp"), (2048, 8)),
         ("bthe,hed->btd", ("heads", "value_dim", "embed"), (32, 64, 8)),
         ("btf,fd->btd", ("mlp", "embed"), (3000, 8)),
@@ -150,7 +151,8 @@ def test_settings_that_change_the_order_of_sums_are_refused(flags):
 def test_a_sum_in_blocks_is_the_sum(equation, axes, shape):
     generator = np.random.default_rng(0)
     weight = generator.standard_normal(shape, np.float32)
-    x = generator.standard_normal((2, 3, *shape[:-1]), np.float32)
+    inputs = shape[-1:] if equation.startswith("btd,h") else shape[:-1]
+    x = generator.standard_normal((2, 3, *inputs), np.float32)
     blocked = exact.blocked_einsum(equation, axes, jnp.asarray(x), jnp.asarray(weight))
     expected = np.einsum(equation, x.astype(float), weight.astype(float))
     np.testing.assert_allclose(blocked, expected, atol=2e-4)

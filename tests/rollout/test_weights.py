@@ -114,7 +114,7 @@ for name in ("down", "query"):
     np.testing.assert_array_equal(layer[name], numbers)
     np.testing.assert_allclose(layer[name + "_scale"], scale, rtol=1e-6)
 assert layer["down"].addressable_shards[0].data.shape[1:] == (inner // 2, width)
-assert layer["query_scale"].addressable_shards[0].data.shape[1] == master.shape[2] // 2
+assert layer["query_scale"].addressable_shards[0].data.shape[1] == master.shape[1] // 2
 
 # From two devices that learn to two that only sample.
 devices = jax.devices()

@@ -26,7 +26,7 @@ SHAPES = {
     "final_norm": (6,),
     "layers": {
         "layer_0": {
-            "query": (3, 6, 2, 4),
+            "query": (3, 2, 4, 6),
             "query_lora_b": (3, 2, 2, 4),
             "output": (3, 2, 4, 6),
             "down": (3, 10, 6),
@@ -117,7 +117,7 @@ def orthogonalized(matrices: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "as_matrix"),
     [
-        ("query", lambda layer: layer.reshape(6, 8)),
+        ("query", lambda layer: layer.reshape(8, 6).T),
         ("query_lora_b", lambda layer: layer.reshape(2, 8)),
         ("output", lambda layer: layer.reshape(8, 6)),
         ("down", lambda layer: layer),

@@ -29,11 +29,11 @@ ROWS, WIDTHS = ("data", "fsdp", "expert"), ("fsdp", "expert", "context")
 
 def test_spec_cuts_what_divides():
     spec = sharding.spec
-    assert spec(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 6), FOUR) == PartitionSpec(
-        None, WIDTHS, ("tensor",), None
+    assert spec(("layers", "heads", "head_dim", "embed"), (3, 4, 6, 8), FOUR) == PartitionSpec(
+        None, ("tensor",), None, WIDTHS
     )
-    assert spec(("embed", "kv_heads", "head_dim"), (8, 1, 6), FOUR) == PartitionSpec(
-        ("fsdp", "expert", "context"), None, None
+    assert spec(("kv_heads", "head_dim", "embed"), (1, 6, 8), FOUR) == PartitionSpec(
+        None, None, WIDTHS
     )
     assert spec(("vocab", "embed"), (131, 7), FOUR) == PartitionSpec(None, None)
 
@@ -124,7 +124,7 @@ models.save(directory, model, params)
 _, cut = models.load(directory, mesh=mesh)
 jax.tree.map(np.testing.assert_array_equal, params, cut)
 query = cut["layers"]["layer_0"]["query"]
-assert query.addressable_shards[0].data.shape == (2, 20, 2, 10), query.sharding
+assert query.addressable_shards[0].data.shape == (2, 2, 10, 20), query.sharding
 rows = (tokens_of((3, LENGTH)), *plain(3))
 np.testing.assert_allclose(logits(cut, *rows), logits(params, *rows), atol=2e-5)
 again = pathlib.Path(tempfile.mkdtemp()) / "model"

@@ -26,15 +26,15 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "final_norm": ("embed",),
     "attention_norm": ("embed",),
     "attention_post_norm": ("embed",),
-    "query": ("embed", "heads", "head_dim"),
-    "key": ("embed", "kv_heads", "head_dim"),
-    "value": ("embed", "kv_heads", "head_dim"),
+    "query": ("heads", "head_dim", "embed"),
+    "key": ("kv_heads", "head_dim", "embed"),
+    "value": ("kv_heads", "head_dim", "embed"),
     "query_down": ("embed", "query_latent"),
     "query_latent_norm": ("query_latent",),
-    "query_up": ("query_latent", "heads", "head_dim"),
+    "query_up": ("heads", "head_dim", "query_latent"),
     "latent": ("embed", "latent_and_rope"),
     "latent_norm": ("latent",),
-    "latent_up": ("latent", "heads", "key_and_value"),
+    "latent_up": ("heads", "key_and_value", "latent"),
     "query_bias": ("heads", "head_dim"),
     "key_bias": ("kv_heads", "head_dim"),
     "value_bias": ("kv_heads", "head_dim"),
@@ -45,14 +45,14 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "sink_bias": ("heads",),
     "output": ("heads", "value_dim", "embed"),
     "output_bias": ("embed",),
-    "gated_query": ("embed", "heads", "query_and_gate"),
-    "delta_query": ("embed", "delta_key_heads", "delta_key_dim"),
-    "delta_key": ("embed", "delta_key_heads", "delta_key_dim"),
-    "delta_value": ("embed", "delta_value_heads", "delta_value_dim"),
+    "gated_query": ("heads", "query_and_gate", "embed"),
+    "delta_query": ("delta_key_heads", "delta_key_dim", "embed"),
+    "delta_key": ("delta_key_heads", "delta_key_dim", "embed"),
+    "delta_value": ("delta_value_heads", "delta_value_dim", "embed"),
     "delta_query_taps": ("delta_key_heads", "delta_key_dim", "taps"),
     "delta_key_taps": ("delta_key_heads", "delta_key_dim", "taps"),
     "delta_value_taps": ("delta_value_heads", "delta_value_dim", "taps"),
-    "delta_gate": ("embed", "delta_value_heads", "delta_value_dim"),
+    "delta_gate": ("delta_value_heads", "delta_value_dim", "embed"),
     "delta_rate": ("embed", "delta_value_heads"),
     "delta_decay": ("embed", "delta_value_heads"),
     "delta_decay_log": ("delta_value_heads",),
@@ -89,8 +89,11 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
 }
 """Weight name -> logical axes (see `train.sharding`).
 
-Input dimensions come first and output dimensions last, except in the embedding, the unembedding,
-the head ("score") and the router, where outputs come first.
+Input dimensions come first and output dimensions last. Outputs come first in the embedding, the
+unembedding, the head ("score") and the router, and where outputs are heads: in the layout of a TPU,
+whose tiles are over the last two dimensions, each head is then a matrix that products read in
+place. With heads between inputs and their elements, the compiler copied all these weights to
+another layout for every segment of decode steps.
 """
 
 OUTPUT_DIMS = {
@@ -117,8 +120,8 @@ OUTPUT_DIMS = {
     "shared_up": 1,
     "shared_down": 1,
 }
-"""Matrix of a dense layer -> number of its trailing dimensions that are outputs. The other
-dimensions are inputs."""
+"""Matrix of a dense layer -> number of its dimensions that are outputs. The other dimensions are
+inputs. Outputs come last, but first where they are two (`has_outputs_first`)."""
 
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """Matrices of a mixture of experts, [experts, inputs, outputs]: those of all experts, stacked."""
@@ -149,10 +152,27 @@ SCALE = "_scale"
 """Suffix of the name of the scales of a quantized matrix, one per output; the prefix is the name of
 the matrix (see `models.quantization`)."""
 
-for _name, _output_dims in OUTPUT_DIMS.items():
-    WEIGHT_AXES[_name + SCALE] = WEIGHT_AXES[_name][-_output_dims:]
-    WEIGHT_AXES[_name + LORA_A] = (*WEIGHT_AXES[_name][:-_output_dims], "rank")
-    WEIGHT_AXES[_name + LORA_B] = ("rank", *WEIGHT_AXES[_name][-_output_dims:])
+
+def has_outputs_first(name: str) -> bool:
+    """Return True if the outputs of the weight `name`, one of `OUTPUT_DIMS`, are heads, and come
+    before its inputs."""
+    return OUTPUT_DIMS[name] == 2
+
+
+def inputs_and_outputs(name: str, dims: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the inputs and the outputs among the dimensions of the weight `name`, one of
+    `OUTPUT_DIMS`."""
+    count = OUTPUT_DIMS[name]
+    if has_outputs_first(name):
+        return dims[count:], dims[:count]
+    return dims[:-count], dims[-count:]
+
+
+for _name in OUTPUT_DIMS:
+    _inputs, _outputs = inputs_and_outputs(_name, WEIGHT_AXES[_name])
+    WEIGHT_AXES[_name + SCALE] = _outputs
+    WEIGHT_AXES[_name + LORA_A] = (*_inputs, "rank")
+    WEIGHT_AXES[_name + LORA_B] = ("rank", *_outputs)
 for _name in EXPERT_MATRICES:
     _expert_axis, _input_axis, _output_axis = WEIGHT_AXES[_name]
     WEIGHT_AXES[_name + SCALE] = (_expert_axis, _output_axis)
@@ -181,7 +201,7 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     elif name.endswith(LORA_B):
         num_outputs = num_dims - 1
     elif name in OUTPUT_DIMS:
-        num_outputs = OUTPUT_DIMS[name]
+        return inputs_and_outputs(name, tuple(range(-num_dims, 0)))
     else:
         return None
     return tuple(range(-num_dims, -num_outputs)), tuple(range(-num_outputs, 0))

@@ -36,6 +36,7 @@ from tpu_rl.models.config import (
     LORA_A,
     LORA_B,
     ONES,
+    OUTPUT_DIMS,
     PLAIN_NORMS,
     PRODUCT,
     QUANTIZED,
@@ -44,6 +45,7 @@ from tpu_rl.models.config import (
     WEIGHT_AXES,
     DecoderConfig,
     gate_function,
+    inputs_and_outputs,
 )
 from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
@@ -100,9 +102,10 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
         return (3 * math.prod(inputs)) ** -0.5  # the variance of PEFT's uniform distribution
     if name.endswith("_taps"):
         return shape[-1] ** -0.5
-    inputs = shape[1] if name in ("router", "shared_router", *EXPERT_MATRICES) else shape[0]
-    if name in ("output", "delta_output"):
-        inputs *= shape[1]
+    if name in OUTPUT_DIMS:
+        inputs = math.prod(inputs_and_outputs(name, shape)[0])
+    else:
+        inputs = shape[1] if name in ("router", "shared_router", *EXPERT_MATRICES) else shape[0]
     if name in ("output", "delta_output", "down", "expert_down"):
         inputs *= 2 * len(config.layer_types)
     return inputs**-0.5
@@ -408,7 +411,7 @@ class Layer(Weights):
 
         def convolved(name: str) -> Array:
             """Return a projection [B, T, H, E] of x after its convolution."""
-            inputs = self.linear("btd,dhe->bthe", x, name, False)
+            inputs = self.linear("btd,hed->bthe", x, name, False)
             past = states.get(name)
             if past is not None:
                 assert sequences.commit is not None
@@ -442,7 +445,7 @@ class Layer(Weights):
             cache = kv_cache.write_states(cache, layer, {**after, kv_cache.STATE: state})
         # No number rather than a wrong one: the state at the branch's beginning is not there.
         read = jnp.where(sequences.is_branch[..., None, None], jnp.nan, read)
-        gate = self.linear("btd,dhe->bthe", x, "delta_gate", False).astype(jnp.float32)
+        gate = self.linear("btd,hed->bthe", x, "delta_gate", False).astype(jnp.float32)
         gated = (self.norm(read, "delta_norm") * jax.nn.silu(gate)).astype(x.dtype)
         gated = checkpoint_name(gated, PRODUCT)
         return self.linear("bthe,hed->btd", gated, "delta_output", False), cache
@@ -459,11 +462,11 @@ class Layer(Weights):
         interleaved = self.config.rope.interleaved
         own_dim = config.head_dim - dims.rope_dim
         if dims.query_rank is None:
-            query = self.linear("btd,dhe->bthe", x, "query", False)
+            query = self.linear("btd,hed->bthe", x, "query", False)
         else:
             narrow = self.linear("btd,dr->btr", x, "query_down", False)
             narrow = self.norm(narrow, "query_latent_norm", dims.eps)
-            query = self.linear("btr,rhe->bthe", narrow, "query_up", False)
+            query = self.linear("btr,her->bthe", narrow, "query_up", False)
         rotated = layers.apply_rope(query[..., own_dim:], angles, interleaved)
         query = jnp.concatenate([query[..., :own_dim], rotated], axis=-1)
         both = self.linear("btd,dl->btl", x, "latent", False)
@@ -488,16 +491,17 @@ class Layer(Weights):
         return self.linear("bthe,hed->btd", attended, "output", False), cache
 
     def matrix(self, name: str) -> Array:
-        """Return a matrix with its adapter added, for products that need it whole."""
+        """Return a matrix of heads [H, E, inputs] with its adapter added, for products that need it
+        whole."""
         weight = self.weight(name)
         scale = self.scale(name)
         if scale is not None:
-            weight = quantization.scaled(weight, scale)
+            weight = quantization.scaled(weight, scale[..., None])
         adapter_scale = self.config.adapter_scale(name)
         if adapter_scale is None:
             return weight
         a, b = self.adapter(name)
-        return weight + adapter_scale * jnp.tensordot(a, b, 1)
+        return weight + adapter_scale * jnp.einsum("lr,rhe->hel", a, b)
 
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
@@ -507,14 +511,14 @@ class Layer(Weights):
         config = self.config.attention
         gate = None
         if config.gated:
-            both = self.linear("btd,dhe->bthe", x, "gated_query", False)
+            both = self.linear("btd,hed->bthe", x, "gated_query", False)
             query, gate = jnp.split(both, 2, axis=-1)
         else:
-            query = self.linear("btd,dhe->bthe", x, "query", config.bias)
-        key = self.linear("btd,dke->btke", x, "key", config.bias)
+            query = self.linear("btd,hed->bthe", x, "query", config.bias)
+        key = self.linear("btd,ked->btke", x, "key", config.bias)
         value = key
         if not config.key_is_value:
-            value = self.linear("btd,dke->btke", x, "value", config.bias)
+            value = self.linear("btd,ked->btke", x, "value", config.bias)
         if config.value_norm:
             value = self.plain_norm(value)
         if config.query_key_norm:

@@ -31,6 +31,8 @@ from tpu_rl.models.config import (
     WEIGHT_AXES,
     DecoderConfig,
     LoraConfig,
+    has_outputs_first,
+    inputs_and_outputs,
 )
 from tpu_rl.models.decoder import decoder, param_shapes, random_params
 from tpu_rl.models.hf import families
@@ -159,12 +161,11 @@ def peft_name(name: str) -> str:
 
 def _max_rank(config: DecoderConfig, name: str) -> int:
     """Return the largest rank that a matrix can have: the smaller of its inputs and outputs."""
-    output_dims = OUTPUT_DIMS.get(name, 1)
 
     def max_rank(shape: tuple[int, ...]) -> int:
-        if name in EXPERT_MATRICES:
-            return min(shape[1:])
-        return min(prod(shape[:-output_dims]), prod(shape[-output_dims:]))
+        if name in OUTPUT_DIMS:
+            return min(map(prod, inputs_and_outputs(name, shape)))
+        return min(shape[-2:])
 
     layer_types = set(config.layer_types)
     return min(max_rank(config.of_layers(kind).shape(name)) for kind in layer_types)
@@ -259,7 +260,6 @@ def merged_weight(config: DecoderConfig, name: str, weight: Array, a: Array, b: 
     flat_a = a.reshape(*stacked, -1, a.shape[-1])
     flat_b = b.reshape(*stacked, a.shape[-1], -1)
     update = scale * jnp.matmul(flat_a, flat_b, precision=jax.lax.Precision.HIGHEST)
-    if name == "unembedding":
-        # It is stored with its outputs first.
+    if name == "unembedding" or (name in OUTPUT_DIMS and has_outputs_first(name)):
         update = update.swapaxes(-1, -2)
     return (weight.astype(update.dtype) + update.reshape(weight.shape)).astype(weight.dtype)

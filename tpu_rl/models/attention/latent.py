@@ -6,7 +6,7 @@ instead, so that the cached latent is the key and the value of a single head (De
 2405.04434, appendix C).
 
 Letters in array shapes are those of `layers`; L dimensions of the latent, R of the shared key, N of
-a head's own key, V of a head's value. `up` is the matrix [L, H, N + V] of keys and values.
+a head's own key, V of a head's value. `up` is the matrix [H, N + V, L] of keys and values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def expand(latent: Array, rope_key: Array, up: Array, own_dim: int) -> tuple[Arr
     Args:
         latent: [B, T, L].
         rope_key: [B, T, 1, R], rotated.
-        up: [L, H, N + V].
+        up: [H, N + V, L].
         own_dim: N.
     """
-    both = jnp.einsum("btl,lhe->bthe", latent, up)
+    both = jnp.einsum("btl,hel->bthe", latent, up)
     key = both[..., :own_dim]
     value = both[..., own_dim:]
     shared = jnp.broadcast_to(rope_key, (*key.shape[:-1], rope_key.shape[-1]))
@@ -37,13 +37,13 @@ def expand(latent: Array, rope_key: Array, up: Array, own_dim: int) -> tuple[Arr
 
 def absorb(query: Array, up: Array, own_dim: int) -> Array:
     """Return queries [B, T, H, L + R] of latents, for query [B, T, H, N + R] of keys."""
-    of_latent = jnp.einsum("bthn,lhn->bthl", query[..., :own_dim], up[..., :own_dim])
+    of_latent = jnp.einsum("bthn,hnl->bthl", query[..., :own_dim], up[:, :own_dim])
     return jnp.concatenate([of_latent, query[..., own_dim:]], axis=-1)
 
 
 def values(attended: Array, up: Array, own_dim: int) -> Array:
     """Return the attention [B, T, H, V] to values, for that to latents [B, T, H, L]."""
-    return jnp.einsum("bthl,lhv->bthv", attended, up[..., own_dim:])
+    return jnp.einsum("bthl,hvl->bthv", attended, up[:, own_dim:])
 
 
 def reader(read_rows: kv_cache.ReadRows) -> kv_cache.ReadRows:

@@ -15,7 +15,14 @@ import jax
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.models.config import EXPERT_MATRICES, OUTPUT_DIMS, WEIGHT_AXES, DecoderConfig
+from tpu_rl.models.config import (
+    EXPERT_MATRICES,
+    OUTPUT_DIMS,
+    WEIGHT_AXES,
+    DecoderConfig,
+    has_outputs_first,
+    inputs_and_outputs,
+)
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.models.hf import families, moe_families
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
@@ -160,8 +167,8 @@ def _file_layout(
     if is_stacked_expert or name.startswith(EXPERT_MATRICES) and name.endswith("_bias"):
         return shape, False
     if name in OUTPUT_DIMS:
-        output_dims = OUTPUT_DIMS[name]
-        return (math.prod(shape[-output_dims:]), math.prod(shape[:-output_dims])), True
+        inputs, outputs = map(math.prod, inputs_and_outputs(name, shape))
+        return (outputs, inputs), not has_outputs_first(name)
     if name in EXPERT_MATRICES:
         _, inputs, outputs = shape
         return (outputs, inputs), True
