@@ -17,7 +17,7 @@ from tests.fixtures.tiny import QUICKLY
 from tpu_rl import models, sampler
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
-from tpu_rl.models.config import LORA_A, LORA_B
+from tpu_rl.models.config import LORA_A, LORA_B, has_outputs_first
 from tpu_rl.models.hf import safetensors_files
 from tpu_rl.train import sharding
 from tpu_rl.types import Model, Params
@@ -186,11 +186,10 @@ def test_gradients_follow_the_chain_rule():
         )
         layers = a.shape[: a.ndim - len(one.model.config.shape(matrix + LORA_A))]
         a, b = a.reshape(*layers, -1, 3), b.reshape(*layers, 3, -1)
-        dw = (
-            dw.swapaxes(-1, -2)
-            if matrix == "unembedding"
-            else dw.reshape(*layers, a.shape[-2], b.shape[-1])
-        )
+        if matrix == "unembedding" or has_outputs_first(matrix):
+            dw = dw.reshape(*layers, b.shape[-1], a.shape[-2]).swapaxes(-1, -2)
+        else:
+            dw = dw.reshape(*layers, a.shape[-2], b.shape[-1])
         expected = dw @ b.swapaxes(-1, -2) if name.endswith(LORA_A) else a.swapaxes(-1, -2) @ dw
         expected = 2.0 * expected.reshape(gradient.shape)
         np.testing.assert_allclose(

@@ -90,6 +90,18 @@ def test_no_token_copies_the_cache_without_the_kernel(cache_dtype):
 
 
 @needs_libtpu
+@pytest.mark.slow
+def test_no_segment_copies_the_projections():
+    """Weights with heads between inputs and their elements were copied to another layout."""
+    model = models.with_attention_kernel(model_of("gemma", 4, hidden_size=2304, head_dim=256))
+    program, cache = compiled(model, 1)
+    assert not copies(program, math.prod(model.config.shape("key")))
+    stats = program.memory_analysis()
+    assert stats is not None
+    assert stats.temp_size_in_bytes <= 0.1 * chip_bytes(cache)
+
+
+@needs_libtpu
 def test_quantized_matrices_are_read_in_eight_bits():
     """Each token converts them inside the products: nothing of a matrix's size is written."""
     hidden, wide = 2048, 16_384

@@ -154,9 +154,8 @@ the matrix (see `models.quantization`)."""
 
 
 def has_outputs_first(name: str) -> bool:
-    """Return True if the outputs of the weight `name`, one of `OUTPUT_DIMS`, are heads, and come
-    before its inputs."""
-    return OUTPUT_DIMS[name] == 2
+    """Return True if the outputs of the weight `name` are heads, which come before its inputs."""
+    return OUTPUT_DIMS.get(name) == 2
 
 
 def inputs_and_outputs(name: str, dims: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

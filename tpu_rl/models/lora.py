@@ -260,6 +260,6 @@ def merged_weight(config: DecoderConfig, name: str, weight: Array, a: Array, b: 
     flat_a = a.reshape(*stacked, -1, a.shape[-1])
     flat_b = b.reshape(*stacked, a.shape[-1], -1)
     update = scale * jnp.matmul(flat_a, flat_b, precision=jax.lax.Precision.HIGHEST)
-    if name == "unembedding" or (name in OUTPUT_DIMS and has_outputs_first(name)):
+    if name == "unembedding" or has_outputs_first(name):
         update = update.swapaxes(-1, -2)
     return (weight.astype(update.dtype) + update.reshape(weight.shape)).astype(weight.dtype)
