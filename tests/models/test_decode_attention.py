@@ -3,6 +3,7 @@
 The interpreter fills memory that nobody wrote with NaN, and copies when a kernel waits.
 """
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,6 +126,102 @@ def test_int8_cache_equals_dequantized_cache(small_blocks):
     np.testing.assert_allclose(found, reference(query, rounded, 0, FIRST, END), atol=1e-6, rtol=0)
 
 
+PROMPT = jnp.array([5, 7, 5, 9, 7, 5, 5, 0, 5, 7, 5, 9])
+PROMPT_TOKENS = jnp.array([300, 260, 300, 100, 260, 300, 300, 0, 300, 260, 300, 100])
+
+
+def grouped_operands():
+    """Return a query, leaves, and what 12 rows see in two parts of 6.
+
+    Rows of three prompts stand here and there. One prompt is shorter than a block, one row sees
+    nothing of its prompt, as a free slot does, and one is of no prompt.
+    """
+    query, stack = operands(rows=12, places=512)
+    leader = jnp.argmax(PROMPT[:, None] == PROMPT[None, :], axis=1)
+    is_shared = jnp.arange(512)[None, :] < PROMPT_TOKENS[:, None]
+    stack = {
+        name: jnp.where(is_shared[None, :, None, :, None], leaf[:, leader], leaf)
+        for name, leaf in stack.items()
+    }
+    first = jnp.zeros(12, jnp.int32).at[9].set(270)
+    end = jnp.array([301, 400, 512, 101, 261, 310, 384, 20, 385, 300, 330, 201])
+    visits = decode_kernel.make_visits(jax.ShapeDtypeStruct((12, 2, 2, 8), "float32"), stack["k"])
+    assert visits.rows == 6
+    return query, stack, first, end, visits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_group_reads_its_prompt_once(is_int8, small_blocks, monkeypatch):
+    """Groups of 2 and 3 rows, two at once. What nobody may read is NaN: of a prompt, all copies
+    but one."""
+    monkeypatch.setattr(decode_kernel, "MEMBERS", 2)
+    monkeypatch.setattr(decode_kernel, "MAX_MEMBERS", 4)
+    query, stack, first, end, visits = grouped_operands()
+    sinks = random(3, 4)
+    groups = decode_kernel.find_groups(visits, PROMPT, PROMPT_TOKENS, first)
+    assert groups.size.reshape(2, 6).max(1).tolist() == [3, 3]
+    block = np.arange(4)[None]
+    own = np.maximum(first[:, None] // 128, groups.shared[:, None])
+    is_read = (block >= own) & (block <= np.asarray(end[:, None] - 1) // 128)
+    for position in np.flatnonzero(groups.size):
+        leader = position // 6 * 6 + groups.member[position]
+        is_read[leader, : groups.blocks[position]] = True
+    leaves = stack
+    if is_int8:
+        numbers = {name: kv_cache.quantize(leaf) for name, leaf in stack.items()}
+        stack = {name: part * scale[..., None] for name, (part, scale) in numbers.items()}
+        leaves = {name: part for name, (part, _) in numbers.items()}
+        leaves |= {f"{name}_scale": scale for name, (_, scale) in numbers.items()}
+    may_read = jnp.asarray(np.repeat(is_read, 128, axis=1))[None, :, None, :]
+    unread = {
+        name: jnp.where(may_read if leaf.ndim == 4 else may_read[..., None], leaf, jnp.nan)
+        if leaf.dtype != jnp.int8
+        else leaf
+        for name, leaf in leaves.items()
+    }
+    seen = SeenTokens(first, end, groups)
+    found = jax.jit(lambda: decode.decode_attention(query, unread, 1, seen, CONFIG, 2, sinks))()
+    wanted = reference(query, stack, 1, first, end, sinks=sinks)
+    np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)
+    shape = jax.ShapeDtypeStruct((12, 2, 2, 8), "float32")
+    read = decode.read_tokens(first, end, shape, leaves["k"], groups).sum()
+    assert read <= 128 * is_read.sum() < decode.read_tokens(first, end, shape, leaves["k"]).sum()
+
+
+def test_groups_are_rows_of_one_prompt_in_one_part(monkeypatch):
+    monkeypatch.setattr(decode_kernel, "MAX_MEMBERS", 8)
+    rows = 80
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 3, rows)
+    tokens = np.array([128, 127, 500])[prompt]
+    first = rng.integers(0, 2, rows) * rng.integers(0, 9, rows)
+    query = jax.ShapeDtypeStruct((rows, 1, 4, 128), "bfloat16")
+    key = jax.ShapeDtypeStruct((1, rows, 1, 640, 128), "bfloat16")
+    visits = decode_kernel.make_visits(query, key)
+    assert (visits.rows, visits.block) == (40, 128)
+    find = jax.jit(functools.partial(decode_kernel.find_groups, visits))
+    groups = decode_kernel.Groups(*map(np.asarray, find(prompt, tokens, first)))
+    of_row = {}
+    for position in np.flatnonzero(groups.size):
+        size = int(groups.size[position])
+        part = position // 40 * 40
+        members = part + groups.member[position : position + size]
+        assert 1 < size <= decode_kernel.MAX_MEMBERS
+        assert position + size <= part + 40
+        assert (np.diff(members) > 0).all()
+        assert len(set(prompt[members])) == 1
+        assert (groups.shared[members] == groups.blocks[position]).all()
+        assert groups.blocks[position] == tokens[members[0]] // 128
+        of_row |= dict.fromkeys(members.tolist(), position)
+    alone = set(range(rows)) - set(of_row)
+    assert alone == {row for row in range(rows) if first[row] > 0 or tokens[row] < 128}
+    assert not groups.shared[sorted(alone)].any()
+    for part in (0, 40):
+        numbers = groups.member[part : part + 40]
+        assert sorted(numbers.tolist()) == list(range(40))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
 def test_a_model_with_rings_decodes_the_same_logits(family, monkeypatch):
@@ -170,7 +267,7 @@ from tpu_rl.train import sharding
 decode_kernel.INDEPENDENT_PRODUCTS = 1
 query, stack = here.operands(rows=4)
 seen = here.SeenTokens(here.FIRST[:4], here.END[:4])
-wanted = here.reference(query, stack, 1, *seen)
+wanted = here.reference(query, stack, 1, seen.first, seen.end)
 mesh = sharding.make_mesh(2, 1, 2)
 # Heads and their keys on one device; and more devices than KV heads.
 for mesh in (mesh, sharding.sampling_mesh(mesh, 4)):
@@ -183,7 +280,7 @@ for mesh in (mesh, sharding.sampling_mesh(mesh, 4)):
 # Pairs of heads with sinks.
 query, stack = here.operands(8, 4, rows=4)
 sinks, pairs = here.random(3, 8), here.paired(stack)
-wanted = here.reference(query, stack, 1, *seen, sinks=sinks)
+wanted = here.reference(query, stack, 1, seen.first, seen.end, sinks=sinks)
 mesh = sharding.make_mesh(2, 1, 2)
 with jax.set_mesh(mesh):
     found = jax.jit(
@@ -310,14 +407,23 @@ def test_tpu_compiler_accepts_the_kernel(topology, group, kv_heads, width, place
         for name in ("k_scale", "v_scale"):
             stack[name] = array(leaf[:-1], "float32", *decode.LEAF_AXES[:-1])
     row = array((16,), "int32", "slots")
+    attention = replace(
+        tiny("llama3").model.config.attention,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        pairs_heads=is_paired,
+    )
 
-    def attend(query, stack, first, end, sinks):
+    def attend(query, stack, first, end, sinks, prompt, tokens):
         how = DecodeConfig(0.1, softcap=50.0)
         seen = SeenTokens(first, end)
+        seen = decode.with_groups(attention, query.dtype, stack["k"], seen, prompt, tokens)
+        assert seen.groups is not None
         return decode.decode_attention(query, stack, 1, seen, how, kv_heads, sinks)
 
     with jax.set_mesh(mesh):
-        program = jax.jit(attend).lower(query, stack, row, row, sinks).compile()
+        program = jax.jit(attend).lower(query, stack, row, row, sinks, row, row).compile()
     text = program.as_text() or ""
     assert "decode_attention" in text
     # Each device computes what it holds.

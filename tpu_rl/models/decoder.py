@@ -51,7 +51,7 @@ from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.train.sharding import constrain, spread
-from tpu_rl.types import ROUTING, Array, Model, Params, Paths
+from tpu_rl.types import ROUTING, SHARED_PROMPT, Array, Model, Params, Paths
 
 KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
@@ -955,20 +955,32 @@ def decoder(config: DecoderConfig) -> Model:
         commit: Array,
     ) -> tuple[Array, Any]:
         lengths = cache["lengths"]
-        stacks = {name: stack for name, stack in cache.items() if name != "lengths"}
+        unwritten = {name: cache[name] for name in (SHARED_PROMPT,) if name in cache}
+        stacks = {
+            name: stack
+            for name, stack in cache.items()
+            if name != "lengths" and name not in unwritten
+        }
         queries = kv_cache.query_index(lengths, positions, branch_ids)
         views = {
             layer_type: kv_cache.view(
-                config, layer_type, lengths, commit, stack["v"].shape[3], queries, branch_ids
+                config,
+                layer_type,
+                lengths,
+                commit,
+                stack["v"].shape[3],
+                queries,
+                branch_ids,
             )
             for layer_type, stack in stacks.items()
             if layer_type not in (ROUTING, RECURRENT)
         }
+        views = kv_cache.with_groups(config, cache, views)
         in_place = expert_stacks(config, params, tokens.size)
         context = cached_context(config, queries, views, lengths, commit, in_place)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
-        return unembed(config, params, states), {"lengths": lengths + commit, **stacks}
+        return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}
 
     return Model(
         config=config,

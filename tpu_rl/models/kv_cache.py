@@ -22,7 +22,7 @@ from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.flash_kernels import LANES
 from tpu_rl.models.config import RECURRENT, DecoderConfig
 from tpu_rl.models.layers import TokenIndex
-from tpu_rl.types import ROUTING, UNREAD, Array
+from tpu_rl.types import ROUTING, SHARED_PROMPT, UNREAD, Array
 
 RING_SLACK = 128
 """Places of a ring beyond those that the sliding window needs.
@@ -91,7 +91,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
     attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
     keys. With `AttentionConfig.pairs_heads` there are K / 2 heads, rounded up, of 2 E elements.
-    With `DecoderConfig.records_routing` there is the entry `ROUTING`.
+    With `DecoderConfig.records_routing` there is the entry `ROUTING`, and where the decode kernel
+    is used, `SHARED_PROMPT`.
 
     Linear layers have {"state": [L, B, H, E, V] float32} and the last W - 1 inputs of the three
     convolutions: {"delta_query", "delta_key": [L, B, W - 1, K, E], "delta_value": [L, B, W - 1, H,
@@ -106,6 +107,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     cache: dict[str, Any] = {"lengths": jnp.zeros(rows, jnp.int32)}
     if attention.kernel in ("tpu", "interpreted"):
         length = -(-length // LANES) * LANES
+        if decode.is_wanted(attention):
+            cache[SHARED_PROMPT] = jnp.zeros((2, rows), jnp.int32)
     for layer_type in sorted(set(config.layer_types)):
         if layer_type == RECURRENT:
             cache[layer_type] = _init_states(config, rows)
@@ -236,6 +239,29 @@ def view(
         sliding_window,
     )
     return view._replace(seen=seen)
+
+
+def with_groups(
+    config: DecoderConfig, cache: Any, views: dict[str, CacheView]
+) -> dict[str, CacheView]:
+    """Return the views of layer types, with the groups of rows that share reads of their prompt.
+
+    They are found here, once for all layers of a type: from the loop over layers, the compiler
+    would not move them.
+    """
+    if SHARED_PROMPT not in cache:
+        return views
+
+    def shared(layer_type: str, view: CacheView) -> CacheView:
+        if view.seen is None:
+            return view
+        key = cache[layer_type]["k"]
+        seen = decode.with_groups(
+            config.attention, config.dtype, key, view.seen, *cache[SHARED_PROMPT]
+        )
+        return view._replace(seen=seen)
+
+    return {layer_type: shared(layer_type, view) for layer_type, view in views.items()}
 
 
 def linear_view(lengths: Array, capacity: int, new: TokenIndex) -> CacheView:

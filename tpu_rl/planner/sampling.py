@@ -369,7 +369,8 @@ def _prefill(
     """
     tokens = _row_shape(call.mesh, texts, length)
     lengths = _row_shape(call.mesh, texts)
-    arguments = (call.policy, call.mesh, call.params, tokens, lengths)
+    prompts = _row_shape(call.mesh, texts, 2)
+    arguments = (call.policy, call.mesh, call.params, tokens, lengths, prompts)
     compiled = compile_with(call.mesh, slots.prefill, *arguments)
     if compiled.program is None:
         return compiled, None

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.types import ROUTING, Array, Params, Policy
+from tpu_rl.types import ROUTING, SHARED_PROMPT, Array, Params, Policy
 
 
 def row_axis(leaf: Array) -> int:
@@ -63,6 +63,16 @@ def with_lengths(cache: Any, lengths: Array) -> Any:
     Later tokens stay in memory, but are no longer seen.
     """
     return jax.tree.map(lambda leaf: lengths if leaf.ndim == 1 else leaf, cache)
+
+
+def with_shared_prompts(cache: Any, prompts: Array) -> Any:
+    """Return the cache with `prompts` [2, B] in all its entries `SHARED_PROMPT`, if it has any."""
+
+    def replaced(path: tuple, leaf: Array) -> Array:
+        is_entry = path[-1] == jax.tree_util.DictKey(SHARED_PROMPT)
+        return prompts.astype(leaf.dtype) if is_entry else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, cache)
 
 
 def can_roll_back(policy: Policy, params: Params, length: int, tokens: int) -> bool:

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from tpu_rl.sampler import slots
 from tpu_rl.sampler.config import SamplerConfig
-from tpu_rl.sampler.requests import DecodeRequest, PaddedTokens
+from tpu_rl.sampler.requests import DecodeRequest, PoolContexts
 from tpu_rl.sampler.slots import Queue
 
 
@@ -34,6 +34,8 @@ class DeviceQueues:
         """Rows of a device's outputs."""
         self.slots_per_device = _ceil_div(min(config.max_num_seqs, len(rows)), self.devices)
         self._is_resumed = request.num_sampled > 0
+        self._prompt_of_context = np.arange(len(request.contexts.lengths))
+        self._prompt_of_context[request.context] = rows // request.group_size
         self._orders: list[np.ndarray] = []
         """Of each device, its rows in the order in which they take slots."""
         for device in range(self.devices):
@@ -118,7 +120,7 @@ class DeviceQueues:
         has_more = self.num_waiting(self._sizes) > 0
         return bool(np.any((num_taken >= self._sizes) & has_more))
 
-    def next_pool(self, num_taken: np.ndarray) -> tuple[PaddedTokens, Queue]:
+    def next_pool(self, num_taken: np.ndarray) -> tuple[PoolContexts, Queue]:
         """Return the contexts [D * contexts] of the next pool, and the queue of its rows.
 
         `num_taken` [D] rows of the current queues have taken slots. The others are in the new queue
@@ -168,7 +170,11 @@ class DeviceQueues:
         self.is_context = is_context.reshape(-1)
         # Places that no context takes are read as contexts of one token.
         lengths = np.where(self.is_context, table.lengths[self.contexts], 1)
-        return PaddedTokens(table.tokens[self.contexts], lengths), queue
+        prompt = self._prompt_of_context[self.contexts]
+        # The cache of a context lacks its last token.
+        shared = np.where(self.is_context, request.prompts.lengths[prompt] - 1, 0)
+        prompts = np.stack([prompt, shared], axis=1).astype(np.int32)
+        return PoolContexts(table.tokens[self.contexts], lengths, prompts), queue
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:

@@ -28,6 +28,18 @@ class PaddedTokens(NamedTuple):
     """[sequences] int32."""
 
 
+class PoolContexts(NamedTuple):
+    """The contexts of a pool."""
+
+    tokens: np.ndarray
+    """[contexts, longest] int32."""
+    lengths: np.ndarray
+    """[contexts] int32."""
+    prompts: np.ndarray
+    """[contexts, 2] int32: the number of the prompt with which each begins, and how many first
+    tokens of its cache all contexts of this prompt have."""
+
+
 class DecodeRequest(NamedTuple):
     """N rows to decode.
 

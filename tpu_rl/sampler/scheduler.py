@@ -329,10 +329,10 @@ def _decode(
     while True:
         while queues.needs_next_pool(status.num_taken):
             contexts, host_queue = queues.next_pool(status.num_taken)
-            tokens, lengths = map(place, contexts)
+            tokens, lengths, prompts = map(place, contexts)
             pool = None  # Freed before the next takes memory.
             queue = jax.tree.map(place, host_queue)
-            pool = slot_ops.prefill(mode.policy, mesh, params, tokens, lengths)
+            pool = slot_ops.prefill(mode.policy, mesh, params, tokens, lengths, prompts)
             if prompt_routing is not None:
                 read = sharding.to_host(slot_ops.pool_routing(pool))
                 prompt_routing[queues.contexts[queues.is_context]] = read[queues.is_context]

@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_rl.sampler.cache_ops import latest_routing, put_row, resize, row_axis, take_rows
+from tpu_rl.sampler.cache_ops import (
+    latest_routing,
+    put_row,
+    resize,
+    row_axis,
+    take_rows,
+    with_shared_prompts,
+)
 from tpu_rl.sampler.config import SamplerConfig
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Params, Policy
@@ -210,15 +217,23 @@ def _empty_cache(
 
 @functools.partial(jax.jit, static_argnames=("policy", "mesh"))
 def prefill(
-    policy: Policy, mesh: Mesh | None, params: Params, tokens: Array, lengths: Array
+    policy: Policy,
+    mesh: Mesh | None,
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    prompts: Array | None = None,
 ) -> Pool:
     """Read contexts into a new pool.
 
-    `tokens` is [contexts, context_length] int32, and `lengths` is [contexts] int32.
+    `tokens` is [contexts, context_length] int32, and `lengths` is [contexts] int32. `prompts` are
+    those of `requests.PoolContexts`; without them, rows share no reads of their prompts.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.init_cache(params, *tokens.shape)
     _, cache = policy.extend(params, cache, tokens, positions, jnp.zeros_like(tokens), lengths - 1)
+    if prompts is not None:
+        cache = with_shared_prompts(cache, prompts.T)
     return Pool(shard_cache_rows(mesh, cache), tokens, lengths)
 
 

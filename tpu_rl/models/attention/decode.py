@@ -14,6 +14,7 @@ Letters in array shapes are those of `layers`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_rl.models.attention import decode_kernel
-from tpu_rl.models.attention.decode_kernel import DecodeConfig
+from tpu_rl.models.attention.decode_kernel import DecodeConfig, Groups
 from tpu_rl.models.attention.flash_kernels import LANES
 from tpu_rl.models.config import AttentionConfig
 from tpu_rl.train import sharding
@@ -41,6 +42,8 @@ class SeenTokens(NamedTuple):
     """[B] int32."""
     end: Array
     """[B] int32."""
+    groups: Groups | None = None
+    """The rows that share reads of their prompt; None if none do. See `with_groups`."""
 
 
 def seen_tokens(
@@ -66,18 +69,26 @@ def seen_tokens(
     return SeenTokens(first, end)
 
 
-def read_tokens(first: Array, end: Array, query: Any, key: Any) -> Array:
+def read_tokens(
+    first: Array, end: Array, query: Any, key: Any, groups: Groups | None = None
+) -> Array:
     """Return how many tokens the kernel reads of each row that sees [first, end): [B] int32.
 
     It adds up the visits of the kernel. `query` [B, K, G, E] and `key` [L, B, K, S, E] are arrays
-    or their shapes, on one device.
+    or their shapes, on one device. What a group reads once counts for the row that it is read of.
     """
     visits = decode_kernel.make_visits(query, key)
     first_block, last_block = decode_kernel.block_range(visits, first[:, None], end[:, None])
+    if groups is not None:
+        first_block = jnp.maximum(first_block, groups.shared[: len(first), None])
     # A ring may be visited once more than it has blocks.
     blocks = first_block + jnp.arange(visits.num_blocks + 1)[None]
     _, sizes = decode_kernel.read_range(visits, first[:, None], end[:, None], blocks)
-    return jnp.where(blocks <= last_block, sizes, 0).sum(1)
+    read = jnp.where(blocks <= last_block, sizes, 0).sum(1)
+    if groups is None:
+        return read
+    part = jnp.arange(len(groups.member)) // visits.rows * visits.rows
+    return read.at[part + groups.member].add(groups.blocks * visits.block)
 
 
 def has_kernel(config: AttentionConfig) -> bool:
@@ -100,10 +111,16 @@ def can_pair_heads(config: AttentionConfig, tensor: int) -> bool:
     return has_pairs and 2 * config.head_dim == LANES and is_shared
 
 
+def is_wanted(config: AttentionConfig) -> bool:
+    """Return True if the kernel computes a model's attention wherever shapes allow it."""
+    if config.kernel == "interpreted":
+        return config.latent is None
+    return config.kernel == "tpu" and has_kernel(config)
+
+
 def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array]) -> bool:
     """Return True if the kernel computes query [B, T, H, E] with the leaves of a layer type."""
-    is_wanted = config.kernel == "interpreted" or (config.kernel == "tpu" and has_kernel(config))
-    if not is_wanted or query.shape[1] != 1 or "k" not in stack:
+    if not is_wanted(config) or query.shape[1] != 1 or "k" not in stack:
         return False
     if config.pairs_heads:
         spread_pairs = sharding.spread("kv_heads", stack["k"].shape[2])
@@ -121,6 +138,39 @@ def _heads_of_keys(query: Array, kv_heads: int) -> int | None:
     if device_heads % group and group % device_heads:
         return None
     return max(1, device_heads // group)
+
+
+def with_groups(
+    config: AttentionConfig, dtype: Any, key: Array, seen: SeenTokens, prompt: Array, tokens: Array
+) -> SeenTokens:
+    """Return `seen` with the groups of rows that share reads of their prompt, on each device.
+
+    Args:
+        config: attention of a model.
+        dtype: type of its queries.
+        key: the leaf [L, B, K, S, E] of a layer type.
+        seen: what rows see in these layers. Those that do not see their whole prompt share nothing.
+        prompt, tokens: [B] int32, of `types.SHARED_PROMPT`.
+    """
+    num_heads = config.num_heads
+    rows = len(prompt)
+    query = jax.ShapeDtypeStruct((rows, 1, num_heads, config.head_dim), dtype)
+    read_heads = _heads_of_keys(query, config.num_kv_heads)
+    if read_heads is None or not decode_kernel.is_supported(key.shape[3]):
+        return seen
+    group = num_heads // sharding.spread("heads", num_heads) // read_heads
+    shape = (rows // sharding.spread("slots", rows), read_heads, group, config.head_dim)
+    grouped = jax.eval_shape(
+        beside_zeros if config.pairs_heads else lambda query: query,
+        jax.ShapeDtypeStruct(shape, dtype),
+    )
+    visits = decode_kernel.make_visits(grouped, key)
+    find = functools.partial(decode_kernel.find_groups, visits)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        row_spec = sharding.spec(("slots",), (rows,), mesh)
+        find = jax.shard_map(find, in_specs=row_spec, out_specs=row_spec, check_vma=False)
+    return seen._replace(groups=find(prompt, tokens, seen.first))
 
 
 def beside_zeros(query: Array) -> Array:
@@ -182,6 +232,7 @@ def decode_attention(
         layer: Array,
         first: Array,
         end: Array,
+        groups: Groups | None,
         *leaves: Array,
     ) -> Array:
         rows, _, device_heads, head_dim = query.shape
@@ -194,7 +245,7 @@ def decode_attention(
                 odd = ((0, read_heads % 2), (0, 0))
                 sinks = jnp.pad(sinks, odd).reshape(grouped.shape[1:3])
         attended = decode_kernel.attention(
-            config, grouped, list(leaves), layer, first_head, first, end, sinks
+            config, grouped, list(leaves), layer, first_head, first, end, sinks, groups
         )
         if is_paired:
             attended = own_halves(attended, read_heads)
@@ -219,7 +270,15 @@ def decode_attention(
 
     mapped = jax.shard_map(
         on_shard,
-        in_specs=(query_spec, sink_spec, PartitionSpec(), row_spec, row_spec, *leaf_specs),
+        in_specs=(
+            query_spec,
+            sink_spec,
+            PartitionSpec(),
+            row_spec,
+            row_spec,
+            row_spec,
+            *leaf_specs,
+        ),
         out_specs=query_spec,
         check_vma=False,
     )

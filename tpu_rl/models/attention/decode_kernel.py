@@ -5,6 +5,11 @@ border. The keys of a row are visited in blocks, all rows one after another. Blo
 main memory to the chip's vector memory some visits ahead, across the borders of rows. The softmax
 is computed online (Milakov and Gimelshein, arXiv 1805.02867).
 
+Rows that continue one prompt are a group. The whole blocks of their prompt are visited first, once
+for the group, in the place of one of its rows. Such a visit multiplies the queries of all members
+at once (as Hydragen, arXiv 2402.05099, and cascade inference do). Each row then begins with what
+these visits added up. So every row adds the same blocks in the same order as it would alone.
+
 Letters in array shapes are those of `layers`; L counts layers and S the places of the cache.
 """
 
@@ -12,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +48,12 @@ INDEPENDENT_PRODUCTS = 4
 MAX_QUERY_BYTES = 1 << 20
 """Bytes of the queries that are in vector memory at once."""
 
+MEMBERS = 8
+"""Rows of a group whose queries are multiplied with a block at once."""
+
+MAX_MEMBERS = 32
+"""Most rows of a group, a multiple of `MEMBERS`. More rows of one prompt are several groups."""
+
 
 class DecodeConfig(NamedTuple):
     """Constants of the compiled kernel."""
@@ -54,11 +66,28 @@ class DecodeConfig(NamedTuple):
     """Rows need not see all their tokens. It only names the kernel, for the planner."""
 
 
+class Groups(NamedTuple):
+    """The groups of rows in each part of the rows (see `Visits.rows`).
+
+    All arrays are [B'] int32, with B' the rows of all parts. A position counts the rows of a part
+    in another order, in which the members of a group are neighbors, and rows without a group last.
+    """
+
+    member: Array
+    """By position: the number of the row in its part."""
+    size: Array
+    """By position: members of the group that begins here; 0 where none begins."""
+    blocks: Array
+    """By position: the blocks that this group shares; 0 where none begins."""
+    shared: Array
+    """By row: the blocks that it shares with its group."""
+
+
 class Visits(NamedTuple):
     """The pieces into which the kernel cuts rows and keys."""
 
     rows: int
-    """Rows of a group. Groups are computed independently: by the two cores of a chip that has
+    """Rows of a part. Parts are computed independently: by the two cores of a chip that has
     two."""
     kv_heads: int
     block: int
@@ -69,6 +98,8 @@ class Visits(NamedTuple):
     """Keys are read in multiples of this many."""
     unrolled: int
     """Visits of an iteration."""
+    group_unrolled: int
+    """Blocks of a group that an iteration visits; divides `unrolled`."""
     buffers: int
     """Blocks that have room in vector memory; a multiple of `unrolled`."""
 
@@ -89,15 +120,16 @@ def make_visits(query: Array, key: Array) -> Visits:
     unrolled = max(1, INDEPENDENT_PRODUCTS // kv_heads)
     ahead = min(-(-BYTES_IN_FLIGHT // (block * key_bytes)), MAX_BUFFERS - unrolled)
     query_bytes = kv_heads * _round_up(group, 8) * _round_up(head_dim, LANES) * query.dtype.itemsize
-    groups = max(min(rows, 2), math.ceil(rows * query_bytes / MAX_QUERY_BYTES))
+    parts = max(min(rows, 2), math.ceil(rows * query_bytes / MAX_QUERY_BYTES))
     return Visits(
-        rows=math.ceil(rows / groups),
+        rows=math.ceil(rows / parts),
         kv_heads=kv_heads,
         block=block,
         num_blocks=places // block,
         # Scales have keys along lanes.
         chunk=LANES if is_int8 else LANES // 2,
         unrolled=unrolled,
+        group_unrolled=min(unrolled, 2),
         buffers=unrolled + _round_up(ahead, unrolled),
     )
 
@@ -123,68 +155,208 @@ def read_range(visits: Visits, first: Array, end: Array, block: Array) -> tuple[
     return start, stop - start
 
 
+def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array) -> Groups:
+    """Return the groups of rows whose first blocks are alike.
+
+    Args:
+        visits: the pieces of rows and keys.
+        prompt: [B] int32, a number that is the same for rows of one prompt.
+        tokens: [B] int32: this many first tokens are the same in all rows of the prompt, and in
+            their places in the cache. 0 for rows that share nothing.
+        first: [B] int32: the first token that a row sees. Only rows that see their whole prompt
+            share it.
+    """
+    parts = -(-len(prompt) // visits.rows)
+    padding = (0, parts * visits.rows - len(prompt))
+
+    def by_part(numbers: Array) -> Array:
+        return jnp.pad(numbers, padding).reshape(parts, visits.rows)
+
+    blocks = jnp.where(first == 0, tokens // visits.block, 0)
+    groups = jax.vmap(_groups_of_part)(by_part(prompt), by_part(blocks))
+    return Groups(*(numbers.reshape(-1) for numbers in groups))
+
+
+def _groups_of_part(prompt: Array, blocks: Array) -> Groups:
+    """Return the groups of the rows [B] of one part, from their prompts and whole blocks of them.
+
+    All numbers are sums over pairs of rows: no sort, and no gather or scatter, which take longer.
+    """
+    number = jnp.arange(len(prompt))
+    is_earlier = number[None, :] < number[:, None]
+    has_blocks = (blocks > 0)[:, None] & (blocks > 0)[None, :]
+    is_same = has_blocks & (prompt[:, None] == prompt[None, :])
+    chunk = (is_same & is_earlier).sum(1) // MAX_MEMBERS
+    is_member = is_same & (chunk[:, None] == chunk[None, :])
+    size = is_member.sum(1)
+    is_shared = size > 1
+    leader = jnp.where(is_member, number[None, :], len(prompt)).min(1)
+    rank = jnp.where(is_shared, leader, len(prompt))
+    is_before = rank[None, :] < rank[:, None]
+    is_before |= (rank[None, :] == rank[:, None]) & is_earlier
+    is_at = is_before.sum(1)[None, :] == number[:, None]
+
+    def by_position(of_row: Array) -> Array:
+        return jnp.where(is_at, of_row[None, :], 0).sum(1, dtype=jnp.int32)
+
+    begins = is_shared & (leader == number)
+    return Groups(
+        member=by_position(number),
+        size=by_position(jnp.where(begins, size, 0)),
+        blocks=by_position(jnp.where(begins, blocks, 0)),
+        shared=jnp.where(is_shared, blocks, 0),
+    )
+
+
 class _Visit(NamedTuple):
-    row: Array
-    """Number of the row in its group; beyond the last one, the visit has no work."""
+    entry: Array
+    """Below `Visits.rows`, the position at which a group begins; from there on, the number of a row
+    in its part plus `Visits.rows`. Beyond the last row, the visit has no work."""
     block: Array
     number: Array
+    buffer: Array
 
 
 class _Sums(NamedTuple):
-    """State of the online softmax of a row's heads."""
+    """State of the online softmax of one head of each key, with n queries."""
 
     maximum: Array
-    """[G, 1] float32: the largest score."""
+    """[n, 1] float32: the largest score."""
     total: Array
-    """[G, 1] float32: the sum of weights relative to it."""
+    """[n, 1] float32: the sum of weights relative to it."""
     weighted: Array
-    """[G, E] float32: the sum of weighted values."""
+    """[n, E] float32: the sum of weighted values."""
+
+
+class _SumsRef(NamedTuple):
+    """Room for sums in vector memory."""
+
+    statistics: Any
+    """[..., n, LANES] float32: the maximum in the first lane, the total in the others."""
+    weighted: Any
+    """[..., n, E] float32."""
+
+    def read(self, *index: Any) -> _Sums:
+        statistics = self.statistics[index]
+        return _Sums(statistics[:, 0:1], statistics[:, 1:2], self.weighted[index])
+
+    def write(self, sums: _Sums, *index: Any) -> None:
+        lane = jax.lax.broadcasted_iota(jnp.int32, (len(sums.maximum), LANES), 1)
+        self.statistics[index] = jnp.where(lane == 0, sums.maximum, sums.total)
+        self.weighted[index] = sums.weighted
 
 
 def _kernel(
-    visits: Visits, config: DecodeConfig, is_int8: bool, has_sinks: bool, *refs: Any
+    visits: Visits,
+    config: DecodeConfig,
+    is_int8: bool,
+    has_sinks: bool,
+    has_groups: bool,
+    *refs: Any,
 ) -> None:
-    """Compute the attention of a group of rows.
+    """Compute the attention of a part of the rows.
 
-    refs: [2] layer and first KV head; [B] first; [B] end; query [rows, K, G, E]; sinks
-    [K, G, LANES], all lanes alike, if there are any; the leaves of the cache in main memory; the
-    result; buffers for blocks of each leaf; their semaphores.
+    refs: [2] layer and first KV head; [B] first; [B] end; the `Groups`, if there are any; query
+    [rows, K, G, E]; sinks [K, G, LANES], all lanes alike, if there are any; the leaves of the cache
+    in main memory; the result; buffers for blocks of each leaf; their semaphores; with groups, the
+    sums of rows, and the queries and sums of one group.
     """
     num_leaves = 4 if is_int8 else 2
-    place, first, end, query, *rest = refs
+    place, first, end, *rest = refs
+    groups = None
+    if has_groups:
+        groups = Groups(*rest[: len(Groups._fields)])
+        rest = rest[len(Groups._fields) :]
+    query, *rest = rest
     sinks = rest.pop(0) if has_sinks else None
     leaves = rest[:num_leaves]
     result = rest[num_leaves]
-    buffers = rest[num_leaves + 1 : -1]
-    semaphores = rest[-1]
+    buffers = rest[num_leaves + 1 : 2 * num_leaves + 1]
+    semaphores, *rest = rest[2 * num_leaves + 1 :]
     base = pl.program_id(0) * visits.rows
     layer = place[0]
     first_head = place[1]
     heads = range(visits.kv_heads)
+    group, head_dim = query.shape[2:]
 
     def row_of(visit: _Visit) -> Array:
-        return base + jnp.minimum(visit.row, visits.rows - 1)
+        """Return the number of a row in its part."""
+        return jnp.clip(visit.entry - visits.rows, 0, visits.rows - 1)
 
-    def blocks(row: Array) -> tuple[Array, Array]:
+    def position_of(visit: _Visit) -> Array:
+        return base + jnp.minimum(visit.entry, visits.rows - 1)
+
+    def is_of_group(visit: _Visit) -> Array:
+        return visit.entry < visits.rows
+
+    def row_blocks(row: Array) -> tuple[Array, Array]:
+        """Return the first and the last block that a row visits alone."""
         row = base + jnp.minimum(row, visits.rows - 1)
-        return block_range(visits, first[row], end[row])
+        first_block, last_block = block_range(visits, first[row], end[row])
+        if groups is None:
+            return first_block, last_block
+        return jnp.maximum(first_block, groups.shared[row]), last_block
+
+    def group_blocks(position: Array) -> Array:
+        """Return the blocks of a group, rounded up to whole iterations."""
+        assert groups is not None
+        padded = groups.blocks[position] + visits.group_unrolled - 1
+        return jax.lax.div(padded, visits.group_unrolled) * visits.group_unrolled
 
     def count(row: Array, visited: Array) -> Array:
-        first_block, last_block = blocks(row)
+        first_block, last_block = row_blocks(row)
         return visited + last_block - first_block + 1
 
-    num_visits = jax.lax.fori_loop(0, visits.rows, count, jnp.int32(0))
+    def count_of_groups(position: Array, visited: Array) -> Array:
+        return visited + group_blocks(base + position)
 
-    def following(visit: _Visit) -> _Visit:
-        _, last_block = blocks(visit.row)
+    no_visits = jnp.int32(0)
+    group_visits = no_visits
+    if groups is not None:
+        group_visits = jax.lax.fori_loop(0, visits.rows, count_of_groups, no_visits)
+    num_visits = jax.lax.fori_loop(0, visits.rows, count, group_visits)
+
+    # The functions of visits below take `groups` where a visit may be of a group, and None where it
+    # is of a row: most visits are, and need fewer numbers then.
+
+    def following(visit: _Visit, groups: Groups | None) -> _Visit:
+        _, last_block = row_blocks(row_of(visit))
+        next_entry = visit.entry + 1
+        if groups is not None:
+            position = position_of(visit)
+            after = visit.entry + groups.size[position]
+            is_end = groups.size[base + jnp.minimum(after, visits.rows - 1)] == 0
+            after = jnp.where(is_end | (after >= visits.rows), visits.rows, after)
+            is_group = is_of_group(visit)
+            last_block = jnp.where(is_group, group_blocks(position) - 1, last_block)
+            next_entry = jnp.where(is_group, after, next_entry)
         is_last = visit.block == last_block
-        row = visit.row + is_last.astype(jnp.int32)
-        next_first, _ = blocks(row)
-        return _Visit(row, jnp.where(is_last, next_first, visit.block + 1), visit.number + 1)
+        entry = jnp.where(is_last, next_entry, visit.entry)
+        next_first, _ = row_blocks(entry - visits.rows)
+        if groups is not None:
+            next_first = jnp.where(entry < visits.rows, 0, next_first)
+        return _Visit(
+            entry,
+            jnp.where(is_last, next_first, visit.block + 1),
+            visit.number + 1,
+            jnp.where(visit.buffer == visits.buffers - 1, 0, visit.buffer + 1),
+        )
 
-    def copies(visit: _Visit, buffer: Array) -> list[Any]:
-        row = row_of(visit)
+    def has_work(visit: _Visit, groups: Groups | None) -> Array:
+        is_visited = visit.number < num_visits
+        if groups is None:
+            return is_visited
+        is_padding = visit.block >= groups.blocks[position_of(visit)]
+        return is_visited & ~(is_of_group(visit) & is_padding)
+
+    def copies(visit: _Visit, groups: Groups | None) -> list[Any]:
+        row = base + row_of(visit)
         start, size = read_range(visits, first[row], end[row], visit.block)
+        if groups is not None:
+            is_group = is_of_group(visit)
+            row = jnp.where(is_group, base + groups.member[position_of(visit)], row)
+            start = jnp.where(is_group, 0, start)
+            size = jnp.where(is_group, visits.block, size)
         start = pl.multiple_of(start, visits.chunk)
         size = pl.multiple_of(size, visits.chunk)
         begin = jax.lax.rem(visit.block, visits.num_blocks) * visits.block
@@ -196,37 +368,43 @@ def _kernel(
         return [
             pltpu.make_async_copy(
                 leaf.at[layer, row, read if len(leaf.shape) == 5 else all_heads, source],
-                room.at[buffer, :, target],
-                semaphores.at[number, buffer],
+                room.at[visit.buffer, :, target],
+                semaphores.at[number, visit.buffer],
             )
             for number, (leaf, room) in enumerate(zip(leaves, buffers, strict=True))
         ]
 
-    def start_copies(visit: _Visit, buffer: Array) -> None:
-        @pl.when(visit.number < num_visits)
+    def start_copies(visit: _Visit, groups: Groups | None) -> None:
+        @pl.when(has_work(visit, groups))
         def _():
-            for copy in copies(visit, buffer):
+            for copy in copies(visit, groups):
                 copy.start()
 
-    def wait_for_copies(visit: _Visit, buffer: Array) -> None:
-        @pl.when(visit.number < num_visits)
+    def wait_for_copies(visit: _Visit, groups: Groups | None) -> None:
+        @pl.when(has_work(visit, groups))
         def _():
-            for copy in copies(visit, buffer):
+            for copy in copies(visit, groups):
                 copy.wait()
 
     def scale_of(number: int, buffer: Array, head: int) -> Array:
         """Return the scales [1, block] of one head."""
         return buffers[number][buffer, pl.ds(first_head + head, 1), :]
 
-    def visit_sums(visit: _Visit, buffer: Array, head: int) -> _Sums:
-        """Return the sums over the keys of one visit."""
-        row = row_of(visit)
+    def visible_tokens(visit: _Visit) -> Array:
+        """Return [1, block] bool: what the row of a visit sees."""
+        row = base + row_of(visit)
         tokens = visit.block * visits.block + jax.lax.broadcasted_iota(
             jnp.int32, (1, visits.block), 1
         )
         row_end = jnp.where(visit.number < num_visits, end[row], 0)
-        visible = (tokens >= first[row]) & (tokens < row_end)
-        vectors = query[jnp.minimum(visit.row, visits.rows - 1), head]
+        return (tokens >= first[row]) & (tokens < row_end)
+
+    def visit_sums(vectors: Array, buffer: Array, head: int, visible: Array | None) -> _Sums:
+        """Return the sums of queries [n, E] over the keys of one visit: all or the visible."""
+
+        def mask(values: Array, masked: float) -> Array:
+            return values if visible is None else jnp.where(visible, values, masked)
+
         key = buffers[0][buffer, head].astype(vectors.dtype)
         value = buffers[1][buffer, head].astype(vectors.dtype)
         scores = dot(vectors, key, A_BT) * config.scale
@@ -234,74 +412,169 @@ def _kernel(
             scores = scores * scale_of(2, buffer, head)
         if config.softcap is not None:
             scores = config.softcap * jnp.tanh(scores / config.softcap)
-        scores = jnp.where(visible, scores, MASKED)
+        scores = mask(scores, MASKED)
         maximum = scores.max(1, keepdims=True)
-        weights = jnp.where(visible, jnp.exp(scores - maximum), 0.0)
+        weights = mask(jnp.exp(scores - maximum), 0.0)
         total = weights.sum(1, keepdims=True)
         if is_int8:
-            weights = jnp.where(visible, weights * scale_of(3, buffer, head), 0.0)
+            weights = mask(weights * scale_of(3, buffer, head), 0.0)
         return _Sums(maximum, total, dot(weights.astype(value.dtype), value, A_B))
 
-    def add(sums: _Sums, visit: _Sums, is_first: Array, head: int) -> _Sums:
-        first_maximum = MASKED
-        first_total = 0.0
-        if sinks is not None:
-            # The sink is a key before all others, whose weight is exp(0) and whose value is zero.
-            first_maximum = sinks[head][:, :1]
-            first_total = 1.0
-        before = jnp.where(is_first, first_maximum, sums.maximum)
-        maximum = jnp.maximum(before, visit.maximum)
-        keep = jnp.exp(before - maximum)
+    def add(sums: _Sums, visit: _Sums) -> _Sums:
+        maximum = jnp.maximum(sums.maximum, visit.maximum)
+        keep = jnp.exp(sums.maximum - maximum)
         factor = jnp.exp(visit.maximum - maximum)
         return _Sums(
             maximum,
-            keep * jnp.where(is_first, first_total, sums.total) + factor * visit.total,
-            keep * jnp.where(is_first, 0.0, sums.weighted) + factor * visit.weighted,
+            keep * sums.total + factor * visit.total,
+            keep * sums.weighted + factor * visit.weighted,
         )
+
+    column = jnp.full((group, 1), MASKED, jnp.float32)
+    empty = _Sums(column, jnp.zeros_like(column), jnp.zeros((group, head_dim), jnp.float32))
+
+    def first_sums(head: int) -> _Sums:
+        if sinks is None:
+            return empty
+        # The sink is a key before all others, whose weight is exp(0) and whose value is zero.
+        return _Sums(sinks[head][:, :1], jnp.ones_like(column), empty.weighted)
 
     if not is_int8:
         # Of a block that is read in part, the rest is whatever was in memory, which may be NaN.
         buffers[1][...] = jnp.zeros_like(buffers[1])
 
-    def begin(buffer: Array, visit: _Visit) -> _Visit:
-        start_copies(visit, buffer)
-        return following(visit)
+    first_entry = jnp.int32(visits.rows)
+    if groups is not None:
+        first_entry = jnp.where(groups.size[base] > 0, 0, first_entry)
+    first_block = row_blocks(jnp.int32(0))[0]
+    first_visit = _Visit(
+        first_entry,
+        jnp.where(first_entry == 0, 0, first_block),
+        jnp.int32(0),
+        jnp.int32(0),
+    )
+
+    def begin(_: Array, visit: _Visit) -> _Visit:
+        start_copies(visit, groups)
+        return following(visit, groups)
 
     ahead = visits.buffers - visits.unrolled
-    first_visit = _Visit(jnp.int32(0), blocks(jnp.int32(0))[0], jnp.int32(0))
     loading = jax.lax.fori_loop(0, ahead, begin, first_visit)
 
-    turns = visits.buffers // visits.unrolled
+    def load(loading: _Visit, num_visits: int, groups: Groups | None) -> _Visit:
+        for _ in range(num_visits):
+            start_copies(loading, groups)
+            loading = following(loading, groups)
+        return loading
+
+    visit = first_visit
+    row_sums = None
+    if groups is not None:
+        row_sums = _SumsRef(*rest[:2])
+        queries, *rest = rest[2:]
+        group_sums = _SumsRef(*rest)
+
+        def begin_row(row: Array, _: None) -> None:
+            for head in heads:
+                row_sums.write(first_sums(head), row, head)
+
+        jax.lax.fori_loop(0, visits.rows, begin_row, None)
+
+        def of_members(visit: _Visit, do: Callable[[Array, Array, Any], None]) -> None:
+            """Call do(row, chunk of the group, place in the chunk) for each member."""
+            position = position_of(visit)
+            size = groups.size[position]
+
+            def of_chunk(chunk: Array, _: Any) -> None:
+                for i in range(MEMBERS):
+
+                    @pl.when(chunk * MEMBERS + i < size)
+                    def _(i: int = i) -> None:
+                        row = groups.member[position + chunk * MEMBERS + i]
+                        do(row, chunk, slice(i * group, (i + 1) * group))
+
+            jax.lax.fori_loop(0, num_chunks(visit), of_chunk, None)
+
+        def num_chunks(visit: _Visit) -> Array:
+            return jax.lax.div(groups.size[position_of(visit)] + MEMBERS - 1, MEMBERS)
+
+        def take(row: Array, chunk: Array, lines: slice) -> None:
+            for head in heads:
+                queries[head, chunk, lines] = query[row, head].astype(jnp.float32)
+                group_sums.write(row_sums.read(row, head), head, chunk, lines)
+
+        def give(row: Array, chunk: Array, lines: slice) -> None:
+            for head in heads:
+                row_sums.write(group_sums.read(head, chunk, lines), row, head)
+
+        def visit_groups(_: Array, carry: Any) -> Any:
+            visit, loading = carry
+            loading = load(loading, visits.group_unrolled, groups)
+            begun = visit
+
+            @pl.when(begun.block == 0)
+            def _() -> None:
+                of_members(begun, take)
+
+            parts = []
+            for _ in range(visits.group_unrolled):
+                wait_for_copies(visit, groups)
+                parts.append(visit)
+                visit = following(visit, groups)
+
+            def add_chunk(chunk: Array, _: Any) -> None:
+                for head in heads:
+                    vectors = queries[head, chunk].astype(query.dtype)
+                    sums = group_sums.read(head, chunk)
+                    for part in parts:
+                        new = visit_sums(vectors, part.buffer, head, None)
+                        is_real = has_work(part, groups)
+                        new = _Sums(
+                            jnp.where(is_real, new.maximum, MASKED),
+                            jnp.where(is_real, new.total, 0.0),
+                            jnp.where(is_real, new.weighted, 0.0),
+                        )
+                        sums = add(sums, new)
+                    group_sums.write(sums, head, chunk)
+
+            jax.lax.fori_loop(0, num_chunks(begun), add_chunk, None)
+
+            @pl.when(parts[-1].block == group_blocks(position_of(begun)) - 1)
+            def _() -> None:
+                of_members(begun, give)
+
+            return visit, loading
+
+        iterations = jax.lax.div(group_visits, visits.group_unrolled)
+        visit, loading = jax.lax.fori_loop(0, iterations, visit_groups, (visit, loading))
 
     def iterate(_: Array, carry: Any) -> Any:
-        turn, visit, loading, sums = carry
-        previous_turn = jnp.where(turn == 0, turns - 1, turn - 1)
-        for i in range(visits.unrolled):
-            start_copies(loading, previous_turn * visits.unrolled + i)
-            loading = following(loading)
+        visit, loading, sums = carry
+        loading = load(loading, visits.unrolled, None)
         computed = []
-        for i in range(visits.unrolled):
-            buffer = turn * visits.unrolled + i
-            wait_for_copies(visit, buffer)
-            computed.append((visit, [visit_sums(visit, buffer, head) for head in heads]))
-            visit = following(visit)
-        for visited, new in computed:
-            is_first = visited.block == blocks(visited.row)[0]
+        for _ in range(visits.unrolled):
+            wait_for_copies(visit, None)
+            row = row_of(visit)
+            visible = visible_tokens(visit)
+            parts = [visit_sums(query[row, head], visit.buffer, head, visible) for head in heads]
+            computed.append((visit, parts))
+            visit = following(visit, None)
+        for visited, parts in computed:
+            row = row_of(visited)
+            is_first = visited.block == row_blocks(row)[0]
             is_first &= visited.number < num_visits
-            sums = [add(sums[head], new[head], is_first, head) for head in heads]
+            for head in heads:
+                begun = first_sums(head) if row_sums is None else row_sums.read(row, head)
+                before = jax.tree.map(functools.partial(jnp.where, is_first), begun, sums[head])
+                sums[head] = add(before, parts[head])
             # Every visit writes what is known so far. Those beyond the last add nothing to it.
             for head in heads:
                 attended = sums[head].weighted / sums[head].total
-                row = jnp.minimum(visited.row, visits.rows - 1)
                 result[row, head] = attended.astype(result.dtype)
-        return jnp.where(turn == turns - 1, 0, turn + 1), visit, loading, sums
+        return visit, loading, sums
 
-    group, head_dim = query.shape[2:]
-    column = jnp.full((group, 1), MASKED, jnp.float32)
-    empty = _Sums(column, jnp.zeros_like(column), jnp.zeros((group, head_dim), jnp.float32))
-    iterations = (num_visits + visits.unrolled - 1) // visits.unrolled
-    carry = (jnp.int32(0), first_visit, loading, [empty for _ in heads])
-    jax.lax.fori_loop(0, iterations, iterate, carry)
+    iterations = jax.lax.div(num_visits - group_visits + visits.unrolled - 1, visits.unrolled)
+    jax.lax.fori_loop(0, iterations, iterate, (visit, loading, [empty for _ in heads]))
 
 
 def attention(
@@ -313,6 +586,7 @@ def attention(
     first: Array,
     end: Array,
     sinks: Array | None = None,
+    groups: Groups | None = None,
 ) -> Array:
     """Return the attention [B, K, G, E] of query [B, K, G, E].
 
@@ -326,13 +600,15 @@ def attention(
         first, end: [B] int32: a row sees the tokens [first, end), at least one and no more than S.
             Their place in the cache is their number modulo S.
         sinks: [K, G], the score of a further key of each query, whose value is zero.
+        groups: what `find_groups` returns; None if no rows share anything.
     """
     visits = make_visits(query, leaves[0])
     rows, kv_heads, group, head_dim = query.shape
     is_int8 = len(leaves) == 4
     places = leaves[0].shape[3]
-    groups = math.ceil(rows / visits.rows)
-    missing = groups * visits.rows - rows
+    parts = math.ceil(rows / visits.rows)
+    missing = parts * visits.rows - rows
+    assert groups is None or len(groups.member) == parts * visits.rows, "see decode.with_groups"
     # Rows that do not exist are last, and have no visits: their last block is 0, their first is 1.
     first, end = (
         jnp.pad(numbers, (0, missing), constant_values=visits.block) for numbers in (first, end)
@@ -352,6 +628,21 @@ def attention(
         )
         for leaf in leaves
     ]
+    group_rooms = []
+    if groups is not None:
+        of_rows = (visits.rows, kv_heads, group)
+        of_group = (kv_heads, MAX_MEMBERS // MEMBERS, MEMBERS * group)
+        group_rooms = [
+            pltpu.VMEM((*lines, width), jnp.float32)
+            for lines, width in (
+                (of_rows, LANES),
+                (of_rows, head_dim),
+                (of_group, head_dim),
+                (of_group, LANES),
+                (of_group, head_dim),
+            )
+        ]
+    scalars = (first, end, *(groups or ()))
     sink_lanes = []
     sink_specs = []
     if sinks is not None:
@@ -361,17 +652,21 @@ def attention(
     token_bytes = sum(math.prod(leaf.shape[4:]) * leaf.dtype.itemsize for leaf in leaves)
     products = 2 * query.size * places
     call = pl.pallas_call(
-        functools.partial(_kernel, visits, config, is_int8, sinks is not None),
+        functools.partial(_kernel, visits, config, is_int8, sinks is not None, groups is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            3,
-            grid=(groups,),
+            1 + len(scalars),
+            grid=(parts,),
             in_specs=[
                 query_spec,
                 *sink_specs,
                 *(pl.BlockSpec(memory_space=pl.ANY) for _ in leaves),
             ],
             out_specs=query_spec,
-            scratch_shapes=[*rooms, pltpu.SemaphoreType.DMA((len(leaves), visits.buffers))],
+            scratch_shapes=[
+                *rooms,
+                pltpu.SemaphoreType.DMA((len(leaves), visits.buffers)),
+                *group_rooms,
+            ],
         ),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
@@ -386,4 +681,4 @@ def attention(
         name="decode_attention_window" if config.has_window else "decode_attention",
     )
     place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(first_head, jnp.int32)])
-    return call(place, first, end, query, *sink_lanes, *leaves)
+    return call(place, *scalars, query, *sink_lanes, *leaves)

@@ -1,0 +1,91 @@
+"""Rows of one prompt share its reads in decode steps, with the TPU's kernel interpreted."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.fixtures.decoders import tiny
+from tests.fixtures.sampling import KEY, V, trigram
+from tpu_rl import models
+from tpu_rl.models import kv_cache
+from tpu_rl.models.attention import decode_kernel
+from tpu_rl.sampler import SamplerConfig, SegmentConfig, partial_completions, sample
+from tpu_rl.sampler.partial import PartialCompletion
+from tpu_rl.sampler.queues import DeviceQueues
+from tpu_rl.sampler.requests import make_request
+from tpu_rl.types import SHARED_PROMPT
+
+LONG = [np.random.default_rng(seed).integers(2, 130, 130 + seed).tolist() for seed in range(2)]
+CONFIG = SamplerConfig(
+    3, samples_per_prompt=4, max_num_seqs=6, prompt_length=144, segments=SegmentConfig(4, 8, 64)
+)
+TOKENS = ("tokens", "log_probs", "behaviour_log_probs")
+
+
+@pytest.fixture
+def group_sizes(monkeypatch):
+    """The sizes of groups in each call of `find_groups`."""
+    found = []
+    find_groups = decode_kernel.find_groups
+
+    def recorded(*arguments):
+        groups = find_groups(*arguments)
+        jax.debug.callback(lambda size: found.append(size[size > 0].tolist()), groups.size)
+        return groups
+
+    monkeypatch.setattr(decode_kernel, "find_groups", recorded)
+    monkeypatch.setattr(decode_kernel, "MAX_BLOCK", 128)
+    return found
+
+
+@pytest.mark.nightly
+def test_sharing_changes_no_completion(group_sizes):
+    """Two rows of four each continue an earlier call. Slots are refilled within a segment."""
+    made = tiny("llama3")
+
+    def decode(model, **arguments):
+        limits = [2, 3, 3, 2, 3, 1, 3, 2]
+        return sample(
+            models.policy(model), made.params, LONG, KEY, CONFIG, limits=limits, **arguments
+        )
+
+    wanted = decode(made.model)
+    begun = partial_completions(wanted, np.zeros(8, bool))
+    resumed = [
+        one._replace(**{name: getattr(one, name)[:1] for name in TOKENS}) if row in (0, 4) else None
+        for row, one in enumerate(begun)
+    ]
+    assert not group_sizes
+    found = decode(models.with_attention_kernel(made.model, "interpreted"), resumed=resumed)
+    jax.effects_barrier()
+    # Rows 0 and 1 in one half of the slots, 2 and 3 in the other.
+    assert group_sizes[0] == [2, 2]
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.log_probs, wanted.log_probs, atol=1e-5)
+
+
+def test_contexts_share_what_their_prompts_share():
+    """All but the last token of a prompt, which is in the cache of resumed contexts only."""
+    policy, _ = trigram()
+    params = {"table": np.zeros((V, V, V), np.float32)}
+    one = np.ones(1)
+    begun = PartialCompletion(np.array([2]), one, one, np.zeros(2, np.uint32), 0, False, False)
+    config = SamplerConfig(4, prompt_length=4)
+    request = make_request(
+        policy, params, [[3, 4], [5, 6, 7]], KEY, config, None, None, [begun, None]
+    )
+    queues = DeviceQueues(request, config, None)
+    pools = []
+    taken = np.zeros(1, np.int32)
+    while queues.needs_next_pool(taken):
+        contexts, queue = queues.next_pool(taken)
+        pools.append((contexts.lengths.tolist(), contexts.prompts.tolist()))
+        taken = queue.size
+    assert pools == [([3], [[0, 1]]), ([3], [[1, 2]])]
+
+
+def test_only_caches_of_the_kernel_know_prompts():
+    model = models.with_attention_kernel(tiny("llama3").model, "interpreted")
+    assert kv_cache.init_cache(model.config, 3, 128)[SHARED_PROMPT].shape == (2, 3)
+    for other in (tiny("llama3").model, models.with_exact_sampling(model)):
+        assert SHARED_PROMPT not in kv_cache.init_cache(other.config, 3, 128)
