@@ -253,12 +253,12 @@ def with_groups(
         return views
 
     def shared(layer_type: str, view: CacheView) -> CacheView:
-        if view.seen is None:
+        attention = config.of_layers(layer_type).attention
+        if view.seen is None or not decode.is_wanted(attention):
             return view
         key = cache[layer_type]["k"]
-        seen = decode.with_groups(
-            config.attention, config.dtype, key, view.seen, *cache[SHARED_PROMPT]
-        )
+        prompt, tokens = cache[SHARED_PROMPT]
+        seen = decode.with_groups(attention, config.dtype, key, view.seen, prompt, tokens)
         return view._replace(seen=seen)
 
     return {layer_type: shared(layer_type, view) for layer_type, view in views.items()}

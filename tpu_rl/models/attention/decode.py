@@ -130,7 +130,7 @@ def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array])
     return decode_kernel.is_supported(stack["k"].shape[3]) and heads_of_keys is not None
 
 
-def _heads_of_keys(query: Array, kv_heads: int) -> int | None:
+def _heads_of_keys(query: Any, kv_heads: int) -> int | None:
     """Return how many KV heads the query heads of one device read, or None if it is no number."""
     num_heads = query.shape[2]
     device_heads = num_heads // sharding.spread("heads", num_heads)
@@ -251,7 +251,7 @@ def decode_attention(
             attended = own_halves(attended, read_heads)
         return attended.reshape(query.shape)
 
-    operands = (query, sinks, jnp.asarray(layer, jnp.int32), *seen, *leaves)
+    operands: tuple[Any, ...] = (query, sinks, jnp.asarray(layer, jnp.int32), *seen, *leaves)
     if mesh.empty or mesh.size == 1:
         return on_device(0, *operands)
     query_spec = sharding.spec(("slots", None, "heads", None), query.shape, mesh)

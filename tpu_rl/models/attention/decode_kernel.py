@@ -470,42 +470,45 @@ def _kernel(
     visit = first_visit
     row_sums = None
     if groups is not None:
-        row_sums = _SumsRef(*rest[:2])
+        # Names that are never None, for the functions below.
+        all_groups = groups
+        alone_sums = _SumsRef(*rest[:2])
+        row_sums = alone_sums
         queries, *rest = rest[2:]
         group_sums = _SumsRef(*rest)
 
         def begin_row(row: Array, _: None) -> None:
             for head in heads:
-                row_sums.write(first_sums(head), row, head)
+                alone_sums.write(first_sums(head), row, head)
 
         jax.lax.fori_loop(0, visits.rows, begin_row, None)
 
         def of_members(visit: _Visit, do: Callable[[Array, Array, Any], None]) -> None:
             """Call do(row, chunk of the group, place in the chunk) for each member."""
             position = position_of(visit)
-            size = groups.size[position]
+            size = all_groups.size[position]
 
             def of_chunk(chunk: Array, _: Any) -> None:
                 for i in range(MEMBERS):
 
                     @pl.when(chunk * MEMBERS + i < size)
                     def _(i: int = i) -> None:
-                        row = groups.member[position + chunk * MEMBERS + i]
+                        row = all_groups.member[position + chunk * MEMBERS + i]
                         do(row, chunk, slice(i * group, (i + 1) * group))
 
             jax.lax.fori_loop(0, num_chunks(visit), of_chunk, None)
 
         def num_chunks(visit: _Visit) -> Array:
-            return jax.lax.div(groups.size[position_of(visit)] + MEMBERS - 1, MEMBERS)
+            return jax.lax.div(all_groups.size[position_of(visit)] + MEMBERS - 1, MEMBERS)
 
         def take(row: Array, chunk: Array, lines: slice) -> None:
             for head in heads:
                 queries[head, chunk, lines] = query[row, head].astype(jnp.float32)
-                group_sums.write(row_sums.read(row, head), head, chunk, lines)
+                group_sums.write(alone_sums.read(row, head), head, chunk, lines)
 
         def give(row: Array, chunk: Array, lines: slice) -> None:
             for head in heads:
-                row_sums.write(group_sums.read(head, chunk, lines), row, head)
+                alone_sums.write(group_sums.read(head, chunk, lines), row, head)
 
         def visit_groups(_: Array, carry: Any) -> Any:
             visit, loading = carry
@@ -517,7 +520,7 @@ def _kernel(
                 of_members(begun, take)
 
             parts = []
-            for _ in range(visits.group_unrolled):
+            for _i in range(visits.group_unrolled):
                 wait_for_copies(visit, groups)
                 parts.append(visit)
                 visit = following(visit, groups)
@@ -552,7 +555,7 @@ def _kernel(
         visit, loading, sums = carry
         loading = load(loading, visits.unrolled, None)
         computed = []
-        for _ in range(visits.unrolled):
+        for _i in range(visits.unrolled):
             wait_for_copies(visit, None)
             row = row_of(visit)
             visible = visible_tokens(visit)
