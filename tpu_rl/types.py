@@ -93,7 +93,8 @@ uint16. The first T places have the k experts of each of the T tokens that the l
 SHARED_PROMPT = "shared_prompt"
 """Entry of the cache of a model whose kernel reads a prompt once for several rows: [2, B] int32,
 the number of the prompt that each row continues, and how many of its first tokens all rows of this
-prompt have in their caches. 0 tokens: the row shares nothing."""
+prompt have in their caches when a decode step reads them, which first writes its own token. 0
+tokens: the row shares nothing."""
 
 UNREAD = -1
 """Branch of a token whose logits nobody reads. It is not committed. See `Policy.extend`."""

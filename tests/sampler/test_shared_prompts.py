@@ -65,7 +65,7 @@ def test_sharing_changes_no_completion(group_sizes):
 
 
 def test_contexts_share_what_their_prompts_share():
-    """All but the last token of a prompt, which is in the cache of resumed contexts only."""
+    """A resumed row begins with its prompt."""
     policy, _ = trigram()
     params = {"table": np.zeros((V, V, V), np.float32)}
     one = np.ones(1)
@@ -81,7 +81,7 @@ def test_contexts_share_what_their_prompts_share():
         contexts, queue = queues.next_pool(taken)
         pools.append((contexts.lengths.tolist(), contexts.prompts.tolist()))
         taken = queue.size
-    assert pools == [([3], [[0, 1]]), ([3], [[1, 2]])]
+    assert pools == [([3], [[0, 2]]), ([3], [[1, 3]])]
 
 
 def test_only_caches_of_the_kernel_know_prompts():

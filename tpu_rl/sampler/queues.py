@@ -171,8 +171,9 @@ class DeviceQueues:
         # Places that no context takes are read as contexts of one token.
         lengths = np.where(self.is_context, table.lengths[self.contexts], 1)
         prompt = self._prompt_of_context[self.contexts]
-        # The cache of a context lacks its last token.
-        shared = np.where(self.is_context, request.prompts.lengths[prompt] - 1, 0)
+        # The cache of a context may lack the prompt's last token. A row's first decode step writes
+        # it before it reads.
+        shared = np.where(self.is_context, request.prompts.lengths[prompt], 0)
         prompts = np.stack([prompt, shared], axis=1).astype(np.int32)
         return PoolContexts(table.tokens[self.contexts], lengths, prompts), queue
 

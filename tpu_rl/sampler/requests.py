@@ -37,7 +37,7 @@ class PoolContexts(NamedTuple):
     """[contexts] int32."""
     prompts: np.ndarray
     """[contexts, 2] int32: the number of the prompt with which each begins, and how many first
-    tokens of its cache all contexts of this prompt have."""
+    tokens the caches of all rows of this prompt have in a decode step."""
 
 
 class DecodeRequest(NamedTuple):
