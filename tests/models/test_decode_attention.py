@@ -159,7 +159,7 @@ def test_a_group_reads_its_prompt_once(is_int8, small_blocks, monkeypatch):
     monkeypatch.setattr(decode_kernel, "MAX_MEMBERS", 4)
     query, stack, first, end, visits = grouped_operands()
     sinks = random(3, 4)
-    groups = decode_kernel.find_groups(visits, PROMPT, PROMPT_TOKENS, first)
+    groups = decode_kernel.find_groups(visits, PROMPT, PROMPT_TOKENS, first, end)
     assert groups.size.reshape(2, 6).max(1).tolist() == [3, 3]
     block = np.arange(4)[None]
     own = np.maximum(first[:, None] // 128, groups.shared[:, None])
@@ -196,12 +196,14 @@ def test_groups_are_rows_of_one_prompt_in_one_part(monkeypatch):
     prompt = rng.integers(0, 3, rows)
     tokens = np.array([128, 127, 500])[prompt]
     first = rng.integers(0, 2, rows) * rng.integers(0, 9, rows)
+    # Some see nothing beyond whole blocks.
+    end = tokens // 128 * 128 + rng.integers(0, 2, rows)
     query = jax.ShapeDtypeStruct((rows, 1, 4, 128), "bfloat16")
     key = jax.ShapeDtypeStruct((1, rows, 1, 640, 128), "bfloat16")
     visits = decode_kernel.make_visits(query, key)
     assert (visits.rows, visits.block) == (40, 128)
     find = jax.jit(functools.partial(decode_kernel.find_groups, visits))
-    groups = decode_kernel.Groups(*map(np.asarray, find(prompt, tokens, first)))
+    groups = decode_kernel.Groups(*map(np.asarray, find(prompt, tokens, first, end)))
     of_row = {}
     for position in np.flatnonzero(groups.size):
         size = int(groups.size[position])
@@ -215,7 +217,9 @@ def test_groups_are_rows_of_one_prompt_in_one_part(monkeypatch):
         assert groups.blocks[position] == tokens[members[0]] // 128
         of_row |= dict.fromkeys(members.tolist(), position)
     alone = set(range(rows)) - set(of_row)
-    assert alone == {row for row in range(rows) if first[row] > 0 or tokens[row] < 128}
+    assert alone == {
+        row for row in range(rows) if first[row] > 0 or tokens[row] < 128 or end[row] % 128 == 0
+    }
     assert not groups.shared[sorted(alone)].any()
     for part in (0, 40):
         numbers = groups.member[part : part + 40]

@@ -170,7 +170,7 @@ def with_groups(
     if not mesh.empty and mesh.size > 1:
         row_spec = sharding.spec(("slots",), (rows,), mesh)
         find = jax.shard_map(find, in_specs=row_spec, out_specs=row_spec, check_vma=False)
-    return seen._replace(groups=find(prompt, tokens, seen.first))
+    return seen._replace(groups=find(prompt, tokens, seen.first, seen.end))
 
 
 def beside_zeros(query: Array) -> Array:

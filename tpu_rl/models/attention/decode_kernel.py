@@ -155,7 +155,7 @@ def read_range(visits: Visits, first: Array, end: Array, block: Array) -> tuple[
     return start, stop - start
 
 
-def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array) -> Groups:
+def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array, end: Array) -> Groups:
     """Return the groups of rows whose first blocks are alike.
 
     Args:
@@ -163,8 +163,8 @@ def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array) -> G
         prompt: [B] int32, a number that is the same for rows of one prompt.
         tokens: [B] int32: this many first tokens are the same in all rows of the prompt, and in
             their places in the cache. 0 for rows that share nothing.
-        first: [B] int32: the first token that a row sees. Only rows that see their whole prompt
-            share it.
+        first, end: [B] int32: a row sees the tokens [first, end). It shares its prompt if it sees
+            all of it, and a token after the shared blocks: each row has a visit of its own.
     """
     parts = -(-len(prompt) // visits.rows)
     padding = (0, parts * visits.rows - len(prompt))
@@ -172,7 +172,8 @@ def find_groups(visits: Visits, prompt: Array, tokens: Array, first: Array) -> G
     def by_part(numbers: Array) -> Array:
         return jnp.pad(numbers, padding).reshape(parts, visits.rows)
 
-    blocks = jnp.where(first == 0, tokens // visits.block, 0)
+    blocks = tokens // visits.block
+    blocks = jnp.where((first == 0) & (end > blocks * visits.block), blocks, 0)
     groups = jax.vmap(_groups_of_part)(by_part(prompt), by_part(blocks))
     return Groups(*(numbers.reshape(-1) for numbers in groups))
 
