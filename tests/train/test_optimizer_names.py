@@ -163,7 +163,16 @@ def test_muon_leaves_embeddings_and_stacked_norms_to_adamw():
 def test_every_weight_is_a_matrix_or_left_out():
     """The axes of a matrix are all axes of the weight but that of the experts."""
     left_out = {name for name in WEIGHT_AXES if models.matrix_axes(name) is None}
-    vectors = ("_norm", "_bias", "_scale", "_taps", "decay_log", "shared_router")
+    vectors = (
+        "_norm",
+        "_bias",
+        "_scale",
+        "_taps",
+        "decay_log",
+        "_gain",
+        "_scalar",
+        "shared_router",
+    )
     assert left_out == {"embedding", "unembedding", "score"} | {
         name for name in WEIGHT_AXES if name.endswith(vectors)
     }
