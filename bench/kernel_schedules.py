@@ -6,12 +6,14 @@
 Compiles each kernel for the chip (`pip install -e ".[plan]"`; no TPU runs it), reads libtpu's final
 bundles, and counts those of a grid step by the kind of its block of scores: skipped, masked, or
 full, where every query sees every key. A bundle is issued in one cycle, so bundles are cycles
-without stalls. It multiplies them with the visits of three row layouts.
+without stalls. A block counts at least as many cycles as its products take at the chip's peak: the
+compiler lets some matrix units take in rows faster than they can multiply them. The cycles times
+the visits of three row layouts are the time of a layer and row.
 
 Left out: stalls, in which a bundle waits for a result or for a copy from main memory; conflicts in
 vector memory; the start of a kernel. Copies overlap with the bundles; their bytes over the
-bandwidth are printed beside. The products' time at the chip's peak counts all of a visited block,
-also scores that the mask hides.
+bandwidth are printed beside, as if every block had a mask. The products of a visited block count
+as a whole, also scores that the mask hides.
 """
 
 from __future__ import annotations
@@ -48,9 +50,6 @@ UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VSTORE")
 DELAY = 4
 """Bundles after a branch that run whether it is taken or not."""
 
-GRANULE = 32
-"""Bytes that a copy's `size_in_granules` counts."""
-
 
 class Section(NamedTuple):
     """Bundles that a grid step runs or skips as a whole, [start, stop)."""
@@ -77,8 +76,6 @@ class Schedule(NamedTuple):
     masked: Section
     full: Section | None
     """The fast path of blocks without a mask. None: the kernel has none."""
-    copied: int
-    """Bytes that all copies in the step move, if none is skipped."""
     use: dict[str, dict[str, float]]
     """Kind of block -> unit -> share of its slots that are taken."""
 
@@ -134,19 +131,12 @@ def read_schedule(text: str, utilization: str) -> Schedule:
     edges = sum(section.bundles for section in inner if not section.matmuls)
     total = loop_stop + 1 + DELAY - loop_start
     masked, full = products[0], products[1] if products[1:] else None
-    copies = [
-        int(size)
-        for address, line in bundles.items()
-        if loop_start <= address <= loop_stop
-        for size in re.findall(r"= dma\.(?:hbm_to_vmem|vmem_to_hbm).*?granules=\*/(\d+)", line)
-    ]
     kinds = {"masked": masked} | ({"full": full} if full else {})
     return Schedule(
         step=total - sum(section.bundles for section in inner),
         edges=edges,
         masked=masked,
         full=full,
-        copied=GRANULE * sum(copies),
         use={kind: _use(section, utilization) for kind, section in kinds.items()},
     )
 
@@ -214,21 +204,52 @@ class Kernel(NamedTuple):
     """A kernel of `flash_kernels`."""
 
     name: str
-    """As it is named in the compiler's files."""
+    """Its name in the compiler's files."""
     products: int
-    """Matrix products per block of scores."""
+    """Matrix products per block of scores: two in the forward pass."""
     call: Any
     """(config, *operands), where the forward pass has the first three and the indices."""
-    is_backward: bool
+    grid: Any
+    """(query, key) -> its blocks."""
     over_queries: bool
     """Whether a block of keys steps over blocks of queries."""
 
 
 KERNELS = (
-    Kernel("flash_attention_forward", 2, flash_kernels.attention, False, False),
-    Kernel("flash_attention_query_gradient", 3, flash_kernels.query_gradient, True, False),
-    Kernel("flash_attention_key_value_gradient", 4, flash_kernels.key_value_gradients, True, True),
+    Kernel(
+        "flash_attention_forward", 2, flash_kernels.attention, flash_kernels.forward_grid, False
+    ),
+    Kernel(
+        "flash_attention_query_gradient",
+        3,
+        flash_kernels.query_gradient,
+        flash_kernels.backward_grid,
+        False,
+    ),
+    Kernel(
+        "flash_attention_key_value_gradient",
+        4,
+        flash_kernels.key_value_gradients,
+        flash_kernels.backward_grid,
+        True,
+    ),
+    Kernel(
+        "flash_attention_gradients",
+        5,
+        flash_kernels.fused_gradients,
+        flash_kernels.backward_grid,
+        True,
+    ),
 )
+
+PASSES = {
+    "forward": ("flash_attention_forward",),
+    "backward": ("flash_attention_gradients",),
+    "backward in two kernels": (
+        "flash_attention_query_gradient",
+        "flash_attention_key_value_gradient",
+    ),
+}
 
 
 def compile_kernel(
@@ -237,7 +258,7 @@ def compile_kernel(
     """Compile a kernel for the devices of jax's mesh and read its schedule."""
     query, key, index = operands
     arrays = [query, key, key]
-    if kernel.is_backward:
+    if kernel.products > 2:
         row = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)
         arrays += [query, row, row]
     jax.jit(functools.partial(kernel.call, config)).lower(*arrays, index, index).compile()
@@ -265,11 +286,14 @@ def count_visits(
     """Count a row's steps as the kernel decides them."""
     index = TokenIndex(*(jnp.asarray(field, jnp.int32) for field in row))
     grid = grid._replace(rows=1)
-    visible = np.asarray(flash_kernels.visible_blocks(config, grid, index, index))
-    full = np.zeros_like(visible)
+    kinds = flash_kernels.block_kinds(config, grid, index, index)
+    visible, full = (np.asarray(kind) for kind in kinds)
     heads = grid.num_heads
     edges = heads * grid.num_query_blocks
-    if kernel.over_queries:
+    if kernel.name == "flash_attention_gradients":
+        # Its first and last steps for queries, which are more than those for keys.
+        edges = max(edges, grid.num_kv_heads * grid.num_key_blocks)
+    elif kernel.over_queries:
         edges = grid.num_kv_heads * grid.num_key_blocks
     return Visits(heads * visible.size, int(heads * visible.sum()), int(heads * full.sum()), edges)
 
@@ -315,59 +339,61 @@ def report(flags: argparse.Namespace, devices: Sequence[Any], dump: Path) -> Non
     query = jax.ShapeDtypeStruct(shape, flags.dtype)
     key = jax.ShapeDtypeStruct((rows, flags.kv_heads, *shape[2:]), flags.dtype)
     index = TokenIndex(*[jax.ShapeDtypeStruct((rows, flags.tokens), jnp.int32)] * 4)
-    grid = flash_kernels.make_grid(query, key)
     print(
         f"{name}, heads of {head_dim}, {flags.dtype}, {flags.tokens} tokens, {flags.heads} heads "
         f"on {flags.kv_heads}; cycles of a core per block of scores"
     )
-    schedules = {}
-    mesh = sharding.make_mesh(devices=devices[:1])
+    measured = {}
     for kernel in KERNELS:
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(sharding.make_mesh(devices=devices[:1])):
+            grid = kernel.grid(query, key)
             schedule = compile_kernel(kernel, config, (query, key, index), dump)
-        schedules[kernel] = schedule
-        scores = grid.query_block * grid.key_block
-        needed = kernel.products * scores * head_dim / rate
-        kinds = {"masked": schedule.masked, "full": schedule.full}
-        for kind, section in kinds.items():
+        needed = kernel.products * grid.query_block * grid.key_block * head_dim / rate
+        measured[kernel] = (grid, schedule, needed)
+        for kind, section in (("masked", schedule.masked), ("full", schedule.full)):
             if section is None:
                 continue
-            cycles = schedule.step + section.bundles
-            use = ", ".join(f"{u} {100 * s:.0f}" for u, s in schedule.use[kind].items())
+            cycles = schedule.step + max(section.bundles, needed)
+            use = ", ".join(
+                f"{unit} {100 * share:.0f}" for unit, share in schedule.use[kind].items()
+            )
             print(
                 f"  {kernel.name.removeprefix('flash_attention_'):<19} "
-                f"{grid.query_block} x {grid.key_block}: skipped {schedule.step}, {kind} "
-                f"{cycles}, first and last {schedule.edges}; at the peak {needed:.0f} "
-                f"({100 * needed / cycles:.0f} %); slots in %: {use}"
+                f"{grid.query_block} x {grid.key_block} {kind}: {cycles:.0f}, of them every step "
+                f"{schedule.step}, the block {section.bundles} bundles, its products {needed:.0f} "
+                f"({100 * needed / cycles:.0f} %); first and last steps {schedule.edges}; "
+                f"slots in %: {use}"
             )
     for layout, make_row in LAYOUTS.items():
         row = make_row(flags.tokens)
-        for title, is_backward in (("forward", False), ("backward", True)):
-            total, needed, moved = 0.0, 0.0, 0.0
-            for kernel, schedule in schedules.items():
-                if kernel.is_backward != is_backward:
+        for title, names in PASSES.items():
+            total, peak, moved = 0.0, 0.0, 0.0
+            blocks = []
+            for kernel, (grid, schedule, needed) in measured.items():
+                if kernel.name not in names:
                     continue
                 visits = count_visits(kernel, config, grid, row)
-                total += row_cycles(schedule, visits)
-                scores = visits.visible * grid.query_block * grid.key_block
-                needed += kernel.products * scores * head_dim / rate
+                total += row_cycles(schedule, visits, needed)
+                peak += visits.visible * needed
                 moved += row_bytes(kernel, grid, visits, jnp.dtype(flags.dtype).itemsize)
+                visible, full, steps = (
+                    count // grid.num_heads for count in (visits.visible, visits.full, visits.steps)
+                )
+                blocks.append(f"{visible} of {steps} visible, {full} full")
             print(
                 f"  {layout}, {title}: {total / 1e6:.3f} million cycles a row "
                 f"({1e3 * total / chip.clock / cores:.3f} ms of a chip), "
-                f"{100 * needed / total:.0f} % of the peak; blocks: "
-                f"{visits.visible // grid.num_heads} visible of {visits.steps // grid.num_heads}, "
-                f"{visits.full // grid.num_heads} full; copies {moved / 1e9:.3f} GB "
-                f"({1e3 * moved / chip.memory_rate:.3f} ms)"
+                f"{100 * peak / total:.0f} % of the peak; blocks: {'; '.join(blocks)}; "
+                f"copies {moved / 1e9:.3f} GB ({1e3 * moved / chip.memory_rate:.3f} ms)"
             )
 
 
-def row_cycles(schedule: Schedule, visits: Visits) -> float:
-    """Return the bundles of all steps of a row."""
-    full = visits.full if schedule.full else 0
+def row_cycles(schedule: Schedule, visits: Visits, needed: float) -> float:
+    """Return the cycles of all steps of a row. `needed` are those of a block's products."""
+    masked = max(schedule.masked.bundles, needed)
+    full = max(schedule.full.bundles, needed) if schedule.full else masked
     cycles = visits.steps * schedule.step + visits.edges * schedule.edges
-    cycles += (visits.visible - full) * schedule.masked.bundles
-    return cycles + (full * schedule.full.bundles if schedule.full else 0)
+    return cycles + (visits.visible - visits.full) * masked + visits.full * full
 
 
 def row_bytes(kernel: Kernel, grid: flash_kernels.Grid, visits: Visits, itemsize: int) -> float:
@@ -382,7 +408,7 @@ def row_bytes(kernel: Kernel, grid: flash_kernels.Grid, visits: Visits, itemsize
     # The index, and the log-sum-exp; with the second array of a block of queries or keys.
     queries = query + 4 * grid.query_block * (8 + 1)
     keys = 2 * key + 4 * grid.key_block * 128
-    if kernel.is_backward:
+    if kernel.products > 2:
         queries += query + 4 * grid.query_block
     if kernel.over_queries:
         return visits.visible * queries + visits.edges * (keys + 2 * key)

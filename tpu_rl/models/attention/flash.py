@@ -173,32 +173,26 @@ def _attend_backward(
         specs.log_sum_exp,
         *specs.index,
     )
-    query_gradient = _per_device(
-        flash_kernels.query_gradient, config, operands, in_specs, specs.query
-    )
-    key_value_gradients = functools.partial(
-        _own_key_value_gradients, sharding.mesh_axes(specs.query[2])
-    )
-    key_gradient, value_gradient = _per_device(
-        key_value_gradients, config, operands, in_specs, (specs.query, specs.query)
-    )
-    return query_gradient, key_gradient, value_gradient, None, None
+    own_gradients = functools.partial(_own_gradients, sharding.mesh_axes(specs.query[2]))
+    out_specs = (specs.query, specs.query, specs.query)
+    gradients = _per_device(own_gradients, config, operands, in_specs, out_specs)
+    return (*gradients, None, None)
 
 
-def _own_key_value_gradients(
+def _own_gradients(
     token_axes: tuple[str, ...], config: FlashConfig, *operands: Any
 ) -> tuple[Array, ...]:
-    """Return the gradients of the keys and values of a device's own tokens.
+    """Return the gradients of the queries, keys and values of a device's own tokens.
 
-    Each device along the mesh axes `token_axes` has a part of them, in float32.
+    Each device along the mesh axes `token_axes` has a part of those of keys and values, in float32.
     """
     if not token_axes:
-        return flash_kernels.key_value_gradients(config, *operands)
-    parts = flash_kernels.key_value_gradients(config, *operands, dtype=jnp.float32)
+        return flash_kernels.gradients(config, *operands)
+    of_query, *parts = flash_kernels.gradients(config, *operands, dtype=jnp.float32)
     sums = (
         jax.lax.psum_scatter(part, token_axes, scatter_dimension=2, tiled=True) for part in parts
     )
-    return tuple(total.astype(operands[1].dtype) for total in sums)
+    return of_query, *(total.astype(operands[1].dtype) for total in sums)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -11,6 +11,8 @@ two sides of a block of scores are called `queries` and `keys` in shapes.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +26,20 @@ from tpu_rl.models.layers import MASKED, TokenIndex
 
 Array = jax.Array
 
-BLOCK_SIZES = (512, 256, 128)
-"""Tokens per block: the largest of these that divides the row."""
+BLOCK_SIZES = (1024, 512, 256, 128)
+"""Tokens per block: the largest of these that divides the row and that `TUNING` allows."""
 
 WIDE_HEAD_BYTES = 512
-"""Bytes of a head's vector above which the largest block size is halved, to fit in the chip's
+"""Bytes of a head's vector above which the largest block sizes are halved, to fit in the chip's
 vector memory."""
+
+FUSED_SHARE = 0.25
+"""Share of a chip's vector memory that the fused backward kernel's sums for queries may take."""
+
+DEFAULT_VECTOR_BYTES = 2**24
+"""Vector memory that the compiler gives a kernel which asks for no more."""
+
+LOG2_E = math.log2(math.e)
 
 LANES = 128
 """Lanes of a vector register: the smallest block size."""
@@ -50,6 +60,47 @@ class FlashConfig(NamedTuple):
 # Blocks.
 
 
+class Tuning(NamedTuple):
+    """Sizes with the fewest cycles in the compiler's schedule (`bench/kernel_schedules.py`)."""
+
+    forward: tuple[int, int]
+    """Largest blocks of queries and keys."""
+    backward: tuple[int, int]
+    chunk: int
+    """Keys of a block that a kernel takes at a time. The compiler lets the products of one chunk
+    overlap with the exponentials of another."""
+
+
+TUNING = {
+    128: Tuning(forward=(1024, 1024), backward=(512, 512), chunk=128),
+    256: Tuning(forward=(1024, 1024), backward=(1024, 512), chunk=256),
+}
+"""Columns of the chip's matrix units -> sizes, for heads of 64 to 256. v4, v5e and v5p have 128
+columns, v6e and later chips 256."""
+
+
+def chip() -> tuple[Tuning, int]:
+    """Return sizes, and the bytes of vector memory, of the chip that a kernel is traced for.
+
+    It is that of jax's mesh, if there is one.
+    """
+    try:
+        info = pltpu.get_tpu_info()
+    except ValueError:  # Not a TPU: kernels are interpreted, or only their costs are read.
+        return TUNING[128], DEFAULT_VECTOR_BYTES
+    return TUNING[info.mxu_column_size], info.vmem_capacity_bytes
+
+
+def forward_grid(query: Array, key: Array) -> Grid:
+    """Return the blocks of the forward kernel."""
+    return make_grid(query, key, chip()[0].forward)
+
+
+def backward_grid(query: Array, key: Array) -> Grid:
+    """Return the blocks of the kernels of gradients."""
+    return make_grid(query, key, chip()[0].backward)
+
+
 class Grid(NamedTuple):
     """The blocks of queries and keys."""
 
@@ -65,15 +116,18 @@ class Grid(NamedTuple):
     head_dim: int
 
 
-def make_grid(query: Array, key: Array) -> Grid:
-    """Return the blocks of query [B, H, T, E] and key [B, K, S, E]."""
+def make_grid(query: Array, key: Array, largest: tuple[int, int]) -> Grid:
+    """Return the blocks of query [B, H, T, E] and key [B, K, S, E], of at most these sizes."""
     rows, num_heads, num_queries, head_dim = query.shape
     _, num_kv_heads, num_keys, _ = key.shape
     is_wide = head_dim * query.dtype.itemsize > WIDE_HEAD_BYTES
-    largest = BLOCK_SIZES[0] // 2 if is_wide else BLOCK_SIZES[0]
-    sizes = [size for size in BLOCK_SIZES if size <= largest]
-    query_block = next(size for size in sizes if num_queries % size == 0)
-    key_block = next(size for size in sizes if num_keys % size == 0)
+
+    def block(tokens: int, limit: int) -> int:
+        limit = limit // 2 if is_wide else limit
+        return next(size for size in BLOCK_SIZES if size <= limit and tokens % size == 0)
+
+    query_block = block(num_queries, largest[0])
+    key_block = block(num_keys, largest[1])
     return Grid(
         rows=rows,
         num_heads=num_heads,
@@ -86,11 +140,22 @@ def make_grid(query: Array, key: Array) -> Grid:
     )
 
 
-def visible_blocks(config: FlashConfig, grid: Grid, queries: TokenIndex, keys: TokenIndex) -> Array:
-    """Return [B, N, M] bool: False only if no query of a block attends to any key of another.
+class BlockKinds(NamedTuple):
+    """What a block of scores needs. Both [B, N, M] bool."""
 
-    The decision uses the least and the greatest value of each field in a block, so it may be True
-    although every score is masked.
+    visible: Array
+    """False only if no query of the block attends to any key of the other."""
+    full: Array
+    """True only if every query attends to every key."""
+
+
+def block_kinds(
+    config: FlashConfig, grid: Grid, queries: TokenIndex, keys: TokenIndex
+) -> BlockKinds:
+    """Return the kinds of all blocks of scores.
+
+    The decision uses the least and the greatest value of each field in a block, so `visible` may be
+    True although every score is masked, and `full` False although none is.
     """
 
     def extremes(tokens: TokenIndex, num_blocks: int, axis: int) -> tuple[TokenIndex, TokenIndex]:
@@ -104,9 +169,11 @@ def visible_blocks(config: FlashConfig, grid: Grid, queries: TokenIndex, keys: T
     low, high = extremes(queries, grid.num_query_blocks, 2)
     key_low, key_high = extremes(keys, grid.num_key_blocks, 1)
     visible = (key_low.index <= high.index) & (low.index < key_high.visible_until)
-    if config.sliding_window is None:
-        return visible
-    return visible & (low.positions - key_high.positions < config.sliding_window)
+    full = (key_high.index <= low.index) & (high.index < key_low.visible_until)
+    if config.sliding_window is not None:
+        visible &= low.positions - key_high.positions < config.sliding_window
+        full &= high.positions - key_low.positions < config.sliding_window
+    return BlockKinds(visible, full)
 
 
 def num_causal_blocks(config: FlashConfig, grid: Grid) -> int:
@@ -160,20 +227,41 @@ def dot(a: Array, b: Array, dimension_numbers: Any) -> Array:
     )
 
 
+def _chunks(size: int, compute: Any) -> Iterator[tuple[slice, Any]]:
+    """Yield each chunk of a block of this size with its compute(chunk).
+
+    The next chunk is computed before a chunk is yielded, so that its products need not wait.
+    """
+    step = min(chip()[0].chunk, size)
+    parts = [slice(start, start + step) for start in range(0, size, step)]
+    ahead = compute(parts[0])
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        computed = ahead
+        if following is not None:
+            ahead = compute(following)
+        yield part, computed
+
+
 def _block_scores(
-    config: FlashConfig, query: Array, key: Array, query_index: Array, key_index: Array
+    config: FlashConfig, query: Array, key: Array, index: tuple[Array, Array] | None
 ) -> tuple[Array, Array | float]:
     """Return the scores [keys, queries] of a block, and their derivative by the uncapped scores.
 
-    Scores are MASKED where a query does not attend to a key. query_index [4, queries] and key_index
-    [keys, 4] are stacked fields of `TokenIndex`.
+    Scores are the logarithms of weights to the base of 2, which is what the chip can exponentiate.
+    They are MASKED where a query does not attend to a key. `index` is the stacked fields of
+    `TokenIndex`, [4, queries] and [keys, 4]. None: every query attends to every key.
     """
-    scores = dot(key, query, A_BT) * config.scale
+    scores = dot(key, query, A_BT)
     derivative = 1.0
-    if config.softcap is not None:
-        capped = jnp.tanh(scores / config.softcap)
-        scores = config.softcap * capped
+    if config.softcap is None:
+        scores = scores * (config.scale * LOG2_E)
+    else:
+        capped = jnp.tanh(scores * (config.scale / config.softcap))
+        scores = (config.softcap * LOG2_E) * capped
         derivative = 1 - capped * capped
+    if index is None:
+        return scores, derivative
+    query_index, key_index = index
     queries = TokenIndex(*(query_index[i : i + 1] for i in range(4)))
     keys = TokenIndex(*(key_index[:, i : i + 1] for i in range(4)))
     mask = layers.can_attend(queries, keys, config.sliding_window)
@@ -184,6 +272,7 @@ def _forward_kernel(
     config: FlashConfig,
     num_blocks: int,
     loaded: Any,
+    index_loaded: Any,
     query_index: Any,
     key_index: Any,
     query: Any,
@@ -210,22 +299,26 @@ def _forward_kernel(
         total[...] = jnp.zeros_like(total)
         weighted[...] = jnp.zeros_like(weighted)
 
-    @pl.when(_is_visible(num_blocks, loaded))
-    def _():
-        scores, _ = _block_scores(config, query[0, 0], key[0, 0], query_index[0], key_index[0])
-        new_maximum = jnp.maximum(maximum[...], scores.max(0, keepdims=True))
-        weights = jnp.exp(scores - new_maximum)
-        rescale = jnp.exp(maximum[...] - new_maximum)
-        new_total = rescale * total[...] + weights.sum(0, keepdims=True)
-        maximum[...] = new_maximum
-        total[...] = new_total
-        weights = weights.astype(value.dtype)
-        weighted[...] = rescale * weighted[...] + dot(value[0, 0], weights, AT_B)
+    def attend(is_masked: bool) -> None:
+        def scores_of(part: slice) -> Array:
+            index = (query_index[0], key_index[0, part]) if is_masked else None
+            return _block_scores(config, query[0, 0], key[0, 0, part], index)[0]
+
+        for part, scores in _chunks(key.shape[2], scores_of):
+            new_maximum = jnp.maximum(maximum[...], scores.max(0, keepdims=True))
+            weights = jnp.exp2(scores - new_maximum)
+            rescale = jnp.exp2(maximum[...] - new_maximum)
+            maximum[...] = new_maximum
+            total[...] = rescale * total[...] + weights.sum(0, keepdims=True)
+            products = dot(value[0, 0, part], weights.astype(value.dtype), AT_B)
+            weighted[...] = rescale * weighted[...] + products
+
+    _visit(num_blocks, loaded, index_loaded, attend)
 
     @pl.when(step == last)
     def _():
         output[0, 0] = (weighted[...] / total[...]).T.astype(output.dtype)
-        log_sum_exp[0, 0] = maximum[...] + jnp.log(total[...])
+        log_sum_exp[0, 0] = (maximum[...] + jnp.log2(total[...])) / LOG2_E
 
 
 class Saved(NamedTuple):
@@ -241,17 +334,28 @@ class Saved(NamedTuple):
 
 
 def _score_gradients(
-    config: FlashConfig, operands: tuple[Any, ...], saved: Saved
-) -> tuple[Array, Array]:
-    """Return weights and gradients of the scores, before scale and cap, [keys, queries]."""
+    config: FlashConfig, operands: tuple[Any, ...], saved: Saved, is_masked: bool
+) -> Iterator[tuple[slice, Array, Array]]:
+    """Yield chunks of a block's keys, with weights and gradients of their scores, [keys, queries].
+
+    The gradients are those before scale and cap.
+    """
     query_index, key_index, query, key, value = operands
-    scores, derivative = _block_scores(config, query[0, 0], key[0, 0], query_index[0], key_index[0])
-    weights = jnp.exp(scores - saved.log_sum_exp[0, 0])
-    weight_gradients = dot(value[0, 0], saved.gradient[0, 0], A_BT)
-    return weights, weights * (weight_gradients - saved.offset[0, 0]) * derivative
+
+    def products(part: slice) -> tuple[Array, Array | float, Array]:
+        index = (query_index[0], key_index[0, part]) if is_masked else None
+        scores, derivative = _block_scores(config, query[0, 0], key[0, 0, part], index)
+        weight_gradients = dot(value[0, 0, part], saved.gradient[0, 0], A_BT)
+        return scores, derivative, weight_gradients
+
+    for part, (scores, derivative, weight_gradients) in _chunks(key.shape[2], products):
+        weights = jnp.exp2(scores - LOG2_E * saved.log_sum_exp[0, 0])
+        yield part, weights, weights * (weight_gradients - saved.offset[0, 0]) * derivative
 
 
-def _query_gradient_kernel(config: FlashConfig, num_blocks: int, loaded: Any, *refs: Any) -> None:
+def _query_gradient_kernel(
+    config: FlashConfig, num_blocks: int, loaded: Any, index_loaded: Any, *refs: Any
+) -> None:
     """Compute the gradient of one block of queries from its blocks of keys."""
     operands = refs[:5]
     saved = Saved(*refs[5:8])
@@ -264,10 +368,11 @@ def _query_gradient_kernel(config: FlashConfig, num_blocks: int, loaded: Any, *r
     def _():
         total[...] = jnp.zeros_like(total)
 
-    @pl.when(_is_visible(num_blocks, loaded))
-    def _():
-        _, score_gradients = _score_gradients(config, operands, saved)
-        total[...] += dot(key[0, 0], score_gradients.astype(key.dtype), AT_B)
+    def add(is_masked: bool) -> None:
+        for part, _, score_gradients in _score_gradients(config, operands, saved, is_masked):
+            total[...] += dot(key[0, 0, part], score_gradients.astype(key.dtype), AT_B)
+
+    _visit(num_blocks, loaded, index_loaded, add)
 
     @pl.when(step == last)
     def _():
@@ -275,16 +380,23 @@ def _query_gradient_kernel(config: FlashConfig, num_blocks: int, loaded: Any, *r
 
 
 def _key_value_gradient_kernel(
-    config: FlashConfig, num_blocks: int, loaded: Any, *refs: Any
+    config: FlashConfig,
+    num_blocks: int,
+    loaded: Any,
+    index_loaded: Any,
+    *refs: Any,
+    query_total: Any = None,
 ) -> None:
     """Compute the gradients of one block of keys and values.
 
-    The steps run over the blocks of queries of all heads that share the keys.
+    The steps run over the blocks of queries of all heads that share the keys. `query_total`
+    [steps, E, queries] is for `_gradients_kernel`: the sums to which the gradient of each step's
+    queries is added.
     """
     operands = refs[:5]
     saved = Saved(*refs[5:8])
     key_gradient, value_gradient, key_total, value_total = refs[8:]
-    query = operands[2]
+    query, key = operands[2:4]
     step = pl.program_id(3)
     last = pl.num_programs(3) - 1
 
@@ -293,12 +405,15 @@ def _key_value_gradient_kernel(
         key_total[...] = jnp.zeros_like(key_total)
         value_total[...] = jnp.zeros_like(value_total)
 
-    @pl.when(_is_visible(num_blocks, loaded))
-    def _():
-        weights, score_gradients = _score_gradients(config, operands, saved)
-        weights = weights.astype(saved.gradient.dtype)
-        value_total[...] += dot(weights, saved.gradient[0, 0], A_B)
-        key_total[...] += dot(score_gradients.astype(query.dtype), query[0, 0], A_B)
+    def add(is_masked: bool) -> None:
+        for part, weights, score_gradients in _score_gradients(config, operands, saved, is_masked):
+            rounded = score_gradients.astype(query.dtype)
+            value_total[part] += dot(weights.astype(query.dtype), saved.gradient[0, 0], A_B)
+            key_total[part] += dot(rounded, query[0, 0], A_B)
+            if query_total is not None:
+                query_total[step] += dot(key[0, 0, part], rounded, AT_B)
+
+    _visit(num_blocks, loaded, index_loaded, add)
 
     @pl.when(step == last)
     def _():
@@ -306,13 +421,52 @@ def _key_value_gradient_kernel(
         value_gradient[0, 0] = value_total[...].astype(value_gradient.dtype)
 
 
-def _is_visible(num_blocks: int, loaded: Any) -> Array:
-    """Return True if the block in memory is that of this step, so the step has work to do.
+def _gradients_kernel(
+    config: FlashConfig, num_blocks: int, loaded: Any, index_loaded: Any, *refs: Any
+) -> None:
+    """Compute the gradients of one block of keys and values, and add to those of all queries.
 
-    The steps of a grid cycle through `num_blocks` blocks.
+    The scratch holds the sums for the queries of all heads that share the keys, until the last
+    block of keys has been added.
+    """
+    inputs = refs[:8]
+    query_gradient, *of_keys, query_total, key_total, value_total = refs[8:]
+    block, step = pl.program_id(2), pl.program_id(3)
+
+    @pl.when(block == 0)
+    def _():
+        query_total[step] = jnp.zeros(query_total.shape[1:], query_total.dtype)
+
+    _key_value_gradient_kernel(
+        config,
+        num_blocks,
+        loaded,
+        index_loaded,
+        *inputs,
+        *of_keys,
+        key_total,
+        value_total,
+        query_total=query_total,
+    )
+
+    @pl.when(block == pl.num_programs(2) - 1)
+    def _():
+        total = config.scale * query_total[step]
+        query_gradient[0, 0] = total.T.astype(query_gradient.dtype)
+
+
+def _visit(num_blocks: int, loaded: Any, index_loaded: Any, compute: Any) -> None:
+    """Call compute(is_masked) if the block in memory is that of this step.
+
+    The steps of a grid cycle through `num_blocks` blocks. A block needs a mask if its index is in
+    memory, too.
     """
     row, block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    return _loaded_block(num_blocks, loaded, row, block, step) == step % num_blocks
+    own = step % num_blocks
+    is_visible = _loaded_block(num_blocks, loaded, row, block, step) == own
+    is_masked = _loaded_block(num_blocks, index_loaded, row, block, step) == own
+    pl.when(is_visible & is_masked)(functools.partial(compute, True))
+    pl.when(is_visible & ~is_masked)(functools.partial(compute, False))
 
 
 def _loaded_block(num_blocks: int, loaded: Any, row: Any, block: Any, step: Any) -> Any:
@@ -339,8 +493,8 @@ class _BlockSpecs(NamedTuple):
 def _block_specs(grid: Grid, locate: Any) -> _BlockSpecs:
     """Return the blocks of a grid's steps.
 
-    `locate` is (row, head of the grid, block, step, loaded) -> (head, block of queries, key-value
-    head, block of keys).
+    `locate` is (row, head of the grid, block, step, loaded, index_loaded) -> (head, block of
+    queries, key-value head, block of keys, block of the queries' index, block of the keys' index).
     """
     query_block = grid.query_block
     key_block = grid.key_block
@@ -350,11 +504,11 @@ def _block_specs(grid: Grid, locate: Any) -> _BlockSpecs:
         return pl.BlockSpec(shape, lambda row, *step: (row, *place(*locate(row, *step))))
 
     return _BlockSpecs(
-        query_index=spec((1, 4, query_block), lambda h, i, k, j: (0, i)),
-        key_index=spec((1, key_block, 4), lambda h, i, k, j: (j, 0)),
-        query=spec((1, 1, query_block, head_dim), lambda h, i, k, j: (h, i, 0)),
-        key=spec((1, 1, key_block, head_dim), lambda h, i, k, j: (k, j, 0)),
-        log_sum_exp=spec((1, 1, 1, query_block), lambda h, i, k, j: (h, 0, i)),
+        query_index=spec((1, 4, query_block), lambda h, i, k, j, i_index, j_index: (0, i_index)),
+        key_index=spec((1, key_block, 4), lambda h, i, k, j, i_index, j_index: (j_index, 0)),
+        query=spec((1, 1, query_block, head_dim), lambda h, i, k, j, *index: (h, i, 0)),
+        key=spec((1, 1, key_block, head_dim), lambda h, i, k, j, *index: (k, j, 0)),
+        log_sum_exp=spec((1, 1, 1, query_block), lambda h, i, k, j, *index: (h, 0, i)),
     )
 
 
@@ -373,10 +527,12 @@ class _Steps(NamedTuple):
 def _steps_over_keys(grid: Grid) -> tuple[_Steps, _BlockSpecs]:
     """Return the grid of each head's blocks of queries, which steps over blocks of keys."""
 
-    def locate(row: Any, head: Any, block: Any, step: Any, loaded: Any) -> tuple[Any, ...]:
+    def locate(row: Any, head: Any, block: Any, step: Any, *loaded: Any) -> tuple[Any, ...]:
         kv_head = head * grid.num_kv_heads // grid.num_heads
-        key_block = _loaded_block(grid.num_key_blocks, loaded, row, block, step)
-        return head, block, kv_head, key_block
+        key_block, index_block = (
+            _loaded_block(grid.num_key_blocks, blocks, row, block, step) for blocks in loaded
+        )
+        return head, block, kv_head, key_block, block, index_block
 
     steps = _Steps(
         heads=grid.num_heads,
@@ -394,10 +550,12 @@ def _steps_over_queries(grid: Grid) -> tuple[_Steps, _BlockSpecs]:
     """
     group = grid.num_heads // grid.num_kv_heads
 
-    def locate(row: Any, kv_head: Any, block: Any, step: Any, loaded: Any) -> tuple[Any, ...]:
-        query_block = _loaded_block(grid.num_query_blocks, loaded, row, block, step)
+    def locate(row: Any, kv_head: Any, block: Any, step: Any, *loaded: Any) -> tuple[Any, ...]:
+        query_block, index_block = (
+            _loaded_block(grid.num_query_blocks, blocks, row, block, step) for blocks in loaded
+        )
         head = kv_head * group + step // grid.num_query_blocks
-        return head, query_block, kv_head, block
+        return head, query_block, kv_head, block, index_block, block
 
     steps = _Steps(
         heads=grid.num_kv_heads,
@@ -416,12 +574,17 @@ def _call(
     steps: _Steps,
     *,
     products: int,
-    scratch: list[tuple[int, int]],
+    scratch: list[tuple[int, ...]],
     in_specs: Any,
     out_specs: Any,
     out_shape: Any,
+    blocks_are_parallel: bool = True,
+    vector_bytes: int | None = None,
 ) -> Any:
-    """Return a call of a kernel, which computes `products` matrix products per block of scores."""
+    """Return a call of a kernel, which computes `products` matrix products per block of scores.
+
+    vector_bytes is the vector memory that it may take. None: the compiler's default.
+    """
     blocks = grid.rows * grid.num_heads * num_causal_blocks(config, grid)
     scores = blocks * grid.query_block * grid.key_block
     cost = pl.CostEstimate(
@@ -432,7 +595,7 @@ def _call(
     return pl.pallas_call(
         functools.partial(kernel, config, steps.num_blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            1,
+            2,
             grid=(grid.rows, steps.heads, steps.blocks, steps.steps),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             in_specs=in_specs,
@@ -440,7 +603,15 @@ def _call(
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=(
+                "parallel",
+                "parallel",
+                "parallel" if blocks_are_parallel else "arbitrary",
+                "arbitrary",
+            ),
+            # They take 50 of a step's 260 cycles on v5e. `_blocks_to_load` chooses no other blocks.
+            disable_bounds_checks=True,
+            vmem_limit_bytes=vector_bytes,
         ),
         cost_estimate=cost,
         interpret=config.interpret,
@@ -460,7 +631,7 @@ def attention(
 
     query is [B, H, T, E]; key and value are [B, K, S, E].
     """
-    grid = make_grid(query, key)
+    grid = forward_grid(query, key)
     steps, specs = _steps_over_keys(grid)
     row_scratch = (1, grid.query_block)
     log_sum_exp_shape = (grid.rows, grid.num_heads, 1, query.shape[2])
@@ -479,8 +650,8 @@ def attention(
             jax.ShapeDtypeStruct(log_sum_exp_shape, jnp.float32),
         ],
     )
-    loaded = _blocks_to_load(visible_blocks(config, grid, queries, keys))
-    output, log_sum_exp = call(*_index_operands(loaded, queries, keys), query, key, value)
+    kinds = block_kinds(config, grid, queries, keys)
+    output, log_sum_exp = call(*_index_operands(kinds, queries, keys), query, key, value)
     return output, log_sum_exp
 
 
@@ -492,7 +663,7 @@ def query_gradient(
     `rest` is the fields of `Saved`, [B, H, ...], then the indices of queries and keys.
     """
     *saved, queries, keys = rest
-    grid = make_grid(query, key)
+    grid = backward_grid(query, key)
     steps, specs = _steps_over_keys(grid)
     call = _call(
         config,
@@ -506,8 +677,8 @@ def query_gradient(
         out_specs=specs.query,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
     )
-    loaded = _blocks_to_load(visible_blocks(config, grid, queries, keys))
-    return call(*_index_operands(loaded, queries, keys), query, key, value, *saved)
+    kinds = block_kinds(config, grid, queries, keys)
+    return call(*_index_operands(kinds, queries, keys), query, key, value, *saved)
 
 
 def key_value_gradients(
@@ -518,7 +689,7 @@ def key_value_gradients(
     `rest` is that of `query_gradient`.
     """
     *saved, queries, keys = rest
-    grid = make_grid(query, key)
+    grid = backward_grid(query, key)
     steps, specs = _steps_over_queries(grid)
     call = _call(
         config,
@@ -532,22 +703,94 @@ def key_value_gradients(
         out_specs=[specs.key, specs.key],
         out_shape=[jax.ShapeDtypeStruct(part.shape, dtype or part.dtype) for part in (key, value)],
     )
-    loaded = _blocks_to_load(visible_blocks(config, grid, queries, keys).swapaxes(1, 2))
+    kinds = BlockKinds(*(kind.swapaxes(1, 2) for kind in block_kinds(config, grid, queries, keys)))
     key_gradient, value_gradient = call(
-        *_index_operands(loaded, queries, keys), query, key, value, *saved
+        *_index_operands(kinds, queries, keys), query, key, value, *saved
     )
     return key_gradient, value_gradient
 
 
-def _index_operands(
-    loaded: Array, queries: TokenIndex, keys: TokenIndex
+def gradients(
+    config: FlashConfig, query: Array, key: Array, value: Array, *rest: Any, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
+    """Return the gradients of query, key and value, as the functions below do.
+
+    One kernel computes all of them where the sums for the queries of a key-value head fit in the
+    chip's vector memory.
+    """
+    operands = (query, key, value, *rest)
+    if _sum_bytes(query, key) <= FUSED_SHARE * chip()[1]:
+        return fused_gradients(config, *operands, dtype=dtype)
+    of_keys = key_value_gradients(config, *operands, dtype=dtype)
+    return query_gradient(config, *operands), *of_keys
+
+
+def _sum_bytes(query: Array, key: Array) -> int:
+    """Return the bytes of `_gradients_kernel`'s sums for queries."""
+    return 4 * query.shape[1] // key.shape[1] * query.shape[2] * query.shape[3]
+
+
+def fused_gradients(
+    config: FlashConfig, query: Array, key: Array, value: Array, *rest: Any, dtype: Any = None
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of `query_gradient` and `key_value_gradients` from one kernel."""
+    *saved, queries, keys = rest
+    grid = backward_grid(query, key)
+    steps, specs = _steps_over_queries(grid)
+    last = grid.num_key_blocks - 1
+    sums = _sum_bytes(query, key)
+
+    def locate(row: Any, kv_head: Any, block: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        # Nothing is written before the last block of keys.
+        written = jnp.where(block == last, step, 0)
+        head = kv_head * (grid.num_heads // grid.num_kv_heads) + written // grid.num_query_blocks
+        return row, head, written % grid.num_query_blocks, 0
+
+    call = _call(
+        config,
+        _gradients_kernel,
+        "flash_attention_gradients",
+        grid,
+        steps,
+        products=5,
+        scratch=[
+            (steps.steps, grid.head_dim, grid.query_block),
+            *[(grid.key_block, grid.head_dim)] * 2,
+        ],
+        in_specs=_backward_specs(specs),
+        out_specs=[
+            pl.BlockSpec((1, 1, grid.query_block, grid.head_dim), locate),
+            specs.key,
+            specs.key,
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            *(jax.ShapeDtypeStruct(part.shape, dtype or part.dtype) for part in (key, value)),
+        ],
+        blocks_are_parallel=False,
+        vector_bytes=DEFAULT_VECTOR_BYTES + sums if sums > DEFAULT_VECTOR_BYTES // 4 else None,
+    )
+    kinds = BlockKinds(*(kind.swapaxes(1, 2) for kind in block_kinds(config, grid, queries, keys)))
+    results = call(*_index_operands(kinds, queries, keys), query, key, value, *saved)
+    return tuple(results)
+
+
+def _index_operands(
+    kinds: BlockKinds, queries: TokenIndex, keys: TokenIndex
+) -> tuple[Array, Array, Array, Array]:
     """Return the kernels' first operands.
 
-    They are the blocks to load, flat, for scalar memory, and the indices of queries [B, 4, T] and
-    keys [B, S, 4].
+    They are the blocks to load, and those whose index to load, flat, for scalar memory; and the
+    indices of queries [B, 4, T] and keys [B, S, 4].
     """
-    return loaded.reshape(-1), jnp.stack(queries, 1), jnp.stack(keys, 2)
+    loaded = _blocks_to_load(kinds.visible)
+    index_loaded = _blocks_to_load(kinds.visible & ~kinds.full)
+    return (
+        loaded.reshape(-1),
+        index_loaded.reshape(-1),
+        jnp.stack(queries, 1),
+        jnp.stack(keys, 2),
+    )
 
 
 def _backward_specs(specs: _BlockSpecs) -> list[pl.BlockSpec]:
