@@ -1,7 +1,9 @@
 """Cycles of the flash attention kernels, by the schedule that the TPU's compiler writes out.
 
     export JAX_PLATFORMS=cpu
-    python bench/kernel_schedules.py v5e:2x2 --head-dim 128 --tokens 2048
+    python bench/kernel_schedules.py v5e:2x2 128 2048
+
+The numbers are the size of a head and the tokens of a row.
 
 Compiles each kernel for the chip (`pip install -e ".[plan]"`; no TPU runs it), reads libtpu's final
 bundles, and counts those of a grid step by the kind of its block of scores: skipped, masked, or
@@ -301,8 +303,8 @@ def count_visits(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topology", help="of one or more chips, such as v5e:2x2")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a row")
+    parser.add_argument("head_dim", type=int, help="size of a head")
+    parser.add_argument("tokens", type=int, help="tokens of a row")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
