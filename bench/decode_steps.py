@@ -3,7 +3,9 @@
     export JAX_PLATFORMS=cpu
     python bench/decode_steps.py Llama-3.1-8B v5e:4x4 2048 --sampling.tensor-parallel 8
 
-The number is the length of the cache in tokens. The flags are those of launch/run.py.
+The number is the length of the cache in tokens. The flags are those of launch/run.py. With
+`--prompt-tokens` and `--batch.group-size`, it also prints what the kernel reads where the rows of a
+group share a prompt of that length, in neighboring slots and with full caches.
 
 The segment is compiled for shapes (`pip install -e ".[plan]"`); no TPU runs it. The times are those
 of `tpu_rl.planner.estimates`: the cycles that the compiler states, and for the kernels of attention
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -28,14 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.plan import ENVIRONMENT, find_target
 from tests.fixtures.tpu_decoding import compile_decoding
 from tpu_rl import cost_model, models
-from tpu_rl.models.attention import decode
+from tpu_rl.cost_model.costs import FULL_ATTENTION
+from tpu_rl.models import kv_cache
+from tpu_rl.models.attention import decode, decode_kernel
 from tpu_rl.models.config import AttentionConfig, LoraConfig
 from tpu_rl.planner import estimates, known_models
 from tpu_rl.planner.steps import chip_bytes
 from tpu_rl.sampler import SegmentConfig
 from tpu_rl.train import sharding
 
-KERNEL = "/decode_attention"
+WINDOW_ATTENTION = "decode_attention_window"
 
 
 def main() -> None:
@@ -49,6 +54,8 @@ def main() -> None:
     parser.add_argument("--sampling.weight-dtype", dest="weight_dtype", default="computed")
     parser.add_argument("--model.attention", dest="attention", default="auto")
     parser.add_argument("--model.lora.rank", dest="lora", type=int, default=0)
+    parser.add_argument("--prompt-tokens", dest="prompt_tokens", type=int, default=0)
+    parser.add_argument("--batch.group-size", dest="group_size", type=int, default=8)
     flags = parser.parse_args()
 
     shape = known_models.find(flags.model)
@@ -90,17 +97,33 @@ def main() -> None:
         f"{100 * temporaries * 2**30 / chip_bytes(cache):.0f} % of the cache; "
         f"compiled in {compile_seconds:.0f} s"
     )
-    kernel_bytes = sum(op.times * op.bytes for op in operations if KERNEL in op.name) / steps
+    full_bytes, window_bytes = (
+        sum(op.times * op.bytes for op in operations if name in op.name.split("/")) / steps
+        for name in (FULL_ATTENTION, WINDOW_ATTENTION)
+    )
+    kernel_bytes = full_bytes + window_bytes
     if not kernel_bytes:
         return
     kernel = 1e3 * kernel_bytes / chip.memory_rate
     print(f"  of that the kernel {kernel:.2f} ms: {kernel_bytes / 1e9:.2f} GB, caches full")
-    share = read_share(model.config.attention, flags, mesh)
+    share = read_share(model.config.attention, flags)
     print(
         f"  rows of half the length in the mean: the kernel reads {share.read:.3f} of that, rows "
         f"need {share.needed:.3f} ({share.read / share.needed:.2f} x): expected "
         f"{expected - (1 - share.read) * kernel:.2f} ms"
     )
+    if flags.prompt_tokens:
+        shared_bytes = full_bytes * read_by_groups(model.config.attention, flags, mesh, None)
+        window = model.config.attention.sliding_window
+        if window_bytes:
+            shared_bytes += window_bytes * read_by_groups(
+                model.config.attention, flags, mesh, window
+            )
+        saved = 1e3 * (kernel_bytes - shared_bytes) / chip.memory_rate
+        print(
+            f"  prompts of {flags.prompt_tokens:,} shared by {flags.group_size} rows: the kernel "
+            f"reads {shared_bytes / 1e9:.2f} GB, expected {expected - saved:.2f} ms"
+        )
 
 
 class Share(NamedTuple):
@@ -110,7 +133,7 @@ class Share(NamedTuple):
     needed: float
 
 
-def read_share(attention: AttentionConfig, flags: argparse.Namespace, mesh: Mesh) -> Share:
+def read_share(attention: AttentionConfig, flags: argparse.Namespace) -> Share:
     """Return the shares for exponential lengths, cut at the longest, whose mean is half of it."""
     sample = np.random.default_rng(0).exponential(size=flags.rows)
     scale = flags.length / 2
@@ -119,16 +142,42 @@ def read_share(attention: AttentionConfig, flags: argparse.Namespace, mesh: Mesh
         scale *= 1.01
         lengths = np.clip(sample * scale, 1, flags.length)
     ends = lengths.astype(np.int32)
+    query, key = shapes(attention, flags, flags.rows, flags.length)
+    read = int(decode.read_tokens(np.zeros_like(ends), ends, query, key).sum())
+    total = flags.rows * flags.length
+    return Share(read / total, int(ends.sum()) / total)
+
+
+def read_by_groups(
+    attention: AttentionConfig, flags: argparse.Namespace, mesh: Mesh, window: int | None
+) -> float:
+    """Return what the kernel reads of full caches whose rows share prompts in groups, as a share of
+    what it reads where they do not."""
     rows = flags.rows // mesh.shape["data"]
+    places = flags.length
+    if window is not None:
+        places = min(places, kv_cache.ring_size(window))
+    query, key = shapes(attention, flags, rows, places)
+    end = np.full(rows, flags.length, np.int32)
+    first = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
+    prompt = np.arange(rows, dtype=np.int32) // flags.group_size
+    tokens = np.full_like(end, flags.prompt_tokens)
+    visits = decode_kernel.make_visits(query, key)
+    groups = decode_kernel.find_groups(visits, *map(jnp.asarray, (prompt, tokens, first, end)))
+    shared = decode.read_tokens(first, end, query, key, groups).sum()
+    return int(shared) / int(decode.read_tokens(first, end, query, key).sum())
+
+
+def shapes(
+    attention: AttentionConfig, flags: argparse.Namespace, rows: int, places: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the shapes of the queries and of a layer's keys on one device."""
     kv_heads = max(1, attention.num_kv_heads // flags.tensor)
     group = attention.num_heads // flags.tensor // kv_heads
     query = jax.ShapeDtypeStruct((rows, kv_heads, group, attention.head_dim), "bfloat16")
     dtype = "int8" if flags.cache_dtype == "int8" else "bfloat16"
-    key_shape = (1, rows, kv_heads, flags.length, attention.head_dim)
-    key = jax.ShapeDtypeStruct(key_shape, dtype)
-    read = int(decode.read_tokens(np.zeros_like(ends), ends, query, key).sum())
-    total = flags.rows * flags.length
-    return Share(read / total, int(ends.sum()) / total)
+    key = jax.ShapeDtypeStruct((1, rows, kv_heads, places, attention.head_dim), dtype)
+    return query, key
 
 
 if __name__ == "__main__":

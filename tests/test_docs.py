@@ -39,6 +39,7 @@ OTHER_FLAGS = {
     "slices",
     "turn-tokens",
     "unblocked",
+    "prompt-tokens",
     "preset",
     "adapter",
     "api-key",

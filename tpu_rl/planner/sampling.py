@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_rl import sampler
+from tpu_rl.models.attention import decode_kernel
 from tpu_rl.planner.steps import (
     Compile,
     Compiled,
@@ -212,6 +213,10 @@ def _decode_step(
     needed = weight_bytes | _cache_bytes(empty, outputs)
     # In the mean of its decode steps, a row has half of its new tokens.
     row_tokens = call.prompt_tokens + min(call.mean_new_tokens, new_tokens) / 2
+    # The kernel reads the whole blocks of a prompt once for the rows that continue it.
+    members = min(config.samples_per_prompt, decode_kernel.MAX_MEMBERS)
+    shared = call.prompt_tokens // decode_kernel.MAX_BLOCK * decode_kernel.MAX_BLOCK
+    row_tokens -= shared * (1 - 1 / members)
     return Step(
         name,
         compiled,
