@@ -108,6 +108,17 @@ def test_models_saved_in_16_bits_and_shards_load_in_transformers(dtype, checkpoi
         torch.testing.assert_close(weight, expected, rtol=0, atol=0)
 
 
+def require_same_text_logits(theirs, family, directory):
+    """Save a model with a vision tower, and require equal logits of it and its text model here."""
+    theirs.save_pretrained(directory)
+    _, params = models.load(directory)
+    tokens = tokens_of((3, LENGTH)) % 128
+    ours = np.asarray(tiny(family).logits(params, tokens, *plain(3)))[0]
+    with torch.no_grad():
+        other = theirs(torch.tensor(np.asarray(tokens)[:1], dtype=torch.long)).logits[0].numpy()
+    assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+
+
 def test_gemma3_with_images_is_read_as_text(tmp_path):
     """The checkpoint has a vision tower and the names that transformers writes today."""
     text = CONFIGS["gemma3"]
@@ -122,13 +133,7 @@ def test_gemma3_with_images_is_read_as_text(tmp_path):
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=130
     )
     theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path)
-    _, params = models.load(tmp_path)
-    tokens = tokens_of((3, LENGTH)) % 128
-    ours = np.asarray(tiny("gemma3").logits(params, tokens, *plain(3)))[0]
-    with torch.no_grad():
-        other = theirs(torch.tensor(np.asarray(tokens)[:1], dtype=torch.long)).logits[0].numpy()
-    assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+    require_same_text_logits(theirs, "gemma3", tmp_path)
 
     # PEFT finds the modules of an adapter by the pattern, and its tensors by their names.
     model = models.with_lora(
@@ -154,13 +159,7 @@ def test_gemma4_with_images_is_read_as_text(tmp_path):
     text = copy.deepcopy(CONFIGS["gemma4_moe"]) | {"use_bidirectional_attention": "vision"}
     config = transformers.Gemma4Config(text_config=text, vision_config=vision)
     theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path)
-    _, params = models.load(tmp_path)
-    tokens = tokens_of((3, LENGTH)) % 128
-    ours = np.asarray(tiny("gemma4_moe").logits(params, tokens, *plain(3)))[0]
-    with torch.no_grad():
-        other = theirs(torch.tensor(np.asarray(tokens)[:1], dtype=torch.long)).logits[0].numpy()
-    assert np.abs(ours - other).max() < 1e-4 * np.abs(other).max()
+    require_same_text_logits(theirs, "gemma4_moe", tmp_path)
 
 
 def test_bfloat16_checkpoints_load_without_loss(tmp_path):

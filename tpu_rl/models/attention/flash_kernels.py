@@ -141,7 +141,7 @@ def make_grid(query: Array, key: Array, largest: tuple[int, int]) -> Grid:
 
 
 class BlockKinds(NamedTuple):
-    """What a block of scores needs. Both [B, N, M] bool."""
+    """Kinds of blocks of scores, by the work that they need. Both [B, N, M] bool."""
 
     visible: Array
     """False only if no query of the block attends to any key of the other."""
@@ -462,9 +462,9 @@ def _visit(num_blocks: int, loaded: Any, index_loaded: Any, compute: Any) -> Non
     memory, too.
     """
     row, block, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    own = step % num_blocks
-    is_visible = _loaded_block(num_blocks, loaded, row, block, step) == own
-    is_masked = _loaded_block(num_blocks, index_loaded, row, block, step) == own
+    step_block = step % num_blocks
+    is_visible = _loaded_block(num_blocks, loaded, row, block, step) == step_block
+    is_masked = _loaded_block(num_blocks, index_loaded, row, block, step) == step_block
     pl.when(is_visible & is_masked)(functools.partial(compute, True))
     pl.when(is_visible & ~is_masked)(functools.partial(compute, False))
 
