@@ -423,9 +423,9 @@ def _flag_error(printed: str) -> InputError:
     groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
     blocks = [list(block) for is_rule, block in groups if not is_rule]
     message = " ".join(blocks[0]) if blocks else printed
-    # tyro lists a switch as "--name, --no-name".
+    mistyped = next((word for word in message.split() if word.startswith("--")), message)
     nearest = [
-        line.split()[0].rstrip(",")
+        _nearer_form(mistyped, line)
         for block in blocks[1:]
         for line in block
         if line.startswith("--")
@@ -434,6 +434,12 @@ def _flag_error(printed: str) -> InputError:
         return InputError(message, where=" ".join(nearest), fix="--help-all lists all flags")
     fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
     return InputError(message, fix=fix)
+
+
+def _nearer_form(mistyped: str, line: str) -> str:
+    """Return the flag of tyro's line, which lists a switch as "--name, --no-name"."""
+    forms = [word.rstrip(",") for word in line.split() if word.startswith("--")]
+    return difflib.get_close_matches(mistyped, forms, n=1, cutoff=0.0)[0]
 
 
 def require_trainable(config: ExperimentConfig) -> None:

@@ -142,3 +142,18 @@ def test_a_sampler_with_devices_of_its_own_needs_a_single_process(monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(InputError, match="several processes"):
         preflight.check_sampler_devices(run_config)
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--batch.no-share-prefix", "--batch.no-share-prefixes"),
+        ("--batch.share-prefix", "--batch.share-prefixes"),
+        ("--batch.prompt=3", "--batch.prompts"),
+    ],
+)
+def test_a_mistyped_flag_names_the_nearest_one(flag, meant):
+    """A switch has two names, of which the nearer one is meant."""
+    with pytest.raises(InputError, match="Unrecognized") as error:
+        config.parse(["arithmetic_grpo", flag])
+    assert error.value.fix == f"did you mean {meant}?"
