@@ -10,7 +10,8 @@ bundles, and counts those of a grid step by the kind of its block of scores: ski
 full, where every query sees every key. A bundle is issued in one cycle, so bundles are cycles
 without stalls. A block counts at least as many cycles as its products take at the chip's peak: the
 compiler lets some matrix units take in rows faster than they can multiply them. The cycles times
-the visits of three row layouts are the time of a layer and row.
+the visits of three row layouts are the time of a layer and row. The lines in quotation marks are
+the entries of `flash_cycles.CYCLES`, from which the planner expects times.
 
 Left out: stalls, in which a bundle waits for a result or for a copy from main memory; conflicts in
 vector memory; the start of a kernel. Copies overlap with the bundles; their bytes over the
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.plan import ENVIRONMENT, find_target
 from tpu_rl.cost_model import CHIPS, topologies
 from tpu_rl.models.attention import flash_kernels
+from tpu_rl.models.attention.flash_cycles import SCORES, Cycles, Visits
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.train import sharding
@@ -272,16 +274,6 @@ def compile_kernel(
     return schedule
 
 
-class Visits(NamedTuple):
-    """Steps of a kernel's grid, of one row and all heads."""
-
-    steps: int
-    visible: int
-    full: int
-    edges: int
-    """Blocks of the side whose results the kernel computes."""
-
-
 def count_visits(
     kernel: Kernel, config: FlashConfig, grid: flash_kernels.Grid, row: Sequence[np.ndarray]
 ) -> Visits:
@@ -350,20 +342,23 @@ def report(flags: argparse.Namespace, devices: Sequence[Any], dump: Path) -> Non
         with jax.set_mesh(sharding.make_mesh(devices=devices[:1])):
             grid = kernel.grid(query, key)
             schedule = compile_kernel(kernel, config, (query, key, index), dump)
-        needed = kernel.products * grid.query_block * grid.key_block * head_dim / rate
-        measured[kernel] = (grid, schedule, needed)
+        block_scores = grid.query_block * grid.key_block
+        needed = kernel.products * block_scores * head_dim / rate
+        cycles = block_cycles(schedule, needed, block_scores)
+        measured[kernel] = (grid, cycles, needed)
+        print(f'  "{kernel.name}": {cycles},')
         for kind, section in (("masked", schedule.masked), ("full", schedule.full)):
             if section is None:
                 continue
-            cycles = schedule.step + max(section.bundles, needed)
+            total = schedule.step + max(section.bundles, needed)
             use = ", ".join(
                 f"{unit} {100 * share:.0f}" for unit, share in schedule.use[kind].items()
             )
             print(
                 f"  {kernel.name.removeprefix('flash_attention_'):<19} "
-                f"{grid.query_block} x {grid.key_block} {kind}: {cycles:.0f}, of them every step "
+                f"{grid.query_block} x {grid.key_block} {kind}: {total:.0f}, of them every step "
                 f"{schedule.step}, the block {section.bundles} bundles, its products {needed:.0f} "
-                f"({100 * needed / cycles:.0f} %); first and last steps {schedule.edges}; "
+                f"({100 * needed / total:.0f} %); first and last steps {schedule.edges}; "
                 f"slots in %: {use}"
             )
     for layout, make_row in LAYOUTS.items():
@@ -371,11 +366,11 @@ def report(flags: argparse.Namespace, devices: Sequence[Any], dump: Path) -> Non
         for title, names in PASSES.items():
             total, peak, moved = 0.0, 0.0, 0.0
             blocks = []
-            for kernel, (grid, schedule, needed) in measured.items():
+            for kernel, (grid, cycles, needed) in measured.items():
                 if kernel.name not in names:
                     continue
                 visits = count_visits(kernel, config, grid, row)
-                total += row_cycles(schedule, visits, needed)
+                total += cycles.total(visits, grid.query_block * grid.key_block)
                 peak += visits.visible * needed
                 moved += row_bytes(kernel, grid, visits, jnp.dtype(flags.dtype).itemsize)
                 visible, full, steps = (
@@ -390,12 +385,11 @@ def report(flags: argparse.Namespace, devices: Sequence[Any], dump: Path) -> Non
             )
 
 
-def row_cycles(schedule: Schedule, visits: Visits, needed: float) -> float:
-    """Return the cycles of all steps of a row. `needed` are those of a block's products."""
-    masked = max(schedule.masked.bundles, needed)
-    full = max(schedule.full.bundles, needed) if schedule.full else masked
-    cycles = visits.steps * schedule.step + visits.edges * schedule.edges
-    return cycles + (visits.visible - visits.full) * masked + visits.full * full
+def block_cycles(schedule: Schedule, needed: float, block_scores: int) -> Cycles:
+    """Return the cycles of a grid step. `needed` are those of a block's products at the peak."""
+    sections = (schedule.masked, schedule.full or schedule.masked)
+    blocks = [max(section.bundles, needed) * SCORES / block_scores for section in sections]
+    return Cycles(schedule.step, schedule.edges, *map(round, blocks))
 
 
 def row_bytes(kernel: Kernel, grid: flash_kernels.Grid, visits: Visits, itemsize: int) -> float:

@@ -404,6 +404,23 @@ def test_the_expected_time_is_the_compilers_cycles_and_at_least_that_of_the_byte
     assert cost_model.estimate(hasty, grid(1, 1)).expected_seconds == pytest.approx(moved)
 
 
+def test_a_kernel_is_expected_to_take_the_cycles_that_it_states():
+    program = module("""
+        ENTRY %main (x: bf16[4096]) -> bf16[4096] {
+          %x = bf16[4096]{0} parameter(0)
+          %k = bf16[4096]{0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+        "author":"me",
+        "cycles":"3000"
+        }}, metadata={op_name="jit(f)/kernel"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"197000000","bytes_accessed":"10"}}}
+          ROOT %r = bf16[4096]{0} negate(%k)
+        }
+    """)  # noqa: E501
+    kernel, _ = operations = cost_model.operations(program)
+    assert (kernel.name, kernel.flops, kernel.cycles) == ("jit(f)/kernel", 197e6, 3000)
+    assert cost_model.estimate(operations[:1], grid(1, 1)).expected_seconds == pytest.approx(2e-6)
+    assert cost_model.estimate(operations[:1], grid(1, 1)).seconds == pytest.approx(1e-6)
+
+
 def test_collectives_between_slices_go_over_the_network():
     program = module("""
         ENTRY %main (x: f32[256,1024]) -> f32[256,1024] {

@@ -1,8 +1,10 @@
 """The TPU's attention kernels, interpreted on the CPU, against dense attention."""
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +20,9 @@ from tests.fixtures import several
 from tests.fixtures.attention_rows import ROWS, TREES, WIDTH, heads, of_model, require_same
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
-from tpu_rl import models
+from tpu_rl import cost_model, models
 from tpu_rl.models import kv_cache, layers
-from tpu_rl.models.attention import flash, flash_kernels
+from tpu_rl.models.attention import flash, flash_cycles, flash_kernels
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.train import sharding
@@ -119,7 +121,7 @@ def test_new_tokens_attend_to_a_longer_cache(small_blocks):
 ON_MESHES = """
 import jax
 from tests.models import test_flash_attention as here
-from tpu_rl import models
+from tpu_rl import cost_model, models
 from tpu_rl.train import sharding
 
 key, value = (here.heads(seed, 2, 384).swapaxes(1, 2) for seed in (1, 2))
@@ -173,11 +175,14 @@ def test_kinds_of_blocks_follow_from_the_mask(rows, how, small_blocks):
     assert full.any() == (rows != "shared prompts" and how == "plain")
 
 
-def blocks_of_one_text(how: FlashConfig, grid: flash_kernels.Grid) -> int:
-    """Count blocks by `layers.can_attend`, token by token, on the device with the most."""
+def blocks_of_one_text(how: FlashConfig, grid: flash_kernels.Grid) -> tuple[int, int]:
+    """Count visible and full blocks by `layers.can_attend`, token by token.
+
+    They are those of the device with the most.
+    """
     keys = np.arange(grid.num_key_blocks * grid.key_block)
     own = grid.num_query_blocks * grid.query_block
-    most = 0
+    most = (0, 0)
     for queries in layers.balanced_order(own * how.token_shards, how.token_shards).reshape(
         how.token_shards, own
     ):
@@ -186,15 +191,8 @@ def blocks_of_one_text(how: FlashConfig, grid: flash_kernels.Grid) -> int:
             for at in (queries[:, None], keys[None, :])
         )
         shape = (grid.num_query_blocks, grid.query_block, grid.num_key_blocks, grid.key_block)
-        most = max(
-            most,
-            int(
-                np.asarray(layers.can_attend(query, key, how.sliding_window))
-                .reshape(shape)
-                .any((1, 3))
-                .sum()
-            ),
-        )
+        sees = np.asarray(layers.can_attend(query, key, how.sliding_window)).reshape(shape)
+        most = max(most, (int(sees.any((1, 3)).sum()), int(sees.all((1, 3)).sum())))
     return most
 
 
@@ -217,9 +215,9 @@ def blocks_of_one_text(how: FlashConfig, grid: flash_kernels.Grid) -> int:
 )
 def test_cost_counts_the_blocks_of_a_single_text(how, queries, keys):
     grid = flash_kernels.Grid(1, 1, 1, queries[0], keys[0], queries[1], keys[1], WIDTH)
-    assert flash_kernels.num_causal_blocks(how, grid) == blocks_of_one_text(how, grid)
+    assert flash_kernels.causal_blocks(how, grid) == blocks_of_one_text(how, grid)
     if how == FlashConfig(1.0) and queries == keys:
-        assert flash_kernels.num_causal_blocks(how, grid) == queries[1] * (queries[1] + 1) // 2
+        assert flash_kernels.causal_blocks(how, grid).visible == queries[1] * (queries[1] + 1) // 2
 
 
 def test_sliding_window_lowers_the_cost(small_blocks, monkeypatch):
@@ -327,5 +325,67 @@ def test_tpu_compiler_accepts_the_kernels(topology, how, dtype, width, kv_heads,
 
     with jax.set_mesh(mesh):
         text = jax.jit(jax.grad(total, (0, 1, 2))).lower(query, key, key, slots).compile().as_text()
-    for kernel in ("forward", "gradients"):
-        assert f"flash_attention_{kernel}" in text
+    stated = {}
+    for operation in cost_model.operations(cost_model.read(text)):
+        for kernel in ("flash_attention_forward", "flash_attention_gradients"):
+            if kernel in operation.name:
+                stated[kernel] = operation.cycles
+    assert len(stated) == 2
+    if dtype == "float32":
+        assert set(stated.values()) == {None}
+    elif (width, axis) == (128, "data"):
+        chip, cores = ("v5e", 1) if topology == "v5e:2x2" else ("v5p", 2)
+        forward, backward = (flash_cycles.CYCLES[chip][128][kernel] for kernel in stated)
+        # On each device two rows of two heads: one block of 1,024 x 1,024, and three of 512 x 512
+        # on and below the diagonal, of which two need a mask.
+        per_head = (
+            forward.step + forward.edge + 4 * forward.masked,
+            4 * backward.step + 2 * backward.edge + 2 * backward.masked + backward.full,
+        )
+        assert stated == dict(
+            zip(stated, (4 * cycles // cores for cycles in per_head), strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("chip", "width", "dtype", "like"),
+    [
+        ("v5p", 96, "bfloat16", ("v5p", 128, 1)),  # fills the tiles of 128
+        ("v6e", 512, "bfloat16", ("v6e", 256, 2)),
+        ("v4", 64, "bfloat16", ("v5p", 64, 1)),  # the same matrix units
+        ("v5e", 128, "float32", None),
+        ("7x", 128, "bfloat16", None),
+    ],
+)
+def test_cycles_of_other_heads_and_chips_are_those_of_the_nearest(
+    chip, width, dtype, like, monkeypatch
+):
+    info = SimpleNamespace(chip_version=chip, num_cores=2)
+    monkeypatch.setattr(flash_cycles.pltpu, "get_tpu_info", lambda: info)
+    visits = flash_cycles.Visits(steps=16, visible=10, full=6, edges=4)
+    name = "flash_attention_gradients"
+    found = flash_cycles.expected(name, width, jnp.dtype(dtype), visits, 512 * 512)
+    if like is None:
+        assert found == 0
+    else:
+        near, size, times = like
+        step, edge, masked, full = flash_cycles.CYCLES[near][size][name]
+        total = 16 * step + 4 * edge + times * (4 * masked + 6 * full)
+        assert found == total // 2
+
+
+@needs_libtpu
+@pytest.mark.nightly
+def test_the_compilers_schedule_has_the_cycles_of_the_table():
+    """In a process of its own, because libtpu reads once where to write schedules."""
+    command = [sys.executable, "bench/kernel_schedules.py", "v6e:2x2", "128", "2048"]
+    ended = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for kernel, cycles in flash_cycles.CYCLES["v6e"][128].items():
+        assert f'"{kernel}": {cycles},' in ended.stdout

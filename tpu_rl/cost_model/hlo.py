@@ -127,6 +127,9 @@ _TILE = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s*.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _COMMENT = re.compile(r"/\*[^*]*\*/")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"|kernel_metadata=\{[^{}]*"cycles":"(\d+)"')
+_KERNEL_METADATA = re.compile(r"kernel_metadata=\{[^{}]*\}")
+"""What a Pallas kernel says of itself: JSON with line breaks."""
 
 
 def read(text: str) -> Program:
@@ -141,6 +144,7 @@ def read(text: str) -> Program:
     is_entry = False
     instructions: dict[str, Instruction] = {}
     root: Instruction | None = None
+    text = _KERNEL_METADATA.sub(lambda match: match[0].replace("\n", ""), text)
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header:
@@ -235,9 +239,12 @@ def backend_json(instruction: Instruction) -> dict:
 
 
 def estimated_cycles(instruction: Instruction) -> float | None:
-    """Return the cycles that the TPU compiler expects an instruction to take, or None."""
-    stated = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-    return float(stated[1]) if stated else None
+    """Return the cycles that the TPU compiler expects an instruction to take, or None.
+
+    Of a Pallas kernel, they are those that it states in its `metadata`.
+    """
+    stated = _CYCLES.search(instruction.attributes)
+    return float(stated[1] or stated[2]) if stated else None
 
 
 # --- trip counts ---

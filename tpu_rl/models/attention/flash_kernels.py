@@ -22,6 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_rl.models import layers
+from tpu_rl.models.attention import flash_cycles
+from tpu_rl.models.attention.flash_cycles import Visits
 from tpu_rl.models.layers import MASKED, TokenIndex
 
 Array = jax.Array
@@ -176,22 +178,34 @@ def block_kinds(
     return BlockKinds(visible, full)
 
 
-def num_causal_blocks(config: FlashConfig, grid: Grid) -> int:
-    """Return the number of `visible_blocks` [N, M] of a row that holds a single text.
+class CausalBlocks(NamedTuple):
+    """Numbers of `BlockKinds` of a row."""
 
-    The text has no branches, and nothing precedes it in a cache. If devices share the row, this is
-    the number of the device with the most blocks. Segments and branches hide further blocks. On the
-    other hand, a branch has its prompt inside the sliding window wherever it is in the row.
+    visible: int
+    full: int
+
+
+def causal_blocks(config: FlashConfig, grid: Grid) -> CausalBlocks:
+    """Return the numbers of blocks [N, M] of a row that holds a single text.
+
+    The text has no branches, and nothing precedes it in a cache. If devices share the row, these
+    are the numbers of the device with the most visible blocks. Segments and branches hide further
+    blocks. On the other hand, a branch has its prompt inside the sliding window wherever it is in
+    the row.
     """
     tokens = grid.num_query_blocks * grid.query_block
     order = layers.balanced_order(tokens * config.token_shards, config.token_shards)
     index = order.reshape(config.token_shards, grid.num_query_blocks, 1, -1)
+    low, high = index.min(-1), index.max(-1)
     key_low = np.arange(grid.num_key_blocks) * grid.key_block
-    visible = key_low <= index.max(-1)
+    key_high = key_low + grid.key_block - 1
+    visible = key_low <= high
+    full = key_high <= low
     if config.sliding_window is not None:
-        key_high = key_low + grid.key_block - 1
-        visible &= index.min(-1) - key_high < config.sliding_window
-    return int(visible.sum((1, 2)).max())
+        visible &= low - key_high < config.sliding_window
+        full &= high - key_low < config.sliding_window
+    of_devices = zip(visible.sum((1, 2)), full.sum((1, 2)), strict=True)
+    return max(CausalBlocks(*map(int, counts)) for counts in of_devices)
 
 
 def _blocks_to_load(visible: Array) -> Array:
@@ -573,6 +587,7 @@ def _call(
     grid: Grid,
     steps: _Steps,
     *,
+    dtype: Any,
     products: int,
     scratch: list[tuple[int, ...]],
     in_specs: Any,
@@ -583,10 +598,25 @@ def _call(
 ) -> Any:
     """Return a call of a kernel, which computes `products` matrix products per block of scores.
 
+    It states their cost, and the cycles that it is expected to take, for the planner.
     vector_bytes is the vector memory that it may take. None: the compiler's default.
     """
-    blocks = grid.rows * grid.num_heads * num_causal_blocks(config, grid)
-    scores = blocks * grid.query_block * grid.key_block
+    edges = steps.heads * steps.blocks
+    if not blocks_are_parallel:
+        # The fused kernel has first and last steps of blocks of queries, too.
+        edges = max(edges, steps.heads * steps.steps)
+    per_row = causal_blocks(config, grid)
+    heads = grid.rows * grid.num_heads
+    blocks = heads * per_row.visible
+    block_scores = grid.query_block * grid.key_block
+    scores = blocks * block_scores
+    visits = Visits(
+        steps=grid.rows * steps.heads * steps.blocks * steps.steps,
+        visible=blocks,
+        full=heads * per_row.full,
+        edges=grid.rows * edges,
+    )
+    cycles = flash_cycles.expected(name, grid.head_dim, dtype, visits, block_scores)
     cost = pl.CostEstimate(
         flops=2 * products * scores * grid.head_dim,
         transcendentals=scores,
@@ -614,6 +644,7 @@ def _call(
             vmem_limit_bytes=vector_bytes,
         ),
         cost_estimate=cost,
+        metadata={"cycles": str(cycles)} if cycles else None,
         interpret=config.interpret,
         name=name,
     )
@@ -641,6 +672,7 @@ def attention(
         "flash_attention_forward",
         grid,
         steps,
+        dtype=query.dtype,
         products=2,
         scratch=[row_scratch, row_scratch, (grid.head_dim, grid.query_block)],
         in_specs=[specs.query_index, specs.key_index, specs.query, specs.key, specs.key],
@@ -671,6 +703,7 @@ def query_gradient(
         "flash_attention_query_gradient",
         grid,
         steps,
+        dtype=query.dtype,
         products=3,
         scratch=[(grid.head_dim, grid.query_block)],
         in_specs=_backward_specs(specs),
@@ -697,6 +730,7 @@ def key_value_gradients(
         "flash_attention_key_value_gradient",
         grid,
         steps,
+        dtype=query.dtype,
         products=4,
         scratch=[(grid.key_block, grid.head_dim)] * 2,
         in_specs=_backward_specs(specs),
@@ -752,6 +786,7 @@ def fused_gradients(
         "flash_attention_gradients",
         grid,
         steps,
+        dtype=query.dtype,
         products=5,
         scratch=[
             (steps.steps, grid.head_dim, grid.query_block),
