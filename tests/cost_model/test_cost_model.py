@@ -491,6 +491,38 @@ def test_a_collective_uses_the_links_of_its_box():
     )
 
 
+def test_collectives_of_one_channel_count_each():
+    """jax gives all collectives that a `shard_map` names one channel."""
+    program = module("""
+        ENTRY %main (a: f32[8,128]) -> f32[8,128] {
+          %a = f32[8,128]{1,0} parameter(0)
+          %b = f32[8,128]{1,0} all-to-all(%a), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+          ROOT %c = f32[8,128]{1,0} all-to-all(%b), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+        }
+    """)  # noqa: E501
+    links = [operation.link for operation in cost_model.operations(program) if operation.link]
+    assert links == [Link("all-to-all", 4096, (0, 1, 2, 3), False)] * 2
+
+
+def test_an_all_to_all_is_bound_by_the_middle_of_the_longest_dimension():
+    """Worked out by hand: chips 0 to 3 of a line send half of their bytes over one link to chips 4
+    to 7. A ring has two such links. A second dimension halves what crosses each of them."""
+    size, rate = 10**9, CHIPS["v5e"].link_rate
+
+    def seconds(torus, chips):
+        return cost_model.link_seconds(Link("all-to-all", size, tuple(chips), False), torus)
+
+    line = seconds(grid(8, 1), range(8))
+    assert line == pytest.approx(4 * size / 2 / rate, rel=1e-3)
+    assert seconds(grid(8, 4), range(32)) == pytest.approx(16 * size / 2 / 4 / rate, rel=1e-3)
+    assert seconds(grid(16, 1), range(16)) == pytest.approx(8 * size / 2 / 2 / rate, rel=1e-3)
+    # The line of 12 is slower than the ring of 16.
+    assert seconds(grid(12, 16), range(192)) == pytest.approx(96 * size / 2 / 16 / rate, rel=1e-3)
+    gpu = GPUS["NVIDIA H100 80GB HBM3"]
+    switched = seconds(Torus([(i,) for i in range(8)], gpu), range(8))
+    assert switched == pytest.approx(7 / 8 * size / gpu.link_rate, rel=1e-2)
+
+
 def test_a_library_product_on_a_gpu_has_a_roofline_and_no_expectation():
     program = module("""
         ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {

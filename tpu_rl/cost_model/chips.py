@@ -214,7 +214,8 @@ def link_seconds(link: Link, torus: Torus) -> float:
 
     A group that fills a box of the torus uses one link per dimension, or two where the dimension is
     a ring. Any other group uses one link, and so does a permutation. Between slices, every chip
-    has its share of the data-center network.
+    has its share of the data-center network. The bytes of an all-to-all travel over the links of
+    all chips between, except where there is a switch.
     """
     if link.slices > 1:
         return sent_bytes(link) / torus.chip.network_rate + NETWORK_SECONDS
@@ -229,8 +230,11 @@ def link_seconds(link: Link, torus: Torus) -> float:
         return sent_bytes(link) / rate + hops * HOP_SECONDS
     hops = sum(size // 2 if ring else size - 1 for size, ring in spanned)
     if link.kind in ("all-to-all", "ragged-all-to-all"):
-        longest, ring = max(spanned)
-        return link.bytes * longest / (4 * (2 if ring else 1) * rate) + hops * HOP_SECONDS
+        if torus.chip.wraps == "none":
+            return sent_bytes(link) / rate + HOP_SECONDS
+        # Half of the bytes of half of the chips cross the middle of the longest dimension.
+        longest = max(size / (2 if ring else 1) for size, ring in spanned)
+        return link.bytes * longest / (4 * rate) + hops * HOP_SECONDS
     passes = 2 if link.kind == "all-reduce" else 1
     links = sum(2 if ring else 1 for _, ring in spanned)
     return sent_bytes(link) / (links * rate) + passes * hops * HOP_SECONDS

@@ -467,18 +467,23 @@ def _written_bytes(
 
 
 def _links(
-    program: Program, computation: Computation, instruction: Instruction, channels: set[str]
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    channels: set[str],
+    is_fused: bool = False,
 ) -> Iterator[Link]:
     """Return the collectives that an instruction is or fuses.
 
-    A channel counts once, and joins `channels`: on a TPU one collective is cut into several
-    fusions, which continue it beside their own computation.
+    In fusions a channel counts once, and joins `channels`: on a TPU one collective is cut into
+    several fusions, which continue it beside their own computation. An instruction that is not
+    fused counts in any case: jax gives one channel to all collectives that a `shard_map` names.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
         channel = instruction.attribute("channel_id")
         if channel is not None:
-            if channel in channels:
+            if is_fused and channel in channels:
                 return
             channels.add(channel)
         size = sum(
@@ -505,7 +510,7 @@ def _links(
         for name in instruction.calls:
             inner = program.computations[name]
             for inner_instruction in inner.instructions.values():
-                yield from _links(program, inner, inner_instruction, channels)
+                yield from _links(program, inner, inner_instruction, channels, is_fused=True)
 
 
 _TRANSFER = re.compile(
