@@ -176,6 +176,7 @@ import sys
 import jax
 from tests.models.test_experts import CHOSEN, COUNT, INNER, MoeConfig
 from tests.models.test_experts import assert_close, case, routed, value_and_gradients
+from tpu_rl.models.moe import experts
 from tpu_rl.train import sharding
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -183,30 +184,55 @@ config = MoeConfig(COUNT, CHOSEN, INNER)
 for arguments in eval(sys.argv[1]):
     wanted = value_and_gradients(routed, config, *arguments)
     for sizes in eval(sys.argv[2]):
-        with jax.set_mesh(sharding.make_mesh(**sizes)):
-            assert_close(value_and_gradients(routed, config, *arguments), wanted)
+        mesh = sharding.make_mesh(**sizes)
+        mesh = sharding.sampling_mesh(mesh, 2) if mesh.shape["data"] == 4 else mesh
+        for is_sent in eval(sys.argv[3]):
+            experts.is_sent = lambda *sizes: is_sent and sizes[2] > 1
+            with jax.set_mesh(mesh):
+                assert_close(value_and_gradients(routed, config, *arguments), wanted)
 print("four devices agree with one")
 """
 
 
 @pytest.mark.slow
-def test_four_devices_equal_one():
-    """All tokens are routed to experts of one device, which takes several passes."""
-    on_four_devices(
-        ON_A_MESH, "[case(skew=50.0, rank=2, bias=True)]", "[{'tensor': 2, 'expert': 2}]"
-    )
+@pytest.mark.parametrize(
+    ("sizes", "is_sent"), [({"tensor": 2, "expert": 2}, False), ({"expert": 4}, True)]
+)
+def test_four_devices_equal_one(sizes, is_sent):
+    """All tokens are routed to experts of one device, or of two, which takes several passes."""
+    cases = "[case(skew=50.0, rank=2, bias=True)]"
+    on_four_devices(ON_A_MESH, cases, f"[{sizes}]", f"[{is_sent}]")
 
 
 @pytest.mark.nightly
-def test_every_mesh_equals_one_device():
-    """Cases include numbers of rows that no mesh axis divides."""
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_every_mesh_equals_one_device(is_sent):
+    """Cases include numbers of rows that no mesh axis divides. Of the four devices of "data", two
+    share rows and split experts."""
     cases = (
         "[case(), case(skew=50.0), case(rows=3, length=100), "
         "case(rows=3, length=100, skew=50.0), case(rank=2, bias=True)]"
     )
-    on_four_devices(
-        ON_A_MESH, cases, "[{'expert': 4}, {'fsdp': 2, 'expert': 2}, {'tensor': 2, 'expert': 2}]"
+    meshes = (
+        "[{'expert': 4}, {'fsdp': 2, 'expert': 2}, {'tensor': 2, 'expert': 2}, "
+        "{'context': 2, 'expert': 2}, {'data': 4}]"
     )
+    on_four_devices(ON_A_MESH, cases, meshes, f"[{is_sent}]")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "devices", "tokens", "is_sent"),
+    [
+        (2, 2, 2048, False),
+        (2, 8, 2048, True),
+        (8, 8, 2048, False),
+        (8, 32, 2048, True),
+        (8, 64, 2048, True),
+        (8, 32, 8, False),  # Buffers would be mostly empty.
+    ],
+)
+def test_tokens_are_sent_where_many_devices_share_experts(chosen, devices, tokens, is_sent):
+    assert experts.is_sent(tokens, chosen, devices, devices) == is_sent
 
 
 @pytest.fixture(scope="module")

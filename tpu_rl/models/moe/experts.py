@@ -2,8 +2,8 @@
 
 Tokens are sorted by expert, and each of the three matrices of the experts is applied by one ragged
 matrix product. If experts are spread over devices, each device computes its own experts for the
-tokens of all devices that share them. On TPUs, decode steps read experts in the stack of all layers
-(`is_read_in_place`).
+tokens of all devices that share them: it gathers these tokens, or it is sent those that need it
+(`is_sent`). On TPUs, decode steps read experts in the stack of all layers (`is_read_in_place`).
 
 Letters in array shapes: B rows, T tokens per row, N tokens on a device, D hidden size, E experts, F
 intermediate size of an expert, k experts per token, I inputs and O outputs of a matrix. An
@@ -178,6 +178,23 @@ def is_read_in_place(config: MoeConfig, num_tokens: int, name: str, stack: Any, 
     )
 
 
+def is_sent(num_tokens: int, experts_per_token: int, num_devices: int, num_shards: int) -> bool:
+    """Return True if each token is sent to the devices of its experts, and False if devices gather
+    the tokens of all others.
+
+    It is sent if that takes at most half as many rows, because a row that is sent takes longer: it
+    crosses the links of all devices between, while gathered rows cross each link once. With equal
+    shares that is the case from 2.5 devices per expert of a token on.
+
+    Args:
+        num_tokens: tokens of one device.
+        experts_per_token: k.
+        num_devices: devices that hold different tokens and different experts.
+        num_shards: devices that hold different experts.
+    """
+    return num_devices > 1 and 2 * _room(num_tokens * experts_per_token, num_shards) <= num_tokens
+
+
 def mixture(
     x: Array,
     routing: Routing,
@@ -189,7 +206,7 @@ def mixture(
 
     `combine` is the gate of each expert, and `axes` are the logical axes of x. Inside
     `jax.set_mesh`, each device computes the experts that it holds, for the tokens of all devices
-    that share them.
+    that share them. No token is dropped.
     """
     mesh = jax.sharding.get_abstract_mesh()
     operands = (x, routing.experts, routing.weights, matrices)
@@ -249,15 +266,22 @@ def _device_mixture(
         bias = jnp.where(jax.lax.axis_index(mlp_axes) == 0, matrices.down.bias, 0)
         matrices = matrices._replace(down=matrices.down._replace(bias=bias))
     # Devices along these axes hold different tokens and different experts.
-    shared_axes = tuple(name for name in row_axes if name in expert_axes)
+    shared_axes = tuple(name for name in expert_axes if name in row_axes)
+    num_devices = math.prod(map(jax.lax.axis_size, shared_axes))
+    num_shards = math.prod(map(jax.lax.axis_size, expert_axes))
+    partial_sums = (*(name for name in expert_axes if name not in shared_axes), *mlp_axes)
+    rows, length, experts_per_token = experts.shape
+    is_in_place = matrices.gate.layer is not None
+    if not is_in_place and is_sent(rows * length, experts_per_token, num_devices, num_shards):
+        shard = _ExpertShard(0, num_shards // num_devices)
+        relative = _relative_experts(experts, _num_experts(matrices), expert_axes, shared_axes)
+        y = _exchanged_mixture(combine, shared_axes, shard, x, relative, weights, matrices)
+        return jax.lax.psum(y, partial_sums)
     x, experts, weights = (_all_gather(part, shared_axes, 0) for part in (x, experts, weights))
-    num_shards = math.prod(jax.lax.axis_size(name) for name in expert_axes)
     first = jax.lax.axis_index(expert_axes) * _num_experts(matrices) if expert_axes else 0
     shard = _ExpertShard(first, num_shards)
     y = _local_mixture(combine, shard, x, experts, weights, matrices)
-    y = jax.lax.psum(
-        y, tuple(name for name in (*expert_axes, *mlp_axes) if name not in shared_axes)
-    )
+    y = jax.lax.psum(y, partial_sums)
     return jax.lax.psum_scatter(y, shared_axes, tiled=True) if shared_axes else y
 
 
@@ -307,16 +331,21 @@ def _local_mixture(
     )
     order = checkpoint_name(order, ORDER)
     num_assignments = num_tokens * experts_per_token
-    share = 8 * math.ceil(ROOM * num_assignments / shard.num_shards / 8)
-    block_size = min(num_assignments, max(128, share))
+    size = min(num_assignments, max(128, _room(num_assignments, shard.num_shards)))
     flat_x = x.reshape(num_tokens, -1)
     flat_weights = weights.reshape(num_tokens, experts_per_token).astype(x.dtype)
     operands = (flat_x, flat_weights, matrices)
-    if block_size == num_assignments:
-        y: Any = _pass(combine, num_assignments, order, 0, *operands)
+    if size == num_assignments:
+        y: Any = _pass(combine, size, order, 0, *operands)
     else:
-        y = _passes(combine, block_size, order, *operands)
+        one_pass = functools.partial(_pass, combine, size)
+        y = _passes(one_pass, -(-order.ends[-1] // size), order, *operands)
     return y.reshape(x.shape)
+
+
+def _room(num_assignments: int, num_shards: int) -> int:
+    """Return the assignments, of this many, for which one pass has room in each shard."""
+    return min(num_assignments, 8 * math.ceil(ROOM * num_assignments / num_shards / 8))
 
 
 def _sort_by_expert(experts: Array, shard: _ExpertShard, num_local: int) -> _Order:
@@ -396,32 +425,34 @@ def _expert_product(x: Array, matrix: Matrix, ends: Array, scales: Array | None 
     return y + jnp.einsum("ne,eo->no", is_expert, matrix.bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+Pass = Callable[..., Array]
+"""(order, index, x, weights, matrices) -> part [N, D] of the sum, of the pass with this index."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _passes(
-    combine: Gate, size: int, order: _Order, x: Array, weights: Array, matrices: Matrices
+    one_pass: Pass, count: Array, order: Any, x: Array, weights: Array, matrices: Matrices
 ) -> Array:
-    """Return the sum [N, D] of all passes that the device's assignments take.
+    """Return the sum [N, D] of the first `count` passes.
 
     It needs the memory of one pass.
     """
-    count = -(-order.ends[-1] // size)
 
     def add_pass(index: Array, total: Array) -> Array:
-        return total + _pass(combine, size, order, index, x, weights, matrices)
+        return total + one_pass(order, index, x, weights, matrices)
 
     return jax.lax.fori_loop(0, count, add_pass, jnp.zeros_like(x))
 
 
-def _passes_forward(combine: Gate, size: int, order: _Order, *operands: Any) -> tuple[Array, Any]:
-    return _passes(combine, size, order, *operands), (order, operands)
+def _passes_forward(one_pass: Pass, count: Array, order: Any, *operands: Any) -> tuple[Array, Any]:
+    return _passes(one_pass, count, order, *operands), (count, order, operands)
 
 
-def _passes_backward(combine: Gate, size: int, residuals: Any, gradient: Array) -> tuple[Any, ...]:
-    order, operands = residuals
+def _passes_backward(one_pass: Pass, residuals: Any, gradient: Array) -> tuple[Any, ...]:
+    count, order, operands = residuals
 
     def add_pass(index: Array, totals: Any) -> Any:
-        one_pass = functools.partial(_pass, combine, size, order, index)
-        _, pull_back = jax.vjp(one_pass, *operands)
+        _, pull_back = jax.vjp(functools.partial(one_pass, order, index), *operands)
         return jax.tree.map(
             lambda total, part: total + part.astype(total.dtype), totals, pull_back(gradient)
         )
@@ -430,11 +461,172 @@ def _passes_backward(combine: Gate, size: int, residuals: Any, gradient: Array) 
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), operands
     )
-    totals = jax.lax.fori_loop(0, -(-order.ends[-1] // size), add_pass, zeros)
-    return None, *jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), totals, operands)
+    totals = jax.lax.fori_loop(0, count, add_pass, zeros)
+    gradients = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), totals, operands)
+    return None, None, *gradients
 
 
 _passes.defvjp(_passes_forward, _passes_backward)
+
+
+# Sending tokens to the devices of their experts, and the experts' outputs back.
+
+
+def _relative_experts(
+    experts: Array, num_local: int, expert_axes: tuple[str, ...], shared_axes: tuple[str, ...]
+) -> Array:
+    """Return the numbers [B, T, k] of experts among those that a device sends tokens to.
+
+    These are on the devices along `shared_axes`, `num_local` on each, in the order of the devices.
+    The numbers of experts that other devices with the same tokens serve follow after them.
+    """
+    owner = experts // num_local
+    relative = experts % num_local
+    count = num_local
+    is_served: Array | bool = True
+    for name in reversed(expert_axes):
+        size = jax.lax.axis_size(name)
+        if name in shared_axes:
+            relative += owner % size * count
+            count *= size
+        else:
+            is_served &= owner % size == jax.lax.axis_index(name)
+        owner //= size
+    return jnp.where(is_served, relative, count)
+
+
+class _Traffic(NamedTuple):
+    """The assignments that a device sends to n devices, and those that it receives from them."""
+
+    order: _Order
+    """The order of its own: by expert, and so by device."""
+    received: Array
+    """[n, E] int32: of the assignments from each device, sorted by expert, the end of those of each
+    of this device's experts."""
+
+    @property
+    def sent(self) -> Array:
+        """[n] int32: end, in the order, of the assignments for each device."""
+        return self.order.ends.reshape(self.received.shape)[:, -1]
+
+
+def _exchanged_mixture(
+    combine: Gate,
+    axes: tuple[str, ...],
+    shard: _ExpertShard,
+    x: Array,
+    experts: Array,
+    weights: Array,
+    matrices: Matrices,
+) -> Array:
+    """Return the part in `mixture`, [B, T, D], of the experts of all devices along `axes`.
+
+    `experts` are numbers as `_relative_experts` returns them, and `shard` is the share of all
+    experts that these devices hold. In a pass each device sends the same number of assignments to
+    each, so that passes suffice for any routing: `ragged_all_to_all`, which would send what there
+    is, has no implementation on CPUs.
+    """
+    num_tokens = x.shape[0] * x.shape[1]
+    experts_per_token = experts.shape[-1]
+    num_devices = math.prod(map(jax.lax.axis_size, axes))
+    num_local = _num_experts(matrices)
+    room = _room(num_tokens * experts_per_token, num_devices * shard.num_shards)
+    order = _sort_by_expert(
+        experts.reshape(num_tokens, experts_per_token), shard, num_devices * num_local
+    )
+    ends = order.ends.reshape(num_devices, num_local)
+    starts = _starts(ends[:, -1])
+    received = _all_to_all(ends - starts[:, None], axes)
+    traffic = checkpoint_name(_Traffic(order, received), ORDER)
+    # Every pass of one device is one of all devices.
+    most = jnp.max(ends[:, -1] - starts)
+    count = jax.lax.pmax(-(-most // room), jax.sharding.get_abstract_mesh().axis_names)
+    one_pass = functools.partial(_exchanged_pass, combine, axes, room)
+    flat_x = x.reshape(num_tokens, -1)
+    flat_weights = weights.reshape(num_tokens, experts_per_token).astype(x.dtype)
+    y = _passes(one_pass, count, traffic, flat_x, flat_weights, matrices)
+    return y.reshape(x.shape)
+
+
+def _exchanged_pass(
+    combine: Gate,
+    axes: tuple[str, ...],
+    room: int,
+    traffic: _Traffic,
+    index: Array,
+    x: Array,
+    weights: Array,
+    matrices: Matrices,
+) -> Array:
+    """Return the part [N, D] of the assignments that are sent in pass `index`."""
+    order, received = traffic
+    num_devices = len(received)
+    size = num_devices * room
+    done = index * room
+    ends = traffic.sent
+    starts = _starts(ends)
+    # Assignments for which there is room. Those after the last one for a device are not computed.
+    padded = jnp.pad(order.assignments, (0, room))
+    assignments = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(padded, start, room))(
+        starts + done
+    ).reshape(size)
+    device = _lookup(ends, jnp.arange(num_devices), order.place)
+    rank = order.place - _lookup(ends, starts, order.place) - done
+    is_in_pass = (rank >= 0) & (rank < room) & (order.place < ends[-1])
+    place = jnp.where(is_in_pass, device * room + rank, size)
+    block = _Block(assignments // weights.shape[1], place)
+    sent = _dispatch(x, weights, assignments, block)
+    inputs, scales = (_all_to_all(part, axes) for part in sent)
+    received_order = _received_order(jnp.clip(received - done, 0, room), room)
+    outputs = _pass(combine, size, received_order, 0, inputs, scales[:, None], matrices)
+    return _combine(_all_to_all(outputs, axes), block)
+
+
+def _received_order(ends: Array, room: int) -> _Order:
+    """Sort the assignments [n room] that a device received by expert.
+
+    Those from each of n devices are sorted: those of each expert end at ends [n, E].
+    """
+    num_devices, num_local = ends.shape
+    size = num_devices * room
+    starts = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    # The assignments of an expert from a device are a stretch, where they came and when sorted.
+    stretch_ends = jnp.cumsum((ends - starts).T.reshape(-1))
+    stretch_starts = _starts(stretch_ends)
+    first_rows = (starts + jnp.arange(num_devices)[:, None] * room).T.reshape(-1)
+    sorted_places = jnp.arange(size)
+    assignments = sorted_places + _lookup(stretch_ends, first_rows - stretch_starts, sorted_places)
+    assignments = jnp.where(sorted_places < stretch_ends[-1], assignments, 0)
+    # And back: stretches in the order of the rows.
+    offsets = (stretch_starts - first_rows).reshape(num_local, num_devices).T
+    column = jnp.arange(room)
+    place = jax.vmap(lambda ends, offsets: column + _lookup(ends, offsets, column))(ends, offsets)
+    place += jnp.arange(num_devices)[:, None] * room
+    place = jnp.where(column[None, :] < ends[:, -1:], place, size)
+    expert_ends = stretch_ends.reshape(num_local, num_devices)[:, -1]
+    return _Order(assignments, place.reshape(size, 1), expert_ends)
+
+
+def _starts(ends: Array) -> Array:
+    """Return the starts [n] of consecutive stretches with these ends [n]. The first one is 0."""
+    return jnp.pad(ends[:-1], (1, 0))
+
+
+def _lookup(ends: Array, values: Array, places: Array) -> Array:
+    """Return the value, of values [n], of the stretch that each place is in.
+
+    Consecutive stretches end at ends [n]. Places after the last one get its value. Nothing is
+    gathered: TPUs compare faster than they look up numbers one by one.
+    """
+    steps = jnp.diff(values)
+    shape = (-1, *(1,) * places.ndim)
+    is_after = places[None] >= ends[:-1].reshape(shape)
+    return values[0] + jnp.where(is_after, steps.reshape(shape), 0).sum(0, dtype=values.dtype)
+
+
+def _all_to_all(x: Array, axes: tuple[str, ...]) -> Array:
+    """Send each device along `axes` its part of x, and return what they sent, in their order."""
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 # Taking rows by a permutation is undone by taking rows by its inverse. The compiler does not know
