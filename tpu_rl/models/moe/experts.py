@@ -192,7 +192,8 @@ def is_sent(num_tokens: int, experts_per_token: int, num_devices: int, num_shard
         num_devices: devices that hold different tokens and different experts.
         num_shards: devices that hold different experts.
     """
-    return num_devices > 1 and 2 * _room(num_tokens * experts_per_token, num_shards) <= num_tokens
+    room = _room_per_pair(num_tokens * experts_per_token, num_shards)
+    return num_devices > 1 and 2 * room <= num_tokens
 
 
 def mixture(
@@ -472,6 +473,17 @@ _passes.defvjp(_passes_forward, _passes_backward)
 # Sending tokens to the devices of their experts, and the experts' outputs back.
 
 
+def _room_per_pair(num_assignments: int, num_shards: int) -> int:
+    """Return the assignments, of this many, that a device may send to another in one pass.
+
+    With few of them, chance alone exceeds an even share by more than ROOM. Four standard deviations
+    are rarely exceeded by any pair, if all experts are equally likely.
+    """
+    share = num_assignments / num_shards
+    by_chance = 8 * math.ceil((share + 4 * math.sqrt(share)) / 8)
+    return max(_room(num_assignments, num_shards), min(num_assignments, by_chance))
+
+
 def _relative_experts(
     experts: Array, num_local: int, expert_axes: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> Array:
@@ -530,7 +542,7 @@ def _exchanged_mixture(
     experts_per_token = experts.shape[-1]
     num_devices = math.prod(map(jax.lax.axis_size, axes))
     num_local = _num_experts(matrices)
-    room = _room(num_tokens * experts_per_token, num_devices * shard.num_shards)
+    room = _room_per_pair(num_tokens * experts_per_token, num_devices * shard.num_shards)
     order = _sort_by_expert(
         experts.reshape(num_tokens, experts_per_token), shard, num_devices * num_local
     )
