@@ -80,8 +80,8 @@ SAMPLING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
 
 Weights that are sharded along their width would have to be gathered for every decoded token, so an
 axis is sharded only if each device can compute with its own shard. Experts are on one device each,
-if the devices divide them: each device gathers the tokens of all devices, which are few except in
-prefill, and returns sums.
+if the devices divide them: each device gathers the tokens of all devices, which are few, and
+returns sums. In prefill it may be sent those for its experts (`moe.experts.is_sent`).
 """
 
 
