@@ -2,12 +2,11 @@
 
     export JAX_PLATFORMS=cpu
     python bench/expert_dispatch.py Qwen3-30B-A3B v6e:8x4 --mesh.expert 32
-    export XLA_FLAGS=--xla_force_host_platform_device_count=8
     python bench/expert_dispatch.py tiny cpu --mesh.expert 8
 
 With a topology, the TPU's compiler compiles the layer for shapes (`pip install -e ".[plan]"`), with
-one row of `--tokens` on each chip; no TPU runs it. With `cpu`, a tiny mixture runs on virtual
-devices, both ways in turn, and the times are of the wall clock.
+one row of `--batch.row-length` tokens on each chip; no TPU runs it. With `cpu`, a tiny mixture runs
+on virtual devices, both ways in turn, and the times are of the wall clock.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("model", help='a well-known mixture of experts, or "tiny"')
     parser.add_argument("topology", help='such as v6e:8x4, or "cpu"')
     parser.add_argument("--mesh.expert", dest="expert", type=int, required=True)
-    parser.add_argument("--tokens", type=int, default=2048, help="on each device")
+    parser.add_argument("--batch.row-length", dest="tokens", type=int, default=2048)
     parser.add_argument("--only", choices=("gathered", "sent"), help="one of the two")
     flags = parser.parse_args()
 
@@ -144,7 +143,8 @@ def compile_for(
 
 
 def run(config: MoeConfig, width: int, expert: int, tokens: int, names: list[str]) -> None:
-    """Print the times of the layer on the devices of this machine, and how far they differ."""
+    """Print the times of the layer on virtual devices, and how far the results differ."""
+    jax.config.update("jax_num_cpu_devices", expert)
     mesh = sharding.make_mesh(expert=expert)
     noise = np.random.default_rng(0)
     shapes = operands(config, width, mesh, tokens, jnp.float32)
