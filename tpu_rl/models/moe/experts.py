@@ -556,7 +556,7 @@ def _exchanged_mixture(
     one_pass = functools.partial(_exchanged_pass, combine, axes, room)
     flat_x = x.reshape(num_tokens, -1)
     flat_weights = weights.reshape(num_tokens, experts_per_token).astype(x.dtype)
-    y = _passes(one_pass, count, traffic, flat_x, flat_weights, matrices)
+    y: Any = _passes(one_pass, count, traffic, flat_x, flat_weights, matrices)
     return y.reshape(x.shape)
 
 
