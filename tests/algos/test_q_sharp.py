@@ -566,7 +566,9 @@ def test_round_without_differing_rewards_is_an_input_error(tmp_path, capsys):
     )
     experiment = small_q_sharp(tmp_path / "run", reward=(f"{tmp_path / 'reward.py'}:same",))
     assert start(experiment) == 2
-    assert "nothing to learn from in round 1" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"sampling examples of {experiment.algorithm.prompts} prompts for round 1" in printed
+    assert "nothing to learn from in round 1" in printed
 
 
 @pytest.mark.slow

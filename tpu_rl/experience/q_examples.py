@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +120,10 @@ def q_example_source(
     paths = [folder / f"round_{number}.npz" for number in range(1, spec.number + 1)]
     seconds: dict[str, float] = {}
     if not processes.from_first(lambda: _is_valid(paths[-1], run_dir, spec)):
+        if processes.index() == 0:
+            # A round may take long, and no step is printed before it ends.
+            asked = f"sampling examples of {len(rows):,} prompts"
+            print(f"note: {asked} for round {spec.number} of Q#", file=sys.stderr)
         began = time.perf_counter()
         collected = collect(engine, rows, params, spec)
         processes.from_first(lambda: write(paths[-1], collected))
