@@ -90,6 +90,14 @@ CYCLES: dict[str, dict[int, dict[str, Cycles]]] = {
                 step=322, edge=203, masked=2047, full=2047
             ),
         },
+        256: {
+            "flash_attention_forward": Cycles(step=246, edge=726, masked=2146, full=2117),
+            "flash_attention_gradients": Cycles(step=423, edge=831, masked=5117, full=5117),
+            "flash_attention_query_gradient": Cycles(step=276, edge=433, masked=3123, full=3070),
+            "flash_attention_key_value_gradient": Cycles(
+                step=329, edge=391, masked=4094, full=4094
+            ),
+        },
     },
     "v6e": {
         64: {
