@@ -2,7 +2,7 @@
 
     pip install tokamax
     export JAX_PLATFORMS=cpu
-    python bench/splash_schedules.py v5e:2x2 128 --blocks 1024x1024x512
+    python bench/splash_schedules.py v5e:2x2 128 1024x1024x512
 
 The numbers are the size of a head, and blocks of queries, of keys, and of keys that are computed at
 a time. `bench/kernel_schedules.py` explains how a schedule is read, and prints that of our kernels.
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topology", help="of one or more chips, such as v5e:2x2")
     parser.add_argument("head_dim", type=int, help="size of a head")
-    parser.add_argument("--blocks", nargs="+", default=["512x512x512", "1024x1024x512"])
+    parser.add_argument("blocks", nargs="+", help="sizes of blocks, such as 1024x1024x512")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     flags = parser.parse_args()
     if importlib.util.find_spec("tokamax") is None:
