@@ -576,8 +576,13 @@ def test_unsupported_linear_attention_is_refused(change, message):
     ("change", "message"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
-        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers = 5 is out of range"),
+        ({"num_kv_shared_layers": 4}, "no layer before the last 4 is of type full"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input = -1 is out of range"),
+        (
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99},
+            "vocab_size_per_layer_input = 99 is not supported",
+        ),
         ({"num_global_key_value_heads": 3}, "and 3 key-value heads"),
         ({"global_head_dim": 0}, "global_head_dim = 0 is out of range"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "must have the same head_dim"),

@@ -158,6 +158,11 @@ def test_only_complete_patterns_of_layers_can_be_taken(layers):
         models.first_layers(model, layers)
 
 
+def test_layers_with_reused_keys_cannot_be_taken():
+    with pytest.raises(InputError, match="first 2 layers of 9"):
+        models.first_layers(tiny("gemma4_small").model, 2)
+
+
 # --- files ---
 
 

@@ -30,6 +30,7 @@ TARGETS = {
     "deepseek_v3": ("all-linear",),
     "gemma4": ("all-linear",),
     "gemma4_moe": ("q_proj", "up", "k_proj"),
+    "gemma4_small": ("all-linear",),
     "qwen3_5": ("all-linear",),
     "qwen3_next": ("all-linear",),
 }
@@ -38,7 +39,7 @@ matrices; a mixture with its experts; latent attention, shared experts and a fir
 linear attention, also with tensors whose rows alternate by head."""
 MARKS = {
     name: [pytest.mark.nightly]
-    for name in ("deepseek_v3", "gemma4", "gemma4_moe", "qwen3_5", "qwen3_next")
+    for name in ("deepseek_v3", "gemma4", "gemma4_moe", "gemma4_small", "qwen3_5", "qwen3_next")
 }
 
 

@@ -152,14 +152,25 @@ def test_gemma3_with_images_is_read_as_text(tmp_path):
     assert len(found) == 2 * text["num_hidden_layers"]
 
 
-@pytest.mark.slow
-def test_gemma4_with_images_is_read_as_text(tmp_path):
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("gemma4_moe", marks=pytest.mark.slow),
+        pytest.param("gemma4_small", marks=pytest.mark.nightly),
+    ],
+)
+def test_gemma4_with_images_is_read_as_text(family, tmp_path):
+    """The small models hear, too."""
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
     vision |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    text = copy.deepcopy(CONFIGS["gemma4_moe"]) | {"use_bidirectional_attention": "vision"}
-    config = transformers.Gemma4Config(text_config=text, vision_config=vision)
+    towers = {"vision_config": vision}
+    if family == "gemma4_small":
+        audio = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        towers["audio_config"] = audio | {"output_proj_dims": 8}
+    text = copy.deepcopy(CONFIGS[family]) | {"use_bidirectional_attention": "vision"}
+    config = transformers.Gemma4Config(text_config=text, **towers)
     theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
-    require_same_text_logits(theirs, "gemma4_moe", tmp_path)
+    require_same_text_logits(theirs, family, tmp_path)
 
 
 def test_bfloat16_checkpoints_load_without_loss(tmp_path):

@@ -18,11 +18,12 @@ POLICIES = ("full", "save-dots", "none")
     [
         "llama3",
         pytest.param("olmoe", marks=pytest.mark.slow),
-        pytest.param("gemma3", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "gemma4_small")),
     ],
 )
 def test_gradients_do_not_depend_on_remat(family):
-    """Gemma 3 also has a tail of layers after its repetitions."""
+    """Gemma 3 also has a tail of layers after its repetitions, and Gemma 4 layers that reuse
+    keys."""
     model = tiny(family).model
     wanted = of_model(model)
     for policy in POLICIES[1:]:

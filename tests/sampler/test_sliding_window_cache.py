@@ -21,11 +21,16 @@ PLACES = kv_cache.ring_size(WINDOW)
 LENGTHS = jnp.array([300, 260, 7])
 
 
+def random_model(family):
+    """Return (a model, its params)."""
+    model = models.from_config(CONFIGS[family] | {"max_position_embeddings": LENGTH})
+    return model, jax.jit(model.init)(jax.random.key(3))
+
+
 @pytest.fixture(scope="module")
 def gemma3():
     """(a model of five layers, three of them sliding, its params)."""
-    model = models.from_config(CONFIGS["gemma3"] | {"max_position_embeddings": LENGTH})
-    return model, jax.jit(model.init)(jax.random.key(3))
+    return random_model("gemma3")
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +58,18 @@ def test_a_ring_has_room_for_its_window_and_what_is_read_beside_it(gemma3):
         assert cache["full"]["k"].shape[3] == length
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept_in", ["computed", "int8"])
-def test_whatever_is_read_it_equals_whole_sequences(gemma3, tokens, kept_in, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "kept_in"),
+    [
+        pytest.param("gemma3", "computed", marks=pytest.mark.slow),
+        pytest.param("gemma3", "int8", marks=pytest.mark.slow),
+        pytest.param("gemma4_small", "computed", marks=pytest.mark.nightly),
+    ],
+)
+def test_whatever_is_read_it_equals_whole_sequences(family, tokens, kept_in, monkeypatch):
     """Ragged prefill, single tokens, as many as have room in the ring, more than have, of which
-    some are kept."""
-    model, params = gemma3
+    some are kept. Gemma 4 reuses the keys of a layer in others."""
+    model, params = random_model(family)
     if kept_in == "int8":
         model = models.with_int8_cache(model)
     cache = model.init_cache(params, 3, LENGTH)

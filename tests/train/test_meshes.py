@@ -93,13 +93,15 @@ def test_two_and_four_devices_equal_one(chosen):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_eight_devices_equal_one():
-    """Phi-3 has partial rotary embeddings, Gemma 4 wider heads in full layers, gpt-oss sinks and
-    biased experts, DeepSeek-V3 latent attention and shared experts, Qwen3-Next recurrent states.
+    """Phi-3 has partial rotary embeddings, Gemma 4 wider heads in full layers, its small models
+    reused keys and inputs of layers, gpt-oss sinks and biased experts, DeepSeek-V3 latent attention
+    and shared experts, Qwen3-Next recurrent states.
     """
     cases = [
         "olmoe/grpo/fsdp=2,expert=2,context=2",
         "phi3/grpo/data=2,fsdp=2,tensor=2",
         "gemma4_moe/grpo/fsdp=2,tensor=2,context=2",
+        "gemma4_small/grpo/fsdp=2,tensor=2,context=2",
         "gpt_oss/grpo/fsdp=2,tensor=2,expert=2",
         "deepseek_v3/grpo/fsdp=2,tensor=2,expert=2",
         "qwen3_next/grpo/fsdp=2,tensor=2,expert=2",

@@ -173,7 +173,7 @@ def test_every_weight_is_a_matrix_or_left_out():
         "_scalar",
         "shared_router",
     )
-    assert left_out == {"embedding", "unembedding", "score"} | {
+    assert left_out == {"embedding", "layer_embedding", "unembedding", "score"} | {
         name for name in WEIGHT_AXES if name.endswith(vectors)
     }
     for name in WEIGHT_AXES.keys() - left_out:

@@ -24,6 +24,9 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "unembedding": ("vocab", "embed"),
     "score": ("outputs", "embed"),
     "final_norm": ("embed",),
+    "layer_embedding": ("vocab", "layer_inputs"),
+    "layer_inputs_projection": ("embed", "layer_inputs"),
+    "layer_inputs_norm": ("layer_input",),
     "attention_norm": ("embed",),
     "attention_post_norm": ("embed",),
     "query": ("heads", "head_dim", "embed"),
@@ -61,6 +64,9 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "delta_output": ("delta_value_heads", "delta_value_dim", "embed"),
     "mlp_norm": ("embed",),
     "mlp_post_norm": ("embed",),
+    "layer_input_gate": ("embed", "layer_input"),
+    "layer_input_projection": ("layer_input", "embed"),
+    "layer_input_post_norm": ("embed",),
     "layer_scalar": ("scalar",),
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
@@ -119,9 +125,15 @@ OUTPUT_DIMS = {
     "shared_gate": 1,
     "shared_up": 1,
     "shared_down": 1,
+    "layer_inputs_projection": 1,
+    "layer_input_gate": 1,
+    "layer_input_projection": 1,
 }
 """Matrix of a dense layer -> number of its dimensions that are outputs. The other dimensions are
 inputs. Outputs come last, but first where they are two (`has_outputs_first`)."""
+
+STACKED = ("layers", "reusing")
+"""Parts of the params whose leaves are stacked over the repetitions of a pattern of layers."""
 
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """Matrices of a mixture of experts, [experts, inputs, outputs]: those of all experts, stacked."""
@@ -185,7 +197,7 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the input axes and the output axes of the weight `name`, counted from the last.
 
     Other axes, those of layers and experts, count matrices. None: the weight consists of vectors,
-    or it is the embedding, the unembedding or a head, which optimizers for matrices leave out.
+    or it is an embedding, the unembedding or a head, which optimizers for matrices leave out.
     Adapters are matrices.
     """
     num_dims = len(WEIGHT_AXES[name])
@@ -207,9 +219,9 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 QUANTIZED = frozenset((*OUTPUT_DIMS, *EXPERT_MATRICES))
-"""Matrices that are quantized for sampling: those of layers, except the router, which is small and
-chooses experts. The embedding and the unembedding are not: of the first few rows are read, and the
-error of the second goes straight into the logits."""
+"""Matrices that are quantized for sampling: those of layers and of their inputs, except the router,
+which is small and chooses experts. Embeddings and the unembedding are not: of the first few rows
+are read, and the error of the second goes straight into the logits."""
 
 WeightDtype = Literal["int8", "float8_e4m3fn"]
 """The type of quantized matrices."""
@@ -337,6 +349,8 @@ class AttentionConfig:
     """RMS norm without gain of the value, for each head separately (Gemma 4)."""
     key_is_value: bool = False
     """See `FullHeads`."""
+    reuses_keys: bool = False
+    """See `DecoderConfig.reusing_layers`."""
     full: FullHeads | None = None
     """The heads of full layers. None: all layers have the same."""
     clip_qkv: float | None = None
@@ -519,6 +533,15 @@ class DecoderConfig:
     """Rotary embedding of sliding layers."""
     residual_scale: float = 1.0
     """Factor of each branch, before it is added to the residual stream (Granite)."""
+    reusing_layers: int = 0
+    """Number of layers at the end that make no keys and values. They attend to those of the last
+    layer of their type before them (Gemma 4: E2B and E4B)."""
+    reusing_mlp_size: int | None = None
+    """Intermediate size of the MLP in these layers. None: that of the others."""
+    layer_input_size: int = 0
+    """Dimensions of an input that each layer has beside the residual stream. It is made from the
+    token, by an embedding for all layers, and from the first residual stream (Gemma 4: E2B and
+    E4B). 0: there is none."""
     layer_scalars: bool = False
     """True if the residual stream is multiplied by a number after each layer. It has no gradient
     (Gemma 4)."""
@@ -565,7 +588,7 @@ class DecoderConfig:
 
         The dense layers at the beginning do not count.
         """
-        types = self.layer_types[self.dense_layers :]
+        types = self.layer_types[self.dense_layers : self.first_reusing]
         depth = len(types)
         return next(
             period
@@ -576,7 +599,22 @@ class DecoderConfig:
     @property
     def repetitions(self) -> int:
         """Number of complete repetitions of the pattern. The remaining layers are the tail."""
-        return (len(self.layer_types) - self.dense_layers) // self.period
+        return (self.first_reusing - self.dense_layers) // self.period
+
+    @property
+    def first_reusing(self) -> int:
+        """Number of layers before the first of `reusing_layers`."""
+        return len(self.layer_types) - self.reusing_layers
+
+    @property
+    def reusing_period(self) -> int:
+        """Length of the shortest pattern of which `reusing_layers` are complete repetitions."""
+        types = self.layer_types[self.first_reusing :]
+        return next(
+            period
+            for period in range(1, len(types) + 1)
+            if types == types[:period] * (len(types) // period)
+        )
 
     @property
     def mixture_layers(self) -> int:
@@ -588,15 +626,20 @@ class DecoderConfig:
         """True if layers have a recurrent state, into which all earlier tokens are mixed."""
         return RECURRENT in self.layer_types
 
-    def of_layers(self, layer_type: str) -> DecoderConfig:
-        """Return the config of the layers of a type, with the heads that these layers have."""
+    def of_layers(self, layer_type: str, reuses_keys: bool = False) -> DecoderConfig:
+        """Return the config of the layers of a type, with the sizes that these layers have.
+
+        `reuses_keys` is True for the last ones (`reusing_layers`).
+        """
         full = self.attention.full
-        if full is None:
+        if full is None and not reuses_keys:
             return self
-        heads = vars(full) if layer_type == "full" else {}
-        return dataclasses.replace(
-            self, attention=dataclasses.replace(self.attention, full=None, **heads)
-        )
+        heads = vars(full) if full is not None and layer_type == "full" else {}
+        attention = dataclasses.replace(self.attention, full=None, reuses_keys=reuses_keys, **heads)
+        mlp = self.mlp
+        if reuses_keys and self.reusing_mlp_size is not None:
+            mlp = dataclasses.replace(mlp, intermediate_size=self.reusing_mlp_size)
+        return dataclasses.replace(self, attention=attention, mlp=mlp)
 
     def require_length(self, length: int, where: str) -> None:
         """Check that sequences of `length` tokens, a setting named `where`, have the right angles.
@@ -646,6 +689,8 @@ class DecoderConfig:
             "shared_mlp": (self.moe.shared_size or 0) if self.moe else 0,
             "shared_routes": 1,
             "scalar": 1,
+            "layer_input": self.layer_input_size,
+            "layer_inputs": len(self.layer_types) * self.layer_input_size,
             "outputs": self.num_outputs or 0,
             "rank": self.adapters.rank if self.adapters else 0,
         }

@@ -6,7 +6,8 @@ stacked over its repetitions, `params["layers"]["layer_i"][name]` [repetitions, 
 runs over them.
 Layers that are left over at the end (Gemma 3 with 1B parameters: 26 = 4 * 6 + 2) are not stacked:
 `params["tail"]["layer_i"][name]`. Neither are layers before the pattern, which have an MLP in place
-of the mixture of all others: `params["first"]["layer_i"][name]`.
+of the mixture of all others: `params["first"]["layer_i"][name]`. The last layers of Gemma 4 E2B and
+E4B, which reuse keys and values, are a second stack: `params["reusing"]["layer_i"][name]`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ from tpu_rl.models.config import (
     gate_function,
     inputs_and_outputs,
 )
-from tpu_rl.models.layers import CACHED, PACKED, ActivationAxes, TokenIndex
+from tpu_rl.models.layers import ACTIVATIONS, CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.train.sharding import constrain, spread
@@ -56,6 +56,11 @@ from tpu_rl.types import ROUTING, SHARED_PROMPT, Array, Model, Params, Paths
 KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
 tokens, because every query attends to all of them."""
+
+
+LatestKeys = dict[str, tuple[Array, Array]]
+"""Layer type -> keys and values [B, K, S, E] of the latest layer of this type that made its own.
+Only the types that `DecoderConfig.reusing_layers` have, and that they do not read in the cache."""
 
 
 class Context(NamedTuple):
@@ -79,6 +84,8 @@ class Context(NamedTuple):
     stacks: dict[str, dict[str, Array]] | None = None
     """Name of a layer of the pattern, name of a matrix of experts -> the matrices [repetitions, E,
     I, O] that are read in place; None if each layer takes its own."""
+    reused: LatestKeys | None = None
+    """The keys and values that layers reuse; None before the first of these layers."""
 
 
 # Parameters.
@@ -90,7 +97,7 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
     It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
     of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
     """
-    if name in ("embedding", "unembedding"):
+    if name in ("embedding", "unembedding", "layer_embedding"):
         return 0.02
     if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
@@ -282,17 +289,24 @@ class Layer(Weights):
         layer: Array | int,
         mixture_layer: Array | int,
         context: Context,
-    ) -> tuple[Array, Any, Usage | None]:
+        latest: LatestKeys,
+        layer_input: Array | None,
+    ) -> tuple[Array, Any, LatestKeys, Usage | None]:
         """Apply the layer to x [B, T, D].
 
         `layer` is the number of this layer among those of its type, from 0, and `mixture_layer` the
-        one among layers with a mixture. Returns the new x; the cache with this layer's keys, values
-        and experts written (None stays None); and the usage of the mixture's experts, or None if
-        there is a cache or no mixture.
+        one among layers with a mixture; `layer_input` is [B, T, P] or None. Returns the new x; the
+        cache with this layer's keys, values and experts written (None stays None); the new
+        `latest`; and the usage of the mixture's experts, or None if there is a cache or no mixture.
         """
         axes = _activation_axes(cache)
         branch = self.begin(x, "attention_norm")
-        branch, cache = self.mixer()(branch, cache, layer, context)
+        if self.layer_type == RECURRENT:
+            branch, cache = self.attend_linearly(branch, cache, layer, context)
+        elif self.config.attention.latent is not None:
+            branch, cache = self.attend_latent(branch, cache, layer, context)
+        else:
+            branch, cache, latest = self.attend(branch, cache, layer, context, latest)
         x = x + self.end(branch, "attention_post_norm")
         branch = self.begin(x, "mlp_norm")
         usage = None
@@ -326,16 +340,19 @@ class Layer(Weights):
                 is_token = context.queries.segment_ids > 0
                 usage = router.usage(routing.experts, routing.probabilities, is_token)
         x = x + self.end(branch, "mlp_post_norm")
+        if layer_input is not None:
+            x = x + self.layer_branch(x, layer_input)
         if self.config.layer_scalars:
             scalar = jax.lax.stop_gradient(self.weight("layer_scalar"))
             x = x * jnp.broadcast_to(scalar, x.shape)
-        return constrain(x, (*axes, None)), cache, usage
+        return constrain(x, (*axes, None)), cache, latest, usage
 
-    def mixer(self) -> Callable[..., tuple[Array, Any]]:
-        """Return the method that mixes tokens, with the arguments of `attend`."""
-        if self.layer_type == RECURRENT:
-            return self.attend_linearly
-        return self.attend if self.config.attention.latent is None else self.attend_latent
+    def layer_branch(self, x: Array, layer_input: Array) -> Array:
+        """Return the branch [B, T, D] of a layer's own input [B, T, P]."""
+        gate = self.linear("btd,dp->btp", x, "layer_input_gate", False)
+        gated = ACTIVATIONS[self.config.mlp.activation](gate) * layer_input
+        branch = self.linear("btp,pd->btd", gated, "layer_input_projection", False)
+        return self.norm(branch, "layer_input_post_norm")
 
     def begin(self, x: Array, norm: str) -> Array:
         """Return what a branch begins with: x [B, T, D], normed if `NormConfig.pre` says so."""
@@ -350,21 +367,26 @@ class Layer(Weights):
         return branch
 
     def attend(
-        self, x: Array, cache: Any, layer: Array | int, context: Context
-    ) -> tuple[Array, Any]:
-        """Return the attention branch of x [B, T, D], and the cache with new keys and values."""
+        self, x: Array, cache: Any, layer: Array | int, context: Context, latest: LatestKeys
+    ) -> tuple[Array, Any, LatestKeys]:
+        """Return the attention branch of x [B, T, D], the cache with new keys and values, and the
+        new `latest`."""
         config = self.config.attention
         query, key, value, gate = self.query_key_value(x, context.angles[self.layer_type])
-        if context.views is None:
-            keys = key.swapaxes(1, 2)
-            values = value.swapaxes(1, 2)
-            read_rows = None
-        else:
+        reused = (context.reused or {}).get(self.layer_type)
+        read_rows = None
+        if context.views is not None:
             view = context.views[self.layer_type]
             is_decoded = decode.is_supported(config, query, cache[self.layer_type])
-            cache, read_rows = kv_cache.write(
-                cache, self.layer_type, layer, view, key, value, scales_by_mask=is_decoded
-            )
+            if key is not None and value is not None:
+                cache, read_rows = kv_cache.write(
+                    cache, self.layer_type, layer, view, key, value, scales_by_mask=is_decoded
+                )
+            elif reused is not None:
+                read_rows = kv_cache.array_reader(*reused)
+            else:
+                leaves = kv_cache.LeafReader(layer, config.num_kv_heads, config.pairs_heads)
+                read_rows = kv_cache.reader(cache[self.layer_type], leaves, x.dtype)
             if is_decoded:
                 assert view.seen is not None, "there is one new token"
                 stack = cache[self.layer_type]
@@ -383,10 +405,18 @@ class Layer(Weights):
                     config.num_kv_heads,
                     self.weight("sink_bias") if config.sinks else None,
                 )
-                return self.attention_output(attended, gate), cache
-            keys, values = read_rows(0, len(key))
+                return self.attention_output(attended, gate), cache, latest
+            keys, values = read_rows(0, len(x))
+        elif key is not None and value is not None:
+            keys = key.swapaxes(1, 2)
+            values = value.swapaxes(1, 2)
+        else:
+            assert reused is not None, "without a cache, keys are handed on"
+            keys, values = reused
+        if self.layer_type in latest:
+            latest = {**latest, self.layer_type: (keys, values)}
         attended = self.attention(query, keys, values, read_rows, context)
-        return self.attention_output(attended, gate), cache
+        return self.attention_output(attended, gate), cache, latest
 
     def attention_output(self, attended: Array, gate: Array | None) -> Array:
         """Return the attention branch [B, T, D] of what heads attend to, [B, T, H, E], gated."""
@@ -505,9 +535,10 @@ class Layer(Weights):
 
     def query_key_value(
         self, x: Array, angles: tuple[Array, Array] | None
-    ) -> tuple[Array, Array, Array, Array | None]:
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
         """Return query [B, T, H, E], key and value [B, T, K, E] of x [B, T, D], and the gate
-        [B, T, H, E] of `AttentionConfig.gated` or None."""
+        [B, T, H, E] of `AttentionConfig.gated` or None. Key and value are None if they are reused.
+        """
         config = self.config.attention
         gate = None
         if config.gated:
@@ -515,25 +546,32 @@ class Layer(Weights):
             query, gate = jnp.split(both, 2, axis=-1)
         else:
             query = self.linear("btd,hed->bthe", x, "query", config.bias)
+        query = self.placed(query, "query", angles)
+        if config.reuses_keys:
+            return query, None, None, gate
         key = self.linear("btd,ked->btke", x, "key", config.bias)
         value = key
         if not config.key_is_value:
             value = self.linear("btd,ked->btke", x, "value", config.bias)
         if config.value_norm:
             value = self.plain_norm(value)
-        if config.query_key_norm:
-            query = self.norm(query, "query_norm")
-            key = self.norm(key, "key_norm")
-        if config.joint_query_key_norm:
-            query = self.norm(query, "query_wide_norm")
-            key = self.norm(key, "key_wide_norm")
         if config.clip_qkv is not None:
-            limit = config.clip_qkv
-            query, key, value = (jnp.clip(part, -limit, limit) for part in (query, key, value))
-        if angles is not None:
-            interleaved = self.config.rope.interleaved
-            query, key = (layers.apply_rope(part, angles, interleaved) for part in (query, key))
+            value = jnp.clip(value, -config.clip_qkv, config.clip_qkv)
+        key = self.placed(key, "key", angles)
         return query, key, value, gate
+
+    def placed(self, x: Array, name: str, angles: tuple[Array, Array] | None) -> Array:
+        """Return the "query" or the "key" x [B, T, H, E], normed, clipped and rotated."""
+        config = self.config.attention
+        if config.query_key_norm:
+            x = self.norm(x, f"{name}_norm")
+        if config.joint_query_key_norm:
+            x = self.norm(x, f"{name}_wide_norm")
+        if config.clip_qkv is not None:
+            x = jnp.clip(x, -config.clip_qkv, config.clip_qkv)
+        if angles is not None:
+            x = layers.apply_rope(x, angles, self.config.rope.interleaved)
+        return x
 
     def attention(
         self,
@@ -697,11 +735,23 @@ class Pattern(nn.Module):
     """Types of the layers before the first repetition."""
     is_dense: bool = False
     """See `Layer`."""
+    reuses_keys: bool = False
+    """See `AttentionConfig`."""
 
     @nn.compact
-    def __call__(self, carry: tuple[Array, Any], repetition: Array | int, context: Context):
-        """Apply the layers to carry = (x, cache). Returns the new carry and each layer's usage."""
-        x, cache = carry
+    def __call__(
+        self,
+        carry: tuple[Array, Any, LatestKeys],
+        step: tuple[Array | int, Array | None],
+        context: Context,
+    ):
+        """Apply the layers to carry = (x, cache, latest).
+
+        `step` is the number of the repetition, and the layers' own inputs [layers, B, T, P] or
+        None. Returns the new carry and each layer's usage.
+        """
+        x, cache, latest = carry
+        repetition, layer_inputs = step
         config = self.config
         period_types = config.layer_types[config.dense_layers :][: config.period]
         usages = []
@@ -710,11 +760,19 @@ class Pattern(nn.Module):
             layer = repetition * period_types.count(layer_type)
             layer += (self.preceding + self.layer_types[:i]).count(layer_type)
             mixture_layer = repetition * config.period + i
-            layer_config = config.of_layers(layer_type)
+            if self.reuses_keys:
+                # The last layer of the type that has keys.
+                layer = config.layer_types[: config.first_reusing].count(layer_type) - 1
+                mixture_layer = repetition * len(self.layer_types) + i
+                mixture_layer += config.first_reusing - config.dense_layers
+            layer_input = None if layer_inputs is None else layer_inputs[i]
+            layer_config = config.of_layers(layer_type, self.reuses_keys)
             module = self.layer_class(layer_config, layer_type, self.is_dense, name=f"layer_{i}")
-            x, cache, usage = module(x, cache, layer, mixture_layer, context)
+            x, cache, latest, usage = module(
+                x, cache, layer, mixture_layer, context, latest, layer_input
+            )
             usages.append(usage)
-        return (x, cache), usages
+        return (x, cache, latest), usages
 
 
 class Decoder(Weights):
@@ -741,45 +799,117 @@ class Decoder(Weights):
             self.adapter("unembedding")
 
         axes = _activation_axes(cache)
-        x = jnp.take(self.weight("embedding"), tokens, axis=0)
-        if spread(axes.tokens, tokens.shape[1]) > 1:
-            # In two steps, from sharded widths to sharded rows and tokens: the compiler finds a
-            # collective for each of them, but none for both at once.
-            x = constrain(x, (axes.rows, None, axes.tokens))
-        x = constrain(x * jnp.asarray(config.vocab.embedding_scale, x.dtype), (*axes, None))
+        scale = config.vocab.embedding_scale
+        x = _embed(self.weight("embedding"), tokens, scale, config.dtype, axes)
 
         # In the scan nothing must prevent common subexpression elimination: the forward and the
         # backward pass are two loops.
         scan_layer = _remat_layer(config, prevent_cse=False) if cache is None else Layer
         tail_layer = _remat_layer(config, prevent_cse=True) if cache is None else Layer
-        scanned_pattern = nn.scan(
-            Pattern,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
-            length=config.repetitions,
-        )
+
+        def scanned_pattern(length: int) -> Any:
+            return nn.scan(
+                Pattern,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType] (one per argument)
+                length=length,
+            )
+
+        inputs = self.layer_inputs(tokens, x, cache) if config.layer_input_size else None
+
+        def inputs_of(first: int, count: int, repetitions: int | None = None) -> Array | None:
+            """Return the own inputs of `count` layers from the `first` on, by repetition."""
+            if inputs is None:
+                return None
+            part = inputs[first : first + count]
+            return part if repetitions is None else part.reshape(repetitions, -1, *part.shape[1:])
+
         scanned_context = context
         # Only layers that are stacked are read in their stack.
         context = context._replace(stacks=None)
-        first_types = config.layer_types[: config.dense_layers]
-        pattern_types = config.layer_types[config.dense_layers :]
+        carry = (x, cache, _no_keys(config, x, cache, context))
+        dense = config.dense_layers
+        first_types = config.layer_types[:dense]
+        pattern_types = config.layer_types[dense : config.first_reusing]
         if first_types:
             first = Pattern(config, first_types, tail_layer, is_dense=True, name="first")
-            (x, cache), _ = first((x, cache), 0, context)
-        stack = scanned_pattern(
+            carry, _ = first(carry, (0, inputs_of(0, dense)), context)
+        repetitions = config.repetitions
+        stack = scanned_pattern(repetitions)(
             config, pattern_types[: config.period], scan_layer, first_types, name="layers"
         )
-        (x, cache), usages = stack((x, cache), jnp.arange(config.repetitions), scanned_context)
-        tail_types = pattern_types[config.repetitions * config.period :]
+        num_stacked = repetitions * config.period
+        step = (jnp.arange(repetitions), inputs_of(dense, num_stacked, repetitions))
+        carry, usages = stack(carry, step, scanned_context)
+        tail_types = pattern_types[num_stacked:]
         if tail_types:
             tail = Pattern(config, tail_types, tail_layer, first_types, name="tail")
-            (x, cache), tail_usages = tail((x, cache), config.repetitions, context)
+            step = (repetitions, inputs_of(dense + num_stacked, len(tail_types)))
+            carry, tail_usages = tail(carry, step, context)
             usages = [*usages, *jax.tree.map(lambda leaf: leaf[None], tail_usages)]
+        if config.reusing_layers:
+            repetitions = config.reusing_layers // config.reusing_period
+            types = config.layer_types[config.first_reusing :][: config.reusing_period]
+            reusing = scanned_pattern(repetitions)(
+                config, types, scan_layer, reuses_keys=True, name="reusing"
+            )
+            x, cache, latest = carry
+            step = (
+                jnp.arange(repetitions),
+                inputs_of(config.first_reusing, config.reusing_layers, repetitions),
+            )
+            carry, reusing_usages = reusing((x, cache, {}), step, context._replace(reused=latest))
+            usages = [*usages, *reusing_usages]
+        x, cache, _ = carry
         usage = None
         if usages[0] is not None:
             usage = jax.tree.map(lambda *parts: jnp.concatenate(parts), *usages)
         return self.norm(x, "final_norm"), cache, usage
+
+    def layer_inputs(self, tokens: Array, x: Array, cache: Any) -> Array:
+        """Return the own inputs [L, B, T, P] of all layers, for tokens [B, T] whose scaled
+        embeddings are x [B, T, D]."""
+        config = self.config
+        size = config.layer_input_size
+        axes = _activation_axes(cache)
+        # Only the rows of tokens are cast: the table may be larger than all layers.
+        table = self._stored("layer_embedding")
+        own = _embed(table, tokens, size**0.5, x.dtype, axes)
+        projected = self.linear("btd,df->btf", x, "layer_inputs_projection", False)
+        projected *= jnp.asarray(config.hidden_size**-0.5, x.dtype)
+        projected = projected.reshape(*tokens.shape, -1, size)
+        projected = self.norm(projected, "layer_inputs_norm")
+        inputs = (projected + own.reshape(projected.shape)) * jnp.asarray(2**-0.5, x.dtype)
+        return constrain(jnp.moveaxis(inputs, 2, 0), (None, *axes, None))
+
+
+def _embed(table: Array, tokens: Array, scale: float, dtype: Any, axes: ActivationAxes) -> Array:
+    """Return the rows [B, T, W] of a table [V, W] for tokens [B, T], in `dtype`, times `scale`."""
+    x = jnp.take(table, tokens, axis=0).astype(dtype)
+    if spread(axes.tokens, tokens.shape[1]) > 1:
+        # In two steps, from sharded widths to sharded rows and tokens: the compiler finds a
+        # collective for each of them, but none for both at once.
+        x = constrain(x, (axes.rows, None, axes.tokens))
+    return constrain(x * jnp.asarray(scale, x.dtype), (*axes, None))
+
+
+def _no_keys(config: DecoderConfig, x: Array, cache: Any, context: Context) -> LatestKeys:
+    """Return the `LatestKeys` of tokens x [B, T, D] before the first layer: zeros."""
+    latest: LatestKeys = {}
+    for layer_type in sorted(set(config.layer_types[config.first_reusing :])):
+        num_keys = x.shape[1]
+        if context.views is not None:
+            num_keys = context.views[layer_type].keys.index.shape[1]
+            if num_keys == cache[layer_type]["v"].shape[3]:
+                continue  # The cache has all keys that new tokens see.
+        heads, key_dim, value_dim = config.of_layers(layer_type).attention.cached_dims
+        shape = (len(x), heads, num_keys)
+        latest[layer_type] = (
+            jnp.zeros((*shape, key_dim), x.dtype),
+            jnp.zeros((*shape, value_dim), x.dtype),
+        )
+    return latest
 
 
 def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:

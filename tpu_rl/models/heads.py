@@ -64,6 +64,13 @@ def first_layers(model: Model, num_layers: int) -> Model:
         InputError: `num_layers` is not a number of complete patterns of layer types.
     """
     config: DecoderConfig = model.config
+    if config.reusing_layers or config.layer_input_size:
+        raise InputError(
+            f"cannot take the first {num_layers} layers of {len(config.layer_types)}",
+            why="the last layers reuse keys of earlier ones, or layers have inputs of their own",
+            fix="use all layers, or a model without num_kv_shared_layers and "
+            "hidden_size_per_layer_input",
+        )
     most = config.dense_layers + config.repetitions * config.period
     after = f" after the first {config.dense_layers}" if config.dense_layers else ""
     repeated = num_layers - config.dense_layers

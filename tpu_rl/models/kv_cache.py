@@ -114,7 +114,7 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
             cache[layer_type] = _init_states(config, rows)
             continue
         capacity = min(length, ring_size_of(config, layer_type) or length)
-        num_layers = config.layer_types.count(layer_type)
+        num_layers = config.layer_types[: config.first_reusing].count(layer_type)
         heads, key_dim, value_dim = config.of_layers(layer_type).attention.cached_dims
         if attention.pairs_heads:
             heads, key_dim, value_dim = -(-heads // 2), 2 * key_dim, 2 * value_dim
@@ -371,30 +371,72 @@ def write(
     # In a ring, new tokens may overwrite keys that earlier new tokens still see.
     is_appended = view.keys.index.shape[1] > before["v"].shape[3]
 
+    leaves = LeafReader(layer, key.shape[2], is_paired)
+    if not is_appended:
+        return {**cache, layer_type: after}, reader(after, leaves, key.dtype)
+
     def read_rows(first: Array | int, rows: int) -> tuple[Array, Array]:
-        def stored(stack: dict[str, Array], name: str) -> Array:
-            leaf = stack[name]
-            start = (layer, first, *(0,) * (leaf.ndim - 2))
-            part = jax.lax.dynamic_slice(leaf, start, (1, rows, *leaf.shape[2:]))
-            if is_paired:
-                return single_heads(part[0], key.shape[2])
-            return part[0].swapaxes(2, 3) if name == TRANSPOSED_KEYS else part[0]
-
         def read(name: str) -> Array:
-            if not is_appended:
-                return stored(after, name)
             appended = jax.lax.dynamic_slice_in_dim(new[name], first, rows).swapaxes(1, 2)
-            return jnp.concatenate([stored(before, name), appended], axis=2)
+            return jnp.concatenate([leaves.read(before, name, first, rows), appended], axis=2)
 
-        def dequantized(name: str, scale_name: str) -> Array:
-            numbers = read(name)
-            if scale_name not in after:
-                return numbers
-            return (numbers * read(scale_name)[..., None]).astype(key.dtype)
-
-        return dequantized(key_name, "k_scale"), dequantized("v", "v_scale")
+        return _dequantized(after, read, key.dtype)
 
     return {**cache, layer_type: after}, read_rows
+
+
+class LeafReader(NamedTuple):
+    """Reads the leaves of a layer type in one layer."""
+
+    layer: Array | int
+    kv_heads: int
+    is_paired: bool
+    """True if the leaves have two heads side by side."""
+
+    def read(self, stack: dict[str, Array], name: str, first: Array | int, rows: int) -> Array:
+        """Return rows of a leaf, [rows, K, S, E]; of scales, [rows, K, S]."""
+        leaf = stack[name]
+        start = (self.layer, first, *(0,) * (leaf.ndim - 2))
+        part = jax.lax.dynamic_slice(leaf, start, (1, rows, *leaf.shape[2:]))
+        if self.is_paired:
+            return single_heads(part[0], self.kv_heads)
+        return part[0].swapaxes(2, 3) if name == TRANSPOSED_KEYS else part[0]
+
+
+def reader(stack: dict[str, Array], leaves: LeafReader, dtype: Any) -> ReadRows:
+    """Return a function that reads keys and values of a layer, in `dtype` also from int8."""
+
+    def read_rows(first: Array | int, rows: int) -> tuple[Array, Array]:
+        return _dequantized(stack, lambda name: leaves.read(stack, name, first, rows), dtype)
+
+    return read_rows
+
+
+def array_reader(keys: Array, values: Array) -> ReadRows:
+    """Return a function that reads rows of keys and values [B, K, S, E]."""
+
+    def read_rows(first: Array | int, rows: int) -> tuple[Array, Array]:
+        return (
+            jax.lax.dynamic_slice_in_dim(keys, first, rows),
+            jax.lax.dynamic_slice_in_dim(values, first, rows),
+        )
+
+    return read_rows
+
+
+def _dequantized(
+    stack: dict[str, Array], read: Callable[[str], Array], dtype: Any
+) -> tuple[Array, Array]:
+    """Return the keys and values that `read` reads, by the names of leaves."""
+
+    def dequantized(name: str, scale_name: str) -> Array:
+        numbers = read(name)
+        if scale_name not in stack:
+            return numbers
+        return (numbers * read(scale_name)[..., None]).astype(dtype)
+
+    key_name = TRANSPOSED_KEYS if TRANSPOSED_KEYS in stack else "k"
+    return dequantized(key_name, "k_scale"), dequantized("v", "v_scale")
 
 
 CPU_BLOCK_BYTES = 5 << 19

@@ -41,13 +41,16 @@ from tpu_rl.models.hf.weight_map import leaf_at
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 
-ADAPTABLE = (*OUTPUT_DIMS, *EXPERT_MATRICES, "unembedding")
+OF_LAYERS = tuple(name for name in OUTPUT_DIMS if name in LAYER_NAMES)
+"""Matrices of layers, except those of experts."""
+
+ADAPTABLE = (*OF_LAYERS, *EXPERT_MATRICES, "unembedding")
 """Weights that can have an adapter."""
 
 EXPERT_NAMES: dict[str, str] = dict(zip(("gate", "up", "down"), EXPERT_MATRICES, strict=True))
 """Matrix of an MLP -> the matrices of experts that replace it in a mixture."""
 
-PEFT_NAMES = {name: LAYER_NAMES[name].split(".")[-2] for name in OUTPUT_DIMS} | {
+PEFT_NAMES = {name: LAYER_NAMES[name].split(".")[-2] for name in OF_LAYERS} | {
     "unembedding": "lm_head"
 }
 """Weight -> name of its module in PEFT. Experts' matrices have the names of an MLP's."""
@@ -93,7 +96,7 @@ def _targets(config: DecoderConfig, lora: LoraConfig) -> tuple[str, ...]:
     named = (weight_names[target] for target in lora.targets if target != ALL_LINEAR)
     chosen = set().union(*named)
     if ALL_LINEAR in lora.targets:
-        chosen |= _weights(config) & {*OUTPUT_DIMS}
+        chosen |= _weights(config) & {*OF_LAYERS}
     if chosen & {*EXPERT_MATRICES} and families.has_stacked_experts(_family(config)):
         raise InputError(
             "the experts of this family cannot have adapters",

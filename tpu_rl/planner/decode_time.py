@@ -65,14 +65,14 @@ def step_seconds(
 def _weight_bytes(params: Any) -> int:
     """Return the bytes of weights that a step reads on one chip.
 
-    Of an embedding beside an unembedding, it reads few rows.
+    Of the embedding of layers, and of an embedding beside an unembedding, it reads few rows.
     """
     if not isinstance(params, Mapping):
         return chip_bytes(params)
     return sum(
         _weight_bytes(part)
         for name, part in params.items()
-        if not (name == "embedding" and "unembedding" in params)
+        if not (name == "layer_embedding" or (name == "embedding" and "unembedding" in params))
     )
 
 

@@ -140,6 +140,20 @@ def _gemma4(sizes: dict[str, Any], full_kv_heads: int, **others: Any) -> dict[st
     )
 
 
+def _small_gemma4(
+    sizes: dict[str, Any], period: int, reusing: int, is_double_wide: bool = False
+) -> dict[str, Any]:
+    types = ["sliding_attention"] * (period - 1) + ["full_attention"]
+    return sizes | {
+        "model_type": "gemma4_text",
+        "layer_types": types * (sizes["num_hidden_layers"] // period),
+        "num_kv_shared_layers": reusing,
+        "use_double_wide_mlp": is_double_wide,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+    }
+
+
 def _of(model_type: str, sizes: dict[str, Any], tied: bool = False) -> dict[str, Any]:
     """Return a shape whose other fields are the defaults of its family."""
     return sizes | {"model_type": model_type, "tie_word_embeddings": tied}
@@ -206,6 +220,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         head_dim=128,
         scalar=168,
     ),
+    "Gemma-4-E2B": _small_gemma4(_sizes(1536, 6144, 35, 8, 1, 262_144), 5, 20, is_double_wide=True),
+    "Gemma-4-E4B": _small_gemma4(_sizes(2560, 10_240, 42, 8, 2, 262_144), 6, 18),
     "Gemma-4-12B": _gemma4(
         _sizes(3840, 15_360, 48, 16, 8, 262_144), 1, model_type="gemma4_unified_text"
     ),

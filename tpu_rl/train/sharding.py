@@ -60,6 +60,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "routes": (),
     "shared_routes": (),
     "scalar": (),
+    "layer_input": (),
+    "layer_inputs": ("fsdp", "expert", "context"),
     "rank": (),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
 from tpu_rl.models import lora
-from tpu_rl.models.config import EXPERT_MATRICES, FLOAT32, LORA_A, LORA_B, DecoderConfig
+from tpu_rl.models.config import EXPERT_MATRICES, FLOAT32, LORA_A, LORA_B, STACKED, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files, stacked_experts
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
@@ -198,7 +198,7 @@ def load(
         keys = tuple(key.key for key in path)
         name = keys[-1]
         parts = parts_of_leaf[keys]
-        if keys[0] != "layers":
+        if keys[0] not in STACKED:
             return _read_weight(parts, model.config, name, shape.shape, leaf_sharding)
         stack = jnp.zeros(shape.shape, shape.dtype, device=leaf_sharding)
         num_layers, *layer_shape = shape.shape
@@ -254,7 +254,7 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
         stored.pop(unembedding, None)
     if any("{expert}" in name for name in _family(model).names.values()):
         stored = stacked_experts.split(stored)
-    for name in families.beyond_last_layer(model.config, stored):
+    for name in families.unused_names(model.config, stored):
         del stored[name]
     shapes = {name: file_tensor.shape for name, file_tensor in file_tensors.items()}
     require_fit(directory, shapes, stored, "config.json")

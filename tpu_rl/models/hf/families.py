@@ -58,6 +58,9 @@ LAYER_NAMES = {
     "delta_norm": "linear_attn.norm.weight",
     "delta_output": "linear_attn.out_proj.weight",
     "mlp_norm": "post_attention_layernorm.weight",
+    "layer_input_gate": "per_layer_input_gate.weight",
+    "layer_input_projection": "per_layer_projection.weight",
+    "layer_input_post_norm": "post_per_layer_input_norm.weight",
     "layer_scalar": "layer_scalar",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -75,6 +78,9 @@ TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "unembedding": "lm_head.weight",
     "final_norm": "model.norm.weight",
+    "layer_embedding": "model.embed_tokens_per_layer.weight",
+    "layer_inputs_projection": "model.per_layer_model_projection.weight",
+    "layer_inputs_norm": "model.per_layer_projection_norm.weight",
     "score": "score.weight",
 }
 """Weight outside of the layers -> Hugging Face's name."""
@@ -125,14 +131,14 @@ IMAGE_MODULES = (
 )
 """Beginnings of the names of tensors that read images or sound, after "model."."""
 
+KEY_MODULES = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm"))
+"""Beginnings of the names of a layer's tensors for keys and values."""
+
 NULLABLE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"),
     "hidden_size_per_layer_input",
 )
 """Fields in which null means "none". In all other fields it means the default."""
-
-UNREAD = ("use_bidirectional_attention", "num_kv_shared_layers", "hidden_size_per_layer_input")
-"""Fields with a default in a family whose other values are not supported."""
 
 REQUIRED = (
     "hidden_size",
@@ -308,8 +314,9 @@ _GEMMA4 = {
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     },
-    "use_bidirectional_attention": None,
     "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": 262_144,
     "hidden_size_per_layer_input": 256,
     "enable_moe_block": False,
     **moe_families.GEMMA4,
@@ -580,6 +587,7 @@ def read_config(
         sliding_rope=sliding_rope,
         residual_scale=hf["residual_multiplier"],
         layer_scalars=hf.get("layer_scalars", False),
+        **_read_small_gemma4(hf, layer_types, where),
         moe=moe,
         dense_layers=moe_families.read_dense_layers(hf, where) if moe else 0,
         dtype=dtype,
@@ -630,13 +638,10 @@ def _require_supported(family: Family, hf: Mapping[str, Any], where: str) -> Non
         ("partial_rotary_factor", 1.0),
         ("use_bidirectional_attention", False),
         ("attn_output_gate", family.defaults.get("gated_attention", False)),
-        ("num_kv_shared_layers", 0),
-        ("hidden_size_per_layer_input", 0),
     ):
         if hf["model_type"] in rope_config.GEMMA4 and hf.get(field) == "vision":
             continue  # Only tokens of images see later ones.
-        is_read = field in family.defaults and field not in UNREAD
-        if not is_read and hf.get(field, supported) not in (supported, None):
+        if field not in family.defaults and hf.get(field, supported) not in (supported, None):
             raise InputError(
                 f"{field} = {str(hf[field])[:80]} is not supported",
                 where=where,
@@ -772,6 +777,49 @@ def _read_full_heads(
     return FullHeads(num_kv_heads, head_dim, key_is_value=hf["attention_k_eq_v"])
 
 
+def _read_small_gemma4(
+    hf: Mapping[str, Any], layer_types: tuple[str, ...], where: str
+) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that E2B and E4B have, nothing for other families.
+
+    Raises:
+        InputError: a size is out of range.
+    """
+    if "num_kv_shared_layers" not in hf:
+        return {}
+    fields: dict[str, Any] = {}
+    reusing = hf["num_kv_shared_layers"]
+    if reusing:
+        moe_families.require_size("num_kv_shared_layers", reusing, len(layer_types) - 1, where)
+        missing = {*layer_types[-reusing:]} - {*layer_types[:-reusing]}
+        if missing:
+            raise InputError(
+                f"num_kv_shared_layers = {reusing} is not supported",
+                where=where,
+                why=f"no layer before the last {reusing} is of type {missing.pop()}, whose keys "
+                "they would use",
+                fix="download config.json again",
+            )
+        fields["reusing_layers"] = reusing
+        if hf["use_double_wide_mlp"]:
+            fields["reusing_mlp_size"] = 2 * hf["intermediate_size"]
+    size = hf["hidden_size_per_layer_input"]
+    if size:
+        moe_families.require_size(
+            "hidden_size_per_layer_input", size, MAX_SIZES["hidden_size"], where
+        )
+        if hf["vocab_size_per_layer_input"] != hf["vocab_size"]:
+            raise InputError(
+                f"vocab_size_per_layer_input = {str(hf['vocab_size_per_layer_input'])[:40]} is not "
+                "supported",
+                where=where,
+                why=f"vocab_size is {hf['vocab_size']}; both embeddings must have as many rows",
+                fix="use a model in which they are equal",
+            )
+        fields["layer_input_size"] = size
+    return fields
+
+
 def _read_delta(hf: Mapping[str, Any], where: str) -> DeltaConfig:
     """Return the linear attention of a configuration.
 
@@ -851,17 +899,25 @@ def weight_name(family: Family, name: str, layer: int | None, expert: int = 0) -
     return f"model.layers.{layer}.{names[name].format(expert=expert)}"
 
 
-def beyond_last_layer(config: DecoderConfig, names: Iterable[str]) -> list[str]:
-    """Return those names of tensors that are of layers after the last one.
+def unused_names(config: DecoderConfig, names: Iterable[str]) -> list[str]:
+    """Return those names of tensors that nothing uses.
 
-    DeepSeek-V3 has its modules for several tokens at once there, which nothing here uses.
+    These are tensors of layers after the last one, where DeepSeek-V3 has its modules for several
+    tokens at once, and keys and values of layers that reuse those of others (Gemma 4).
     """
     source = json.loads(config.source)
-    if not any(source.get(field) for field in MTP_FIELDS):
-        return []
     last = len(config.layer_types)
-    layers = {name: name.removeprefix("model.layers.").partition(".")[0] for name in names}
-    return [name for name, layer in layers.items() if layer.isdigit() and int(layer) >= last]
+    has_modules = any(source.get(field) for field in MTP_FIELDS)
+    unused = []
+    for name in names:
+        layer, _, inner = name.removeprefix("model.layers.").partition(".")
+        if not layer.isdigit():
+            continue
+        is_beyond = has_modules and int(layer) >= last
+        is_replaced = config.first_reusing <= int(layer) < last and inner.startswith(KEY_MODULES)
+        if is_beyond or is_replaced:
+            unused.append(name)
+    return unused
 
 
 def has_stacked_experts(family: Family) -> bool:

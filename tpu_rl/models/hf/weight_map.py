@@ -76,7 +76,8 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
         file_name = families.weight_name(family, name, layer, index[-1] if index else 0)
         shape = config.shape(name)
         if layer is not None:
-            shape = config.of_layers(config.layer_types[layer]).shape(name)
+            reuses_keys = layer >= config.first_reusing
+            shape = config.of_layers(config.layer_types[layer], reuses_keys).shape(name)
         if name in stacked_experts and family.experts_are_transposed:
             experts, inputs, outputs = shape
             layout = (experts, outputs, inputs), True
@@ -113,6 +114,9 @@ def _place(config: DecoderConfig, layer: int) -> tuple[tuple[str, str], tuple[in
     """Return the path of a layer's weights, and their index in the stack if they are stacked."""
     if layer < config.dense_layers:
         return ("first", f"layer_{layer}"), ()
+    if layer >= config.first_reusing:
+        repetition, layer = divmod(layer - config.first_reusing, config.reusing_period)
+        return ("reusing", f"layer_{layer}"), (repetition,)
     repetition, layer_in_pattern = divmod(layer - config.dense_layers, config.period)
     is_stacked = repetition < config.repetitions
     path = ("layers" if is_stacked else "tail", f"layer_{layer_in_pattern}")
