@@ -186,9 +186,9 @@ def test_logits_in_blocks_are_the_logits(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "families"),
     [
-        pytest.param("bfloat16", ["qwen3"], marks=pytest.mark.slow),
-        pytest.param("bfloat16", ["gemma3"], marks=pytest.mark.nightly),
-        pytest.param("float32", ["llama3", "gemma2"], marks=pytest.mark.nightly),
+        pytest.param("float32", ["products", "qwen3"], marks=pytest.mark.slow),
+        pytest.param("bfloat16", ["products", "gemma3", "gemma4"], marks=pytest.mark.nightly),
+        pytest.param("float32", ["llama3", "gemma2", "gemma4_small"], marks=pytest.mark.nightly),
     ],
 )
 def test_sampler_and_packed_rows_have_equal_bits(dtype, families):

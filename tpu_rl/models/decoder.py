@@ -240,11 +240,9 @@ class Weights(nn.Module):
 
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
-        length = x.shape[1]
         is_exact = self.config.exact
         weight = self.weight(name)
         if is_exact:
-            x = exact.enough_rows(x, spread(PACKED.rows, len(x)))
             y = exact.product(equation, x, weight, WEIGHT_AXES[name])
         else:
             y = layers.product(equation, x, weight)
@@ -261,7 +259,7 @@ class Weights(nn.Module):
                 y = y + exact.low_rank(equation, x, a, b, adapter_scale, axes)
             else:
                 y = y + layers.low_rank(x, a, b, adapter_scale)
-        return checkpoint_name(y[:, :length], PRODUCT)
+        return checkpoint_name(y, PRODUCT)
 
 
 class Layer(Weights):
@@ -919,13 +917,6 @@ def unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     """
     if config.num_outputs:
         return score(params, hidden.astype(config.dtype))
-    if config.exact and hidden.ndim == 3:
-        padded = exact.enough_rows(hidden, spread(PACKED.rows, len(hidden)))
-        return _unembed(config, params, padded)[:, : hidden.shape[1]]
-    return _unembed(config, params, hidden)
-
-
-def _unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     vocab = config.vocab
     matrix = params["embedding" if vocab.tied else "unembedding"].astype(config.dtype)
     if config.exact:
@@ -937,7 +928,13 @@ def _unembed(config: DecoderConfig, params: Params, hidden: Array) -> Array:
     if scale is not None:
         a = params["unembedding" + LORA_A].astype(config.dtype)
         b = params["unembedding" + LORA_B].astype(config.dtype)
-        logits += layers.low_rank(hidden, a, b, scale)
+        if config.exact:
+            rows = hidden.reshape(-1, *hidden.shape[-2:])
+            axes = WEIGHT_AXES["unembedding" + LORA_A]
+            added = exact.low_rank(exact.UNEMBED, rows, a, b, scale, axes)
+            logits += added.reshape(logits.shape)
+        else:
+            logits += layers.low_rank(hidden, a, b, scale)
     if vocab.logit_scale != 1.0:
         logits *= vocab.logit_scale
     if vocab.softcap is not None:

@@ -8,9 +8,10 @@ up to the noise of the format. Here every order is written out:
 - attention reads keys in blocks, aligned by their position in the sequence, with one online softmax
   (`attention`, and `path_attention` for packed rows);
 - sums of norms are trees (`sums.tree_sum`), and so are those of log-probs;
-- on TPUs, products with a layer's weights and with the unembedding add up blocks of fixed size
-  (`product`, `unembed`);
-- no product has a single row, which XLA for CPUs computes with another loop (`enough_rows`).
+- products with a layer's weights and with the unembedding add up blocks of fixed size (`product`,
+  `unembed`), because longer sums are cut in parts whose number depends on the number of rows;
+- on CPUs, the rows of every product fill the tiles of XLA's loops (`whole_tiles`), because a last
+  tile with few rows is computed by another loop.
 
 On CPUs this also needs XLA without YNNPACK, which chooses its loop by the number of rows: see
 `runtime.host.exact_settings`.
@@ -21,6 +22,7 @@ Letters in array shapes are those of `layers`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -45,13 +47,20 @@ VOCAB_BLOCK = 2048
 """Rows of the unembedding that `unembed` multiplies at once on TPUs. With more, the compiler cuts
 the sum over a row, to keep a part of the matrix in its fast memory."""
 
+CPU_SUM_BLOCK = 256
+"""Largest number of terms of a sum on CPUs, where the library behind XLA's products cuts sums of
+more than some 320 terms, by the number of rows."""
+
+TILE_ROWS = 6
+"""Rows of a tile of that library on processors with AVX2. For a last tile of one, two or three rows
+it adds up in another order. Tiles with AVX-512 are of other sizes and have no such loop."""
+
+TILE_OUTPUTS = 16
+"""Outputs of a tile. Those of a last tile with an odd number are added up in two orders."""
+
 EMBED = "embed"
 """The logical axis of the residual stream. Weights may be sharded along it, but no activation
 is."""
-
-MIN_ROWS = 2
-"""Smallest number of rows of a product on one device. XLA for CPUs computes a single row with
-another loop."""
 
 
 def mean(x: Array) -> Array:
@@ -59,21 +68,17 @@ def mean(x: Array) -> Array:
     return tree_sum(x) / x.shape[-1]
 
 
-def enough_rows(x: Array, shards: int) -> Array:
-    """Pad x [B, T, ...] with zeros along T until each device has `MIN_ROWS` rows.
-
-    The B rows are spread over `shards` devices.
-    """
-    device_rows = max(x.shape[0] // shards, 1)
-    missing = max(-(-MIN_ROWS // device_rows) - x.shape[1], 0)
-    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+def whole_tiles(count: int, rows: int = 1) -> int:
+    """Return the smallest number from `count` on, of which times `rows` fill tiles on a CPU."""
+    return next(n for n in itertools.count(count) if n * rows % TILE_ROWS not in (1, 2, 3))
 
 
 def product(equation: str, x: Array, weight: Array, axes: tuple[str, ...]) -> Array:
-    """Return `layers.product`, on TPUs with a sum whose order does not depend on the rows of x.
+    """Return `layers.product` of x [B, T, ...], with a sum whose order does not depend on B and T.
 
-    The sum is over blocks of at most `SUM_BLOCK` terms, one after another in float32. Devices that
-    share the summed dimension add up their own terms first, and then each other's.
+    The sum is over blocks of at most `SUM_BLOCK` terms (`CPU_SUM_BLOCK` on CPUs), one after another
+    in float32. Devices that share the summed dimension add up their own terms first, and then each
+    other's. On GPUs the order is the compiler's.
 
     `axes` are the logical axes of the weight.
     """
@@ -87,12 +92,13 @@ def low_rank(
 
     The sum over inputs is that of `product`. `axes` are the logical axes of a.
     """
-    inputs, _, _ = equation.partition("->")
+    inputs, _, output_axes = equation.partition("->")
     x_axes, _, weight_axes = inputs.partition(",")
     summed = "".join(axis for axis in weight_axes if axis in x_axes)
     rows = "".join(axis for axis in x_axes if axis not in summed)
+    outputs = output_axes.removeprefix(rows)
     inner = scale * product(f"{x_axes},{summed}r->{rows}r", x, a, axes)
-    return jnp.tensordot(inner, b, 1)
+    return product(f"{rows}r,r{outputs}->{output_axes}", inner, b, ("rank",))
 
 
 class _Einsum(NamedTuple):
@@ -103,12 +109,34 @@ class _Einsum(NamedTuple):
             x,
             weight,
             tpu=functools.partial(blocked_einsum, equation, self.axes),
+            cpu=functools.partial(cpu_einsum, equation, self.axes),
             default=functools.partial(jnp.einsum, equation),
         )
 
 
-def blocked_einsum(equation: str, axes: tuple[str, ...], x: Array, weight: Array) -> Array:
-    """Return the einsum that `product` computes on TPUs."""
+def cpu_einsum(
+    equation: str, axes: tuple[str, ...], x: Array, weight: Array, dtype: Any = None
+) -> Array:
+    """Return the einsum of x [B, T, ...] that `product` computes on CPUs, in `dtype` if given."""
+    batch, length = x.shape[:2]
+    # One dimension for the rows of each device, which are padded together.
+    shards = spread("rows", batch)
+    rows = batch // shards * length
+    x = x.reshape(shards, rows, *x.shape[2:])
+    x = jnp.pad(x, ((0, 0), (0, whole_tiles(rows) - rows), *((0, 0),) * (x.ndim - 2)))
+    y = blocked_einsum(equation, axes, x, weight, CPU_SUM_BLOCK, dtype)
+    return y[:, :rows].reshape(batch, length, *y.shape[2:])
+
+
+def blocked_einsum(
+    equation: str,
+    axes: tuple[str, ...],
+    x: Array,
+    weight: Array,
+    limit: int = SUM_BLOCK,
+    dtype: Any = None,
+) -> Array:
+    """Return an einsum that sums blocks of at most `limit` terms, in `dtype` if given."""
     inputs, _, output_axes = equation.partition("->")
     x_axes, _, weight_axes = inputs.partition(",")
     summed = [axis for axis in weight_axes if axis not in output_axes]
@@ -121,9 +149,10 @@ def blocked_einsum(equation: str, axes: tuple[str, ...], x: Array, weight: Array
         weight = constrain(weight, [None if axis == EMBED else axis for axis in axes])
     else:
         shards = spread(axes[place], length)
-    block = _block(length // shards, SUM_BLOCK // whole)
+    block = _block(length // shards, limit // whole)
+    einsum = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
     if block * shards == length:
-        return jnp.einsum(equation, x, weight)
+        return einsum(x, weight)
 
     def blocks(array: Array, dim: int) -> Array:
         """[..., shards * n * block, ...] -> [n, ..., shards, block, ...]."""
@@ -135,7 +164,7 @@ def blocked_einsum(equation: str, axes: tuple[str, ...], x: Array, weight: Array
         return total + jnp.einsum(block_equation, *terms, preferred_element_type=jnp.float32), None
 
     block_equation = equation.replace(summed[0], "z" + summed[0]).replace("->", "->z")
-    shape = jax.eval_shape(functools.partial(jnp.einsum, equation), x, weight)
+    shape = jax.eval_shape(einsum, x, weight)
     total, _ = jax.lax.scan(
         add,
         jnp.zeros((shards, *shape.shape), jnp.float32),
@@ -144,14 +173,32 @@ def blocked_einsum(equation: str, axes: tuple[str, ...], x: Array, weight: Array
     return total.sum(0).astype(shape.dtype)
 
 
+@jax.custom_vjp
 def unembed(hidden: Array, matrix: Array) -> Array:
     """Return logits [B, T, V] float32 of hidden [B, T, D] and the unembedding [V, D].
 
-    On TPUs the order of each sum does not depend on B and T. The gradient is that of an einsum.
+    On TPUs and CPUs the order of each sum does not depend on B and T. The gradient is that of an
+    einsum.
     """
     return jax.lax.platform_dependent(
-        hidden, matrix, tpu=blocked_unembed, default=functools.partial(_float32_einsum, UNEMBED)
+        hidden,
+        matrix,
+        tpu=blocked_unembed,
+        cpu=cpu_unembed,
+        default=functools.partial(_float32_einsum, UNEMBED),
     )
+
+
+def _unembed_forward(hidden: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
+    return unembed(hidden, matrix), (hidden, matrix)
+
+
+def _unembed_backward(terms: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    _, pull_back = jax.vjp(functools.partial(_float32_einsum, UNEMBED), *terms)
+    return pull_back(gradient)
+
+
+unembed.defvjp(_unembed_forward, _unembed_backward)
 
 
 UNEMBED = "btd,vd->btv"
@@ -161,7 +208,13 @@ def _float32_einsum(equation: str, *terms: Array) -> Array:
     return jnp.einsum(equation, *terms, preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
+def cpu_unembed(hidden: Array, matrix: Array) -> Array:
+    """Return the logits that `unembed` computes on CPUs."""
+    size = len(matrix)
+    matrix = jnp.pad(matrix, ((0, -size % TILE_OUTPUTS), (0, 0)))
+    return cpu_einsum(UNEMBED, ("vocab", EMBED), hidden, matrix, jnp.float32)[..., :size]
+
+
 def blocked_unembed(hidden: Array, matrix: Array) -> Array:
     """Return the logits that `unembed` computes on TPUs.
 
@@ -187,18 +240,6 @@ def blocked_unembed(hidden: Array, matrix: Array) -> Array:
     empty = jnp.zeros((*hidden.shape[:2], shards, shard_size), jnp.float32)
     logits, _ = jax.lax.scan(add_rows, empty, jnp.arange(-(-shard_size // rows)))
     return logits.reshape(*hidden.shape[:2], size)
-
-
-def _unembed_forward(hidden: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
-    return blocked_unembed(hidden, matrix), (hidden, matrix)
-
-
-def _unembed_backward(terms: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    _, pull_back = jax.vjp(functools.partial(_float32_einsum, UNEMBED), *terms)
-    return pull_back(gradient)
-
-
-blocked_unembed.defvjp(_unembed_forward, _unembed_backward)
 
 
 def _block(length: int, limit: int) -> int:
@@ -228,13 +269,22 @@ def attention(
 
     The gradient is that of `layers.dense_attention`.
     """
-    attend = functools.partial(_attention, scale, sliding_window, softcap)
-    if query.shape[1] > 1:
-        return attend(query, key, value, sinks, queries, keys)
-    # As in `enough_rows`.
-    two_queries = TokenIndex(*(jnp.concatenate([field, field], axis=1) for field in queries))
-    attended = attend(jnp.concatenate([query, query], axis=1), key, value, sinks, two_queries, keys)
-    return attended[:, :1]
+    length = query.shape[1]
+    group = query.shape[2] // key.shape[1]
+
+    def attend(padded: int, query: Array, queries: TokenIndex, *others: Any) -> Array:
+        """Return the attention, with repetitions of the last query until there are `padded`."""
+        missing = padded - length
+        query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)), "edge")
+        queries = TokenIndex(*(jnp.pad(field, ((0, 0), (0, missing)), "edge") for field in queries))
+        attended: Any = _attention(scale, sliding_window, softcap, query, queries, *others)
+        return attended[:, :length]
+
+    return jax.lax.platform_dependent(
+        *(query, queries, key, value, sinks, keys),
+        cpu=functools.partial(attend, whole_tiles(length, group)),
+        default=functools.partial(attend, max(length, 2)),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -243,10 +293,10 @@ def _attention(
     sliding_window: int | None,
     softcap: float | None,
     query: Array,
+    queries: TokenIndex,
     key: Array,
     value: Array,
     sinks: Array | None,
-    queries: TokenIndex,
     keys: TokenIndex,
 ) -> Array:
     rows, length, num_heads, head_dim = query.shape
@@ -272,9 +322,10 @@ def _attention(
     ) -> tuple[tuple[Array, Array, Array], None]:
         max_score, total, weighted = sums
         block_key, block_value, block_index = block
-        scores = jnp.einsum(
-            "bkqe,bkse->bkqs", folded, block_key, preferred_element_type=jnp.float32
-        )
+        scores = jnp.zeros((), jnp.float32)
+        for first in range(0, head_dim, CPU_SUM_BLOCK):
+            terms = slice(first, first + CPU_SUM_BLOCK)
+            scores += _float32_einsum("bkqe,bkse->bkqs", folded[..., terms], block_key[..., terms])
         scores = scores * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -326,7 +377,7 @@ def _attention_backward(
     arguments: tuple,
     gradient: Array,
 ) -> tuple:
-    *projections, queries, keys = arguments
+    query, queries, key, value, sinks, keys = arguments
 
     def dense(query: Array, key: Array, value: Array, sinks: Array | None) -> Array:
         return layers.dense_attention(
@@ -341,8 +392,9 @@ def _attention_backward(
             sinks=sinks,
         )
 
-    _, pull_back = jax.vjp(dense, *projections)
-    return (*pull_back(gradient), None, None)
+    _, pull_back = jax.vjp(dense, query, key, value, sinks)
+    of_query, *others = pull_back(gradient)
+    return of_query, None, *others, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
