@@ -408,13 +408,15 @@ def test_a_kernel_is_expected_to_take_the_cycles_that_it_states():
     program = module("""
         ENTRY %main (x: bf16[4096]) -> bf16[4096] {
           %x = bf16[4096]{0} parameter(0)
-          %k = bf16[4096]{0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+          %k = bf16[4096]{0} custom-call(%x), custom_call_target="tpu_custom_call", \
+            frontend_attributes={kernel_metadata={
         "author":"me",
         "cycles":"3000"
-        }}, metadata={op_name="jit(f)/kernel"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"197000000","bytes_accessed":"10"}}}
+        }}, metadata={op_name="jit(f)/kernel"}, backend_config={"custom_call_config":\
+            {"cost_estimate":{"flops":"197000000","bytes_accessed":"10"}}}
           ROOT %r = bf16[4096]{0} negate(%k)
         }
-    """)  # noqa: E501
+    """)
     kernel, _ = operations = cost_model.operations(program)
     assert (kernel.name, kernel.flops, kernel.cycles) == ("jit(f)/kernel", 197e6, 3000)
     assert cost_model.estimate(operations[:1], grid(1, 1)).expected_seconds == pytest.approx(2e-6)
@@ -496,10 +498,12 @@ def test_collectives_of_one_channel_count_each():
     program = module("""
         ENTRY %main (a: f32[8,128]) -> f32[8,128] {
           %a = f32[8,128]{1,0} parameter(0)
-          %b = f32[8,128]{1,0} all-to-all(%a), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
-          ROOT %c = f32[8,128]{1,0} all-to-all(%b), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+          %b = f32[8,128]{1,0} all-to-all(%a), channel_id=1, \
+            replica_groups={{0,1,2,3}}, dimensions={0}
+          ROOT %c = f32[8,128]{1,0} all-to-all(%b), channel_id=1, \
+            replica_groups={{0,1,2,3}}, dimensions={0}
         }
-    """)  # noqa: E501
+    """)
     links = [operation.link for operation in cost_model.operations(program) if operation.link]
     assert links == [Link("all-to-all", 4096, (0, 1, 2, 3), False)] * 2
 

@@ -129,7 +129,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _COMMENT = re.compile(r"/\*[^*]*\*/")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"|kernel_metadata=\{[^{}]*"cycles":"(\d+)"')
 _KERNEL_METADATA = re.compile(r"kernel_metadata=\{[^{}]*\}")
-"""What a Pallas kernel says of itself: JSON with line breaks."""
+"""The `metadata` of a Pallas kernel, which is JSON with line breaks."""
 
 
 def read(text: str) -> Program:

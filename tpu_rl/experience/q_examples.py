@@ -122,8 +122,10 @@ def q_example_source(
     if not processes.from_first(lambda: _is_valid(paths[-1], run_dir, spec)):
         if processes.index() == 0:
             # A round may take long, and no step is printed before it ends.
-            asked = f"sampling examples of {len(rows):,} prompts"
-            print(f"note: {asked} for round {spec.number} of Q#", file=sys.stderr)
+            print(
+                f"note: sampling examples of {len(rows):,} prompts for round {spec.number} of Q#",
+                file=sys.stderr,
+            )
         began = time.perf_counter()
         collected = collect(engine, rows, params, spec)
         processes.from_first(lambda: write(paths[-1], collected))

@@ -873,12 +873,12 @@ class Decoder(Weights):
         axes = _activation_axes(cache)
         # Only the rows of tokens are cast: the table may be larger than all layers.
         table = self._stored("layer_embedding")
-        own = _embed(table, tokens, size**0.5, x.dtype, axes)
+        embedded = _embed(table, tokens, size**0.5, x.dtype, axes)
         projected = self.linear("btd,df->btf", x, "layer_inputs_projection", False)
         projected *= jnp.asarray(config.hidden_size**-0.5, x.dtype)
         projected = projected.reshape(*tokens.shape, -1, size)
         projected = self.norm(projected, "layer_inputs_norm")
-        inputs = (projected + own.reshape(projected.shape)) * jnp.asarray(2**-0.5, x.dtype)
+        inputs = (projected + embedded.reshape(projected.shape)) * jnp.asarray(2**-0.5, x.dtype)
         return constrain(jnp.moveaxis(inputs, 2, 0), (None, *axes, None))
 
 

@@ -9,7 +9,7 @@ up to the noise of the format. Here every order is written out:
   (`attention`, and `path_attention` for packed rows);
 - sums of norms are trees (`sums.tree_sum`), and so are those of log-probs;
 - products with a layer's weights and with the unembedding add up blocks of fixed size (`product`,
-  `unembed`), because longer sums are cut in parts whose number depends on the number of rows;
+  `unembed`), because longer sums are cut into parts whose number depends on the number of rows;
 - on CPUs, the rows of every product fill the tiles of XLA's loops (`whole_tiles`), because a last
   tile with few rows is computed by another loop.
 
@@ -48,15 +48,17 @@ VOCAB_BLOCK = 2048
 the sum over a row, to keep a part of the matrix in its fast memory."""
 
 CPU_SUM_BLOCK = 256
-"""Largest number of terms of a sum on CPUs, where the library behind XLA's products cuts sums of
-more than some 320 terms, by the number of rows."""
+"""Largest number of terms of a sum on CPUs. XLA's matrix library for CPUs cuts longer sums into
+parts that depend on the number of rows: sums of 576 terms and more in our measurements, none of
+256."""
 
 TILE_ROWS = 6
-"""Rows of a tile of that library on processors with AVX2. For a last tile of one, two or three rows
-it adds up in another order. Tiles with AVX-512 are of other sizes and have no such loop."""
+"""Rows of a tile of that library on a processor with AVX2. In a last tile of one, two or three rows
+it adds up the terms in another order."""
 
 TILE_OUTPUTS = 16
-"""Outputs of a tile. Those of a last tile with an odd number are added up in two orders."""
+"""The unembedding is padded to a multiple of this many rows. With 97 outputs, the order of the last
+one's sum depended on the number of rows of the other operand."""
 
 EMBED = "embed"
 """The logical axis of the residual stream. Weights may be sharded along it, but no activation
@@ -69,7 +71,10 @@ def mean(x: Array) -> Array:
 
 
 def whole_tiles(count: int, rows: int = 1) -> int:
-    """Return the smallest number from `count` on, of which times `rows` fill tiles on a CPU."""
+    """Return the smallest n >= count for which the last tile of n * rows rows is no short one.
+
+    Short tiles have one, two or three of `TILE_ROWS` rows.
+    """
     return next(n for n in itertools.count(count) if n * rows % TILE_ROWS not in (1, 2, 3))
 
 
