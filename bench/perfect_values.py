@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from launch import compose, config, evaluate_q_sharp, saved_run
-from launch.config import ExperimentConfig, MeshConfig
+from tpu_rl.commands import compose, config, evaluate_q_sharp, saved_run
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.data import Row
 from tpu_rl.environments import TASKS
 from tpu_rl.experience import tasks

@@ -26,9 +26,9 @@ import fronts
 import jax
 import numpy as np
 
-from launch import compose, config, evaluate_q_sharp, evaluators, roles, run, saved_run
-from launch.config import ExperimentConfig, MeshConfig, Phase
 from tpu_rl import models, sampler
+from tpu_rl.commands import compose, config, evaluate_q_sharp, evaluators, roles, run, saved_run
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig, Phase
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions

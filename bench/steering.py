@@ -35,8 +35,10 @@ import q_sharp
 from budget_lists import Exact
 from fronts import Answers, front, mean_of_seeds, percent, show_all_gains, show_gains
 
-from launch import compose, config, evaluate_q_sharp, evaluators, saved_run
-from launch.config import (
+from tpu_rl import models
+from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
+from tpu_rl.commands import compose, config, evaluate_q_sharp, evaluators, saved_run
+from tpu_rl.commands.config import (
     BatchConfig,
     EvaluationConfig,
     ExperimentConfig,
@@ -45,8 +47,6 @@ from launch.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl import models
-from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions

@@ -15,12 +15,12 @@ import numpy as np
 import optax
 import pytest
 
-from launch import config, evaluate, evaluate_q_sharp, run
-from launch.config import ExperimentConfig
 from tests.fixtures import tiny
 from tests.fixtures.runs import digest, small_q_sharp
 from tpu_rl import tokenizers
 from tpu_rl.algos import QSharpConfig, q_sharp
+from tpu_rl.commands import config, evaluate, evaluate_q_sharp, run
+from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.environments import arithmetic
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience import q_examples, tasks

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from launch import run
 from tests.fixtures import tiny
 from tests.fixtures.runs import TINY, make_rewards_nan, rows_of, run_until
 from tpu_rl import tokenizers
+from tpu_rl.commands import run
 from tpu_rl.diagnosis import nan_recovery
 from tpu_rl.experience import source
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import run
 from tpu_rl import data
+from tpu_rl.commands import run
 from tpu_rl.experience.pair_audit import RANKING, SUMMARY
 
 TINY = [
