@@ -42,7 +42,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands.compose import Devices
 from tpu_rl.commands.config import ExperimentConfig, Stage, to_dict
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.diagnosis import host_agreement
+from tpu_rl.diagnosis import debug_nans, host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
@@ -55,7 +55,6 @@ from tpu_rl.runtime import (
     child_processes,
     cluster,
     compilations,
-    debug_nans,
     preemption,
     process_group,
     processes,
