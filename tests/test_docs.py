@@ -21,7 +21,7 @@ PAGES = [
     ROOT / "recipes" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
+FOLDERS = "tests|tpu_rl|launch|bench|research|docs|recipes"
 
 # Flags in the documentation that are not settings of launch/run.py: those of other commands of this
 # repository, of pytest, of SLURM and of gcloud.

@@ -1,6 +1,6 @@
 """A reward model on its held-out pairs, and a policy that trains on its score alone.
 
-    python bench/reward_model.py --to runs/bench [--seeds 0 1 2] [--steps 80]
+    python research/2026_11/reward_model.py --to runs/bench [--seeds 0 1 2] [--steps 80]
         [--gsm8k example_model_solutions.jsonl]
 
 For the policy, the table has the model's score beside the share of right answers at the same step:

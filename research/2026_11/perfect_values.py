@@ -1,8 +1,8 @@
 """What a perfect q would give on arithmetic: Q# and CD with exact values, beside a learned q.
 
-    python bench/perfect_values.py --run runs/q_sharp/unbiased_0 [--problems 60] [--least-mass 1e-4]
+    python research/2026_11/perfect_values.py --run runs/q_sharp/unbiased_0 [--problems 60] [--least-mass 1e-4]
 
-A run of bench/q_sharp.py has the reference and the q. The answers of the reference to a held-out
+A run of research/2026_11/q_sharp.py has the reference and the q. The answers of the reference to a held-out
 problem are a tree of tokens. It is followed as far as a prefix has at least `--least-mass` of the
 probability; what is behind counts as wrong. In this tree the value of a prefix, the chance that the
 reference ends right, is a sum. So are the accuracy and the KL of any guided policy: nothing is

@@ -1,6 +1,6 @@
 """Credit over turns in a small game: GRPO by episode, by turn and by step groups (GiGPO).
 
-    python bench/corridor.py --to runs/bench [--seeds 0 1 2] [--arms episode turn step]
+    python research/2026_11/corridor.py --to runs/bench [--seeds 0 1 2] [--arms episode turn step]
 
 The shipped arithmetic model plays a corridor of five cells (corridor_game.py). In each turn it
 reads an expression that belongs to its cell, and steps to the right if the last digit of its answer

@@ -1,8 +1,8 @@
 """Q# on arithmetic: reference, CD and Q# over coefficients, and ablations, over seeds.
 
-    python bench/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...]
+    python research/2026_11/q_sharp.py --to runs/q_sharp [--seeds 0 1 2] [--arms all_v single q_type ...]
         [--samples 8]
-    python bench/q_sharp.py --speed [--run RUN_DIR]
+    python research/2026_11/q_sharp.py --speed [--run RUN_DIR]
 
 Each run is `launch/run.py arithmetic_q_sharp` with the changes of the arm. Its q then guides
 builtin:arithmetic on the held-out problems; the run's report shows the curve. Then prints the gain

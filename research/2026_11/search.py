@@ -1,6 +1,6 @@
 """R1-Searcher's two stages on questions of two hops, and the same with a random retriever.
 
-    python bench/search.py --to runs/search [--seeds 0 1 2] [--arms bm25 random]
+    python research/2026_11/search.py --to runs/search [--seeds 0 1 2] [--arms bm25 random]
 
 All arms begin with one model of search_sft. Each takes the 20 steps of search_calls and then the 40
 of search_grpo.

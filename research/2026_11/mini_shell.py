@@ -1,6 +1,6 @@
 """A shell on a dict of files: GRPO and PPO, from a model that imitates a careless user.
 
-    python bench/mini_shell.py --to runs/mini_shell [--seeds 0 1 2] [--arms grpo ppo]
+    python research/2026_11/mini_shell.py --to runs/mini_shell [--seeds 0 1 2] [--arms grpo ppo]
 
 Trains one model by SFT, with which all arms and seeds begin. Prints one line per run: tasks done of
 500 held-out ones, before and after; commands per episode and the largest gap between the log-probs

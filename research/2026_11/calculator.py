@@ -1,6 +1,6 @@
 """GSM8K's solutions with and without a calculator.
 
-    python bench/calculator.py --to runs/calculator --data DIR [--seeds 0 1 2]
+    python research/2026_11/calculator.py --to runs/calculator --data DIR [--seeds 0 1 2]
 
 DIR has GSM8K's train.jsonl and test.jsonl. A small model learns from scratch (calculator_sft), and
 answers the first 200 problems of the test set, with the calculator and without it.

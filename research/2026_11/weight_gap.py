@@ -1,6 +1,6 @@
 """What weights in eight bits do to the sampler's log-probs.
 
-    python bench/weight_gap.py DIR_OR_NAME [--dtype float32] [--new-tokens 32]
+    python research/2026_11/weight_gap.py DIR_OR_NAME [--dtype float32] [--new-tokens 32]
 
 The model completes four prompts, two completions each, with its own weights and with quantized
 matrices (`--sampling.weight-dtype`). Prints the mean and the largest absolute difference between

@@ -1,7 +1,7 @@
 """Distillation of arithmetic: the accuracy of each arm, and its distance from the first model.
 
-    python bench/distill.py gkd --to FOLDER [--seeds 0 1 2]      students of one GRPO run
-    python bench/distill.py align --to FOLDER [--seeds 0 1 2]    DPO, reverse DPO and AlignDistil
+    python research/2026_11/distill.py gkd --to FOLDER [--seeds 0 1 2]      students of one GRPO run
+    python research/2026_11/distill.py align --to FOLDER [--seeds 0 1 2]    DPO, reverse DPO and AlignDistil
 
 Prints one line per run: sampled accuracy on the held-out problems, before and after; then, for one
 completion of each problem, the KL divergence from the built-in model in nats per completion (summed

@@ -1,6 +1,6 @@
 """Training with one to five attempts against training with one, at equal numbers of answers.
 
-    python bench/multi_attempt.py --to runs/bench [--seeds 0 1 2] [--arms single multiple]
+    python research/2026_11/multi_attempt.py --to runs/bench [--seeds 0 1 2] [--arms single multiple]
 
 In 100 steps `single` samples 25,600 answers. `multiple` takes 60 steps, because its episodes have
 more than one answer; the table counts them. Both get the rewards of the environment multi_attempt.

@@ -1,7 +1,7 @@
 """Temporary bytes of a GRPO update on TPUs: tpu_rl's step beside google-tunix's log-prob path.
 
     pip install -e ".[plan]" google-tunix==0.1.7
-    python bench/tunix_memory.py [--topology v5p:2x2x4] [--sequences 1 4]
+    python research/2026_11/tunix_memory.py [--topology v5p:2x2x4] [--sequences 1 4]
 
 The figures are those of the TPU compiler. The model is Llama-3.2-1B in bfloat16, with weights and
 rows sharded over all chips (fsdp), sequences of 512 + 1536 tokens, all of a chip in one

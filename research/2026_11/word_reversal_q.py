@@ -1,7 +1,7 @@
 """Q# on word reversal with SmolLM2-135M-Instruct: a q of its first layers guides the frozen model.
 
     python recipes/smollm2.py --to models/smollm2
-    python bench/word_reversal_q.py --to runs/word_reversal_q [--model models/smollm2]
+    python research/2026_11/word_reversal_q.py --to runs/word_reversal_q [--model models/smollm2]
         [--prompts 240] [--layers 10]
 
 q learns once from answers that the model wrote to the training prompts, 8 of each. Both then answer

@@ -1,6 +1,6 @@
 """Q# where steering pays: budget_lists.py, reward against KL of Q#, CD, FUDGE, best of n and GRPO.
 
-    python bench/steering.py --to runs/steering [--seeds 0 1 2] [--grpo-seeds 0]
+    python research/2026_11/steering.py --to runs/steering [--seeds 0 1 2] [--grpo-seeds 0]
         [--chart docs/curves/steering.svg]
 
 Pretrains a small reference on lists that know nothing of the budget, and trains one q per seed on

@@ -1,6 +1,6 @@
 """Do more rounds of Q# help when q cannot be right everywhere? Computed exactly, on random trees.
 
-    python bench/q_sharp_rounds.py [--trees 60]
+    python research/2026_11/q_sharp_rounds.py [--trees 60]
 
 The trees are deterministic and have a Bernoulli return at each leaf. q is logistic in features that
 are too few to tell all prefixes apart; one of them is a noisy hint at the true value. In each round

@@ -1,6 +1,6 @@
 """The shipped model's second attempts, by what it reads after a wrong answer.
 
-    python bench/attempt_feedback.py
+    python research/2026_11/attempt_feedback.py
 
 The model answers 400 held-out expressions of 5 terms. What it got wrong, it tries again after a
 text of the task's own characters; N stands for the attempts that are left.

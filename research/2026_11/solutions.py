@@ -1,6 +1,6 @@
 """Accuracy of models from scratch in ranking GSM8K solutions that they have not seen.
 
-    python bench/solutions.py example_model_solutions.jsonl --to runs/solutions [--seeds 0 1 2]
+    python research/2026_11/solutions.py example_model_solutions.jsonl --to runs/solutions [--seeds 0 1 2]
         [--presets gsm8k_dpo]
 
 Prints one line per run: the accuracy over problems, and that of a ranking by length alone. Guessing

@@ -1,7 +1,7 @@
 """A game of textarena: GRPO learns to use the hints of GuessTheNumber.
 
     pip install -e ".[environments]"
-    python bench/guess_the_number.py --to runs/guess_the_number [--seeds 0 1 2]
+    python research/2026_11/guess_the_number.py --to runs/guess_the_number [--seeds 0 1 2]
 
 The number is from 1 to 20, and there are 5 turns, which is enough if each guess halves what is
 left. Only a right guess earns (guess_game.py). A small model first learns from scratch to imitate a

@@ -1,6 +1,6 @@
 """Star graphs: which methods unlearn the shortcut that a pretrained model has learned.
 
-    python bench/star_graph.py --to runs/star_graph [--graph g24] [--seeds 0 1 2]
+    python research/2026_11/star_graph.py --to runs/star_graph [--graph g24] [--seeds 0 1 2]
         [--arms sft reinforce grpo ...]
 
 Pretrains one model, with which all arms and seeds begin. Prints one line per run: right paths of

@@ -1,6 +1,6 @@
 """The sampler-trainer gap of small random mixtures, with and without replay of routing (R3).
 
-    python bench/routing_replay.py [--families olmoe qwen3_moe] [--dtypes bfloat16 float32]
+    python research/2026_11/routing_replay.py [--families olmoe qwen3_moe] [--dtypes bfloat16 float32]
 
 Each model has 8 layers of width 128 with 32 experts, 4 of which process a token, random weights and
 logits that are 4 times as large as at first. It samples 32 completions of 96 tokens, and the same
