@@ -15,9 +15,8 @@ import importlib
 import io
 import itertools
 import json
-import pkgutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -27,7 +26,7 @@ import yaml
 
 from tpu_rl import run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
-from tpu_rl.commands import config_checks, help_text, presets
+from tpu_rl.commands import config_checks, help_text
 from tpu_rl.environments.pool import EnvironmentLimits
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience.config import (
@@ -456,8 +455,13 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_variance_filter(config.rollout, config.batch, specs)
 
 
+def _presets() -> dict[str, Callable[[], ExperimentConfig]]:
+    # Presets are made of this module's classes, so they are imported when they are asked for.
+    return importlib.import_module("tpu_rl.commands.presets").PRESETS
+
+
 def preset_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
+    return sorted(_presets())
 
 
 def preset(name: str) -> ExperimentConfig:
@@ -466,13 +470,14 @@ def preset(name: str) -> ExperimentConfig:
     Raises:
         InputError: if there is none; it names the nearest one.
     """
-    names = preset_names()
-    if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    presets = _presets()
+    if name not in presets:
+        nearest = difflib.get_close_matches(name, presets, n=1, cutoff=0.0)
         raise InputError(
-            f"unknown preset {name!r}", fix=f"did you mean {nearest[0]}? All: {', '.join(names)}"
+            f"unknown preset {name!r}",
+            fix=f"did you mean {nearest[0]}? All: {', '.join(preset_names())}",
         )
-    return importlib.import_module(f"tpu_rl.commands.presets.{name}").CONFIG
+    return presets[name]()
 
 
 # --- config.yaml ---
