@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -57,10 +58,14 @@ def with_routing(layout: Layout, routing: Any) -> Layout:
 def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
     """Return the place of each token in the packed rows of the micro-batches.
 
-    `paths` says whether to fill `Layout.paths`.
+    `paths` says whether to fill `Layout.paths`. There is room for the longest texts of the shape
+    [N, T], so that batches with as many texts have one shape, however long these are.
     """
+    mask = np.asarray(data.action_mask)
+    texts_per_step = math.ceil(len(mask) / batch.num_minibatches)
+    texts_per_row = max(batch.row_length // mask.shape[1], 1)
     return packing.lay_out(
-        np.asarray(data.action_mask),
+        mask,
         np.asarray(data.group_id),
         row_length=batch.row_length,
         micro_batch_rows=batch.micro_batch_rows,
@@ -69,6 +74,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
         share_prefixes=batch.share_prefixes,
+        row_limit=math.ceil(texts_per_step / texts_per_row),
         paths=paths,
     )
 
