@@ -72,6 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     "experience": MODEL_CODE
     | {"run_files"}
     | {"rollout", "sampler", "environments", "rewards", "sandbox", "runtime", "train"},
+    "evaluation": MODEL_CODE
+    | {"experience", "rollout", "sampler", "environments", "rewards", "runtime", "train"},
 }
 """Folder or module directly in tpu_rl -> what it may import of tpu_rl besides itself.
 

@@ -10,6 +10,4 @@ sampled_json       sampled completions in checkpoints
 dynamic_sampling   replaces groups that teach nothing (DAPO)
 records            metrics, samples and warnings of scored completions
 samples            what samples.jsonl keeps of them, and of their tokens
-evaluation         accuracy on held-out problems, with intervals
-guided_evaluation  accuracy against KL of a reference that q guides
 """
