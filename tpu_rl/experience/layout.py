@@ -55,11 +55,15 @@ def with_routing(layout: Layout, routing: Any) -> Layout:
     return replace(layout, routing=packed.astype(flat.dtype))
 
 
-def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
+def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: bool = True) -> Layout:
     """Return the place of each token in the packed rows of the micro-batches.
 
-    `paths` says whether to fill `Layout.paths`. There is room for the longest texts of the shape
-    [N, T], so that batches with as many texts have one shape, however long these are.
+    Args:
+        batch: the size of packed rows.
+        data: a pytree with `action_mask` [N, T] and `group_id` [N].
+        paths: fill `Layout.paths`.
+        with_room: make room for N texts of T tokens each, so that all batches of N texts have one
+            shape. What stays empty is not computed.
     """
     mask = np.asarray(data.action_mask)
     texts_per_step = math.ceil(len(mask) / batch.num_minibatches)
@@ -74,7 +78,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
         share_prefixes=batch.share_prefixes,
-        row_limit=math.ceil(texts_per_step / texts_per_row),
+        row_limit=math.ceil(texts_per_step / texts_per_row) if with_room else None,
         paths=paths,
     )
 
