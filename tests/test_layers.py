@@ -83,7 +83,7 @@ placed by adding it.
 
 ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
     "config": {"config_checks", "help_text", "presets"},
-    "help_text": {"config"},
+    "help_text": set(),
     "config_checks": set(),
     "presets": {"config"},
     "roles": {"config"},
