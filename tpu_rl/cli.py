@@ -1,7 +1,7 @@
 """The console command `tpu-rl`: the commands of the folder launch, from any folder.
 
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
-tpu-rl evaluate|serve|export|plan|report|doctor|verify   the same as python launch/NAME.py
+tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as python launch/NAME.py
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
 """
@@ -20,7 +20,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.python_run import launch_module
 from tpu_rl.runtime import stdio
 
-COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify")
+COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,6 @@ import pytest
 
 from launch import config, evaluate, evaluate_q_sharp, run
 from launch.config import ExperimentConfig
-from tests.fixtures import tiny
 from tests.fixtures.runs import digest, small_q_sharp
 from tpu_rl import tokenizers
 from tpu_rl.algos import QSharpConfig, q_sharp
@@ -25,6 +24,7 @@ from tpu_rl.environments import arithmetic
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience import q_examples, tasks
 from tpu_rl.losses.return_distributions import Support
+from tpu_rl.proofs import tiny
 from tpu_rl.rollout import evaluation, guided_evaluation
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train import update_step

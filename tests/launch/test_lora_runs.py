@@ -16,7 +16,6 @@ import pytest
 from launch import compose, config, export, roles, run, saved_run
 from launch.config import ExperimentConfig, ModelConfig
 from launch.roles import BASE, Language, RunContext
-from tests.fixtures import tiny
 from tpu_rl import environments, models, tokenizers
 from tpu_rl.algos import (
     AlgorithmConfig,
@@ -30,6 +29,7 @@ from tpu_rl.algos.distill import DistillConfig
 from tpu_rl.errors import InputError
 from tpu_rl.losses.value_loss import Critic
 from tpu_rl.models import LoraConfig
+from tpu_rl.proofs import tiny
 from tpu_rl.train import sharding, update_step
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Algorithm, Params, TrainState

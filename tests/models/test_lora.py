@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
-from tests.fixtures.tiny import QUICKLY
 from tpu_rl import models, sampler
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.models.config import LORA_A, LORA_B, has_outputs_first
 from tpu_rl.models.hf import safetensors_files
+from tpu_rl.proofs.tiny import QUICKLY
 from tpu_rl.train import sharding
 from tpu_rl.types import Model, Params
 
