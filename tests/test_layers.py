@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": BASICS,
     "losses": STATE | {"train.packing", "algorithm_spec"},
     "algos": BASICS | {"user_code", "losses", "train.packing", "algorithm_spec"},
+    "proofs": BASICS | {"train", "algorithm_spec"},
     "models": STATE | {"runtime.processes", "untrusted_files", "storage"},
     "sampler": STATE | {"losses"},
     "storage": {"errors"},

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 
-from tests.fixtures import tiny
 from tests.fixtures.runs import digest, small_q_sharp
 from tpu_rl import tokenizers
 from tpu_rl.algos import QSharpConfig, q_sharp
@@ -26,6 +25,7 @@ from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.evaluation import answer_accuracy, guided_accuracy
 from tpu_rl.experience import q_examples, tasks
 from tpu_rl.losses.return_distributions import Support
+from tpu_rl.proofs import tiny
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train import update_step
 from tpu_rl.types import Array, Model, QExamples, Rollout

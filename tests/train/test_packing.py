@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import layout_of
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.models import layers
+from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
 from tpu_rl.types import Experience, Layout, Rows
 

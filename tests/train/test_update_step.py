@@ -16,9 +16,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.fixtures import several, tiny
+from tests.fixtures import several
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
 from tpu_rl.checkpoint import manager, train_state_io
+from tpu_rl.proofs import tiny
 from tpu_rl.train import optimizers, sharding
 from tpu_rl.train import update_step as training
 from tpu_rl.types import Algorithm, First, Max, Metrics, Min, Sum, TrainState
