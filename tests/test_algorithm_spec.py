@@ -4,56 +4,25 @@ import dataclasses
 
 import pytest
 
+from tests.fixtures.algorithm_cases import CASES
 from tpu_rl import algos
 from tpu_rl.algorithm_spec import ExperienceSpec, Reading, pairs_from
-from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
 
-# Configuration -> (source, kind of experience, policy that is evaluated).
-SOURCES = {
-    algos.AStarPoConfig(): ("rollouts", Rollout, "plain"),
-    algos.CispoConfig(): ("rollouts", Rollout, "plain"),
-    algos.DistillConfig(teacher="t"): ("completions", Completions, "plain"),
-    algos.DpoConfig(): ("pairs", Pairs, "plain"),
-    algos.GrpoConfig(): ("rollouts", Rollout, "plain"),
-    algos.GspoConfig(): ("rollouts", Rollout, "plain"),
-    algos.KtoConfig(): ("pairs", Pairs, "plain"),
-    algos.MiniLlmConfig(teacher="t"): ("rollouts", Rollout, "plain"),
-    algos.PpoConfig(): ("rollouts", Rollout, "plain"),
-    algos.ProcessRewardConfig(): ("step_labels", QExamples, "plain"),
-    algos.QSharpConfig(): ("q_examples", QExamples, "guided"),
-    algos.ReinforceConfig(): ("rollouts", Rollout, "plain"),
-    algos.RftConfig(): ("accepted", Completions, "plain"),
-    algos.RewardModelConfig(): ("pairs", Pairs, "plain"),
-    algos.SentenceRewardConfig(): ("pairs", Pairs, "plain"),
-    algos.SftConfig(): ("demonstrations", Demonstrations, "plain"),
-    algos.SftConfig(teacher="t"): ("completions", Completions, "plain"),
-    algos.ValuePretrainingConfig(): ("rollouts", Rollout, "plain"),
-}
+CONFIGS = [case.config for case in CASES.values()]
+"""All variants of all algorithms (tests/algos/test_algos.py compares them with ALGORITHMS)."""
 
 
-def test_every_algorithm_is_listed():
-    assert {type(config) for config in SOURCES} == set(algos.ALGORITHMS)
-
-
-@pytest.mark.parametrize("config", SOURCES, ids=lambda config: type(config).__name__)
-def test_source_and_policy(config):
-    source, kind, policy = SOURCES[config]
-    assert config.experience.source == source
-    assert config.experience.kind is kind
-    assert config.experience.policy == policy
-
-
-@pytest.mark.parametrize("config", SOURCES, ids=lambda config: type(config).__name__)
+@pytest.mark.parametrize("config", algos.ALGORITHMS, ids=lambda config: config.__name__)
 def test_declarations_are_properties_and_not_settings(config):
     """The command line and config.yaml know only the fields of a configuration."""
     names = {field.name for field in dataclasses.fields(config)}
     assert not names & {"experience", "roles"}
-    assert isinstance(type(config).experience, property)
-    assert isinstance(type(config).roles, property)
+    assert isinstance(config.experience, property)
+    assert isinstance(config.roles, property)
 
 
 def test_a_guided_policy_has_a_role_q_to_guide_it():
-    for config in SOURCES:
+    for config in CONFIGS:
         assert (config.experience.policy == "guided") == ("q" in config.roles)
 
 
@@ -76,7 +45,7 @@ def test_reward_models_say_how_their_scores_are_read(config, reading):
 
 
 def test_only_reward_models_have_a_reading():
-    for config in SOURCES:
+    for config in CONFIGS:
         has_reading = any(spec.reading is not None for spec in config.roles.values())
         assert has_reading == ("reward" in config.roles)
 

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": BASICS,
     "losses": STATE | {"train.packing", "algorithm_spec"},
     "algos": BASICS | {"user_code", "losses", "train.packing", "algorithm_spec"},
+    "proofs": BASICS | {"train", "algorithm_spec"},
     "models": STATE | {"runtime.processes", "untrusted_files", "storage"},
     "sampler": STATE | {"losses"},
     "storage": {"errors"},
@@ -72,6 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "experience": MODEL_CODE
     | {"run_files"}
     | {"rollout", "sampler", "environments", "rewards", "sandbox", "runtime", "train"},
+    "evaluation": MODEL_CODE
+    | {"experience", "rollout", "sampler", "environments", "rewards", "runtime", "train"},
 }
 """Folder or module directly in tpu_rl -> what it may import of tpu_rl besides itself.
 
@@ -81,7 +84,7 @@ placed by adding it.
 
 ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
     "config": {"config_checks", "help_text", "presets"},
-    "help_text": {"config"},
+    "help_text": set(),
     "config_checks": set(),
     "presets": {"config"},
     "roles": {"config"},

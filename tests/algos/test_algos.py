@@ -1,291 +1,55 @@
-"""The battery that every algorithm passes. A new one is a row of CASES.
-
-In float64 and on one packed shape, so that a case compiles its loss once for all proofs of its
-mathematics, and its update step once for the proofs of its bits.
-"""
+"""The battery that every algorithm passes, `tpu_rl.proofs`. A new algorithm is a row of CASES."""
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from tests.fixtures import tiny
-from tests.fixtures.algorithm_cases import CASES, MODEL, QUICK, off_policy, unless_quick
-from tpu_rl.algorithm_spec import RoleSpec
-from tpu_rl.algos import GrpoConfig, grpo
-from tpu_rl.train import update_step as training
-from tpu_rl.types import Algorithm, Experience, Params, Role, Roles, Rollout, TrainState
+from tests.fixtures.algorithm_cases import CASES, QUICK, unless_quick
+from tpu_rl.algos import ALGORITHMS, GrpoConfig, grpo
+from tpu_rl.proofs import PROOFS, Battery, tiny
+from tpu_rl.proofs.cases import MODEL, off_policy
+from tpu_rl.types import Params, Rollout
 
-every_case = pytest.mark.parametrize("name", unless_quick(pytest.mark.slow, CASES))
-# Tests that compile programs of their own.
-every_case_at_night = pytest.mark.parametrize("name", unless_quick(pytest.mark.nightly, CASES))
+NIGHTLY = {"shape", "bits"}
+"""The proofs that compile programs of their own: nightly for the cases that are not quick."""
 
 
-def test_every_algorithm_has_a_quick_case():
-    assert {case.factory for case in CASES.values()} == {CASES[name].factory for name in QUICK}
+def test_every_algorithm_has_a_case_and_a_quick_one():
+    registered = set(ALGORITHMS.values())
+    assert {case.factory for case in CASES.values()} == registered
+    assert {CASES[name].factory for name in QUICK} == registered
+    for case in CASES.values():
+        assert ALGORITHMS[type(case.config)] is case.factory
 
 
-# --- the mathematics, in float64 ---
+@functools.cache
+def battery(name: str) -> Battery:
+    return Battery(CASES[name])
+
+
+def parameters(name: str, proof: str) -> Any:
+    mark = pytest.mark.nightly if proof in NIGHTLY else pytest.mark.slow
+    return pytest.param(name, proof, marks=[mark] * (name not in QUICK))
+
+
+@pytest.mark.parametrize(
+    ("name", "proof"), [parameters(name, proof) for name in CASES for proof in PROOFS]
+)
+def test_battery(name, proof):
+    if proof == "gradient" and CASES[name].stops_gradient:
+        pytest.skip("its gradient stops by design")
+    PROOFS[proof](battery(name))
 
 
 @pytest.fixture
 def float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
-
-
-def probed_roles(specs: dict[str, RoleSpec]) -> Roles:
-    """The hidden states of the first role that trains, and of heads on its trunk, plus
-    params["probe"] [R, S, D], whose gradient shows which states learn."""
-    roles = dict(tiny.cast(specs)[0])
-    probed = product(specs)
-    trunk = roles[probed].hidden
-    for name, spec in specs.items():
-        if name == probed or spec.trunk_of == probed:
-            roles[name] = Role(
-                lambda params, rows: trunk(params, rows) + params["probe"], roles[name].logits
-            )
-    return roles
-
-
-def product(specs: dict[str, RoleSpec]) -> str:
-    """The first role that trains."""
-    return next(name for name, spec in specs.items() if spec.trainable)
-
-
-@functools.cache
-def probed_params(name: str) -> Params:
-    """Only within float64."""
-    probe = jnp.zeros((tiny.ROWS["micro_batch_rows"], tiny.ROWS["row_length"], 8))
-    return tiny.cast(CASES[name].config.roles)[1] | {"probe": probe}
-
-
-class Compiled(NamedTuple):
-    make_batch: Any
-    """jitted (experience, params) -> batch."""
-    loss: Any
-    """jitted (params, micro-batch) -> ((loss, metrics), gradients of every role and the probe)."""
-
-
-@functools.cache
-def compiled(name: str) -> Compiled:
-    case = CASES[name]
-    algorithm = case.factory(case.config, probed_roles(case.config.roles), tiny.SAMPLING)
-
-    def make_batch(experience: Experience, params: Params) -> Any:
-        return algorithm.make_batch(experience, params, algorithm.init_state(params))[0]
-
-    return Compiled(
-        jax.jit(make_batch, compiler_options=tiny.QUICKLY),
-        jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True), compiler_options=tiny.QUICKLY),
-    )
-
-
-def batch_of(name: str, data: Any, **cut: int) -> Any:
-    """The [K, R, S] batch of the case's only optimizer step."""
-    batch = compiled(name).make_batch(tiny.experience(data, **cut), probed_params(name))
-    return training.minibatch(jax.device_get(batch), 0)
-
-
-class Step(NamedTuple):
-    loss: float
-    metrics: dict[str, float]
-    gradients: Params
-    probes: np.ndarray
-    """[K, R, S]: largest gradient of each slot's hidden state."""
-
-
-def step_of(name: str, batch: Any, params: Params | None = None) -> Step:
-    """One optimizer step's loss, metrics and gradients, a micro-batch at a time."""
-    params = probed_params(name) if params is None else params
-    micro_batches = [training.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
-    results = jax.device_get(
-        [compiled(name).loss(params, micro_batch) for micro_batch in micro_batches]
-    )
-    metrics = jax.tree.map(lambda *x: np.stack(x), *[metrics for (_, metrics), _ in results])
-    gradients = [gradient for _, gradient in results]
-    return Step(
-        sum(float(loss) for (loss, _), _ in results),
-        {
-            key: float(value)
-            for key, value in training.reduce_metrics(training.merge_metrics(metrics)).items()
-        },
-        jax.tree.map(
-            lambda *x: sum(x),
-            *[{role: g[role] for role in CASES[name].config.roles} for g in gradients],
-        ),
-        np.stack([np.abs(g["probe"]).max(-1) for g in gradients]),
-    )
-
-
-def assert_close(actual: Step, expected: Step) -> None:
-    assert abs(expected.loss) > 1e-4
-    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-9)
-    for a, b in zip(*map(jax.tree.leaves, (actual.gradients, expected.gradients)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * max(np.abs(b).max(), 1e-12))
-    assert actual.metrics.keys() == expected.metrics.keys()
-    for key, value in expected.metrics.items():
-        np.testing.assert_allclose(actual.metrics[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
-
-
-@functools.cache
-def original(name: str) -> tuple[Any, Step]:
-    """(batch, step) of the case's data as they are. Only within float64."""
-    batch = batch_of(name, CASES[name].data())
-    return batch, step_of(name, batch)
-
-
-@every_case
-def test_only_predictions_of_learned_tokens_have_a_gradient(float64, name):
-    data = CASES[name].data()
-    batch, step = original(name)
-    _, layout = tiny.experience(data)
-    actions = np.asarray(layout.pack(data.action_mask))[0]
-    learned = np.any([np.asarray(weights) > 0 for weights in batch.weights.values()], axis=0)
-    assert np.all(learned <= actions)
-    if CASES[name].learned == "actions":
-        learned = actions
-    if CASES[name].learned.startswith("ends"):
-        learned = np.asarray(batch.ends)
-    read = learned
-    if CASES[name].learned == "ends and starts":
-        read = learned.copy()
-        for k, r, s in np.argwhere(learned):
-            read[k, r, batch.starts[k, r, s]] = True
-    if CASES[name].reads == "previous":
-        read = np.zeros_like(learned)
-        for k, r, s in np.argwhere(learned):
-            read[k, r, layout.previous[0, k, r, s]] = True
-    assert not step.probes[~read].any()
-    assert np.mean(step.probes[read] > 0) > 0.3
-    # Roles that do not train are read without gradient.
-    for role, spec in CASES[name].config.roles.items():
-        assert all(
-            leaf.any() == spec.trainable for leaf in jax.tree.leaves(step.gradients[role])
-        ), role
-
-
-@every_case
-def test_nothing_under_the_mask_is_read(float64, name):
-    data = CASES[name].data()
-    per_token = {
-        key: x
-        for key, x in vars(data).items()
-        if x is not None and x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
-    }
-    spoiled = data.replace(
-        **{key: jnp.where(data.action_mask, x, jnp.nan) for key, x in per_token.items()}
-    )
-    # What stands after a row's last action is in no packed row.
-    later = np.flip(np.logical_or.accumulate(np.flip(np.asarray(data.action_mask), 1), 1), 1) == 0
-    spoiled = spoiled.replace(tokens=jnp.where(later, tiny.VOCABULARY - 1, data.tokens))
-    jax.tree.map(
-        np.testing.assert_array_equal, step_of(name, batch_of(name, spoiled)), original(name)[1]
-    )
-
-
-@every_case_at_night
-def test_padding_changes_nothing(float64, name):
-    """More columns, more rows without actions, more packed rows."""
-    data = CASES[name].data()
-    wider = jax.tree.map(
-        lambda x: np.pad(x, [(0, 3)] + [(0, 5)] * (x.ndim > 1 and x.shape[1] > 2)), data
-    )
-    wider = wider.replace(group_id=np.concatenate([data.group_id, [90, 91, 91]]).astype(np.int32))
-    wider = jax.tree.map(jnp.asarray, wider)
-    padded = batch_of(name, wider, row_limit=8)
-    assert padded.rows.tokens.shape[0] == 4
-    assert_close(step_of(name, padded), original(name)[1])
-
-
-@every_case
-def test_the_order_of_groups_changes_nothing(float64, name):
-    data = CASES[name].data()
-    starts = np.cumsum([0] + [len(completions) for _, completions in CASES[name].groups])
-    order = np.concatenate([np.arange(starts[g], starts[g + 1]) for g in (3, 1, 4, 0, 2)])
-    permuted = jax.tree.map(lambda x: x[order], data)
-    assert_close(step_of(name, batch_of(name, permuted)), original(name)[1])
-
-
-@every_case
-def test_the_gradient_is_that_of_the_loss(float64, name):
-    """Central differences along random directions; the batch is constant: no gradient flows through
-    make_batch."""
-    if name == "cispo":
-        pytest.skip("by design its gradient stops at the ratio; test_surrogates has TRL's gradient")
-    batch, params = original(name)[0], probed_params(name)
-    trained = {role for role, spec in CASES[name].config.roles.items() if spec.trainable}
-    gradients = {role: original(name)[1].gradients[role] for role in trained}
-    start = {role: params[role] for role in trained}
-    random = np.random.default_rng(0)
-    for _ in range(3):
-        direction = jax.tree.map(lambda x: random.normal(size=x.shape), start)
-
-        def moved(by: float, direction: Params = direction) -> float:
-            return step_of(
-                name, batch, params | jax.tree.map(lambda x, d: x + by * d, start, direction)
-            ).loss
-
-        slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
-        products = jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)
-        np.testing.assert_allclose(sum(jax.tree.leaves(products)), slope, rtol=1e-6, atol=1e-8)
-
-
-# --- the bits, in the update step of a run ---
-
-
-OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-
-
-@functools.cache
-def update_step(name: str) -> tuple[Algorithm, training.UpdateStep]:
-    case = CASES[name]
-    algorithm = case.factory(case.config, tiny.cast(case.config.roles)[0], tiny.SAMPLING)
-    return algorithm, training.make_update_step(
-        algorithm, OPTIMIZER, lambda step: 0.1, trainable(name)
-    )
-
-
-def trainable(name: str) -> training.Trainable:
-    roles = CASES[name].config.roles
-    return lambda path: roles[path.partition("/")[0]].trainable
-
-
-@every_case_at_night
-def test_resuming_is_no_interruption_and_frozen_roles_keep_their_bits(name):
-    algorithm, update = update_step(name)
-    params = tiny.cast(CASES[name].config.roles)[1]
-    make_batch = training.make_batch_step(algorithm, compiler_options=tiny.QUICKLY)
-    batch, _ = make_batch(tiny.experience(CASES[name].data()), params, algorithm.init_state(params))
-    batch = training.minibatch(batch, 0)
-
-    def on_disk(state: TrainState) -> TrainState:
-        return jax.tree.map(np.array, state)
-
-    def after(steps: int, saved: TrainState) -> TrainState:
-        state = jax.tree.map(jnp.array, saved)
-        for _ in range(steps):
-            state, _ = update(state, batch)
-        return on_disk(state)
-
-    start = on_disk(training.init_train_state(params, algorithm, OPTIMIZER, trainable(name)))
-    straight = after(4, start)
-    resumed = after(2, after(2, start))
-    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
-    for role, spec in CASES[name].config.roles.items():
-        moved = jax.tree.map(
-            lambda new, old: np.abs(new - old).max(), straight.params[role], start.params[role]
-        )
-        if spec.trainable:
-            assert min(jax.tree.leaves(moved)) > 1e-4, role
-        else:
-            assert max(jax.tree.leaves(moved)) == 0, role
-    assert update._cache_size() == 1
 
 
 # --- GRPO against its formula, a completion at a time ---
@@ -406,7 +170,7 @@ def test_the_loss_is_its_formula(float64, name):
         log_ratio = reference[n, t] - log_probs[n, t]
         loss += config.kl_loss_coef * ratio * (np.exp(log_ratio) - 1 - log_ratio)
         expected += weights[n, t] * (loss - config.entropy_coef * entropy[n, t])
-    np.testing.assert_allclose(original(name)[1].loss, expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(battery(name).original[1].loss, expected, rtol=1e-6, atol=1e-8)
 
 
 @functools.cache
@@ -425,7 +189,7 @@ def plain_policy_gradient() -> Callable[[Params, jax.Array, jax.Array], Params]:
 def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
     params, config = tiny.init_params(MODEL), CASES[name].config
     data = tiny.sampled_near(tiny.rollout(), MODEL, params["policy"], noise=0.0)
-    step = step_of(name, batch_of(name, data))
+    step = battery(name).step(battery(name).batch(data))
     assert abs(step.metrics["policy/ratio_min"] - 1) < 1e-6
     assert abs(step.metrics["policy/ratio_max"] - 1) < 1e-6
     assert step.metrics["policy/clip_low"] == step.metrics["policy/clip_high"] == 0
@@ -444,7 +208,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_reinforce(float64, name):
 def test_the_cases_reach_every_branch_of_the_loss(float64):
     """Otherwise the battery would prove less than it says."""
     for name in GRPO:
-        metrics = original(name)[1].metrics
+        metrics = battery(name).original[1].metrics
         if CASES[name].config.old_log_probs == "recomputed":
             # Before the first update nothing is clipped; some weights are capped, and some are
             # below the cap.

@@ -12,11 +12,11 @@ import numpy as np
 import optax
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.algos import DistillConfig, MiniLlmConfig, distill, mini_llm
 from tpu_rl.algos.mini_llm import later_log_ratios
 from tpu_rl.errors import InputError
 from tpu_rl.losses import divergences, teachers
+from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
 from tpu_rl.types import Array, Completions, Experience, Params, Sampling
 

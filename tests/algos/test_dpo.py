@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.algos import DpoConfig, KtoConfig, dpo, kto
 from tpu_rl.errors import InputError
 from tpu_rl.losses import preference
+from tpu_rl.proofs import tiny
 from tpu_rl.train import packing, update_step
 from tpu_rl.types import Algorithm, Array, Experience, Pairs, Params
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.algos import GrpoConfig, GspoConfig, PpoConfig, grpo
 from tpu_rl.errors import InputError
+from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
 from tpu_rl.types import Array, Experience, Params, Rollout, Sampling
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.algos import (
     AStarPoConfig,
     PpoConfig,
@@ -29,6 +28,7 @@ from tpu_rl.algos import (
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.losses.value_loss import Critic
+from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
 from tpu_rl.types import Algorithm, Array, Experience, Params, Rollout, Sampling
 

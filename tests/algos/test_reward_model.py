@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl import data, environments, models, rewards, tokenizers
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.errors import InputError
 from tpu_rl.losses import preference, reward_score
+from tpu_rl.proofs import tiny
 from tpu_rl.rewards.reward_model import Reading
 from tpu_rl.train import packing, update_step
 from tpu_rl.types import Experience, Pairs, Role

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.algos import SftConfig
 from tpu_rl.algos.sft import sft
+from tpu_rl.proofs import tiny
 
 
 def test_the_loss_is_a_weighted_mean_over_the_step():

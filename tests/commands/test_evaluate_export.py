@@ -20,9 +20,9 @@ from tpu_rl import environments, models, rewards, tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import evaluate, export, run
 from tpu_rl.errors import InputError
+from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import DataFormat
-from tpu_rl.rollout import evaluation
 
 ROWS = 24
 
@@ -217,13 +217,13 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
     flags = [f"--data.path={file}", "--data.format=plain", "--preset=arithmetic_grpo"]
     flags += ["--reward=math", "--samples=8", "--max-new-tokens=6"]
     results = []
-    evaluate_problems = evaluation.evaluate
+    evaluate_problems = answer_accuracy.evaluate
 
     def evaluate_and_note(*arguments):
         results.append(evaluate_problems(*arguments))
         return results[-1]
 
-    monkeypatch.setattr(evaluation, "evaluate", evaluate_and_note)
+    monkeypatch.setattr(answer_accuracy, "evaluate", evaluate_and_note)
     assert evaluate.main([model_dir, *flags]) == 0
     votes = []
     for problem in results[1].problems:

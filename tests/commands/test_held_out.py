@@ -11,7 +11,7 @@ import pytest
 from tests.fixtures.runs import rows_of
 from tpu_rl import data, models, rewards, tokenizers
 from tpu_rl.commands import config, evaluate, evaluators, export, run
-from tpu_rl.experience import pair_accuracy
+from tpu_rl.evaluation import pair_accuracy
 
 SMALL = [
     *("--steps", "1", "--batch.prompts", "4", "--batch.row-length", "64"),

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl import environments, models, tokenizers
 from tpu_rl.algos import (
     AlgorithmConfig,
@@ -30,6 +29,7 @@ from tpu_rl.commands.roles import BASE, Language, RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.losses.value_loss import Critic
 from tpu_rl.models import LoraConfig
+from tpu_rl.proofs import tiny
 from tpu_rl.train import sharding, update_step
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Algorithm, Params, TrainState

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tests.fixtures import tiny
 from tests.fixtures.runs import TINY, digest, make_rewards_nan
 from tests.fixtures.source_lines import line_of
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
@@ -18,6 +17,7 @@ from tpu_rl.algos import ALGORITHMS, GrpoConfig
 from tpu_rl.commands import run
 from tpu_rl.diagnosis import debug_nans
 from tpu_rl.errors import InputError
+from tpu_rl.proofs import tiny
 from tpu_rl.train import update_step
 from tpu_rl.types import Algorithm
 

@@ -5,12 +5,12 @@ import signal
 
 import pytest
 
-from tests.fixtures import tiny
 from tests.fixtures.runs import TINY, make_rewards_nan, rows_of, run_until
 from tpu_rl import tokenizers
 from tpu_rl.commands import run
 from tpu_rl.diagnosis import nan_recovery
 from tpu_rl.experience import source
+from tpu_rl.proofs import tiny
 
 COMMAND = [*TINY, "--checkpoint-every", "1", "--evaluation.rows", "0"]
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tests.fixtures import tiny
 from tpu_rl.experience import completions
+from tpu_rl.proofs import tiny
 
 
 def test_texts_of_policy_and_teacher_are_joined():

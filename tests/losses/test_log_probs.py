@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.losses import log_probs
 from tpu_rl.losses.log_probs import k1, k2, k3, token_log_probs
+from tpu_rl.proofs import tiny
 from tpu_rl.types import Role, Rows
 
 MODEL = tiny.attention_model()

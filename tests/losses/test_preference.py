@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from tests.fixtures import tiny
 from tpu_rl.losses import preference
+from tpu_rl.proofs import tiny
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.losses import advantages, policy_batch
 from tpu_rl.losses.advantages import (
     batch_scaled,
@@ -15,6 +14,7 @@ from tpu_rl.losses.advantages import (
     group_scaled,
     leave_one_out,
 )
+from tpu_rl.proofs import tiny
 
 NAN = float("nan")
 EVERY = [group_centered, group_scaled, batch_scaled, leave_one_out]

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tpu_rl.errors import InputError
 from tpu_rl.losses import value_loss
 from tpu_rl.losses.value_loss import Critic
+from tpu_rl.proofs import tiny
 
 
 def test_clipped_value_loss_by_hand():

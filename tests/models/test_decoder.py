@@ -24,10 +24,10 @@ from tests.fixtures.decoders import (
     tiny,
     tokens_of,
 )
-from tests.fixtures.tiny import VOCABULARY, attention_model, plain_log_probs
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import kv_cache, layers
+from tpu_rl.proofs.tiny import VOCABULARY, attention_model, plain_log_probs
 from tpu_rl.sampler import SamplerConfig, sample
 from tpu_rl.types import Rows
 

@@ -15,7 +15,6 @@ from tests.fixtures import several
 from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tests.fixtures.mixtures import CHOSEN, COUNT, INNER, SWIGLU, case, on_four_devices
 from tests.fixtures.several import require_same_step
-from tests.fixtures.tiny import plain_log_probs
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model, models, tokenizers
 from tpu_rl.commands import roles
@@ -23,6 +22,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MoeConfig
 from tpu_rl.models.moe import experts
+from tpu_rl.proofs.tiny import plain_log_probs
 from tpu_rl.sampler import SamplerConfig, sample
 from tpu_rl.train import sharding
 

@@ -282,23 +282,6 @@ def test_gsm8k():
         rewards.score({"gsm8k": rewards.gsm8k}, ["q"], ["#### 1"], {})
 
 
-def test_built_in_names():
-    assert set(rewards.BUILTIN) == {
-        "arithmetic",
-        "arithmetic_well_formed",
-        "gsm8k",
-        "gsm8k_marks",
-        "math",
-        "python_tests",
-        "reverse",
-        "reverse_characters",
-        "search_answer",
-        "search_called",
-        "search_format",
-        "star_graph",
-    }
-
-
 # --- math-verify ---
 
 STAND_IN = """

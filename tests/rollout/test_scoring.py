@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tests.fixtures.echo import WIDTH, digit, score_prompts
 from tpu_rl import rewards
 from tpu_rl.algos.grpo import GrpoConfig, grpo
+from tpu_rl.proofs import tiny
 from tpu_rl.rollout import records, scoring
 from tpu_rl.train import packing
 from tpu_rl.types import Experience

@@ -135,6 +135,8 @@ def write_on_each(folder: Path, name: str, *contents: str) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "chat_template.jinja"])
 def test_model_under_an_adapter_must_be_the_same_on_all_hosts(monkeypatch, tmp_path, name):
+    # A base that the working directory has goes before that of the adapter's directory.
+    monkeypatch.chdir(tmp_path)
     adapter = json.dumps({"base_model_name_or_path": "../base"})
     write_on_each(tmp_path, "adapter/adapter_config.json", adapter, adapter)
     write_on_each(tmp_path, "base/config.json", "{}", "{}")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.fixtures import tiny
 from tpu_rl import models, sampler
 from tpu_rl.errors import InputError
 from tpu_rl.losses import return_distributions
@@ -21,6 +20,7 @@ from tpu_rl.losses.return_distributions import (
     histogram_offset,
     offset,
 )
+from tpu_rl.proofs import tiny
 from tpu_rl.sampler import decode_loop, guided_policy, slots
 from tpu_rl.sampler.guided_policy import guide, with_kl_coef
 from tpu_rl.types import UNREAD, Model, Policy, Purpose

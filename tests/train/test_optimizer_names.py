@@ -10,11 +10,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.fixtures import tiny
 from tests.fixtures.update_cases import CASES, MODEL
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models.config import WEIGHT_AXES
+from tpu_rl.proofs import tiny
 from tpu_rl.train import optimizers, sharding, update_step
 from tpu_rl.train.optimizers import OptimizerConfig
 

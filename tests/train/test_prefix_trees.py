@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fixtures import tiny
 from tests.fixtures.decoders import tiny as tiny_decoder
 from tests.fixtures.trees import Tree, random_tree
 from tpu_rl import models
@@ -15,6 +14,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.models.attention import flash_kernels
+from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
 from tpu_rl.types import Layout
 

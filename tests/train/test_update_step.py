@@ -16,9 +16,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.fixtures import several, tiny
+from tests.fixtures import several
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
 from tpu_rl.checkpoint import manager, train_state_io
+from tpu_rl.proofs import tiny
 from tpu_rl.train import optimizers, sharding
 from tpu_rl.train import update_step as training
 from tpu_rl.types import Algorithm, First, Max, Metrics, Min, Sum, TrainState
@@ -128,6 +129,31 @@ for devices in (1, 2, 4):
                     "devices": len(rows.advantages.sharding.device_set)})
 print(json.dumps({"steps": results, "cut": t.optimizer_state_of_cut_params()}))
 """
+
+
+def test_empty_micro_batches_are_not_computed():
+    """The loss of a micro-batch without tokens is NaN here, and nobody sees it."""
+    algorithm = CASES["grpo"][0]
+
+    def nan_if_empty(params: Any, batch: Any) -> tuple[jax.Array, Metrics]:
+        loss, metrics = algorithm.loss(params, batch)
+        is_empty = ~(batch.rows.segment_ids > 0).any()
+        poison = jnp.where(is_empty, jnp.nan, 0.0)
+        return loss + poison, metrics | {"max": Max(loss), "min": Min(loss)}
+
+    params = tiny.init_params(MODEL)
+    trained, frozen = training.partition(params, tiny.train_policy)
+
+    def accumulate(batch: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+        loss, metrics, gradients = training.accumulate(
+            algorithm._replace(loss=nan_if_empty), trained, frozen, batch
+        )
+        return loss, training.reduce_metrics(training.merge_metrics(metrics)), gradients
+
+    plain = batch_of("grpo")
+    wide = batch_of("grpo", row_limit=12)
+    assert (len(plain.rows.tokens), len(wide.rows.tokens)) == (2, 6)
+    jax.tree.map(np.testing.assert_array_equal, accumulate(wide), accumulate(plain))
 
 
 def optimizer_state_of_cut_params() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The console command `tpu-rl`: all commands, from any folder.
 
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
-tpu-rl evaluate|serve|export|plan|report|doctor|verify   the same as python launch/NAME.py
+tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as python launch/NAME.py
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
 """
@@ -23,7 +23,7 @@ from tpu_rl.runtime import stdio
 OUTLIVE_READERS = ("run", "serve", "report")
 """Commands that go on when nobody reads their output any more. The others end."""
 
-COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify")
+COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,8 +45,8 @@ from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.models import Select
 from tpu_rl.rewards import named
-from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
+from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.sampler_thread import SamplerThread
 from tpu_rl.rollout.weights import RolloutPolicy, sampling_mesh
 from tpu_rl.runtime import host

@@ -32,11 +32,11 @@ from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, M
 from tpu_rl.commands.saved_run import load_language, load_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError
-from tpu_rl.experience import held_out_loss, tasks, text_log_probs
+from tpu_rl.evaluation import answer_accuracy, guided_accuracy, held_out_loss
+from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
+from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
-from tpu_rl.rollout import evaluation, guided_evaluation
 from tpu_rl.rollout.engine import Decoding, Scorer
-from tpu_rl.rollout.evaluation import Estimate, Evaluation
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.tokenizers import TokenizerConfig
@@ -312,14 +312,14 @@ def answer(
     mesh = compose.make_mesh(MeshConfig())
     policy = RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh)
     reward_name = config.evaluation_reward or ""
-    read_answer = evaluation.ANSWER_READERS.get(reward_name)
-    read_groups = evaluation.GROUP_READERS.get(reward_name)
+    read_answer = answer_accuracy.ANSWER_READERS.get(reward_name)
+    read_groups = answer_accuracy.GROUP_READERS.get(reward_name)
     results = {}
     for name, sampler_settings in settings.items():
         decoding = Decoding(
             policy,
             sampler_settings,
-            config.sampling.max_prompt_tokens if config.agent else evaluation.ANY_LENGTH,
+            config.sampling.max_prompt_tokens if config.agent else answer_accuracy.ANY_LENGTH,
             flags.seed,
             Purpose.EVALUATION,
             config.sampling.stop_strings,
@@ -327,7 +327,7 @@ def answer(
         )
         engine = compose.engine(config, decoding, scorer)
         votes = read_groups if sampler_settings.samples_per_prompt > 1 else None
-        results[name] = evaluation.evaluate(engine, params, problems, read_answer, votes)
+        results[name] = answer_accuracy.evaluate(engine, params, problems, read_answer, votes)
     return results
 
 
@@ -351,14 +351,14 @@ def report_guided(
     )
     mesh = compose.make_mesh(MeshConfig())
     reward_name = config.evaluation_reward or ""
-    read_answer = evaluation.ANSWER_READERS.get(reward_name)
-    read_groups = evaluation.GROUP_READERS.get(reward_name) if flags.samples > 1 else None
-    task = guided_evaluation.Task(
+    read_answer = answer_accuracy.ANSWER_READERS.get(reward_name)
+    read_groups = answer_accuracy.GROUP_READERS.get(reward_name) if flags.samples > 1 else None
+    task = guided_accuracy.Task(
         problems, scorer, read_answer, settings, flags.seed, mesh, read_groups
     )
     kl_coefs = flags.kl_coef or (kl_coef,)
     with jax.set_mesh(mesh):
-        lines, judged = guided_evaluation.sweep(guided, task, kl_coefs, flags.baseline)
+        lines, judged = guided_accuracy.sweep(guided, task, kl_coefs, flags.baseline)
     evaluate_q_sharp.record(flags.guide, lines, judged)
     title = f"{flags.model} guided by {flags.guide}"
     evaluate_q_sharp.report(title, lines, judged, flags.samples)
@@ -465,11 +465,11 @@ def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Es
         lines += [
             (
                 f"pass@{k}, temperature {flags.temperature:g}",
-                evaluation.pass_at(sampled.problems, k),
+                answer_accuracy.pass_at(sampled.problems, k),
             )
             for k in sorted({1, flags.samples, *powers})
         ]
         if flags.samples > 1 and sampled.reads_answers:
-            lines.append((f"maj@{flags.samples}", evaluation.majority_vote(sampled.problems)))
+            lines.append((f"maj@{flags.samples}", answer_accuracy.majority_vote(sampled.problems)))
     greedy = results["greedy"]
     return [*lines, ("greedy", Estimate(greedy.accuracy, greedy.low, greedy.high, greedy.n))]

@@ -19,10 +19,10 @@ from tpu_rl.commands import roles
 from tpu_rl.commands.roles import Language
 from tpu_rl.commands.saved_run import load_run
 from tpu_rl.errors import InputError
+from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.guided_accuracy import Guided, Line
 from tpu_rl.models import Select
 from tpu_rl.report import GUIDED_FILE, write_report
-from tpu_rl.rollout.evaluation import Estimate
-from tpu_rl.rollout.guided_evaluation import Guided, Line
 from tpu_rl.types import Params
 
 POLICY_PARAMS = Select("policy")

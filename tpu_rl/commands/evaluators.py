@@ -15,16 +15,17 @@ from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
 from tpu_rl.errors import InputError
-from tpu_rl.experience import held_out_loss, pair_accuracy, reward_accuracy, step_labels, tasks
+from tpu_rl.evaluation import answer_accuracy, held_out_loss, pair_accuracy, reward_accuracy
+from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
+from tpu_rl.experience import step_labels, tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.pairs import GivenPairs, ToPairs
-from tpu_rl.experience.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.rewards import named, reward_model
 from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards.worker_pool import IsolatedReward
-from tpu_rl.rollout import evaluation, scoring
+from tpu_rl.rollout import scoring
 from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make_engine
-from tpu_rl.rollout.evaluation import Estimate
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import agreement, processes
@@ -136,10 +137,10 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     by_turns = {
         turns: (engine(1.0, turns), engine(0.0, turns)) for turns in config.evaluation.turns
     }
-    read_answer = evaluation.ANSWER_READERS.get(config.evaluation_reward or "")
+    read_answer = answer_accuracy.ANSWER_READERS.get(config.evaluation_reward or "")
 
     def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
-        result = evaluation.evaluate(engine, params, rows, read_answer)
+        result = answer_accuracy.evaluate(engine, params, rows, read_answer)
         return _answer_metrics(prefix, result, further_rewards(scorer, result))
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
@@ -188,7 +189,7 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
     return Scorer(tokenizer, functions, limits.fault_share, terms)
 
 
-def further_rewards(scorer: Scorer, result: evaluation.Evaluation) -> dict[str, Estimate]:
+def further_rewards(scorer: Scorer, result: answer_accuracy.Evaluation) -> dict[str, Estimate]:
     """Return the mean of each reward, if there are several, and of the total if it is another."""
     measured = dict(result.rewards) if len(result.rewards) > 1 else {}
     correct = next(iter(scorer.reward_functions), None)
@@ -198,7 +199,7 @@ def further_rewards(scorer: Scorer, result: evaluation.Evaluation) -> dict[str, 
 
 
 def _answer_metrics(
-    prefix: str, result: evaluation.Evaluation, further: dict[str, Estimate]
+    prefix: str, result: answer_accuracy.Evaluation, further: dict[str, Estimate]
 ) -> dict[str, float]:
     if result.errors:
         print(

@@ -18,7 +18,7 @@ from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import compose, roles, stages
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import printable
-from tpu_rl.experience import pair_audit
+from tpu_rl.evaluation import pair_audit
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
 from tpu_rl.runtime import processes

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tpu_rl.commands.config import ExperimentConfig
+from typing import Any
 
 METHODS = (
     "sft",
@@ -45,7 +42,7 @@ COMMON = {
 """Setting -> what it is, in a few words. `--help-all` has the full descriptions."""
 
 
-def short_help(chosen: str, default: ExperimentConfig, others: list[str]) -> str:
+def short_help(chosen: str, default: Any, others: list[str]) -> str:
     """Return the help of a preset, at most 40 lines of 100 columns.
 
     Args:

@@ -360,7 +360,7 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
         config.batch, prompts=num_kept(config.batch.prompts, config.rollout.keep_variance_share)
     )
     data = longest_texts(batch, config.sampling, planned.stage.algorithm.experience)
-    layout = layout_of(batch, data, paths=config.model.exact_sampling)
+    layout = layout_of(batch, data, paths=config.model.exact_sampling, with_room=False)
     if config.rollout.replay_routing:
         policy = planned.context.models["policy"].config
         size = policy.mixture_layers * policy.moe.experts_per_token

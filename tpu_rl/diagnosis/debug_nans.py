@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import optax
 
 from tpu_rl.errors import InputError
 from tpu_rl.train import sharding, update_step
-from tpu_rl.types import Algorithm, Experience, Metrics, Params, TrainState
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, TrainState
 
 MAX_FRAMES = 4
 """The number of stack frames that a message shows."""
@@ -107,15 +106,15 @@ def _require_finite_update(
 ) -> None:
     """Compute loss and gradient of each micro-batch once more; see `_require_finite`."""
     trained, frozen = update_step.partition(params, trainable)
+
+    def loss_of(trained: Params, micro_batch: Any) -> Array:
+        loss, _ = algorithm.loss(update_step.combine(trained, frozen), micro_batch)
+        return loss
+
+    gradient = jax.value_and_grad(loss_of)
     for number in range(jax.tree.leaves(batch)[0].shape[0]):
-        micro_batch = jax.tree.map(lambda leaf, at=number: leaf[at : at + 1], batch)
-        _require_finite(
-            f"{what}, in micro-batch {number}",
-            partial(update_step.accumulate, algorithm),
-            trained,
-            frozen,
-            micro_batch,
-        )
+        micro_batch = update_step.minibatch(batch, number)
+        _require_finite(f"{what}, in micro-batch {number}", gradient, trained, micro_batch)
 
 
 def _require_finite(what: str, function: Callable[..., Any], *arguments: Any) -> None:

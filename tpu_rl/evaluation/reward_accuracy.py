@@ -20,10 +20,10 @@ import numpy as np
 
 from tpu_rl import data, models, rewards
 from tpu_rl.data import Row
-from tpu_rl.experience import pair_accuracy, pairing
-from tpu_rl.experience.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
+from tpu_rl.evaluation import answer_accuracy, pair_accuracy
+from tpu_rl.evaluation.pair_accuracy import by_problem, lengths_of, longer_or_shorter, problems_of
+from tpu_rl.experience import pairing
 from tpu_rl.rewards import reward_model
-from tpu_rl.rollout import evaluation
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.train import sharding
@@ -37,7 +37,7 @@ class Accuracy(NamedTuple):
 
     name: str
     """"" is the model on everything; others are slices, or simple rules."""
-    estimate: evaluation.Estimate
+    estimate: answer_accuracy.Estimate
 
 
 Judge = Callable[[Params, bool], list[Accuracy]]

@@ -1,6 +1,6 @@
 """Simple rules that reward models are compared with."""
 
-from tpu_rl.experience import reward_accuracy
+from tpu_rl.evaluation import reward_accuracy
 
 
 def test_majority_vote_counts_different_completions_that_end_with_a_number():

@@ -20,10 +20,10 @@ import numpy as np
 
 from tpu_rl import data, rewards
 from tpu_rl.data import Row
+from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
+from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.pair_accuracy import by_problem, problems_of
 from tpu_rl.experience.pairs import GivenPairs, ToPairs
-from tpu_rl.experience.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
 from tpu_rl.runtime import processes, watchdog
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Algorithm, Experience, Pairs, Params

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from tpu_rl import sampler
 from tpu_rl.data import Row
+from tpu_rl.evaluation import answer_accuracy
+from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation, ReadAnswer, ReadGroups
 from tpu_rl.losses.return_distributions import Method, Support
-from tpu_rl.rollout import evaluation
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
-from tpu_rl.rollout.evaluation import Estimate, Evaluation, ReadAnswer, ReadGroups
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import guided_policy
 from tpu_rl.sampler.guided_policy import Reads
@@ -103,17 +103,19 @@ def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
     decoding = Decoding(
         RolloutPolicy(policy, lambda tree: tree, task.mesh),
         task.sampler,
-        task.sampler.prompt_length or evaluation.ANY_LENGTH,
+        task.sampler.prompt_length or answer_accuracy.ANY_LENGTH,
         task.seed,
         Purpose.EVALUATION,
     )
     engine = make_engine(decoding, task.scorer)
-    return evaluation.evaluate(engine, params, task.problems, task.read_answer, task.read_groups)
+    return answer_accuracy.evaluate(
+        engine, params, task.problems, task.read_answer, task.read_groups
+    )
 
 
 def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: np.ndarray) -> Line:
     """Return the line of an evaluation; `kl` [N] is that of its completions."""
-    majority = evaluation.majority_vote(result.problems) if result.reads_answers else None
+    majority = answer_accuracy.majority_vote(result.problems) if result.reads_answers else None
     accuracy = Estimate(result.accuracy, result.low, result.high, result.n)
     return Line(
         name,
@@ -197,8 +199,8 @@ def judge(
     scores = in_batches(batch_scores, reference.rollout, begins, ends, config.max_num_seqs)
     problems = reference.problems
     problem_scores = [[float(scores[row]) for row in problem.rows] for problem in problems]
-    lines = [(f"best of {num_samples} by q", evaluation.best_of(problems, problem_scores))]
+    lines = [(f"best of {num_samples} by q", answer_accuracy.best_of(problems, problem_scores))]
     if reference.reads_answers:
-        vote = evaluation.weighted_vote(problems, problem_scores)
+        vote = answer_accuracy.weighted_vote(problems, problem_scores)
         lines.append((f"maj@{num_samples} weighted by q", vote))
     return lines

@@ -12,9 +12,8 @@ import pytest
 
 from tpu_rl import environments, rewards, tokenizers
 from tpu_rl.errors import TpuRlError
-from tpu_rl.rollout import evaluation
-from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
-from tpu_rl.rollout.evaluation import (
+from tpu_rl.evaluation import answer_accuracy
+from tpu_rl.evaluation.answer_accuracy import (
     Problem,
     best_of,
     estimate,
@@ -29,6 +28,7 @@ from tpu_rl.rollout.evaluation import (
     weighted_vote,
     wilson,
 )
+from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import preemption
 from tpu_rl.sampler import SamplerConfig
@@ -183,7 +183,7 @@ def scripted_engine(
 ) -> Engine:
     """Return an engine for evaluations whose policy writes one of the texts."""
     policy = RolloutPolicy(scripted_policy(*texts), lambda params: params, sharding.make_mesh())
-    decoding = Decoding(policy, config, evaluation.ANY_LENGTH, purpose=Purpose.EVALUATION)
+    decoding = Decoding(policy, config, answer_accuracy.ANY_LENGTH, purpose=Purpose.EVALUATION)
     return make_engine(decoding, Scorer(TOKENIZER, reward_functions, **scorer_settings))
 
 
@@ -193,7 +193,7 @@ def test_evaluation_of_a_policy_that_guesses():
         max_new_tokens=6, stop_ids=TOKENIZER.eos_ids, samples_per_prompt=4, prompt_length=8
     )
     reward = {"arithmetic": rewards.BUILTIN["arithmetic"]}
-    read_answer = evaluation.ANSWER_READERS["arithmetic"]
+    read_answer = answer_accuracy.ANSWER_READERS["arithmetic"]
     engine = scripted_engine(["#5", "#6"], reward, config)
     result = evaluate(engine, {}, rows, read_answer)
 
@@ -245,7 +245,7 @@ def test_answers_of_a_problem_may_be_read_together():
     assert result.reads_answers
     assert result.well_formed == pytest.approx(1 / 3)
     five_wins = 2 * first.answers.count(5) > 63
-    assert evaluation.majority_vote(result.problems).value == pytest.approx(five_wins / 3)
+    assert answer_accuracy.majority_vote(result.problems).value == pytest.approx(five_wins / 3)
 
 
 def test_reward_may_fail_on_the_share_that_the_run_allows():
