@@ -40,7 +40,7 @@ from tpu_rl.errors import DamagedDataError, TpuRlError
 
 FLAGS = shlex.split("""
 arithmetic_grpo --batch.prompts 4 --batch.group-size 4 --batch.row-length 128
---evaluation.rows 8 --evaluation.interval 2 --checkpoint-every 1 --steps 3
+--evaluation.rows 8 --evaluation.interval 2 --checkpoint.interval 1 --steps 3
 """)
 BLOCK = 512
 GIANT_BYTES = 80 * 2**20

@@ -78,7 +78,7 @@ def distance(directory: str, rows: int) -> tuple[float, float]:
     )
     params = {"policy": policy, "teacher": reference}
     roles_by_name = {name: models.role(model, operator.itemgetter(name)) for name in params}
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         rollout.action_mask, rollout.group_id, row_length=256, micro_batch_rows=8
     )
     mask = layout.pack(rollout.action_mask)

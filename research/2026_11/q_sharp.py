@@ -67,7 +67,7 @@ def make_config(arm: str, seed: int, folder: Path) -> ExperimentConfig:
     later_steps = preset.steps - preset.phases[-1].until
     rounds = ROUNDS.get(arm, 1 + len(preset.phases))
     ends = [first_steps + later_steps * k for k in range(rounds)]
-    phases = tuple(Phase(algorithm, until=end, forget=("q",)) for end in ends[:-1])
+    phases = tuple(Phase(algorithm, until=end, reset_roles=("q",)) for end in ends[:-1])
     return replace(
         preset,
         algorithm=algorithm,

@@ -55,7 +55,7 @@ def gaps(family: str, dtype: str) -> dict[str, np.ndarray]:
     )
     rollout = sampler.sample(models.policy(model), params, prompts, jax.random.key(0), sampling)
     mask = np.asarray(rollout.action_mask)
-    layout = packing.lay_out(mask, np.asarray(rollout.group_id), row_length=512, micro_batch_rows=8)
+    layout = packing.assign_slots(mask, np.asarray(rollout.group_id), row_length=512, micro_batch_rows=8)
     role = models.role(model, lambda params: params)
 
     @jax.jit

@@ -39,6 +39,7 @@ from tpu_rl import models
 from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
 from tpu_rl.commands import compose, config, evaluate_q_sharp, evaluators, saved_run
 from tpu_rl.commands.config import (
+    CheckpointConfig,
     BatchConfig,
     EvaluationConfig,
     ExperimentConfig,
@@ -141,7 +142,7 @@ def base_config(folder: Path) -> ExperimentConfig:
         ),
         evaluation=EvaluationConfig(rows=200, interval=300),
         steps=DEMONSTRATIONS // BATCH_PROMPTS,
-        checkpoint_every=400,
+        checkpoint=CheckpointConfig(400),
         run_dir=str(folder / "pretrain"),
     )
 
@@ -165,7 +166,7 @@ def q_config(base: ExperimentConfig, seed: int) -> ExperimentConfig:
         batch=replace(base.batch, prompts=Q_BATCH_PROMPTS, group_size=GROUP),
         evaluation=replace(base.evaluation, rows=0),
         steps=steps,
-        checkpoint_every=steps // 4,
+        checkpoint=CheckpointConfig(steps // 4),
         seed=seed,
         run_dir=str(Path(base.run_dir).parent / f"q_{seed}"),
     )
@@ -185,7 +186,7 @@ def grpo_config(base: ExperimentConfig, seed: int, kl_coef: float) -> Experiment
         batch=replace(base.batch, group_size=GROUP, micro_batch_rows=32),
         evaluation=replace(base.evaluation, rows=0),
         steps=steps,
-        checkpoint_every=steps // 4,
+        checkpoint=CheckpointConfig(steps // 4),
         seed=seed,
         run_dir=str(Path(base.run_dir).parent / f"grpo_{kl_coef:g}_{seed}"),
     )

@@ -20,7 +20,7 @@ import q_sharp
 
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.commands import config, evaluate
-from tpu_rl.commands.config import BatchConfig, ExperimentConfig, FileData, SamplingConfig
+from tpu_rl.commands.config import CheckpointConfig, BatchConfig, ExperimentConfig, FileData, SamplingConfig
 from tpu_rl.train.optimizers import OptimizerConfig
 
 RECIPE = arms.ROOT / "recipes" / "word_reversal"
@@ -56,7 +56,7 @@ def make_config(folder: Path, model: Path, num_prompts: int, layers: int) -> Exp
         sampling=SamplingConfig(max_prompt_tokens=64, max_new_tokens=24, max_num_seqs=64),
         evaluation=replace(preset.evaluation, rows=0),
         steps=steps,
-        checkpoint_every=steps,
+        checkpoint=CheckpointConfig(steps),
         run_dir=str(folder / "q"),
     )
 

@@ -137,7 +137,7 @@ sys.exit(run.main(sys.argv[1:]))
 """
 """A program: a run that is killed after it has written the row of step 3, before its checkpoint."""
 
-OF_FOUR_STEPS = ["--steps", "4", "--checkpoint-every", "1", "--evaluation.rows", "2"]
+OF_FOUR_STEPS = ["--steps", "4", "--checkpoint.interval", "1", "--evaluation.rows", "2"]
 SHORT_Q_SHARP = [
     *("--phases.0.until", "2", "--phases.0.algorithm.prompts", "2", "--algorithm.prompts", "2"),
     *("--phases.0.algorithm.candidates", "4", "--algorithm.candidates", "4"),

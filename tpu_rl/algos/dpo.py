@@ -112,7 +112,7 @@ class DpoConfig:
         roles = {"policy": RoleSpec(trainable=True)}
         # The reference's log-probs of pairs from a file are computed once, and it is not kept.
         if self.reference == "role" or self.pairs == "reference":
-            roles["reference"] = RoleSpec(trainable=False, follows=self.reference_mix)
+            roles["reference"] = RoleSpec(trainable=False, tracks_policy=self.reference_mix)
         return roles
 
 

@@ -20,7 +20,7 @@ from tpu_rl import redaction
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import stdio
 
-OUTLIVE_READERS = ("run", "serve", "report")
+IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 """Commands that go on when nobody reads their output any more. The others end."""
 
 COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check")
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     redaction.redact_tracebacks()
-    if argv and argv[0] in OUTLIVE_READERS:
-        stdio.outlive_readers()
+    if argv and argv[0] in IGNORE_CLOSED_PIPES:
+        stdio.ignore_closed_pipes()
     else:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if not argv or argv[0] in ("-h", "--help"):

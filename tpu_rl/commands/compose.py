@@ -18,7 +18,7 @@ from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
-from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, that_stay
+from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, fixed_settings
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.environments import named as named_environments
@@ -119,13 +119,13 @@ def make_context(
     return context, params
 
 
-def forget(context: RunContext, stage: Stage, params: Params) -> Params:
+def reset_roles(context: RunContext, stage: Stage, params: Params) -> Params:
     """Return the params that a stage begins with: the roles that it forgets are as at first."""
-    if not stage.forget:
+    if not stage.reset_roles:
         return params
     language, loaded = roles.language(context.config, context.mesh)
-    first = roles.first_params(context.config, language, loaded, context.mesh, stage.forget)
-    return params | {name: first[name] for name in stage.forget}
+    first = roles.first_params(context.config, language, loaded, context.mesh, stage.reset_roles)
+    return params | {name: first[name] for name in stage.reset_roles}
 
 
 def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
@@ -187,7 +187,7 @@ def environment(config: ExperimentConfig) -> Environment | None:
     """
     if not config.environment:
         return None
-    given = named_environments.lent(config.environment)
+    given = named_environments.passed_class(config.environment)
     # A cache has no dicts as keys.
     given = tuple(given.items()) if isinstance(given, Mapping) else given
     pool = _environment_pool(given, config.environment_limits)
@@ -400,7 +400,7 @@ def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     return pairs.given_pair_source(stream, to_pairs(context, stage, params, given.usable))
 
 
-def are_given(stage: Stage) -> bool:
+def learns_from_given_pairs(stage: Stage) -> bool:
     """Return True if the stage learns from pairs that the data bring."""
     spec = stage.algorithm.experience
     return spec.source == "pairs" and spec.sampled_by is None
@@ -520,7 +520,7 @@ def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
 
     The size of a micro-batch is not among them, because it depends on the devices.
     """
-    settings = {k: v for k, v in that_stay(config).items() if k != "batch.micro_batch_rows"}
+    settings = {k: v for k, v in fixed_settings(config).items() if k != "batch.micro_batch_rows"}
     return q_examples.round_identity(rows, settings, named.files(config.reward_names))
 
 
@@ -684,7 +684,7 @@ def read_for_rollouts(context: RunContext, stage: Stage) -> list[Select]:
 def read_for_evaluation(context: RunContext, stage: Stage) -> list[Select]:
     """Return the roles whose weights are read when the stage is evaluated by answers."""
     config = context.config
-    if roles.reading(stage.algorithm) is not None or are_given(stage):
+    if roles.reading(stage.algorithm) is not None or learns_from_given_pairs(stage):
         return []
     if not config.evaluation.rows or config.evaluation_reward is None:
         return []

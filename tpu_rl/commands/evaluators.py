@@ -58,7 +58,7 @@ def evaluator(
     if roles.reading(stage.algorithm) is not None:
         judge = held_out_judge(context, stage, params)
         return Evaluations(reward_accuracy.as_evaluator(judge), _nothing)
-    if compose.are_given(stage):
+    if compose.learns_from_given_pairs(stage):
         given = compose.require_pairs(context.config, context.language.tokenizer)
         if not given.held_out:
             print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
@@ -328,7 +328,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 
 
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
-    if compose.are_given(stage):
+    if compose.learns_from_given_pairs(stage):
         given = compose.require_pairs(context.config, context.language.tokenizer)
         _require_same_rows(given.held_out)
         return reward_accuracy.given_pairs(

@@ -116,8 +116,8 @@ _READ: dict[Any, StoredRows] = {}
 """Large data that were read and checked in this process. A run reads its data several times."""
 
 
-def forget() -> None:
-    """Forget what was read, and so close its files."""
+def close_all() -> None:
+    """Close the files that were read, and drop their rows."""
     _READ.clear()
 
 

@@ -17,7 +17,7 @@ _ROWS: dict[str, Any] = {}
 
 
 @contextmanager
-def lend(rows: Mapping[str, Any]) -> Iterator[None]:
+def registered_for_run(rows: Mapping[str, Any]) -> Iterator[None]:
     """Let `read` find rows, argument -> rows, in this context.
 
     Raises:

@@ -57,7 +57,7 @@ def ranking_accuracy(
     pair_lengths = prompts * mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)
     # A length that devices, or tiles of attention, can share.
     unit = 256 * context_devices if context_devices > 1 else 64
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask,
         np.asarray(held_out.group_id),
         row_length=-(-int(pair_lengths.max()) // unit) * unit,

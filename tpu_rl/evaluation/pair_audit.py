@@ -146,7 +146,7 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
 def one_pair_per_step(pairs: Pairs, rows: BatchConfig) -> Experience:
     """Return each pair in a packed row and an optimizer step of its own."""
     mask = np.asarray(pairs.action_mask)
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask,
         np.asarray(pairs.group_id),
         row_length=rows.row_length,

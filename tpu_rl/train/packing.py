@@ -138,7 +138,7 @@ _PackedRow = list[_Group]
 """The groups of a packed row, one after the other."""
 
 
-def lay_out(
+def assign_slots(
     action_mask: np.ndarray,
     group_id: np.ndarray,
     *,

@@ -25,6 +25,7 @@ from tpu_rl.algos import (
 )
 from tpu_rl.commands.config import (
     BatchConfig,
+    CheckpointConfig,
     EvaluationConfig,
     ExperimentConfig,
     ModelConfig,
@@ -73,7 +74,7 @@ def arithmetic_grpo() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_num_seqs=512),
         evaluation=EvaluationConfig(rows=500, interval=10),
         steps=100,
-        checkpoint_every=20,
+        checkpoint=CheckpointConfig(20),
     )
 
 
@@ -108,7 +109,7 @@ def arithmetic_sft() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=24, max_new_tokens=64, max_num_seqs=512),
         evaluation=EvaluationConfig(rows=300, interval=500),
         steps=3000,
-        checkpoint_every=1000,
+        checkpoint=CheckpointConfig(1000),
     )
 
 
@@ -372,7 +373,7 @@ def arithmetic_reward_model() -> ExperimentConfig:
         batch=BatchConfig(prompts=64, group_size=8, row_length=256, micro_batch_rows=8),
         evaluation=EvaluationConfig(rows=500, interval=50),
         steps=200,
-        checkpoint_every=50,
+        checkpoint=CheckpointConfig(50),
     )
 
 
@@ -424,10 +425,10 @@ def arithmetic_q_sharp() -> ExperimentConfig:
     return replace(
         arithmetic_grpo(),
         algorithm=Q_SHARP,
-        phases=(Phase(Q_SHARP, until=60, forget=("q",)),),
+        phases=(Phase(Q_SHARP, until=60, reset_roles=("q",)),),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=10),
         batch=BatchConfig(prompts=16, group_size=16, row_length=128, micro_batch_rows=16),
         evaluation=EvaluationConfig(rows=500, interval=60),
         steps=180,
-        checkpoint_every=60,
+        checkpoint=CheckpointConfig(60),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tpu_rl.algos import GrpoConfig, PpoConfig, SftConfig
 from tpu_rl.commands.config import (
     BatchConfig,
+    CheckpointConfig,
     EvaluationConfig,
     ExperimentConfig,
     ModelConfig,
@@ -51,7 +52,7 @@ def mini_shell_sft() -> ExperimentConfig:
         ),
         evaluation=EvaluationConfig(rows=500, interval=200),
         steps=600,
-        checkpoint_every=200,
+        checkpoint=CheckpointConfig(200),
     )
 
 
@@ -66,7 +67,7 @@ def mini_shell_grpo() -> ExperimentConfig:
         batch=BatchConfig(prompts=32, group_size=8, row_length=128, micro_batch_rows=16),
         evaluation=EvaluationConfig(rows=500, interval=10),
         steps=40,
-        checkpoint_every=20,
+        checkpoint=CheckpointConfig(20),
     )
 
 
@@ -123,7 +124,7 @@ def search_calls() -> ExperimentConfig:
         batch=BatchConfig(prompts=32, group_size=8, row_length=128, micro_batch_rows=16),
         evaluation=EvaluationConfig(rows=500, interval=10, reward="search_answer"),
         steps=20,
-        checkpoint_every=20,
+        checkpoint=CheckpointConfig(20),
     )
 
 
@@ -166,7 +167,7 @@ def reasoning_gym_grpo() -> ExperimentConfig:
         ),
         evaluation=EvaluationConfig(rows=200, interval=20),
         steps=40,
-        checkpoint_every=20,
+        checkpoint=CheckpointConfig(20),
     )
 
 
@@ -188,5 +189,5 @@ def reverse_grpo() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=8, max_new_tokens=12, max_num_seqs=512),
         evaluation=EvaluationConfig(rows=500, interval=20, reward="reverse"),
         steps=200,
-        checkpoint_every=50,
+        checkpoint=CheckpointConfig(50),
     )

@@ -19,6 +19,7 @@ from tpu_rl.algos import (
 )
 from tpu_rl.commands.config import (
     BatchConfig,
+    CheckpointConfig,
     EvaluationConfig,
     ExperimentConfig,
     FileData,
@@ -49,7 +50,7 @@ def grpo() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512),
         evaluation=EvaluationConfig(rows=100, interval=20),
         steps=200,
-        checkpoint_every=20,
+        checkpoint=CheckpointConfig(20),
     )
 
 
@@ -220,9 +221,9 @@ def q_sharp() -> ExperimentConfig:
     return replace(
         base,
         algorithm=Q_SHARP,
-        phases=(Phase(Q_SHARP, until=100, forget=("q",)),),
+        phases=(Phase(Q_SHARP, until=100, reset_roles=("q",)),),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
         batch=replace(base.batch, prompts=16, group_size=16),
         evaluation=replace(base.evaluation, interval=100),
-        checkpoint_every=100,
+        checkpoint=CheckpointConfig(100),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tpu_rl.algos import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from tpu_rl.commands.config import (
     BatchConfig,
+    CheckpointConfig,
     EvaluationConfig,
     ExperimentConfig,
     FileData,
@@ -41,7 +42,7 @@ def gsm8k_grpo() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512, max_num_seqs=256),
         evaluation=EvaluationConfig(rows=500, interval=50),
         steps=200,
-        checkpoint_every=50,
+        checkpoint=CheckpointConfig(50),
     )
 
 
@@ -85,7 +86,7 @@ def gsm8k_dpo() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=256, max_new_tokens=384),
         evaluation=EvaluationConfig(rows=500, interval=20),
         steps=120,
-        checkpoint_every=40,
+        checkpoint=CheckpointConfig(40),
     )
 
 
@@ -139,7 +140,7 @@ def calculator_sft() -> ExperimentConfig:
             rows=200, interval=100, reward="gsm8k", metrics=("gsm8k_marks",)
         ),
         steps=200,
-        checkpoint_every=100,
+        checkpoint=CheckpointConfig(100),
     )
 
 
@@ -168,5 +169,5 @@ def code_grpo() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=1024, max_new_tokens=1024, max_num_seqs=256),
         evaluation=EvaluationConfig(rows=200, interval=50),
         steps=200,
-        checkpoint_every=50,
+        checkpoint=CheckpointConfig(50),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tpu_rl.algos import DpoConfig, GrpoConfig, QSharpConfig, ReinforceConfig, SftConfig
 from tpu_rl.commands.config import (
     BatchConfig,
+    CheckpointConfig,
     EvaluationConfig,
     ExperimentConfig,
     ModelConfig,
@@ -42,7 +43,7 @@ def star_graph_pretrain() -> ExperimentConfig:
         sampling=SamplingConfig(max_prompt_tokens=22, max_new_tokens=8, max_num_seqs=512),
         evaluation=EvaluationConfig(rows=500, interval=250),
         steps=1800,
-        checkpoint_every=300,
+        checkpoint=CheckpointConfig(300),
     )
 
 
@@ -60,7 +61,7 @@ def star_graph_sft() -> ExperimentConfig:
         ),
         evaluation=EvaluationConfig(rows=500, interval=100),
         steps=400,
-        checkpoint_every=100,
+        checkpoint=CheckpointConfig(100),
     )
 
 
@@ -76,7 +77,7 @@ def star_graph_grpo() -> ExperimentConfig:
         batch=BatchConfig(prompts=64, group_size=8, row_length=128, micro_batch_rows=16),
         evaluation=EvaluationConfig(rows=500, interval=20),
         steps=200,
-        checkpoint_every=50,
+        checkpoint=CheckpointConfig(50),
     )
 
 
@@ -121,5 +122,5 @@ def star_graph_q_sharp() -> ExperimentConfig:
         batch=BatchConfig(prompts=128, group_size=2, row_length=128, micro_batch_rows=32),
         evaluation=EvaluationConfig(rows=500, interval=250),
         steps=4000,
-        checkpoint_every=250,
+        checkpoint=CheckpointConfig(250),
     )
