@@ -256,7 +256,7 @@ def random_moment(phase: str, whole: Uninterrupted, rng: random.Random) -> Momen
 
 
 def is_saving(folder: Path, step: int) -> bool:
-    """Return whether a checkpoint of this step or a later one is being written."""
+    """Return True if a checkpoint of this step or a later one is being written."""
     names = [path.name for path in folder.glob("checkpoints/*.orbax-checkpoint-tmp*")]
     numbers = [re.match(r"\d+", name) for name in names]
     return any(int(number.group()) >= step for number in numbers if number)
@@ -333,7 +333,7 @@ def kill(
 
 
 def others_left_badly(codes: list[int], seconds: float, output: str) -> bool:
-    """Return whether the processes that were not killed ended too late or with a wrong code.
+    """Return True if the processes that were not killed ended too late or with a wrong code.
 
     If they had not met yet, they wait for the killed one as long as for one that was never started.
     """
@@ -374,7 +374,7 @@ def verify_faults(folder: Path) -> list[str]:
 def sigterm_faults(
     code: int, seconds: float, saved: int, last_step: int, output: str, is_done: bool
 ) -> list[str]:
-    """Return what is wrong with the end of a run after SIGTERM.
+    """List the faults of a run's end after SIGTERM.
 
     `last_step` is the step of its last row. A run that `is_done` has written its summary.
     """

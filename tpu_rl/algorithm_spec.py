@@ -17,8 +17,8 @@ from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
 class ScoreReadout:
     """The way to read the score of a completion from the outputs of a reward model.
 
-    It is saved beside the model, so that the model scores where it is used as where it was trained
-    (`rewards.reward_model`).
+    Saved with the model (`rewards.reward_model`), so that scores are read the same way in training
+    and in use.
     """
 
     kind: Literal["last", "sentences", "steps"] = "last"
@@ -154,7 +154,7 @@ class ExperienceSpec(NamedTuple):
         return KINDS[self.source]
 
     def shares(self, prompts: int) -> dict[str, int]:
-        """Return how many of `prompts` prompts each role completes.
+        """Return role -> number of the `prompts` prompts that it completes.
 
         Roles that complete none are left out. The data bring completions of the other prompts.
         """

@@ -80,7 +80,7 @@ class DpoConfig:
             raise InputError(problem, where="--algorithm", fix="see --help-all")
 
     def _problem(self) -> str:
-        """Return what is wrong with the settings, or ""."""
+        """Describe a conflict between settings, or return ""."""
         if self.beta <= 0:
             return f"beta {self.beta} is not above 0"
         if not 0 <= self.robust_radius <= 1:

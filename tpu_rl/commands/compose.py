@@ -109,7 +109,8 @@ def share_devices(
 def make_context(
     config: ExperimentConfig, run_dir: Path, mesh: Mesh, sampler_devices: tuple[Any, ...] = ()
 ) -> tuple[RunContext, Params]:
-    """Return what all stages of a run share, and the whole params tree before the first step."""
+    """Return the context that all stages of a run share, and the whole params tree before the first
+    step."""
     # Its errors come before reading weights.
     sampling_mesh(config.sampling.tensor_parallel, mesh, sampler_devices)
     language, loaded = roles.language(config, mesh)
@@ -140,7 +141,7 @@ def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
 
 
 def scorer(context: RunContext) -> Scorer:
-    """Return what scores completions with the rewards of the run."""
+    """Return the scorer of completions by the rewards of the run."""
     config = context.config
     total = named.displayed(config.reward_terms)
     functions = named.reward_functions(
@@ -159,7 +160,8 @@ def decoding(
     seed: int | None = None,
     record_routing: bool = False,
 ) -> Decoding:
-    """Return how a role completes prompts: by the settings of the run, unless given here."""
+    """Return the decoding with which a role completes prompts: by the settings of the run, unless
+    given here."""
     config = context.config
     settings = sampler_config(
         config.sampling, context.language.tokenizer, group_size or config.batch.group_size
@@ -181,7 +183,7 @@ def decoding(
 
 
 def environment(config: ExperimentConfig) -> Environment | None:
-    """Return what answers the policy; None if completions are single turns.
+    """Return the environment that answers the policy; None if completions are single turns.
 
     All engines of a process share its worker processes.
     """
@@ -201,7 +203,7 @@ def is_judged(config: ExperimentConfig) -> bool:
 
 
 def agent(config: ExperimentConfig) -> Agent | None:
-    """Return what talks to the policy; None if nothing does. All engines of a process share it.
+    """Return the agent that talks to the policy, or None. All engines of a process share it.
 
     Raises:
         InputError: if its file does not load.
@@ -250,7 +252,8 @@ def make_source(context: RunContext, stage: Stage, params: Params) -> Source:
 
 
 def prompt_room(config: ExperimentConfig, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the prompt of a row may have, beside the tools of an environment."""
+    """Return the number of tokens that a row's prompt may have, beside the tools of an
+    environment."""
     room = config.sampling.max_prompt_tokens
     answering = environment(config)
     if answering is None or not tokenizer.has_chat_template:
@@ -259,7 +262,7 @@ def prompt_room(config: ExperimentConfig, tokenizer: Tokenizer) -> int:
 
 
 def tool_tokens(answering: Environment, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the chat template adds to a prompt to show the environment's tools."""
+    """Count the tokens that the chat template adds to a prompt to show the environment's tools."""
     message: list[Message] = [{"role": "user", "content": "a"}]
     alone = len(tokenizer.render(message))
     tools_of = [known.tools for known in answering.pool.descriptions.values() if known.tools]
@@ -446,14 +449,15 @@ def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.Given
 
 
 def plain_pairs(context: RunContext) -> pairs.ToPairs:
-    """Return what makes pairs of token ids of rows, without log-probs."""
+    """Return a function that makes pairs of token ids of rows, without log-probs."""
     return partial(data.pairs, tokenizer=context.language.tokenizer, max_length=context.max_length)
 
 
 def to_pairs(
     context: RunContext, stage: Stage, params: Params, rows: Sequence[Row]
 ) -> pairs.ToPairs:
-    """Return what makes pairs of `rows`, with the reference's log-probs if they are wanted.
+    """Return a function that makes pairs of `rows`, with the reference's log-probs if they are
+    wanted.
 
     The reference is the role of that name, or else the policy at the beginning of the stage.
     """
@@ -476,7 +480,7 @@ def to_pairs(
 
 
 def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
-    """Return what computes log-probs of given completions under a role."""
+    """Return a function that computes log-probs of given completions under a role."""
     return text_log_probs.text_log_probs(
         context.role(role), context.config.batch, context.mesh, context.attention_index
     )
@@ -531,7 +535,7 @@ def q_round(config: ExperimentConfig, stage: Stage) -> int:
 
 
 def roll_in(context: RunContext, stage: Stage) -> Decoding:
-    """Return how the prefixes of Q# examples are sampled.
+    """Return the decoding that samples the prefixes of Q# examples.
 
     They come from the guided policy; in the first round from the reference, because nothing has
     learned to guide it. With `roll_in="none"` the reference writes whole answers.
@@ -544,7 +548,7 @@ def roll_in(context: RunContext, stage: Stage) -> Decoding:
 
 
 def roll_out(context: RunContext, stage: Stage) -> Decoding | None:
-    """Return how the reference continues prefixes of Q# examples, once each.
+    """Return the decoding with which the reference continues prefixes of Q# examples, once each.
 
     None with `roll_in="none"`: nothing is continued.
     """
@@ -556,7 +560,8 @@ def roll_out(context: RunContext, stage: Stage) -> Decoding | None:
 
 
 def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:
-    """Return how a stage answers held-out problems, once each, as shapes of programs see it."""
+    """Return the decoding of a stage's answers to held-out problems, once each, as shapes of
+    programs see it."""
     exact = context.unrounded()
     if stage.algorithm.experience.policy == "guided":
         return _plain_decoding(exact, exact.guided_policy(stage.algorithm), 1)
@@ -650,7 +655,7 @@ def make_update_step(
 def router_probe(
     config: ExperimentConfig, role_models: Mapping[str, Model], stage: Stage
 ) -> Probe | None:
-    """Return what measures the routers of the models that the stage trains.
+    """Return a probe that measures the routers of the models that the stage trains.
 
     None if none of them is a mixture of experts.
     """

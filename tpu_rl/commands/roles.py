@@ -155,7 +155,7 @@ def main_role(algorithm: AlgorithmConfig) -> str:
 
 
 def reading(algorithm: AlgorithmConfig) -> ScoreReadout | None:
-    """Return how to read the scores of the reward model that the algorithm trains, or None."""
+    """Return the score readout of the reward model that the algorithm trains, or None."""
     readings = (spec.reading for spec in algorithm.roles.values())
     return next((reading for reading in readings if reading is not None), None)
 
@@ -172,7 +172,7 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
 
 
 def head_outputs(model: Model, spec: RoleSpec) -> int | None:
-    """Return how many outputs the role's head has; None if it keeps the vocabulary."""
+    """Return the number of outputs of the role's head; None if it keeps the vocabulary."""
     if spec.outputs_per_token is not None:
         return spec.outputs_per_token * model.config.vocab.size
     return spec.outputs
@@ -353,7 +353,7 @@ def changes(config: ExperimentConfig, name: str) -> bool:
 
 
 def place(config: ExperimentConfig, name: str) -> Select:
-    """Return what selects a role's params: by its name, except for what roles share."""
+    """Return a selector of a role's params: by its name, except for params that roles share."""
     bases = adapter_bases(config)
     if name in bases:
         return Select(name, bases[name])
@@ -518,7 +518,7 @@ class RunContext(NamedTuple):
         return "tiles" if self.config.mesh.context <= 1 else "none"
 
     def params_of(self, role: str) -> Select:
-        """Return what selects a role's params from the whole tree."""
+        """Return a selector of a role's params from the whole tree."""
         return place(self.config, role)
 
     def role(self, role: str) -> Role:
@@ -539,7 +539,7 @@ class RunContext(NamedTuple):
         return model
 
     def selects(self, names: Iterable[str]) -> list[Select]:
-        """Return what selects the params of roles and, if there are any, of their drafter."""
+        """Return selectors of the params of roles and, if there are any, of their drafter."""
         unique = dict.fromkeys(names)
         if unique and self.drafter is not None:
             unique[self.drafter] = None

@@ -114,7 +114,7 @@ def is_file(name: str) -> bool:
 
 
 def _member(path: str) -> Any:
-    """Return what a path FILE.py:NAME names."""
+    """Return the object that a path FILE.py:NAME names."""
     file, _, name = path.rpartition(":")
     members = user_code.load_members(file, "environment")
     if name not in members:

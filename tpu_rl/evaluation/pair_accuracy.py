@@ -37,7 +37,8 @@ def ranking_accuracy(
     context_devices: int = 1,
     share_prefixes: bool = True,
 ) -> Callable[[Params], dict[str, float]]:
-    """Return what computes how many held-out pairs the algorithm ranks as their labels say.
+    """Return a function that computes the share of held-out pairs that the algorithm ranks as their
+    labels say.
 
     A problem counts once, whatever the number of its pairs. The metrics also tell how well the
     lengths of completions alone rank them.
@@ -94,7 +95,7 @@ def graded_accuracy(
     held_out: Sequence[Row],
     to_pairs: ToPairs,
 ) -> Callable[[Params], dict[str, float]]:
-    """Return what computes how often a good held-out completion is ahead of a bad one.
+    """Return a function that computes how often a good held-out completion is ahead of a bad one.
 
     Completions are ranked by the log-ratio of policy and reference. Nothing else of the loss
     counts, so that the measure is the same for KTO and its relatives.

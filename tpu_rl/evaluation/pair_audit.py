@@ -106,7 +106,7 @@ def count_draws(train: Sequence[Row], trained: Trained) -> Counter[int]:
 
 
 def describe(row: Row, times_trained: Counter[int]) -> dict[str, Any]:
-    """Return what the ranking says about a row, besides the measurements."""
+    """Return the ranking's verdict on a row, besides the measurements."""
     line = {"row": row["row"], "times": times_trained[row["row"]]}
     for name in ("prompt", "chosen", "rejected"):
         line[name] = rewards.text_of(row[name])[:MAX_CHARACTERS]

@@ -30,7 +30,8 @@ TextLogProbs = Callable[[Params, Sequence[Row], ToTexts], LogProbs]
 def text_log_probs(
     role: Role, batch: BatchConfig, mesh: Mesh, attention_index: AttentionIndex
 ) -> TextLogProbs:
-    """Return what computes log-probs of completions at temperature 1, a batch of rows at a time.
+    """Return a function that computes log-probs of completions at temperature 1, a batch of rows at
+    a time.
 
     Args:
         role: the model.

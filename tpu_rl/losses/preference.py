@@ -105,7 +105,7 @@ def completion_weights(action_mask: Array, minibatch: Array, minibatches: int) -
 
 
 def bootstrap_counts(tokens: Array, action_mask: Array, group_id: Array, members: int) -> Array:
-    """Return how often each pair stands in each member's resample of the pairs, [N, members].
+    """Count each pair in each member's resample of the pairs, [N, members].
 
     The counts are Poisson(1), the online bootstrap, and the same for the two rows of a pair. Their
     random key is a hash of the pair's tokens [N, T], so a pair counts the same in every epoch and
