@@ -39,10 +39,12 @@ from tpu_rl.experience import (
     step_labels,
     tasks,
     text_log_probs,
+    transforms,
 )
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
+from tpu_rl.experience.transforms import Transform
 from tpu_rl.models import Select
 from tpu_rl.rewards import named
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
@@ -291,17 +293,14 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     settings = context.config.rollout
     engine = rollout_engine(context, record_routing=settings.replay_routing)
     stream = row_stream(context, stage)
-    values = _prompt_values(context, stage)
-    share = settings.keep_variance_share
+    chain = _transforms(context, stage)
     if settings.partial:
-        return partial_rollouts.partial_source(
-            engine, stream, batch, settings.partial, values, share
-        )
+        return partial_rollouts.partial_source(engine, stream, batch, settings.partial, chain)
     if batch.staleness:
         thread = _sampler_thread(context, engine)
-        return stale_rollouts.stale_source(engine, stream, batch, values, share, thread)
+        return stale_rollouts.stale_source(engine, stream, batch, chain, thread)
     rounds = settings.dynamic_sampling_rounds
-    return rollouts.rollout_source(engine, stream, batch, rounds, values, share)
+    return rollouts.rollout_source(engine, stream, batch, rounds, chain)
 
 
 def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:
@@ -311,18 +310,24 @@ def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None
     return SamplerThread(engine, context.rollout_policy("policy").params)
 
 
-def _prompt_values(context: RunContext, stage: Stage) -> rollouts.PromptValues | None:
-    spec = stage.algorithm.experience.prompt_value
-    if spec is None:
-        return None
-    engine = rollout_engine(
-        context,
-        spec.role,
-        group_size=spec.samples,
-        temperature=0.0 if spec.greedy else None,
-        purpose=Purpose.BASELINE,
-    )
-    return rollouts.make_prompt_values(engine, spec)
+def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
+    """Return the transforms of each batch: the baseline, the filter, then the algorithm's own."""
+    chain: list[Transform] = []
+    spec = stage.algorithm.experience
+    value = spec.prompt_value
+    if value is not None:
+        engine = rollout_engine(
+            context,
+            value.role,
+            group_size=value.samples,
+            temperature=0.0 if value.greedy else None,
+            purpose=Purpose.BASELINE,
+        )
+        chain.append(transforms.prompt_baseline(engine, value))
+    share = context.config.rollout.keep_variance_share
+    if share < 1:
+        chain.append(transforms.most_varied(share))
+    return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer)]
 
 
 def _demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:
