@@ -1,10 +1,8 @@
 """Packaging. `pip install -e .` for the CPU; see the README for one line per accelerator."""
 
-import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 
@@ -49,17 +47,6 @@ EXTRAS = {
 }
 
 
-class BuildWithCommands(build_py):
-    """Put the folder launch inside tpu_rl, so that a wheel has one top-level package."""
-
-    def run(self):
-        super().run()
-        if not self.editable_mode:
-            folder = Path(self.build_lib) / "tpu_rl" / "_wheel" / "launch"
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / "launch", folder, ignore=ignored, dirs_exist_ok=True)
-
-
 setup(
     name="tpu_rl",
     version="0.1.0",
@@ -68,12 +55,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # With this mapping, an editable install puts the repository on the path, launch included.
-    package_dir={"": "."},
     packages=find_packages(include=["tpu_rl", "tpu_rl.*"]),
     package_data={"tpu_rl": ["py.typed", "pretrained/*/*"]},
-    cmdclass={"build_py": BuildWithCommands},
-    entry_points={"console_scripts": ["tpu-rl = tpu_rl.cli:main"]},
+    entry_points={"console_scripts": ["tpu-rl = tpu_rl.commands.cli:main"]},
     install_requires=[
         "jax>=0.10.2,<0.11.1",
         "flax>=0.12.8,<0.13",

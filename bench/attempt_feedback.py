@@ -17,8 +17,8 @@ import arms
 import numpy as np
 
 import tpu_rl
-from launch.presets.arithmetic_grpo import LONG
 from tpu_rl import models, sampler, tokenizers
+from tpu_rl.commands.presets.arithmetic_grpo import LONG
 from tpu_rl.environments import ArithmeticData, arithmetic
 from tpu_rl.types import Purpose
 

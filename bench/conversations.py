@@ -33,8 +33,8 @@ import numpy as np
 
 from tpu_rl import models
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
-from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
+from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import (
     LiveSampler,

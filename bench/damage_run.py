@@ -34,9 +34,8 @@ import jax
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch import export, report, run, verify
-from tpu_rl import python_run
 from tpu_rl.checkpoint import manifests
+from tpu_rl.commands import export, python_run, report, run, verify
 from tpu_rl.errors import DamagedDataError, TpuRlError
 
 FLAGS = shlex.split("""

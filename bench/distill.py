@@ -18,9 +18,9 @@ import arms
 import jax
 import numpy as np
 
-from launch import config as configuration
-from launch import roles
 from tpu_rl import models, sampler
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import masked, teachers

@@ -29,8 +29,8 @@ from jax.sharding import SingleDeviceSharding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.plan import ENVIRONMENT, find_target
 from tpu_rl import cost_model, models
+from tpu_rl.commands.plan import ENVIRONMENT, find_target
 from tpu_rl.cost_model import hlo
 from tpu_rl.losses import log_probs
 from tpu_rl.models import exact

@@ -13,7 +13,7 @@ import arms
 import numpy as np
 from scipy import stats
 
-from tpu_rl.rollout.evaluation import mean_estimate
+from tpu_rl.evaluation.answer_accuracy import mean_estimate
 
 RESAMPLES = 2000
 

@@ -41,10 +41,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch import config
-from launch.config import ExperimentConfig, Phase
 from tpu_rl.algos import DistillConfig, QSharpConfig
 from tpu_rl.checkpoint.run_checks import verify
+from tpu_rl.commands import config
+from tpu_rl.commands.config import ExperimentConfig, Phase
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 from tpu_rl.runtime import process_group
 

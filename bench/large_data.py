@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import config as configuration
-from launch import preflight, roles
 from tpu_rl import models, tokenizers
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import preflight, roles
 from tpu_rl.experience import tasks
 
 MIB = 2**20

@@ -1,8 +1,8 @@
 """The model of the speed benchmarks: a Llama of 12.6 million weights, as a Hugging Face
 configuration."""
 
-from launch import compose, roles
-from launch import config as configuration
+from tpu_rl.commands import compose, roles
+from tpu_rl.commands import config as configuration
 from tpu_rl.types import Model
 
 LLAMA = {

@@ -28,7 +28,7 @@ from typing import Any
 
 import kill
 
-from launch import config
+from tpu_rl.commands import config
 
 STEPS = 40
 

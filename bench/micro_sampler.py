@@ -31,9 +31,9 @@ import jax
 import numpy as np
 from llama import LLAMA, as_in_runs
 
-from launch import config as configuration
-from launch import roles
 from tpu_rl import models, sampler, tokenizers
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.sampler import SamplerConfig, SegmentConfig, Speculation

@@ -29,7 +29,7 @@ def arithmetic(prompts, completions, **columns):
 TIMED_RUN = """
 import sys, time
 import jax
-from launch import run
+from tpu_rl.commands import run
 from tpu_rl.checkpoint import digests
 seconds = 0.0
 

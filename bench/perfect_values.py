@@ -31,14 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from launch import compose, config, evaluate_q_sharp, saved_run
-from launch.config import ExperimentConfig, MeshConfig
+from tpu_rl.commands import compose, config, evaluate_q_sharp, saved_run
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.data import Row
 from tpu_rl.environments import TASKS
+from tpu_rl.evaluation.guided_accuracy import Guided
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.rollout import prompts
-from tpu_rl.rollout.guided_evaluation import Guided
 from tpu_rl.sampler.cache_ops import take_rows
 from tpu_rl.types import Array, Params, Policy
 

@@ -75,8 +75,8 @@ def measure(argv: list[str]) -> dict[str, int]:
     """Return the bytes of the update besides its arguments: {"predicted": ..., "measured": ...}."""
     import jax
 
-    from launch import compose
-    from launch import config as configuration
+    from tpu_rl.commands import compose
+    from tpu_rl.commands import config as configuration
     from tpu_rl.experience.layout import lay_out, longest_texts
     from tpu_rl.train import update_step
 

@@ -26,14 +26,15 @@ import fronts
 import jax
 import numpy as np
 
-from launch import compose, config, evaluate_q_sharp, evaluators, roles, run, saved_run
-from launch.config import ExperimentConfig, MeshConfig, Phase
 from tpu_rl import models, sampler
+from tpu_rl.commands import compose, config, evaluate_q_sharp, evaluators, roles, run, saved_run
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig, Phase
+from tpu_rl.evaluation import answer_accuracy, guided_accuracy
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
 from tpu_rl.report import GUIDED_FILE
-from tpu_rl.rollout import evaluation, guided_evaluation, prompts
+from tpu_rl.rollout import prompts
 from tpu_rl.sampler import guided_policy
 from tpu_rl.types import Params, Policy, Purpose
 
@@ -114,15 +115,15 @@ def sweep(
         language, params = saved_run.load_language(run_config.model.path or "", run_config)
         guided, _ = evaluate_q_sharp.load(run_config.run_dir, language, params)
         settings = sampler_config(run_config.sampling, language.tokenizer, samples)
-        task = guided_evaluation.Task(
+        task = guided_accuracy.Task(
             problems,
             evaluators.answer_scorer(run_config, language.tokenizer, problems),
-            evaluation.ANSWER_READERS.get(reward_name),
+            answer_accuracy.ANSWER_READERS.get(reward_name),
             replace(settings, max_num_seqs=MAX_NUM_SEQS),
             run_config.seed,
             mesh,
         )
-        lines, judged = guided_evaluation.sweep(guided, task, coefficients, baselines)
+        lines, judged = guided_accuracy.sweep(guided, task, coefficients, baselines)
     evaluate_q_sharp.record(run_config.run_dir, lines, judged)
     return json.loads(file.read_text(encoding="utf-8"))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import arms
 import q_sharp
 
-from launch import config
+from tpu_rl.commands import config
 
 ARMS = {
     "sft": ["star_graph_sft"],

@@ -35,8 +35,10 @@ import q_sharp
 from budget_lists import Exact
 from fronts import Answers, front, mean_of_seeds, percent, show_all_gains, show_gains
 
-from launch import compose, config, evaluate_q_sharp, evaluators, saved_run
-from launch.config import (
+from tpu_rl import models
+from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
+from tpu_rl.commands import compose, config, evaluate_q_sharp, evaluators, saved_run
+from tpu_rl.commands.config import (
     BatchConfig,
     EvaluationConfig,
     ExperimentConfig,
@@ -45,14 +47,12 @@ from launch.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl import models
-from tpu_rl.algos import GrpoConfig, QSharpConfig, SftConfig
+from tpu_rl.evaluation import guided_accuracy
+from tpu_rl.evaluation.answer_accuracy import Evaluation
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
 from tpu_rl.report import plots
-from tpu_rl.rollout import guided_evaluation
-from tpu_rl.rollout.evaluation import Evaluation
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Array
@@ -212,10 +212,10 @@ class HeldOut:
         self.scorer = evaluators.answer_scorer(base, self.language.tokenizer, self.rows)
         self.exact = [Exact(budget_lists.parse(row["prompt"])) for row in self.rows]
 
-    def task(self, samples: int) -> guided_evaluation.Task:
+    def task(self, samples: int) -> guided_accuracy.Task:
         """Return the prompts with `samples` completions each."""
         settings = sampler_config(self.config.sampling, self.language.tokenizer, samples)
-        return guided_evaluation.Task(
+        return guided_accuracy.Task(
             self.rows, self.scorer, None, settings, self.config.seed, self.mesh
         )
 
@@ -244,7 +244,7 @@ class HeldOut:
 
 def answer_guided(
     held_out: HeldOut,
-    guided: guided_evaluation.Guided,
+    guided: guided_accuracy.Guided,
     method: return_distributions.Method,
     kl_coef: float,
 ) -> Answers:
@@ -252,12 +252,12 @@ def answer_guided(
     task = held_out.task(SAMPLES)
     policy = guided.guide(method)
     params = guided_policy.with_kl_coef(guided.params, kl_coef)
-    result = guided_evaluation.answer(task, policy, params)
-    kl = guided_evaluation.completion_kl(
+    result = guided_accuracy.answer(task, policy, params)
+    kl = guided_accuracy.completion_kl(
         policy, guided.reference, params, result.rollout, task.sampler
     )
     setting = "" if math.isinf(kl_coef) else f"{kl_coef:g}"
-    return held_out.answers(guided_evaluation.NAMES[method], setting, result, kl)
+    return held_out.answers(guided_accuracy.NAMES[method], setting, result, kl)
 
 
 def answer_grpo(held_out: HeldOut, run_config: ExperimentConfig, kl_coef: float) -> Answers:
@@ -267,8 +267,8 @@ def answer_grpo(held_out: HeldOut, run_config: ExperimentConfig, kl_coef: float)
     reference = models.policy(held_out.language.model, REFERENCE_PARAMS)
     params = {"policy": trained, "reference": held_out.params}
     task = held_out.task(SAMPLES)
-    result = guided_evaluation.answer(task, policy, params)
-    kl = guided_evaluation.completion_kl(policy, reference, params, result.rollout, task.sampler)
+    result = guided_accuracy.answer(task, policy, params)
+    kl = guided_accuracy.completion_kl(policy, reference, params, result.rollout, task.sampler)
     return held_out.answers("GRPO", f"{kl_coef:g}", result, kl)
 
 
@@ -276,14 +276,14 @@ def answer_grpo(held_out: HeldOut, run_config: ExperimentConfig, kl_coef: float)
 
 
 def answer_best_of(
-    held_out: HeldOut, guided: guided_evaluation.Guided, result: Evaluation
+    held_out: HeldOut, guided: guided_accuracy.Guided, result: Evaluation
 ) -> list[Answers]:
     """Choose among the reference's completions, by their reward and by q.
 
     The KL of the choice by reward is exact, with ties. That of the choice by q is without ties.
     """
     rewards = held_out.rewards(result)
-    begins, ends = guided_evaluation.spans(result.rollout)
+    begins, ends = guided_accuracy.spans(result.rollout)
 
     def batch_scores(tokens: Array, begins: Array, ends: Array) -> Array:
         del begins
@@ -291,7 +291,7 @@ def answer_best_of(
             guided.q, guided.support, guided.reads, guided.params, tokens, ends
         )
 
-    scores = guided_evaluation.in_batches(
+    scores = guided_accuracy.in_batches(
         batch_scores, result.rollout, begins, ends, MAX_NUM_SEQS
     ).reshape(rewards.shape)
     lines = []
@@ -324,7 +324,7 @@ def best_of(judgments: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
 
 
 def q_errors(
-    held_out: HeldOut, guided: guided_evaluation.Guided, result: Evaluation, kl_coef: float
+    held_out: HeldOut, guided: guided_accuracy.Guided, result: Evaluation, kl_coef: float
 ) -> dict[str, float]:
     """Compare q with the exact values of the prefixes of the reference's completions.
 
@@ -333,7 +333,7 @@ def q_errors(
     kl_coef), which guides Q#; and the mean chance that q gives to any reward.
     """
     rollout = result.rollout
-    begins, ends = guided_evaluation.spans(rollout)
+    begins, ends = guided_accuracy.spans(rollout)
 
     @jax.jit
     def batch_values(tokens: Array, begins: Array, ends: Array) -> Array:
@@ -348,7 +348,7 @@ def q_errors(
         any_reward = 1 - jax.nn.softmax(outputs)[..., 0]
         return jnp.stack([any_reward, mean, soft], axis=-1)
 
-    predicted = guided_evaluation.in_batches(batch_values, rollout, begins, ends, MAX_NUM_SEQS)
+    predicted = guided_accuracy.in_batches(batch_values, rollout, begins, ends, MAX_NUM_SEQS)
     errors: dict[str, list[np.ndarray]] = {"within": [], "above": []}
     for exact, problem in zip(held_out.exact, result.problems, strict=True):
         factors = np.exp(exact.returns / kl_coef)
@@ -429,13 +429,13 @@ def measure(
     q_sharp.train(run_config)
 
     @functools.cache
-    def guided() -> tuple[guided_evaluation.Guided, float]:
+    def guided() -> tuple[guided_accuracy.Guided, float]:
         return evaluate_q_sharp.load(run_config.run_dir, held_out.language, held_out.params)
 
     def alone() -> list[Answers]:
         model, kl_coef = guided()
         task = held_out.task(max(BEST_OF))
-        result = guided_evaluation.answer(task, model.reference, model.params)
+        result = guided_accuracy.answer(task, model.reference, model.params)
         errors = q_errors(held_out, model, result, kl_coef)
         errors_file.write_text(json.dumps(errors), encoding="utf-8")
         no_kl = np.zeros(len(result.rollout.tokens))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import arms
 
-from launch.plan import ENVIRONMENT
+from tpu_rl.commands.plan import ENVIRONMENT
 
 os.environ |= ENVIRONMENT | {"JAX_PLATFORMS": "cpu"}
 
@@ -30,9 +30,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launch import config as configuration
-from launch import plan_search, plan_steps
-from launch.plan import find_target
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import plan_search, plan_steps
+from tpu_rl.commands.plan import find_target
 
 PROMPT_TOKENS = 512
 NEW_TOKENS = 1536

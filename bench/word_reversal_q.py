@@ -18,9 +18,9 @@ from typing import Any
 import arms
 import q_sharp
 
-from launch import config, evaluate
-from launch.config import BatchConfig, ExperimentConfig, FileData, SamplingConfig
 from tpu_rl.algos import QSharpConfig
+from tpu_rl.commands import config, evaluate
+from tpu_rl.commands.config import BatchConfig, ExperimentConfig, FileData, SamplingConfig
 from tpu_rl.train.optimizers import OptimizerConfig
 
 RECIPE = arms.ROOT / "recipes" / "word_reversal"

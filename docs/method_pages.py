@@ -21,8 +21,8 @@ from typing import Any, Literal
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from launch import config, model_card
 from tpu_rl.algos import ALGORITHMS
+from tpu_rl.commands import config, model_card
 
 FOLDER = DOCS / "methods"
 MEASURED = {
@@ -133,7 +133,7 @@ def summary(method: type) -> str:
 
 def preset_module(name: str) -> Any:
     """Return the module of a preset."""
-    return importlib.import_module(f"launch.presets.{name}")
+    return importlib.import_module(f"tpu_rl.commands.presets.{name}")
 
 
 def presets_of(method: type) -> list[str]:

@@ -74,8 +74,8 @@ def _drop_compiled_programs() -> Iterator[None]:
 def whole(tmp_path_factory) -> Path:
     """Return the folder of a run of four steps of TINY that nothing disturbed. Do not change it."""
     # Imported here because it takes seconds, and most tests do not need it.
-    from launch import run
     from tests.fixtures.runs import TINY
+    from tpu_rl.commands import run
 
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     assert run.main([*TINY, "--steps", "4", "--run-dir", str(run_dir)]) == 0

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import tpu_rl
-from launch import config
+from tpu_rl.commands import config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -23,7 +23,7 @@ PAGES = [
 ]
 FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
 
-PROGRAMS = ("launch", "bench", "recipes", "tpu_rl/algos")
+PROGRAMS = ("tpu_rl/commands", "bench", "recipes", "tpu_rl/algos")
 """Folders whose dataclasses and argument parsers declare flags."""
 
 FOREIGN_FLAGS = {
@@ -151,14 +151,13 @@ def message_parts() -> list[list[str]]:
     What precedes a message ("warning: ") is left out.
     """
     parts = []
-    for folder in ("launch", "tpu_rl"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    values = [part for part in node.values if isinstance(part, ast.Constant)]
-                    parts.append([str(part.value) for part in values])
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    parts.append([node.value])
+    for path in (ROOT / "tpu_rl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                values = [part for part in node.values if isinstance(part, ast.Constant)]
+                parts.append([str(part.value) for part in values])
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append([node.value])
     return [
         [re.sub(r"^(warning|note): (step )?", "", strings[0]), *strings[1:]]
         for strings in parts

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-from launch import config, preflight
 from tpu_rl import metrics, run_files
+from tpu_rl.commands import config, preflight
 from tpu_rl.errors import DamagedDataError, MachineError
 
 

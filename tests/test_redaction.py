@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import run
 from tpu_rl import metrics, redaction
+from tpu_rl.commands import run
 from tpu_rl.errors import InputError
 
 SECRET = "Pa55phrase-of-the-hub"

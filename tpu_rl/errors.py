@@ -1,6 +1,6 @@
 """The errors that a user sees: what went wrong, where, why, and how to fix it.
 
-The commands in `launch` print them as one short text and exit with their code. Any other exception
+The commands print them as one short text and exit with their code. Any other exception
 that reaches the user is a bug and keeps its traceback.
 """
 

@@ -18,9 +18,9 @@ import numpy as np
 import protocol
 from llama import LLAMA, as_in_runs
 
-from launch import config, finish, run
 from tpu_rl import models, sampler
 from tpu_rl.algos import GrpoConfig
+from tpu_rl.commands import config, finish, run
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import SamplerConfig, scheduler
 from tpu_rl.train.optimizers import OptimizerConfig

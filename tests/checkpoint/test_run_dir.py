@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import evaluate, export, preflight, run, verify
 from tests.fixtures.fake_store import FakeStore
 from tests.fixtures.runs import TINY, digest, rows_of, run_until
 from tpu_rl.checkpoint import gcs_lock, remote_run
+from tpu_rl.commands import evaluate, export, preflight, run, verify
 from tpu_rl.storage import gcs
 
 STEPS = ["--steps", "4", "--checkpoint-every", "2"]
@@ -292,7 +292,7 @@ def test_a_sigterm_publishes_the_last_whole_step(fake, whole, monkeypatch):
 
 LOSES = """
 import sys
-from launch import run
+from tpu_rl.commands import run
 from tpu_rl.checkpoint import gcs_lock
 gcs_lock.HEARTBEAT_SECONDS = 0.1
 run.run = lambda *arguments: __import__("time").sleep(60)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from launch import doctor
 from tests.fixtures.fake_store import FakeStore
+from tpu_rl.commands import doctor
 from tpu_rl.diagnosis import machine
 from tpu_rl.errors import MachineError
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from launch import run
 from tests.fixtures.runs import TINY, make_rewards_nan, rows_of, run_until
 from tpu_rl import tokenizers
+from tpu_rl.commands import run
 from tpu_rl.diagnosis import nan_recovery
 from tpu_rl.experience import source
 from tpu_rl.proofs import tiny

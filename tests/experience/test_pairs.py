@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import evaluate, run
 from tests.fixtures.runs import TINY_PAIRS, digest, rows_of
 from tpu_rl import data
+from tpu_rl.commands import evaluate, run
 from tpu_rl.errors import InputError
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import compose, config
-from launch import run as run_command
-from launch.roles import RunContext
 from tests.fixtures.runs import TINY, digest, rows_of
+from tpu_rl.commands import compose, config
+from tpu_rl.commands import run as run_command
+from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
 from tpu_rl.experience.partial_rollouts import interleave

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import compose, config
-from launch.roles import RunContext
 from tests.fixtures import several
 from tests.fixtures.runs import digest, rows_of
+from tpu_rl.commands import compose, config
+from tpu_rl.commands.roles import RunContext
 from tpu_rl.experience import stale_rollouts
 from tpu_rl.experience.source import Source
 from tpu_rl.rollout import prompts
@@ -223,7 +223,7 @@ def test_a_run_that_is_killed_while_it_samples_and_learns_goes_on_to_the_same_bi
 APART = """
 import pathlib, sys
 import jax, numpy as np
-from launch import compose
+from tpu_rl.commands import compose
 from tests.experience.test_stale_rollouts import make_run
 from tpu_rl.rollout import weights
 

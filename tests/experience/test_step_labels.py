@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config, evaluate, export, run
-from launch.config import FileData
 from tests.fixtures.runs import digest, rows_of
 from tpu_rl import environments, models, tokenizers
+from tpu_rl.commands import config, evaluate, export, run
+from tpu_rl.commands.config import FileData
 from tpu_rl.rewards import reward_model
 
 GSM8K = Path(__file__).parents[1] / "fixtures" / "data" / "gsm8k" / "solutions.jsonl"

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from launch import config as configuration
-from launch import roles
 from tests.fixtures import several
 from tests.fixtures.attention_rows import ROWS, heads, hidden_of, of_model, require_same
 from tests.fixtures.decoders import tiny
 from tpu_rl import models
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.attention import cudnn_trial

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config, config_checks, preflight, run
 from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tests.fixtures.runs import rows_of
 from tpu_rl import environments, models, tokenizers
 from tpu_rl.algos import QSharpConfig
+from tpu_rl.commands import config, config_checks, preflight, run
 from tpu_rl.errors import InputError
 from tpu_rl.models import kv_cache
 from tpu_rl.models.attention import delta_rule

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from launch import config
 from tests.fixtures import attention_rows as here
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model, models
+from tpu_rl.commands import config
 from tpu_rl.errors import InputError
 from tpu_rl.models import exact, layers
 from tpu_rl.runtime import host

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import roles
 from tests.fixtures import several
 from tests.fixtures.decoders import CONFIGS, LENGTH, plain, tiny, tokens_of
 from tests.fixtures.mixtures import CHOSEN, COUNT, INNER, SWIGLU, case, on_four_devices
 from tests.fixtures.several import require_same_step
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model, models, tokenizers
+from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.models import LoraConfig
 from tpu_rl.models.config import EXPERT_MATRICES, WEIGHT_AXES, MoeConfig

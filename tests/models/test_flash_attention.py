@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from launch import config as configuration
-from launch import roles
 from tests.fixtures import several
 from tests.fixtures.attention_rows import ROWS, TREES, WIDTH, heads, of_model, require_same
 from tests.fixtures.decoders import tiny
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import cost_model, models
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.models import kv_cache, layers
 from tpu_rl.models.attention import flash, flash_cycles, flash_kernels
 from tpu_rl.models.attention.flash_kernels import FlashConfig

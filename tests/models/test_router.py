@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from launch import config, preflight, run
 from tests.fixtures.decoders import LENGTH, plain, tiny, tokens_of
 from tests.fixtures.runs import digest, rows_of
 from tpu_rl import environments, models, tokenizers
+from tpu_rl.commands import config, preflight, run
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.decoder import Decoder, packed_context

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import config
 from recipes.arithmetic import make_rows
+from tpu_rl.commands import config
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from launch import check
 from recipes import sapo
+from tpu_rl.commands import check
 
 SOURCE = Path(sapo.__file__)
 RIGHT = "losses=-gate * advantages"

@@ -8,6 +8,7 @@ import pytest
 from tests.fixtures import browser
 from tests.fixtures.run_folders import make_run, sample, with_tokens, write_lines
 from tpu_rl import report
+from tpu_rl.report import page as report_page
 
 pytestmark = pytest.mark.skipif(
     browser.executable() is None, reason="there is no chromium: apt-get install chromium"
@@ -121,7 +122,7 @@ def test_a_live_page_reloads_itself_and_stops_at_the_end(page, run_dir, tmp_path
     """It stays as it is while one reads a completion, and runs no other script."""
     folder = make_run(tmp_path / "run", finished=False)
     (folder / "samples.jsonl").write_bytes((run_dir / "samples.jsonl").read_bytes())
-    monkeypatch.setattr(report, "REFRESH_SECONDS", 1)
+    monkeypatch.setattr(report_page, "REFRESH_SECONDS", 1)
     report.write_report(folder, live=True)
     page.open(folder / "report.html")
     page.evaluate("window.isOld = true")

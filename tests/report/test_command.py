@@ -9,10 +9,10 @@ import urllib.request
 
 import pytest
 
-from launch import config, finish, run
-from launch import report as command
 from tests.fixtures.runs import TINY, digest, run_until
 from tpu_rl import report
+from tpu_rl.commands import config, finish, run
+from tpu_rl.commands import report as command
 
 REFRESH = '<meta http-equiv="refresh"'
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from launch import preflight
-from launch.config import preset
 from tests.fixtures.echo import EchoDecoding, echo_engine, roll_out
 from tpu_rl import rewards
+from tpu_rl.commands import preflight
+from tpu_rl.commands.config import preset
 from tpu_rl.errors import InputError
 from tpu_rl.experience.q_examples import round_identity
 from tpu_rl.plain_values import from_dict, to_dict

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import compose, config
 from tests.fixtures import several
 from tests.fixtures.sampling import decoder
 from tpu_rl import models
+from tpu_rl.commands import compose, config
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig

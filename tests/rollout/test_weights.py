@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from launch import compose, config
-from launch.roles import RunContext
 from tests.fixtures import several
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
+from tpu_rl.commands import compose, config
+from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.models import quantization
 from tpu_rl.rollout import weights
@@ -133,7 +133,7 @@ print("both meshes sample the same")
 MOVING_WEIGHTS = """
 import pathlib, sys
 import jax, numpy as np
-from launch import compose
+from tpu_rl.commands import compose
 from tests.rollout.test_weights import make_context
 from tpu_rl.rollout import weights
 
@@ -203,7 +203,7 @@ def test_moving_weights_never_holds_two_layouts(flags, tmp_path):
 
 STOPPED_RUN = """
 import sys
-from launch import run
+from tpu_rl.commands import run
 from tpu_rl.rollout import weights
 from tpu_rl.runtime import preemption
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from launch import run
 from tests.fixtures.runs import TINY, digest, make_rewards_nan
 from tests.fixtures.source_lines import line_of
 from tests.fixtures.update_cases import CASES, MODEL, OPTIMIZER, SCHEDULE, initial_state
 from tpu_rl.algos import ALGORITHMS, GrpoConfig
+from tpu_rl.commands import run
 from tpu_rl.errors import InputError
 from tpu_rl.proofs import tiny
 from tpu_rl.runtime import debug_nans

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launch import config
+from tpu_rl.commands import config
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import profiler
 

@@ -14,14 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import config, run, verify
 from tests.fixtures import several
 from tests.fixtures.fake_store import FakeStore
 from tests.fixtures.runs import COMPILING_RUN, TINY, TINY_PAIRS, digest, rows_of, small_q_sharp
 from tests.fixtures.several import require_same_step
 from tpu_rl.checkpoint import remote_run
+from tpu_rl.commands import config, run, verify
 
-RUN = ["-m", "launch.run", *TINY, "--batch.micro-batch-rows", "2", "--sampling.temperature", "1.5"]
+RUN = [
+    "launch/run.py",
+    *TINY,
+    "--batch.micro-batch-rows",
+    "2",
+    "--sampling.temperature",
+    "1.5",
+]
 
 
 def one_step(tmp_path: Path, count: int, *flags: str) -> dict[str, np.ndarray]:
@@ -452,7 +459,7 @@ def test_two_processes_learn_q_from_rounds_in_a_store(tmp_path, monkeypatch):
     for steps in ("3", "4"):
         flags = ["--steps", steps, "--run-dir", "gs://bucket/run"]
         first, second = several.run(
-            2, ["-m", "launch.run", str(tmp_path / "run.yaml"), *flags], limit=600
+            2, ["launch/run.py", str(tmp_path / "run.yaml"), *flags], limit=600
         )
         assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "(digest ok)" in first.out
@@ -475,7 +482,7 @@ def test_two_processes_learn_from_pairs_in_a_store(tmp_path, monkeypatch):
         )
     )
     flags = ["--data.path", str(file), "--steps", "1", "--run-dir", "gs://bucket/run"]
-    first, second = several.run(2, ["-m", "launch.run", *TINY_PAIRS, *flags])
+    first, second = several.run(2, ["launch/run.py", *TINY_PAIRS, *flags])
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "run/reference_log_probs_0.npz" in fake.objects
     fake.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from launch import config as configuration
-from launch import preflight, run
 from tests.fixtures.runs import TINY, digest, rows_of
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import preflight, run
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import watchdog
 from tpu_rl.runtime.watchdog import WatchdogConfig
@@ -151,7 +151,7 @@ import sys, time
 import jax, numpy as np
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-from launch import run
+from tpu_rl.commands import run
 from tpu_rl import rewards
 from tpu_rl.train import update_step
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from launch import compose
-from launch.config import MeshConfig
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tests.fixtures.tpu_decoding import compile_decoding, copies
 from tpu_rl import cost_model, models
+from tpu_rl.commands import compose
+from tpu_rl.commands.config import MeshConfig
 from tpu_rl.planner.steps import chip_bytes
 from tpu_rl.sampler import SegmentConfig
 from tpu_rl.train import sharding, update_step

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import config as configuration
-from launch import roles
 from tests.fixtures import several
 from tests.fixtures.drafting import BASE, DRAFTER, PARAMS, POLICY, SMALL
 from tests.fixtures.sampling import (
@@ -28,6 +26,8 @@ from tests.fixtures.sampling import (
     trigram,
 )
 from tpu_rl import models
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import (
     PartialCompletion,

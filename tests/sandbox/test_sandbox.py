@@ -15,7 +15,7 @@ from tests.fixtures.sandboxes import confined
 from tpu_rl import rewards, sandbox
 from tpu_rl.errors import MachineError
 from tpu_rl.rewards import named
-from tpu_rl.sandbox import unit_tests
+from tpu_rl.sandbox import processes, unit_tests
 
 LIMITS = sandbox.SandboxLimits(seconds=2.0)
 
@@ -409,7 +409,8 @@ def test_reward_of_programs():
 
 
 def test_no_program_runs_without_a_sandbox_unless_allowed(monkeypatch):
-    monkeypatch.setattr(sandbox, "refusal", lambda: "unshare: Operation not permitted")
+    for module in (sandbox, processes):
+        monkeypatch.setattr(module, "refusal", lambda: "unshare: Operation not permitted")
     for use_reward in (
         lambda: named.resolve("python_tests"),
         lambda: rewards.python_tests(["p"], ["c"], tests=TESTS[:1]),
@@ -427,11 +428,11 @@ def test_program_does_not_run_if_a_step_of_the_sandbox_fails(broken, tmp_path, m
     """The system call fails, as in an older or stricter kernel."""
     child = tmp_path / "child.py"
     name = "syscall" if broken == "pivot_root" else broken
-    source = sandbox.CHILD.read_text().replace(
+    source = processes.CHILD.read_text().replace(
         "LIBC = ctypes.CDLL(None, use_errno=True)",
         f"LIBC = ctypes.CDLL(None, use_errno=True)\nLIBC.{name} = lambda *_: -1",
     )
     child.write_text(source)
-    monkeypatch.setattr(sandbox, "CHILD", child)
+    monkeypatch.setattr(processes, "CHILD", child)
     with pytest.raises(sandbox.Refused, match=broken):
         sandbox.run("print('ran')")

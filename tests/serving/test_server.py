@@ -9,8 +9,8 @@ import urllib.request
 import numpy as np
 import pytest
 
-from launch import serve
 from tpu_rl import tokenizers
+from tpu_rl.commands import serve
 from tpu_rl.errors import InputError
 from tpu_rl.sampler import Turn
 from tpu_rl.serving import app, chat, server

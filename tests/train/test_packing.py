@@ -1,6 +1,7 @@
 """Layouts: every token in exactly one place, prompts shared, and the same numbers as a row per
 completion."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import pytest
 
 from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.errors import InputError
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.layout import layout_of
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.models import layers
 from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
-from tpu_rl.types import Experience, Layout
+from tpu_rl.types import Experience, Layout, Rows
 
 
 def laid_out(groups: tiny.Groups, **cut: Any) -> tuple[Layout, np.ndarray, np.ndarray]:
@@ -406,4 +409,31 @@ def test_actions_are_the_slots_of_the_mask(seed):
     for row, slots in zip(learned.reshape(-1, row_length), lists, strict=True):
         chosen = np.flatnonzero(row)
         np.testing.assert_array_equal(slots, [*chosen, *[row_length] * (len(slots) - len(chosen))])
-    assert layout.actions.shape[-1] < learned.sum(-1).max() + -(-row_length // 16)
+    assert layout.actions.shape[-1] < learned.sum(-1).max() + -(-row_length // 8)
+
+
+def test_batches_of_as_many_texts_have_one_shape():
+    """However long the texts are, so that a run compiles its programs once."""
+    batch = BatchConfig(prompts=4, group_size=3, row_length=32, micro_batch_rows=2)
+    shapes = set()
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+        lengths = random.integers(1, 2 + 2 * seed, 12)
+        mask = (np.arange(20) >= 4) & (np.arange(20) < 4 + lengths[:, None])
+        data = SimpleNamespace(action_mask=mask, group_id=np.repeat(np.arange(4), 3))
+        shapes.add(layout_of(batch, data).source.shape)
+    assert shapes == {(1, 6, 2, 32)}
+
+
+def test_a_micro_batch_without_tokens_is_not_computed():
+    """NaN in a skipped micro-batch does not matter: `function` is not called for it."""
+    layout, _, _ = laid_out([(3, (4, 4))], row_length=16, micro_batch_rows=1, row_limit=3)
+    rows = layout.rows(jnp.zeros(layout.slot.shape, jnp.int32))
+    assert packing.is_occupied(rows).tolist() == [[True, False, False]]
+
+    def nan_if_empty(micro_batch: Rows) -> jax.Array:
+        is_token = micro_batch.segment_ids > 0
+        return jnp.where(is_token.any(), 1.0 * is_token, jnp.nan)
+
+    result = packing.over_micro_batches(nan_if_empty, rows)
+    np.testing.assert_array_equal(result, layout.segment_ids > 0)

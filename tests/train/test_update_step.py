@@ -131,6 +131,31 @@ print(json.dumps({"steps": results, "cut": t.optimizer_state_of_cut_params()}))
 """
 
 
+def test_empty_micro_batches_are_not_computed():
+    """The loss of a micro-batch without tokens is NaN here, and nobody sees it."""
+    algorithm = CASES["grpo"][0]
+
+    def nan_if_empty(params: Any, batch: Any) -> tuple[jax.Array, Metrics]:
+        loss, metrics = algorithm.loss(params, batch)
+        is_empty = ~(batch.rows.segment_ids > 0).any()
+        poison = jnp.where(is_empty, jnp.nan, 0.0)
+        return loss + poison, metrics | {"max": Max(loss), "min": Min(loss)}
+
+    params = tiny.init_params(MODEL)
+    trained, frozen = training.partition(params, tiny.train_policy)
+
+    def accumulate(batch: Any) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+        loss, metrics, gradients = training.accumulate(
+            algorithm._replace(loss=nan_if_empty), trained, frozen, batch
+        )
+        return loss, training.reduce_metrics(training.merge_metrics(metrics)), gradients
+
+    plain = batch_of("grpo")
+    wide = batch_of("grpo", row_limit=12)
+    assert (len(plain.rows.tokens), len(wide.rows.tokens)) == (2, 6)
+    jax.tree.map(np.testing.assert_array_equal, accumulate(wide), accumulate(plain))
+
+
 def optimizer_state_of_cut_params() -> dict[str, Any]:
     """Where it lies on four devices, [parameter, first moment, second moment] a leaf, and what two
     updates cost."""

@@ -1,6 +1,6 @@
 """Configuration of a run's data, batches and rollouts.
 
-The sources of experience read these values, and `launch.config` composes them into an experiment.
+The sources of experience read these values, and `commands.config` composes them into an experiment.
 """
 
 from __future__ import annotations

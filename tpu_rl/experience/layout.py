@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -54,13 +55,21 @@ def with_routing(layout: Layout, routing: Any) -> Layout:
     return replace(layout, routing=packed.astype(flat.dtype))
 
 
-def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
+def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: bool = True) -> Layout:
     """Return the place of each token in the packed rows of the micro-batches.
 
-    `paths` says whether to fill `Layout.paths`.
+    Args:
+        batch: the size of packed rows.
+        data: a pytree with `action_mask` [N, T] and `group_id` [N].
+        paths: fill `Layout.paths`.
+        with_room: make room for N texts of T tokens each, so that all batches of N texts have one
+            shape. What stays empty is not computed.
     """
+    mask = np.asarray(data.action_mask)
+    texts_per_step = math.ceil(len(mask) / batch.num_minibatches)
+    texts_per_row = max(batch.row_length // mask.shape[1], 1)
     return packing.lay_out(
-        np.asarray(data.action_mask),
+        mask,
         np.asarray(data.group_id),
         row_length=batch.row_length,
         micro_batch_rows=batch.micro_batch_rows,
@@ -69,6 +78,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False) -> Layout:
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
         share_prefixes=batch.share_prefixes,
+        row_limit=math.ceil(texts_per_step / texts_per_row) if with_room else None,
         paths=paths,
     )
 

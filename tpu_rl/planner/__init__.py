@@ -1,6 +1,6 @@
 """The needs of the compiled steps of a run, and how fast they can be.
 
-The planner takes jitted functions, shapes and small values; `launch/plan_steps.py` composes them
+The planner takes jitted functions, shapes and small values; `commands/plan_steps.py` composes them
 from a run's configuration.
 
 - `steps` compiles a function for shapes.

@@ -1,6 +1,8 @@
 """The rollout engine: from data rows to scored completions.
 
-engine             `Engine(generate, score, resume)`: all that a source of experience knows
+requests           `Engine(generate, score, resume)`: all that a source of experience knows
+engine             makes an engine of small values
+conversations      the policy's turns, and what an environment answers
 prompts            data rows as token ids; stop strings
 weights            the copy of the weights that the sampler reads
 streaming_rewards  rewards computed while other rows are still being decoded
@@ -10,6 +12,4 @@ sampled_json       sampled completions in checkpoints
 dynamic_sampling   replaces groups that teach nothing (DAPO)
 records            metrics, samples and warnings of scored completions
 samples            what samples.jsonl keeps of them, and of their tokens
-evaluation         accuracy on held-out problems, with intervals
-guided_evaluation  accuracy against KL of a reference that q guides
 """

@@ -18,41 +18,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from tpu_rl import sampler
-from tpu_rl.environments.pool import EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History
+from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest, slots
 from tpu_rl.types import Params, Purpose, Rollout
-
-if TYPE_CHECKING:
-    from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer
-
-
-class Environment(NamedTuple):
-    """What answers the policy, and how long."""
-
-    pool: EnvironmentPool
-    max_turns: int
-    """Turns of the policy in an episode."""
-    max_observation_tokens: int
-    """Tokens of one observation."""
-
-    @property
-    def is_scored(self) -> bool:
-        """True if a class of the environment gives rewards."""
-        classes = self.pool.descriptions.values()
-        return any(known.is_scored or known.form == "game" for known in classes)
 
 
 @dataclass

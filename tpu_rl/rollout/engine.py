@@ -14,194 +14,26 @@ is.
 from __future__ import annotations
 
 import functools
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
-from tpu_rl import rewards, sampler
+from tpu_rl import sampler
 from tpu_rl.data import Row
 from tpu_rl.rollout import conversations, prompts, scoring, signals
-from tpu_rl.rollout.conversations import Environment
 from tpu_rl.rollout.group_selection import FirstGroups
-from tpu_rl.rollout.scoring import PartialGroup, Sampled, Scored
-from tpu_rl.rollout.streaming_rewards import StreamingRewards
-from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.rollout.requests import Decoding as Decoding
+from tpu_rl.rollout.requests import Engine as Engine
+from tpu_rl.rollout.requests import RolloutRequest as RolloutRequest
+from tpu_rl.rollout.requests import Scorer as Scorer
+from tpu_rl.rollout.scoring import PartialGroup, Sampled
 from tpu_rl.runtime import processes
-from tpu_rl.sampler import PartialCompletion, SamplerConfig
-from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Params, Purpose, Rollout
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """Data rows whose prompts are to be completed, one group of completions for each row."""
-
-    rows: list[Row]
-    step: int
-    """The step of the run. Random keys depend on it."""
-    first_row_id: int = 0
-    """Id of the first completion; the others count up. A completion's random key depends on its id,
-    so that two requests in one step must not share ids."""
-    policy_step: int = 0
-    """The number of optimizer steps that the policy has taken. The rollout records it."""
-    resumed: Sequence[PartialCompletion | None] | None = None
-    """[completions] what an earlier request sampled of each, or None for a new completion."""
-    first_groups: int | None = None
-    """Return once so many groups are complete: all resumed ones, and the first of the new ones.
-    `Sampled.unfinished` has the others. The default waits for all groups."""
-
-
-class Engine(NamedTuple):
-    """All that a source of experience knows about rollouts."""
-
-    generate: Callable[[Params, RolloutRequest], Sampled]
-    """(the whole params tree, request) -> completions. All processes call it together."""
-    score: Callable[[Sampled], Scored]
-    """Completions -> completions with rewards. All processes call it together."""
-    resume: Callable[[Sampled], Sampled] = lambda sampled: sampled
-    """Completions of an earlier process -> the same, whose rewards are on their way. By default
-    `score` computes all of them."""
-
-    def roll_out(self, params: Params, request: RolloutRequest) -> Scored:
-        """Generate completions and score them."""
-        return self.score(self.generate(params, request))
-
-
-class Scorer(NamedTuple):
-    """The reward functions of a run, and how they are applied."""
-
-    tokenizer: Tokenizer
-    reward_functions: Mapping[str, rewards.Reward] = {}
-    """Name -> function. Rewards are added up; without any, they are zero."""
-    max_fault_share: float = rewards.DEFAULT_LIMITS.fault_share
-    """Scoring fails if reward functions fail on a larger share of the completions."""
-    terms: Sequence[rewards.RewardTerm] = ()
-    """The terms of the total, by names of functions. By default each function once, unweighted."""
-
-    def __call__(self, sampled: Sampled) -> Scored:
-        return scoring.score(sampled, self.reward_functions, self.max_fault_share, self.terms)
-
-    @contextmanager
-    def streaming(
-        self,
-        rows: list[Row],
-        group_size: int,
-        max_groups: int | None = None,
-        step: int = 0,
-        is_truncated: Callable[[list[int]], bool] | None = None,
-    ) -> Iterator[StreamingRewards]:
-        """Yield what computes rewards of complete groups during sampling.
-
-        If sampling fails or is interrupted, questions that wait are dropped. `max_groups` is the
-        number of groups that will be asked about, if these are not all. For the others see
-        `StreamingRewards`.
-        """
-        prompt_of, columns = scoring.repeat_rows(rows, group_size)
-        streaming = StreamingRewards(
-            self.reward_functions,
-            prompt_of,
-            columns,
-            group_size,
-            scoring.local_rows(len(prompt_of), group_size),
-            self.tokenizer.decode,
-            None if max_groups is None else max_groups * group_size,
-            step,
-            is_truncated,
-        )
-        try:
-            yield streaming
-        except BaseException:  # Ctrl-C too.
-            streaming.cancel()
-            raise
-
-    def resume(
-        self, sampled: Sampled, is_truncated: Callable[[list[int]], bool] | None = None
-    ) -> Sampled:
-        """Ask for rewards of completions that a checkpoint brought, as `streaming` would have."""
-        group_size = len(sampled.completions) // len(sampled.rows)
-        with self.streaming(
-            sampled.rows, group_size, step=sampled.step, is_truncated=is_truncated
-        ) as streaming:
-            token_ids = dict(enumerate(scoring.chosen_ids(sampled)))
-            answers = dict(enumerate(scoring.answers_of(sampled)))
-            local = scoring.local_rows(len(answers), group_size)
-            streaming.on_answered(
-                {row: answers[row] for row in range(len(answers))[local]}, token_ids
-            )
-        return replace(sampled, streamed_rewards=streaming.answers, cancel_rewards=streaming.cancel)
-
-
-_SAMPLING = threading.RLock()
-"""Held by the thread that samples."""
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Everything that decides how completions are decoded."""
-
-    policy: RolloutPolicy
-    config: SamplerConfig
-    """`samples_per_prompt` is the group size."""
-    max_prompt_tokens: int
-    seed: int = 0
-    purpose: Purpose = Purpose.ROLLOUT
-    """Random keys depend on the seed, the purpose and the step."""
-    stop_strings: tuple[str, ...] = ()
-    environment: Environment | None = None
-    """What answers the policy. None: a completion is a single turn."""
-
-    @contextmanager
-    def on_its_mesh(self) -> Iterator[None]:
-        """Set the sampling mesh, for one thread at a time.
-
-        Programs that two threads start on several devices may wait for each other forever.
-        """
-        with _SAMPLING, jax.set_mesh(self.policy.mesh), ExitStack() as contexts:
-            if self.policy.device is not None:
-                contexts.enter_context(jax.default_device(self.policy.device))
-            yield
-
-    def sample(
-        self,
-        params: Params,
-        prompts: list[list[int]],
-        step: int,
-        row_ids: np.ndarray,
-        *,
-        policy_step: int = 0,
-        limits: np.ndarray | None = None,
-        stop_at: sampler.StopAt | None = None,
-        on_finished: sampler.OnFinished | None = None,
-        on_verified: sampler.OnVerified | None = None,
-        resumed: Sequence[PartialCompletion | None] | None = None,
-        stop_when: Callable[[np.ndarray], bool] | None = None,
-    ) -> Rollout:
-        """Complete prompts of token ids with the policy; see `sampler.sample` for the arguments."""
-        with self.on_its_mesh():
-            return sampler.sample(
-                self.policy.policy,
-                self.policy.params(params),
-                prompts,
-                sampler.run_key(self.seed, self.purpose, step),
-                self.config,
-                limits=limits,
-                row_ids=row_ids,
-                policy_step=policy_step,
-                mesh=self.policy.mesh,
-                on_finished=on_finished,
-                stop_at=stop_at,
-                on_segment=signals.between_segments,
-                drafter=self.policy.drafter,
-                on_verified=on_verified,
-                resumed=resumed,
-                stop_when=stop_when,
-            )
+from tpu_rl.sampler import PartialCompletion
+from tpu_rl.types import Params, Rollout
 
 
 def make_engine(decoding: Decoding, scorer: Scorer) -> Engine:

@@ -160,15 +160,16 @@ def lay_out(
     the tokens that its parts share are repeated and its branches are numbered anew. Repeated
     actions are actions in one of the parts only.
 
-    The number of micro-batches is that of the fullest step. It is rounded up to one of few values,
-    as are the lengths of the lists in `Rows.actions` and `Rows.key_tiles`, so that few programs are
-    compiled.
+    Programs are compiled for the shapes of a layout, so it has few of them. The number of
+    micro-batches is that of the fullest step, or of `row_limit`, rounded up to one of few values.
+    The lists in `Rows.actions` and `Rows.key_tiles` have one of eight lengths.
 
     Args:
         row_length: slots per packed row.
         micro_batch_rows: packed rows per micro-batch.
         minibatches: optimizer steps per batch.
         row_limit: room for at least this many packed rows per step, even if fewer are needed.
+            Micro-batches without any token are at the end, and are not computed.
         whole_groups: never split a group.
         parent, shared: [N] each, the leading tokens that rows share (see `types.Rollout`). None:
             the rows of a group share their prompt.
@@ -495,7 +496,7 @@ def _action_slots(is_action: np.ndarray) -> np.ndarray:
     row_length = is_action.shape[-1]
     slots_of_rows = [np.flatnonzero(row) for row in is_action.reshape(-1, row_length)]
     most_actions = max(map(len, slots_of_rows))
-    length = min(_round_up_to_sixteenth(most_actions, row_length), row_length)
+    length = min(_round_up_to_eighth(most_actions, row_length), row_length)
     actions = np.full((len(slots_of_rows), length), row_length, np.int32)
     for row, slots in enumerate(slots_of_rows):
         actions[row, : len(slots)] = slots
@@ -515,7 +516,7 @@ def _key_tiles(
     rows_per_step = micro_batches * micro_batch_rows
     # For each packed row, the needed pairs in order: (tiles of queries, tiles of keys).
     needed: dict[int, tuple[np.ndarray, ...]] = {}
-    length = _round_up_to_sixteenth(0, tiles)
+    length = _round_up_to_eighth(0, tiles)
     for step, rows in enumerate(packed):
         for row_number, row in enumerate(rows, start=step * rows_per_step):
             # is_needed[i, j]: tile j holds keys that queries of tile i see.
@@ -525,7 +526,7 @@ def _key_tiles(
             is_needed &= causal
             needed[row_number] = is_needed.nonzero()
             longest = int(is_needed.sum(-1).max())
-            length = max(length, _round_up_to_sixteenth(longest, tiles))
+            length = max(length, _round_up_to_eighth(longest, tiles))
             # The other rows need not be looked at.
             if length * tile_size > WORTH_TILES * row_length:
                 return None
@@ -574,9 +575,9 @@ def _round_up_count(count: int) -> int:
     return next(size for size in (power, power * 3 // 2, power * 2) if size >= count)
 
 
-def _round_up_to_sixteenth(count: int, total: int) -> int:
-    """Round `count` up to a multiple of a sixteenth of `total`: one of at most 16 sizes."""
-    step = _ceil_div(total, 16)
+def _round_up_to_eighth(count: int, total: int) -> int:
+    """Round `count` up to a multiple of an eighth of `total`: one of at most 8 sizes."""
+    step = _ceil_div(total, 8)
     return max(1, _ceil_div(count, step)) * step
 
 
@@ -609,14 +610,35 @@ def one_per_row(tokens: jax.Array, action_mask: jax.Array, rows_at_once: int) ->
     return jax.tree.map(lambda leaf: leaf.reshape(1, -1, rows_at_once, leaf.shape[1]), rows)
 
 
+def is_occupied(batch: Any) -> jax.Array:
+    """Return [..., K] bool: False for micro-batches [..., K, R, S] without any token.
+
+    `batch` is Rows, or has Rows as its field `rows`. What a batch without rows holds is not known,
+    so all of it counts as occupied.
+    """
+    rows = batch if isinstance(batch, Rows) else getattr(batch, "rows", None)
+    if rows is None:
+        return jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool)
+    return jnp.any(rows.segment_ids > 0, (-2, -1))
+
+
 def over_micro_batches(function: Callable[[Any], Any], batch: Any) -> Any:
     """Map a function of leaves [R, S] over a pytree with leaves [M, K, R, S].
 
-    Processes one micro-batch at a time. For forward passes inside make_batch.
+    Processes one micro-batch at a time. For forward passes inside make_batch. The results of
+    micro-batches without any token are zeros; they are not computed. See `is_occupied` for what
+    `batch` may be.
     """
     minibatches, micro_batches = jax.tree.leaves(batch)[0].shape[:2]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
-    results = jax.lax.map(function, flat)
+
+    def compute_or_skip(item: tuple[Any, jax.Array]) -> Any:
+        micro_batch, occupied = item
+        result = jax.eval_shape(function, micro_batch)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
+        return jax.lax.cond(occupied, function, lambda _: zeros, micro_batch)
+
+    results = jax.lax.map(compute_or_skip, (flat, is_occupied(flat)))
     return jax.tree.map(
         lambda leaf: leaf.reshape(minibatches, micro_batches, *leaf.shape[1:]), results
     )

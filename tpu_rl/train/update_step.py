@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from tpu_rl.train import sharding
+from tpu_rl.train import packing, sharding
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -285,6 +285,25 @@ def merge_metrics(metrics: Metrics) -> Metrics:
     return {name: merge(metric) for name, metric in metrics.items()}
 
 
+def no_measurement(metric: Metric) -> Metric:
+    """Return a metric of the same kind and shape that changes nothing in `merge_metrics`."""
+
+    def filled(shape: Array, value: float) -> Array:
+        return jnp.full(shape.shape, value, shape.dtype)
+
+    match metric:
+        case Sum(value, weight):
+            return Sum(filled(value, 0), filled(weight, 0))
+        case Max(value):
+            return Max(filled(value, -jnp.inf))
+        case Min(value):
+            return Min(filled(value, jnp.inf))
+        case First(metric):
+            return First(no_measurement(metric))
+        case PerToken(value):
+            return PerToken(filled(value, 0))
+
+
 def reduce_metrics(metrics: Metrics) -> dict[str, Array]:
     """Return the reported number of each metric. A mean with total weight zero is zero.
 
@@ -459,7 +478,7 @@ def accumulate(
 
     Returns (loss, metrics stacked over micro-batches, float32 gradients). Nothing is averaged here:
     the weights of the batch are normalized over the entire step, so the sum is exact however the
-    step is split into micro-batches.
+    step is split into micro-batches. Micro-batches without any token are not computed.
     """
 
     def loss_of(trained: Params, micro_batch: Any) -> tuple[Array, Metrics]:
@@ -479,11 +498,31 @@ def accumulate(
         )
         return (total_loss + loss, total_gradients), metrics
 
+    def add_if_occupied(
+        carry: tuple[Array, Params], item: tuple[Any, Array]
+    ) -> tuple[tuple[Array, Params], Metrics]:
+        micro_batch, occupied = item
+        _, metrics = jax.eval_shape(loss_of, compute_params, micro_batch)
+        nothing = {name: no_measurement(metric) for name, metric in metrics.items()}
+        return jax.lax.cond(
+            occupied, add_micro_batch, lambda carry, _: (carry, nothing), carry, micro_batch
+        )
+
     # Cast once, outside the scan, and not once per micro-batch.
     compute_params = cast_to_compute_dtype(trained)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-    (loss, gradients), metrics = jax.lax.scan(add_micro_batch, (jnp.zeros(()), zeros), batch)
+    (loss, gradients), metrics = jax.lax.scan(
+        add_if_occupied, (jnp.zeros(()), zeros), (batch, computed_micro_batches(batch))
+    )
     return loss, metrics, gradients
+
+
+def computed_micro_batches(batch: Any) -> Array:
+    """Return [K] bool: True for micro-batches with tokens, and for the first one.
+
+    So there is something to measure in a step without any token.
+    """
+    return packing.is_occupied(batch).at[0].set(True)
 
 
 def _accumulate_probed(
@@ -531,14 +570,20 @@ def _measure(loss_of: Callable[..., Any], params: Params, leaves: Params, batch:
     It does not depend on the loss, so this costs no more than forward passes.
     """
 
-    def add_micro_batch(total: Params, micro_batch: Any) -> tuple[Params, None]:
+    def add_micro_batch(total: Params, micro_batch: Any) -> Params:
         measured, _ = jax.grad(lambda leaves: loss_of((params, leaves), micro_batch), has_aux=True)(
             leaves
         )
-        return jax.tree.map(jnp.add, total, measured), None
+        return jax.tree.map(jnp.add, total, measured)
+
+    def add_if_occupied(total: Params, item: tuple[Any, Array]) -> tuple[Params, None]:
+        micro_batch, occupied = item
+        return jax.lax.cond(
+            occupied, add_micro_batch, lambda total, _: total, total, micro_batch
+        ), None
 
     # `leaves` are zeros, so they also serve as the initial sum.
-    return jax.lax.scan(add_micro_batch, leaves, batch)[0]
+    return jax.lax.scan(add_if_occupied, leaves, (batch, computed_micro_batches(batch)))[0]
 
 
 def _with_probe_leaves(params: Params, leaves: Params) -> Params:

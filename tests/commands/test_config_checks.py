@@ -1,0 +1,159 @@
+"""Settings that do not go together are refused before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from tpu_rl.algos import GrpoConfig
+from tpu_rl.commands import config, preflight
+from tpu_rl.commands.config import Phase
+from tpu_rl.errors import InputError
+from tpu_rl.runtime import processes
+
+MISFITS = {
+    "negative": (["arithmetic_sft", "--sampling.temperature", "-1"], "--sampling.temperature"),
+    "no step": (["arithmetic_grpo", "--samples.every", "0"], "--samples.every"),
+    "fewer than none": (["arithmetic_grpo", "--samples.most", "-1"], "--samples.most"),
+    "groups are equal": (
+        ["arithmetic_grpo", "--sampling.temperature", "0"],
+        "--sampling.temperature",
+    ),
+    "no log-probs": (["arithmetic_ppo", "--sampling.temperature", "0"], "--sampling.temperature"),
+    "no log-probs, REINFORCE": (
+        ["arithmetic_reinforce", "--sampling.temperature", "0"],
+        "--sampling.temperature",
+    ),
+    "a group of one": (["arithmetic_grpo", "--batch.group-size", "1"], "--batch.group-size"),
+    "staleness below none": (
+        ["arithmetic_grpo", "--batch.staleness", "-1"],
+        "--batch.staleness",
+    ),
+    "a sampler that waits for updates": (
+        ["arithmetic_grpo", "--sampling.devices", "1"],
+        "--sampling.devices, --batch.staleness",
+    ),
+    "exact, and older": (
+        ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
+        + ["--model.exact-sampling"],
+        "--model.exact-sampling, --sampling.devices",
+    ),
+    "a sampler on the training mesh": (
+        ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
+        + ["--sampling.tensor-parallel", "train-mesh"],
+        "--sampling.devices, --sampling.tensor-parallel",
+    ),
+    "half a pair": (["arithmetic_dpo", "--batch.row-length", "128"], "--batch.row-length"),
+    "groups of one never differ": (
+        ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],
+        "--rollout.dynamic-sampling-rounds, --batch.group-size",
+    ),
+    "one reward has no variance": (
+        ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.keep-variance-share", "0.5"],
+        "--rollout.keep-variance-share, --batch.group-size",
+    ),
+    "more than all": (
+        ["arithmetic_grpo", "--rollout.keep-variance-share", "1.5"],
+        "--rollout.keep-variance-share",
+    ),
+    "pairs are another choice": (
+        ["arithmetic_dpo", "--rollout.keep-variance-share", "0.5"],
+        "--rollout.keep-variance-share",
+    ),
+    "three kept, two minibatches": (
+        ["arithmetic_grpo", "--batch.prompts", "12", "--batch.num-minibatches", "2"]
+        + ["--rollout.keep-variance-share", "0.25"],
+        "--rollout.keep-variance-share, --batch.num-minibatches",
+    ),
+    "routing of given completions": (
+        ["arithmetic_dpo", "--rollout.replay-routing"],
+        "--rollout.replay-routing",
+    ),
+    "routing of a policy that does not learn": (
+        ["arithmetic_grpo", "--algorithm", "value_pretraining", "--rollout.replay-routing"],
+        "--rollout.replay-routing",
+    ),
+    "routing of what is read anew": (
+        ["arithmetic_grpo", "--rollout.replay-routing", "--rollout.partial", "2"],
+        "--rollout.replay-routing, --rollout.partial",
+    ),
+    "routing of drafts": (
+        ["arithmetic_grpo", "--rollout.replay-routing", "--sampling.speculation.tokens", "2"],
+        "--rollout.replay-routing, --sampling.speculation.tokens",
+    ),
+    "routing of conversations": (
+        ["arithmetic_multi_attempt", "--rollout.replay-routing"],
+        "--rollout.replay-routing, --environment",
+    ),
+    "routing of agents": (
+        ["arithmetic_grpo", "--rollout.replay-routing", "--agent", "my_agent.py:run"],
+        "--rollout.replay-routing, --agent",
+    ),
+    "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
+    "a rounded reference": (
+        ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],
+        "--sampling.kv-cache-dtype",
+    ),
+    "a quantized reference": (
+        ["arithmetic_dpo", "--sampling.weight-dtype", "int8"],
+        "--sampling.weight-dtype",
+    ),
+    "a rounded reference, judged": (
+        ["arithmetic_bco", "--sampling.kv-cache-dtype", "int8"],
+        "--sampling.kv-cache-dtype",
+    ),
+    "a reference elsewhere": (
+        ["arithmetic_dpo", "--sampling.temperature", "0.7"],
+        "--sampling.temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_refused(name):
+    flags, where = MISFITS[name]
+    with pytest.raises(InputError) as error:
+        config.parse(flags)
+    assert error.value.where == where
+    assert error.value.fix
+
+
+def test_every_phase_is_looked_at():
+    one = config.parse(["arithmetic_ppo", "--batch.group-size", "1"])
+    with pytest.raises(InputError, match="teaches nothing"):
+        replace(one, phases=(Phase(GrpoConfig(), until=5),))
+
+
+def test_a_frozen_policy_may_answer_greedily():
+    """Only what learns from log-probs needs them; a reward model does not care how its pairs were
+    drawn."""
+    assert config.parse(["arithmetic_sft", "--sampling.temperature", "0"]).sampling.temperature == 0
+    assert (
+        config.parse(
+            ["arithmetic_reward_model", "--sampling.kv-cache-dtype", "int8"]
+        ).sampling.kv_cache_dtype
+        == "int8"
+    )
+
+
+def test_a_sampler_with_devices_of_its_own_needs_a_single_process(monkeypatch):
+    flags = ["arithmetic_grpo", "--batch.staleness", "1", "--sampling.devices", "1"]
+    run_config = config.parse(flags)
+    preflight.check_sampler_devices(run_config)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(InputError, match="several processes"):
+        preflight.check_sampler_devices(run_config)
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--batch.no-share-prefix", "--batch.no-share-prefixes"),
+        ("--batch.share-prefix", "--batch.share-prefixes"),
+        ("--batch.prompt=3", "--batch.prompts"),
+    ],
+)
+def test_a_mistyped_flag_names_the_nearest_one(flag, meant):
+    """A switch has two names, of which the nearer one is meant."""
+    with pytest.raises(InputError, match="Unrecognized") as error:
+        config.parse(["arithmetic_grpo", flag])
+    assert error.value.fix == f"did you mean {meant}?"

@@ -1,0 +1,160 @@
+"""`--dry-run` shows rows as the model reads them, and fails where the run would fail."""
+
+import json
+
+import pytest
+
+from tpu_rl.commands import config, run
+
+SIZES = {
+    "--batch.prompts": 4,
+    "--batch.row-length": 64,
+    "--sampling.max-prompt-tokens": 32,
+    "--sampling.max-new-tokens": 8,
+    "--evaluation.rows": 0,
+}
+REWARD_FILE = """
+def score(completions, answer, **columns):
+    return [float(truth in text) for text, truth in zip(completions, answer)]
+
+def broken(completions, answer, **columns):
+    raise KeyError("no such thing")
+
+def picky(completions, answer, **columns):
+    return [1 / len(text) for text in completions]
+"""
+WORDS = [f"word{i}" for i in range(8)]
+ROWS = {
+    "grpo": [{"prompt": f"Repeat: {word}", "answer": word} for word in WORDS],
+    "sft": [{"prompt": f"Repeat: {word}", "completion": word} for word in WORDS],
+    "dpo": [{"prompt": word, "chosen": word, "rejected": word[::-1]} for word in WORDS],
+    "kto": [{"prompt": word, "completion": word, "label": True} for word in WORDS],
+    "process_reward": [
+        {"prompt": word, "completions": [word[:2], word[2:]], "labels": [True, False]}
+        for word in WORDS
+    ],
+}
+
+
+def inspect(checkpoint, folder, method, rows, *flags):
+    """Dry-run a method on rows; a flag {reward} stands for the file of reward functions."""
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = folder / "my_reward.py"
+    reward.write_text(REWARD_FILE)
+    given = [method, "--dry-run", "--model.path", str(checkpoint), "--data.path", str(data)]
+    given += [str(text) for pair in SIZES.items() for text in pair]
+    given += [flag.format(reward=reward, data=data) for flag in flags]
+    return run.main([*given, "--run-dir", str(folder / "run")])
+
+
+JUDGED = ["--reward", "{reward}:score", "--batch.group-size", "2"]
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "flags", "lines"),
+    [
+        (
+            "grpo",
+            ROWS["grpo"],
+            JUDGED,
+            ["<bos>assistant[[a completion of at most 8 tokens]](sampled, learned)"],
+        ),
+        ("sft", ROWS["sft"], [], ["[[word0<eos>]]", "6 of them learned"]),
+        (
+            "sft",
+            [{"messages": CHAT}] * 8,
+            [],
+            ["[[b<eos>]]<bos>userc<eos><bos>assistant[[d<eos>]]"],
+        ),
+        (
+            "sft",
+            [{"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}, CHAT[2], CHAT[3]]}] * 8,
+            [],
+            ["[[b<eos>]](weight 0.5)<bos>userc<eos><bos>assistant[[d<eos>]]"],
+        ),
+        ("dpo", ROWS["dpo"], [], ["chosen", "[[word0<eos>]]", "rejected", "[[0drow<eos>]]"]),
+        ("kto", ROWS["kto"], [], ["label True", "[[word0<eos>]]"]),
+        ("process_reward", ROWS["process_reward"], [], ["w[[o]](right)rd0[[<eos>]](wrong)"]),
+    ],
+    ids=["grpo", "sft", "conversation", "weights", "dpo", "kto", "steps"],
+)
+def test_a_row_is_shown_as_the_model_reads_it(
+    checkpoint, tmp_path, capsys, method, rows, flags, lines
+):
+    assert inspect(checkpoint, tmp_path, method, rows, *flags) == 0
+    printed = capsys.readouterr().out
+    for line in lines:
+        assert line in printed
+    assert not (tmp_path / "run").exists()
+
+
+STEPS = ROWS["process_reward"]
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "flags", "message"),
+    [
+        ("grpo", ROWS["grpo"][:3], JUDGED, "fewer than a batch"),
+        ("grpo", [{"prompt": "x" * 99, "answer": ""}] * 8, JUDGED, "0 of 8 prompts left"),
+        ("grpo", ROWS["grpo"], ["--reward", "{reward}:broken"], "KeyError: 'no such thing'"),
+        ("grpo", [{"prompt": "a"}] * 8, JUDGED, "needs a column 'answer'"),
+        ("sft", [*ROWS["sft"], {"messages": CHAT[:1]}], [], "lacks the column"),
+        ("sft", [*[{"messages": CHAT}] * 8, {"messages": CHAT[:1]}], [], "rows.jsonl:9"),
+        ("sft", [{"messages": CHAT, "tools": "add"}] * 8, [], "`tools` is a list of objects"),
+        ("dpo", [row | {"rejected": row["chosen"]} for row in ROWS["dpo"]], [], "no pair is left"),
+        ("dpo", [row | {"margin": "big"} for row in ROWS["dpo"]], [], "`margin` is a number"),
+        ("process_reward", [*STEPS, STEPS[0] | {"labels": [True]}], [], "one label for each step"),
+        ("process_reward", [*STEPS, STEPS[0] | {"completions": "ab"}], [], "a list of texts"),
+        ("process_reward", [*STEPS, STEPS[0] | {"labels": ["yes", 0]}], [], "true and false"),
+    ],
+)
+def test_it_fails_where_the_run_would(checkpoint, tmp_path, capsys, method, rows, flags, message):
+    assert inspect(checkpoint, tmp_path, method, rows, *flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_texts_that_are_cut_and_rewards_that_fail_now_and_then_are_said(
+    checkpoint, tmp_path, capsys
+):
+    long = [{"prompt": "a", "completion": "b" * 40}, {"prompt": "a" * 40, "completion": "b"}]
+    assert inspect(checkpoint, tmp_path, "sft", ROWS["sft"] + long) == 0
+    printed = capsys.readouterr().err
+    assert "2 of 10 rows are longer than 40 tokens" in printed
+    assert "1 of 10 rows have nothing to learn within 40 tokens" in printed
+    assert inspect(checkpoint, tmp_path, "grpo", ROWS["grpo"], "--reward", "{reward}:picky") == 0
+    printed = capsys.readouterr().err
+    assert "my_reward.picky fails on 2 of 6 trial completions: ZeroDivisionError" in printed
+
+
+def test_the_last_answer_of_a_held_out_conversation_is_what_is_evaluated(
+    checkpoint, tmp_path, capsys
+):
+    rows = [{"messages": CHAT, "answer": "1"}] * 8
+    flags = ["--evaluation.rows", "2", "--data.evaluation-path", "{data}"]
+    flags += ["--reward", "gsm8k", "--sampling.max-prompt-tokens"]
+    assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "36") == 0
+    capsys.readouterr()
+    assert inspect(checkpoint, tmp_path, "sft", rows, *flags, "35") == 2
+    assert "0 of 2 prompts left" in capsys.readouterr().err
+
+
+def test_a_text_without_a_prompt_is_no_problem_to_answer(checkpoint, tmp_path):
+    rows = [{"text": word, "answer": "1"} for word in WORDS]
+    flags = ["--evaluation.rows", "2", "--data.evaluation-path", "{data}", "--reward", "gsm8k"]
+    assert inspect(checkpoint, tmp_path, "sft", rows, *flags) == 0
+
+
+def test_a_folder_of_another_configuration_is_refused(checkpoint, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    config.save(config.preset("dpo"), folder / "config.yaml")
+    assert inspect(checkpoint, tmp_path, "sft", ROWS["sft"]) == 2
+    assert "belongs to another configuration" in capsys.readouterr().err

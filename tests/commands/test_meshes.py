@@ -1,0 +1,122 @@
+"""Sizes that a mesh does not divide: micro-batches grow, and notes are printed about the rest."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from tests.fixtures import several
+from tests.fixtures.decoders import tiny
+from tpu_rl.commands import compose, meshes
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands.config import ExperimentConfig
+from tpu_rl.errors import InputError
+from tpu_rl.train import sharding
+
+
+def experiment(micro_batch_rows: int = 4, tensor_parallel: int | None = None) -> ExperimentConfig:
+    preset = configuration.preset("arithmetic_grpo")
+    return dataclasses.replace(
+        preset,
+        batch=dataclasses.replace(preset.batch, micro_batch_rows=micro_batch_rows),
+        sampling=dataclasses.replace(preset.sampling, tensor_parallel=tensor_parallel),
+    )
+
+
+def abstract_mesh(**sizes: int) -> sharding.AbstractMesh:
+    return sharding.AbstractMesh(
+        tuple(sizes.get(axis, 1) for axis in sharding.MESH_AXES), sharding.MESH_AXES
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "expected"),
+    [
+        (4, {}, 4),
+        (4, {"fsdp": 16}, 16),
+        (24, {"data": 2, "fsdp": 4, "expert": 2}, 32),
+        (8, {"fsdp": 2, "tensor": 8, "context": 4}, 8),
+    ],
+)
+def test_micro_batches_grow_until_devices_divide_them(rows, sizes, expected):
+    config = experiment(rows)
+    mesh = abstract_mesh(**sizes)
+    fitted = meshes.fit_micro_batch(config, mesh)
+    assert fitted == experiment(expected)
+    assert meshes.fit_micro_batch(fitted, mesh) == fitted
+    mesh = abstract_mesh(**sizes | {"tensor": 1})
+    notes = [
+        note for note in meshes.notes(config, tiny("llama3").model, mesh) if "micro-batches" in note
+    ]
+    if rows == expected:
+        assert notes == []
+    else:
+        assert notes == [f"micro-batches of {expected} rows, not {rows}: 16 devices share them"]
+
+
+def test_note_about_heads_names_the_nearest_divisors():
+    model = tiny("llama3").model
+    assert model.config.attention.num_heads == 4
+    mesh = abstract_mesh(fsdp=2, tensor=2)
+    assert meshes.notes(experiment(tensor_parallel=2), model, mesh) == []
+    mesh = abstract_mesh(fsdp=2, tensor=8)
+    notes = meshes.notes(experiment(tensor_parallel=8), model, mesh)
+    assert notes[:2] == [
+        f"{flag} 8 does not divide 4 heads: each of these devices computes all of them; "
+        "nearest that do: 2, 4"
+        for flag in ("--mesh.tensor", "--sampling.tensor-parallel")
+    ]
+
+
+def test_note_about_experts():
+    model = tiny("mixtral").model
+    assert model.config.moe is not None
+    num_experts = model.config.moe.num_experts
+    notes = meshes.notes(experiment(micro_batch_rows=10), model, abstract_mesh(expert=5))
+    assert notes[0].startswith(f"--mesh.expert 5 does not divide {num_experts} experts")
+
+
+def test_impossible_tensor_parallel_size_is_an_input_error():
+    model = tiny("llama3").model
+    with pytest.raises(InputError, match="cannot be cut into groups of 0"):
+        meshes.notes(experiment(tensor_parallel=0), model, abstract_mesh(fsdp=2))
+
+
+def test_q_examples_do_not_depend_on_the_micro_batch():
+    identities = {compose.q_round_identity(experiment(rows), []) for rows in (4, 16)}
+    assert len(identities) == 1
+
+
+RUN = """
+import sys
+from tpu_rl.commands import run
+from tpu_rl.experience import layout
+
+layout_of = layout.layout_of
+
+def print_and_lay_out(batch, data, **settings):
+    print("rows", batch.micro_batch_rows)
+    return layout_of(batch, data, **settings)
+
+layout.layout_of = print_and_lay_out
+flags = (
+    "--steps 1 --batch.prompts 4 --batch.micro-batch-rows 1 --sampling.max-new-tokens 8 "
+    "--evaluation.rows 8"
+)
+sys.exit(run.main(["arithmetic_grpo", *flags.split(), "--run-dir", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_run_prints_the_note_and_uses_larger_micro_batches(tmp_path):
+    command = [sys.executable, "-c", RUN, str(tmp_path / "run")]
+    ended = subprocess.run(
+        command, env=several.virtual_devices(2), capture_output=True, text=True, timeout=250
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "note: micro-batches of 2 rows, not 1: 2 devices share them" in ended.stderr
+    assert "rows 2\n" in ended.stdout
+    saved = configuration.load(tmp_path / "run" / "config.yaml")
+    # The saved configuration is as given, because the run may continue on other devices.
+    assert saved.batch.micro_batch_rows == 1

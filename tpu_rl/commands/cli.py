@@ -1,0 +1,74 @@
+"""The console command `tpu-rl`: all commands, from any folder.
+
+tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
+tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as python launch/NAME.py
+tpu-rl presets                              list the presets, one line each
+tpu-rl --version
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import pkgutil
+import signal
+import sys
+from pathlib import Path
+
+import tpu_rl
+from tpu_rl import redaction
+from tpu_rl.errors import InputError
+from tpu_rl.runtime import stdio
+
+OUTLIVE_READERS = ("run", "serve", "report")
+"""Commands that go on when nobody reads their output any more. The others end."""
+
+COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    redaction.redact_tracebacks()
+    if argv and argv[0] in OUTLIVE_READERS:
+        stdio.outlive_readers()
+    else:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").rstrip())
+        return 0
+    name, *arguments = argv
+    if name == "--version":
+        print(f"tpu_rl {tpu_rl.__version__}")
+        return 0
+    if name == "presets":
+        print_presets()
+        return 0
+    if name not in COMMANDS:
+        names = (*COMMANDS, "presets")
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        error = InputError(
+            f"unknown command {name!r}", fix=f"did you mean {nearest}? All: {', '.join(names)}"
+        )
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return importlib.import_module(f"tpu_rl.commands.{name}").main(arguments)
+
+
+def print_presets() -> None:
+    """Print each preset with the first sentence of its description."""
+    from tpu_rl.commands import presets
+
+    folder = Path(presets.__path__[0])
+    names = sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
+    width = max(map(len, names))
+    for name in names:
+        module = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
+        description = " ".join((ast.get_docstring(module) or "").split())
+        sentence = description.partition(". ")[0].partition(": ")[0].partition(":")[0]
+        print(f"{name:{width}}  {sentence.rstrip('.')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,597 @@
+"""The configuration of an experiment: one frozen value.
+
+A preset makes it, flags change it, and the run folder keeps it as config.yaml. Each part is a small
+dataclass beside the code that reads it, or here if only commands do. Nothing here touches an
+accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import pkgutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import tyro
+import yaml
+
+from tpu_rl import run_files
+from tpu_rl.algos import AlgorithmConfig, plugins
+from tpu_rl.commands import config_checks, help_text, presets
+from tpu_rl.environments.pool import EnvironmentLimits
+from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.experience.config import (
+    BatchConfig,
+    DataConfig,
+    FileData,
+    RolloutConfig,
+    SamplingConfig,
+)
+from tpu_rl.models import LoraConfig
+from tpu_rl.plain_values import from_dict, to_dict
+from tpu_rl.rewards import RewardTerm, terms
+from tpu_rl.rewards.worker_pool import RewardLimits
+from tpu_rl.runtime import cluster, profiler
+from tpu_rl.runtime.watchdog import WatchdogConfig
+from tpu_rl.tokenizers import TokenizerConfig
+from tpu_rl.train.optimizers import OptimizerConfig
+
+DEFAULT_PRESET = "arithmetic_grpo"
+ALGORITHM_FLAG = "--algorithm"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = None
+    """Hugging Face directory with safetensors, a hub id (local cache first), or builtin:NAME for a
+    model that comes with the package."""
+    random_init: bool = False
+    """Take only config.json and the tokenizer from `path`, with random weights, to train from
+    scratch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type that the model computes in."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the weights. Adapters and the optimizer's moments are always float32. In bfloat16
+    an update of less than a 256th of a weight is lost, so use it only for weights that do not
+    train, such as those under adapters."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """xla: matrix products over the tiles of a packed row that see each other. auto: on TPUs, if
+    128 divides the length of packed rows, a Pallas kernel that never stores a layer's scores; on
+    NVIDIA GPUs in bfloat16, cuDNN's kernel for training and log-probs, if a trial gives what xla
+    gives; otherwise xla. cudnn: the same, but an error where cuDNN cannot be used."""
+    exact_sampling: bool = False
+    """Let the update compute the very bits that the sampler did, so that the sampler-trainer gap is
+    0 at the first update of a batch, in bfloat16 too. It costs speed; see
+    docs/reference/attention.md."""
+    remat: Literal["full", "save-dots", "none"] = "full"
+    """The part of a layer that the backward pass computes again, to save memory. full: everything.
+    save-dots: everything but the results of products with weights, and attention's; experts are
+    computed again. none: nothing, but experts that several devices share."""
+    lora: LoraConfig = LoraConfig()
+    router_balance: float = 0.0
+    """Mixture of experts: the weight of the load-balance loss. Published models come balanced, and
+    their configurations set none for fine-tuning (output_router_logits is false); pretraining uses
+    0.001 to 0.01."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    rows: int = 500
+    """Number of held-out problems; 0 turns evaluation off."""
+    interval: int = 10
+    """Steps between evaluations. There is always one before the first and one after the last step.
+    """
+    reward: str | None = None
+    """The reward that says what is correct (above 0.5). The default is the first --reward."""
+    metrics: tuple[str, ...] = ()
+    """Further rewards to measure on the same completions. Those of --reward always are."""
+    turns: tuple[int, ...] = ()
+    """With --environment: evaluate also with at most so many turns, as in --evaluation.turns 1 2,
+    when the run begins and when it ends."""
+    greedy: bool = True
+    """Before and after the run, also evaluate the most likely completions."""
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    every: int = 1
+    """Steps between those whose completions samples.jsonl keeps. Step 1 is one of them."""
+    most: int = 32
+    """Completions that it keeps of such a step, evenly chosen over the batch; 0 keeps none."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    data: int = 1
+    fsdp: int = -1
+    """-1 takes all devices that the other axes leave. Only on whole cubes of v4 and v5p, such as
+    v5p:4x4x4, it leaves half of them to `data`, because weights sharded over a whole cube are
+    gathered by slower collectives, if `data` and `tensor` are 1."""
+    tensor: int = 1
+    expert: int = 1
+    """Devices that share the experts of a mixture; for everything else this axis adds to fsdp."""
+    context: int = 1
+    """Devices that share the tokens of each packed row, if a row is too long for one device."""
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """A metric that stops rising."""
+
+    metric: str
+    over: int = 8
+    """Steps per mean: the mean over the last ones is compared with the mean over as many before."""
+    gain: float = 0.02
+    """The smallest rise of the mean with which the phase continues."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run before its main `algorithm`: value pretraining, or a round of Q#."""
+
+    algorithm: AlgorithmConfig
+    until: int
+    """The last step of the run that belongs to the phase."""
+    forget: tuple[str, ...] = ()
+    """Roles that get their first params back when the phase ends, after the next phase has made its
+    source from the trained ones."""
+    ends_when_flat: Plateau | None = None
+    """End the phase before `until` when this is flat. The next phase begins earlier; the number of
+    steps of the run stays the same."""
+
+
+class Stage(NamedTuple):
+    """A phase, or the main algorithm, with its place in the run."""
+
+    index: int
+    algorithm: AlgorithmConfig
+    first: int
+    """The first step of the run that belongs to it."""
+    last: int
+    forget: tuple[str, ...]
+    """Roles that begin it with their first params."""
+    ends_when_flat: Plateau | None
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    algorithm: AlgorithmConfig
+    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    reward: tuple[str, ...] = ()
+    """Terms [WEIGHT*]NAME[?OTHER>NUMBER], which are added up. NAME is a built-in reward,
+    FILE.py:function, or the directory of a reward model. With ?OTHER>NUMBER (or <) the term is 0
+    where the reward OTHER is not above (below) the number. Quote *, ?, < and > for the shell."""
+    reward_limits: RewardLimits = RewardLimits()
+    environment: str = ""
+    """What answers the policy, over several turns: FILE.py:Class with the methods of TRL's
+    environment_factory or of a text game, a built-in environment, or FAMILY:NAME. A class with
+    `get_reward` needs no --reward."""
+    environment_limits: EnvironmentLimits = EnvironmentLimits()
+    agent: str = ""
+    """FILE.py:FUNCTION, an async function of (row, base_url, api_key) that talks to the policy over
+    HTTP, as to OpenAI's servers. Each completion is a call of it. What it returns is the reward;
+    None leaves that to --reward."""
+    agent_seconds: float = 600.0
+    """Time for one call of the agent. Its workers are those of --environment-limits."""
+    allow_unsandboxed_code: bool = False
+    """Run model-written programs (reward python_tests) unconfined if the kernel cannot confine
+    them."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch: BatchConfig = BatchConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    samples: SamplesConfig = SamplesConfig()
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    phases: tuple[Phase, ...] = ()
+    """The phases that the run begins with. `algorithm` takes the steps after the phases."""
+    steps: int = 100
+    seed: int = 0
+    run_dir: str = ""
+    """The folder of the run; runs/PRESET if empty. The same command on the same folder continues
+    where the run stopped."""
+    checkpoint_every: int = 20
+    wandb: bool = False
+    """Send metrics and some completions to Weights & Biases. WANDB_PROJECT and WANDB_NAME name the
+    project and the run."""
+    trackio: bool = False
+    """Send the same to trackio. TRACKIO_PROJECT and TRACKIO_NAME name the project and the run."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    debug_nans: bool = False
+    """Stop at the first step with a non-finite number, and name the line that produced it."""
+    profile: str = ""
+    """FROM:TO, the steps whose trace is written to RUN_DIR/profile."""
+    dry_run: bool = False
+    """Check everything that the run reads before its first step, print what would run, and stop."""
+    accept_dataset_change: bool = False
+    """Continue with data that differ from those that the run began with. The run folder keeps a
+    record of the change."""
+
+    @property
+    def evaluation_reward(self) -> str | None:
+        """The reward that says what is correct in evaluations; None if there is none."""
+        others = (*self.reward_names, *self.evaluation.metrics)
+        return self.evaluation.reward or next(iter(others), None)
+
+    @property
+    def evaluation_rewards(self) -> list[str]:
+        """The names of all rewards that evaluations measure, `evaluation_reward` first."""
+        names = (self.evaluation_reward, *self.reward_names, *self.evaluation.metrics)
+        return list(dict.fromkeys(filter(None, names)))
+
+    @property
+    def reward_terms(self) -> tuple[RewardTerm, ...]:
+        """The terms of the total reward, as `reward` describes them."""
+        return terms.parse_all(self.reward)
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The names of all rewards of terms and gates, each once."""
+        return terms.names_of(self.reward_terms)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The phases, then `algorithm`, with their steps if no phase ends early."""
+        return self.stages_ended(())
+
+    def stages_ended(self, early: Sequence[int]) -> tuple[Stage, ...]:
+        """Return the stages of a run in which phases ended early, at these steps.
+
+        The next stage begins earlier, and `algorithm` takes the steps that are left.
+        """
+        stages = []
+        first = 1
+        forget: tuple[str, ...] = ()
+        for index, phase in enumerate((*self.phases, Phase(self.algorithm, self.steps))):
+            last = next((step for step in early if first <= step < phase.until), phase.until)
+            stages.append(Stage(index, phase.algorithm, first, last, forget, phase.ends_when_flat))
+            first = last + 1
+            forget = phase.forget
+        return tuple(stages)
+
+    def __post_init__(self):
+        config_checks.check_positive(
+            {
+                "--steps": self.steps,
+                "--checkpoint-every": self.checkpoint_every,
+                "--evaluation.interval": self.evaluation.interval,
+                "--samples.every": self.samples.every,
+                "--batch.prompts": self.batch.prompts,
+                "--batch.num-minibatches": self.batch.num_minibatches,
+                "--batch.ppo-epochs": self.batch.ppo_epochs,
+                "--batch.micro-batch-rows": self.batch.micro_batch_rows,
+                "--sampling.max-new-tokens": self.sampling.max_new_tokens,
+                "--sampling.host-sync-steps": self.sampling.host_sync_steps,
+            }
+        )
+        config_checks.check_not_negative({"--samples.most": self.samples.most})
+        terms.parse_all(self.reward)
+        config_checks.check_run_dir(self.run_dir)
+        profiler.require_within_run(self.profile, self.steps)
+        config_checks.check_phases([phase.until for phase in self.phases], self.steps)
+        specs = [stage.algorithm.experience for stage in self.stages]
+        config_checks.check_sampling(self.sampling, self.batch, specs)
+        config_checks.check_rollouts(self.rollout, self.batch, specs)
+        algorithms = [stage.algorithm for stage in self.stages]
+        config_checks.check_replay(
+            self.rollout, self.sampling, self.environment, self.agent, algorithms
+        )
+        config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
+        config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
+        if self.model.exact_sampling:
+            config_checks.check_exact_sampling(
+                self.sampling, self.mesh.tensor, self.mesh.context, self.model.attention
+            )
+
+    def require_recurrence(self) -> None:
+        """Raise InputError if a setting does not fit a model with a recurrent state."""
+        config_checks.check_recurrence(
+            self.batch,
+            self.sampling,
+            self.mesh.context,
+            self.model.exact_sampling,
+            [stage.algorithm.experience for stage in self.stages],
+        )
+
+
+# --- command line ---
+
+
+def parse(argv: list[str]) -> ExperimentConfig:
+    """Return the configuration of [PRESET] [--algorithm NAME|FILE.py:FACTORY] [--flags].
+
+    PRESET may be the config.yaml of an earlier run.
+
+    Raises:
+        InputError: if flags do not go together.
+        SystemExit: after printing the help that a flag asks for.
+    """
+    has_preset = bool(argv) and not argv[0].startswith("-")
+    chosen = argv[0] if has_preset else DEFAULT_PRESET
+    flags = argv[1:] if has_preset else argv
+    default = load_file(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
+    name, flags = take_flag(flags, ALGORITHM_FLAG)
+    if name is not None:
+        default = with_algorithm(default, name)
+    if not {"-h", "--help"}.isdisjoint(flags):
+        print(help_text.short_help(chosen, default, preset_names()))
+        raise SystemExit(0)
+    gives_file = any(flag.partition("=")[0] == "--data.path" for flag in flags)
+    if gives_file and not isinstance(default.data, FileData):
+        readers = [name for name in preset_names() if isinstance(preset(name).data, FileData)]
+        raise InputError(
+            f"{chosen} makes its own problems and reads no file",
+            where="--data.path",
+            fix=f"begin with a preset that reads one: {', '.join(readers)}",
+        )
+    config = parse_flags(default, chosen, flags)
+    run_dir = config.run_dir or str(Path("runs") / Path(chosen).stem)
+    config = dataclasses.replace(config, run_dir=run_dir)
+    require_trainable(config)
+    return config
+
+
+def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Return the last value of a flag, or None without one, and the other flags.
+
+    Raises:
+        InputError: if the flag has no value.
+    """
+    value = None
+    others = []
+    remaining = iter(flags)
+    for argument in remaining:
+        name, equals, text = argument.partition("=")
+        if name != flag:
+            others.append(argument)
+            continue
+        value = text if equals else next(remaining, "")
+        if not value or value.startswith("-"):
+            raise InputError(f"{flag} has no value", fix=f"as in {flag} my_algorithm.py:factory")
+    return value, others
+
+
+def with_algorithm(default: ExperimentConfig, name: str) -> ExperimentConfig:
+    """Return the preset with another algorithm.
+
+    Settings of the same name that the preset itself changes stay.
+
+    Raises:
+        InputError: if there is no such algorithm.
+    """
+    kind = plugins.find(name)
+    names = {setting.name for setting in dataclasses.fields(kind)}
+    old = default.algorithm
+    changed = {
+        setting.name: getattr(old, setting.name)
+        for setting in dataclasses.fields(cast(Any, old))
+        if setting.name in names and getattr(old, setting.name) != setting.default
+    }
+    return dataclasses.replace(default, algorithm=kind(**changed))
+
+
+def plugin_files(config: ExperimentConfig) -> list[Path]:
+    """Return the files of the user that algorithms of the run come from."""
+    names = [type(stage.algorithm).__name__ for stage in config.stages]
+    return [Path(name.rpartition(":")[0]) for name in names if ":" in name]
+
+
+def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> ExperimentConfig:
+    """Return a configuration with the changes that flags make.
+
+    Raises:
+        InputError: if a flag is unknown, or its value has another type.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings():
+            # The configuration of an algorithm in a file of the user is not in the union.
+            warnings.filterwarnings("ignore", "(?s).*does not match any type in Union")
+            return tyro.cli(
+                ExperimentConfig,
+                default=default,
+                args=["--help" if flag == "--help-all" else flag for flag in flags],
+                prog=f"launch/run.py {chosen}",
+                description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. "
+                f"{cluster.HELP}.",
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise _flag_error(printed.getvalue()) from None
+
+
+def _flag_error(printed: str) -> InputError:
+    """Return the error that tyro has printed below a title, in a box.
+
+    Where the locale is ASCII, rules are hyphens, and there is no box.
+    """
+    lines = [line.strip("│| ") for line in printed.splitlines()[1:]]
+    groups = itertools.groupby(lines, lambda line: bool(line) and set(line) <= set("─-+╭╮╰╯"))
+    blocks = [list(block) for is_rule, block in groups if not is_rule]
+    message = " ".join(blocks[0]) if blocks else printed
+    mistyped = next((word for word in message.split() if word.startswith("--")), message)
+    nearest = [
+        _nearer_form(mistyped, line)
+        for block in blocks[1:]
+        for line in block
+        if line.startswith("--")
+    ]
+    if "Unrecognized" not in message:
+        return InputError(message, where=" ".join(nearest), fix="--help-all lists all flags")
+    fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help-all lists all flags"
+    return InputError(message, fix=fix)
+
+
+def _nearer_form(mistyped: str, line: str) -> str:
+    """Return the flag of tyro's line, which lists a switch as "--name, --no-name"."""
+    forms = [word.rstrip(",") for word in line.split() if word.startswith("--")]
+    return difflib.get_close_matches(mistyped, forms, n=1, cutoff=0.0)[0]
+
+
+def require_trainable(config: ExperimentConfig) -> None:
+    """Check what only matters for training: a configuration saved earlier can always be read.
+
+    Raises:
+        InputError: if settings do not go together.
+    """
+    algorithms = [stage.algorithm for stage in config.stages]
+    specs = [algorithm.experience for algorithm in algorithms]
+    config_checks.check_training(algorithms, config.sampling)
+    config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
+    config_checks.check_dynamic_sampling(config.rollout, config.batch)
+    config_checks.check_variance_filter(config.rollout, config.batch, specs)
+
+
+def preset_names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
+
+
+def preset(name: str) -> ExperimentConfig:
+    """Return the preset of that name.
+
+    Raises:
+        InputError: if there is none; it names the nearest one.
+    """
+    names = preset_names()
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+        raise InputError(
+            f"unknown preset {name!r}", fix=f"did you mean {nearest[0]}? All: {', '.join(names)}"
+        )
+    return importlib.import_module(f"tpu_rl.commands.presets.{name}").CONFIG
+
+
+# --- config.yaml ---
+
+
+def save(config: ExperimentConfig, path: Path) -> None:
+    """Write the file completely or not at all, so that a run that dies can read it again."""
+    unfinished = path.with_suffix(".tmp")
+    text = yaml.safe_dump(to_dict(config), sort_keys=False)
+    unfinished.write_text(run_files.sealed(text), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def load(path: Path) -> ExperimentConfig:
+    """Return the configuration that an earlier run saved.
+
+    Raises:
+        InputError: if it describes a plugin that cannot be loaded.
+        DamagedDataError: if the file is not as the run wrote it.
+    """
+    values, _ = run_files.read_config(path)
+    try:
+        return from_dict(ExperimentConfig, values, find_plugin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise run_files.damage(path, f"it is no configuration: {error}") from error
+
+
+def load_file(path: Path) -> ExperimentConfig:
+    """Return the configuration in a file of the user, who may have edited what a run saved.
+
+    Raises:
+        InputError: if there is no such file, or it holds no configuration.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"no such file: {path}", fix="give a preset's name or the config.yaml of a run"
+        )
+    try:
+        values, _ = run_files.read_config(path, may_be_edited=True)
+        return from_dict(ExperimentConfig, values, find_plugin)
+    except DamagedDataError as error:
+        cause = error.why
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = str(error)
+    raise InputError(
+        "the file holds no configuration",
+        where=str(path),
+        why=cause,
+        fix="give a preset's name or the config.yaml of a run",
+    )
+
+
+def find_plugin(kind: str) -> type | None:
+    """Return the configuration of an algorithm in a file of the user, or None of another kind."""
+    return plugins.from_file(kind) if ":" in kind else None
+
+
+MAY_CHANGE = (
+    "run_dir",
+    "dry_run",
+    "steps",
+    "checkpoint_every",
+    "evaluation.interval",
+    "samples",
+    "wandb",
+    "trackio",
+    "reward_limits",
+    "environment_limits",
+    "agent_seconds",
+    "accept_dataset_change",
+    "watchdog",
+    "debug_nans",
+    "mesh",
+    "sampling.tensor_parallel",
+    "profile",
+    "model.remat",
+    "model.attention",
+)
+"""Settings with which a run may continue although they changed. They say where it is, which devices
+and which of several equivalent programs it uses, what it writes when, how long rewards and silence
+may take and, at a constant learning rate, how long it is."""
+
+
+def that_stay(config: ExperimentConfig) -> dict[str, Any]:
+    """Return name -> value of every setting that is not in MAY_CHANGE."""
+
+    def flatten(values: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            return {prefix: values}
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            flat |= flatten(value, f"{prefix}.{name}".strip("."))
+        return flat
+
+    return {
+        name: value
+        for name, value in flatten(to_dict(config), "").items()
+        if name not in MAY_CHANGE and name.partition(".")[0] not in MAY_CHANGE
+    }
+
+
+def settings_hash(config: ExperimentConfig) -> str:
+    """Return a hash of the settings that must stay while a run goes on."""
+    settings = that_stay(config)
+    if config.optimizer.schedule != "constant":
+        settings["steps"] = config.steps
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
+    """Return lines "name: old -> new" for all values that differ, except those in MAY_CHANGE."""
+    before = that_stay(old)
+    after = that_stay(new)
+    # A schedule that decays until the last step changes when that step moves.
+    if new.optimizer.schedule != "constant":
+        before["steps"] = old.steps
+        after["steps"] = new.steps
+    return [
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in before | after
+        if before.get(name) != after.get(name)
+    ]

@@ -1,0 +1,475 @@
+"""Measure a model on held-out rows: pass@1, greedy, pass@k, majority votes, rewards and loss.
+
+    python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE]
+        [--reward NAME ...] [--samples K]
+    python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1] [--baseline cd]
+
+Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out rows: by
+answers that rewards judge, by the loss of demonstrations, or by the ranking of given pairs. A model
+is a directory, a hub id or builtin:arithmetic. Intervals are 95 %, over problems or rows. With
+--guide, the q of a Q# run guides the model at each coefficient. The KL is over the whole
+vocabulary, before any truncation.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tpu_rl import data, models, sampler
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.checkpoint import remote_run
+from tpu_rl.commands import compose, evaluate_q_sharp, evaluators, meshes, preflight, roles, stages
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
+from tpu_rl.commands.saved_run import load_language, load_run
+from tpu_rl.data import Row
+from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.evaluation import answer_accuracy, guided_accuracy, held_out_loss
+from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
+from tpu_rl.experience import tasks, text_log_probs
+from tpu_rl.experience.config import DataFormat, sampler_config
+from tpu_rl.rollout.engine import Decoding, Scorer
+from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.runtime import compilation_cache
+from tpu_rl.tokenizers import TokenizerConfig
+from tpu_rl.types import Params, Purpose
+
+FILE_PRESET = "grpo"
+"""The preset for a model and --data.path, if no preset is named: it suits no data in particular."""
+FILE_REWARD = "gsm8k"
+"""The reward for a model and --data.path whose rows have a column `answer`, if none is named."""
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    chat: Literal["auto", "always", "never"] | None = None
+    """The use of the chat template for prompts that are plain text, as in training. The default is
+    the preset's or run's."""
+    system: str | None = None
+    """System message that begins every conversation that has none. The default is the run's."""
+    path: str | None = None
+    """Problems to answer: files, a saved dataset, or a name of the hub, as in training. The
+    default is the preset's or run's own held-out problems."""
+    split: str | None = None
+    """The split of --data.path, if that is a saved dataset or a name of the hub."""
+    config: str | None = None
+    """The configuration of --data.path, if that is a name of the hub."""
+    format: DataFormat | None = None
+    """The columns of --data.path, as in training: plain has `prompt` and what the reward reads,
+    code also `tests`, gsm8k `question` and `answer`, gsm8k_solutions `question` and `ground_truth`.
+    The default is that of the preset or run."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    model: tyro.conf.Positional[str]
+    """A run folder, a model directory, or a hub id."""
+    preset: str | None = None
+    """Use this preset's problems, reward and lengths. The default is the run's own; for a model,
+    arithmetic_grpo, or grpo with --data.path."""
+    data: DataFlags = DataFlags()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The default is the run's."""
+    reward: tuple[str, ...] = ()
+    """Terms as in training. Above 0.5 of the first reward is correct, and the mean of each is
+    reported. The default are the rewards that the preset or run measures; for a model and a file
+    with a column `answer`, gsm8k."""
+    environment: str | None = None
+    """What answers the model; "" for nothing. The default is the preset's or run's."""
+    stop_strings: tuple[str, ...] | None = None
+    """The texts that end a turn. The default are the preset's or run's; with --environment ""
+    there are none."""
+    rows: int | None = None
+    """The largest number of problems. The default is all of --data.path, or as many as the preset
+    or run evaluates."""
+    samples: int = 1
+    """Completions per problem, at --temperature."""
+    temperature: float = 1.0
+    greedy: bool = False
+    """Evaluate only the most likely completion of each problem."""
+    max_new_tokens: int | None = None
+    """The largest number of tokens of a completion. The default is the preset's or run's."""
+    seed: int = 0
+    guide: str | None = None
+    """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
+    completions."""
+    kl_coef: tuple[float, ...] = ()
+    """eta, in units of return per nat: small values guide strongly. The default is the run's."""
+    candidate_mass: float | None = None
+    """With --guide: score only the likeliest candidates that have this share of the model's
+    probability together, which is faster. The default is the run's."""
+    baseline: tuple[Literal["cd", "fudge"], ...] = ()
+    """Also guide by the same q in other ways: controlled decoding (cd), FUDGE."""
+
+
+def main(argv: list[str]) -> int:
+    flags = tyro.cli(Flags, args=argv, prog="launch/evaluate.py", description=__doc__)
+    try:
+        check(flags)
+        config = load_settings(flags)
+        compilation_cache.enable()
+        if roles.reading(config.algorithm) is not None:
+            report_reward_model(flags)
+            return 0
+        if ranks_pairs(config, flags):
+            report_ranking(flags)
+            return 0
+        rows = held_out(config, flags)
+        config = with_reward(config, rows, flags)
+        language, params = load_language(flags.model, config)
+        problems = tasks.problems(rows)
+        preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
+        demonstrations = [row for row in rows if held_out_loss.brings_text(row)]
+        if demonstrations and flags.guide is None:
+            report_loss(flags, loss(config, language, params, demonstrations))
+        is_judged = config.evaluation_reward is not None or compose.is_judged(config)
+        if not is_judged or not problems:
+            return 0
+        scorer = evaluators.answer_scorer(config, language.tokenizer, problems)
+        if flags.guide is not None:
+            report_guided(config, language, params, problems, scorer, flags)
+            return 0
+        report(flags, scorer, answer(config, language, params, problems, scorer, flags))
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def check(flags: Flags) -> None:
+    """Check the numbers among the flags.
+
+    Raises:
+        InputError: if one is out of range.
+    """
+    for name, value in (("--samples", flags.samples), ("--rows", flags.rows)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}", where=name, fix="use at least 1")
+    if flags.temperature <= 0:
+        fix = "use --greedy for the most likely completion"
+        raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+    for name in ("format", "split", "config"):
+        if getattr(flags.data, name) is not None and flags.data.path is None:
+            raise InputError(
+                f"--data.{name} without a file",
+                where=f"--data.{name}",
+                why="it describes the data of --data.path",
+                fix="add --data.path, or drop it",
+            )
+    if any(not kl_coef > 0 for kl_coef in flags.kl_coef):
+        raise InputError(
+            f"--kl-coef {flags.kl_coef}",
+            where="--kl-coef",
+            fix="use numbers above 0; inf is the model alone",
+        )
+    mass = flags.candidate_mass
+    if mass is not None and not (flags.guide and 0 < mass <= 1):
+        raise InputError(
+            f"--candidate-mass {mass:g}" + ("" if flags.guide else " without --guide"),
+            where="--candidate-mass",
+            why="it is a share of the candidates that the q of --guide scores",
+            fix="use --guide, and a number above 0 and at most 1",
+        )
+
+
+def load_settings(flags: Flags) -> ExperimentConfig:
+    """Return the configuration that has the data, the reward and the lengths to use."""
+    config = load_base_settings(flags)
+    if flags.tokenizer != TokenizerConfig():
+        config = replace(config, tokenizer=flags.tokenizer)
+    stop_strings = () if flags.environment == "" else config.sampling.stop_strings
+    if flags.stop_strings is not None:
+        stop_strings = flags.stop_strings
+    config = replace(
+        config,
+        environment=config.environment if flags.environment is None else flags.environment,
+        sampling=replace(config.sampling, stop_strings=stop_strings),
+    )
+    changes = {"chat": flags.data.chat, "system": flags.data.system}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if not changes:
+        return config
+    if not isinstance(config.data, FileData):
+        raise InputError(
+            "these problems are plain texts",
+            where=", ".join(f"--data.{name}" for name in changes),
+            why="they are made by a task, not read from a file",
+            fix="leave it out, or use a preset that reads a file",
+        )
+    return replace(config, data=replace(config.data, **changes))
+
+
+def load_base_settings(flags: Flags) -> ExperimentConfig:
+    """Return the configuration of the run or preset."""
+    if flags.preset is None:
+        for run_dir in filter(None, (flags.model, flags.guide)):
+            if remote_run.is_run(run_dir):
+                return configuration.load(remote_run.fetch(run_dir) / "config.yaml")
+    default = FILE_PRESET if flags.data.path else DEFAULT_PRESET
+    return configuration.preset(flags.preset or default)
+
+
+def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
+    """Return the problems.
+
+    Raises:
+        InputError: if there are none.
+    """
+    spec = config.algorithm.experience
+    if flags.data.path is not None:
+        files = config.data if isinstance(config.data, FileData) else FileData()
+        # A configuration of the run is that of the run's own data.
+        split = flags.data.split
+        files = replace(files, format=flags.data.format or files.format, config=flags.data.config)
+        # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
+        first = data.first_row(flags.data.path, split, files.config)
+        is_chat = "prompt" not in first and held_out_loss.brings_text(first)
+        spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
+        return list(tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows])
+    count = config.evaluation.rows
+    # The last rows of a file are held out as the run did it, whatever --rows says.
+    is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None
+    if flags.rows is not None and not is_split:
+        count = flags.rows
+    rows = tasks.evaluation_rows(config.data, spec, count)[: flags.rows]
+    if not rows:
+        raise InputError(
+            "there are no held-out problems", where="--rows, --data.path", fix="give --data.path"
+        )
+    if len(rows) < (flags.rows or 0):
+        print(f"note: {len(rows)} problems are held out, not {flags.rows}", file=sys.stderr)
+    return rows
+
+
+def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> ExperimentConfig:
+    """Return the configuration with the rewards to measure. Demonstrations need none.
+
+    Raises:
+        InputError: if there is none, and nothing else to measure.
+    """
+    if flags.reward:
+        measures = replace(config.evaluation, reward=None, metrics=())
+        return replace(config, reward=flags.reward, evaluation=measures)
+    if config.evaluation_reward is not None or compose.is_judged(config):
+        return config
+    if any(map(held_out_loss.brings_text, rows)):
+        return config
+    if flags.data.path is not None and all("answer" in row for row in rows):
+        print(
+            f"note: the reward {FILE_REWARD} compares final numbers with the column `answer`; "
+            "--reward names another",
+            file=sys.stderr,
+        )
+        return replace(config, reward=(FILE_REWARD,))
+    raise InputError(
+        "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
+    )
+
+
+def loss(
+    config: ExperimentConfig, language: roles.Language, params: Params, rows: list[Row]
+) -> Estimate:
+    """Return the loss of demonstrations under the model, in nats per token."""
+    mesh = compose.make_mesh(MeshConfig())
+    role = models.role(language.model, lambda tree: tree)
+    batch = meshes.fit_micro_batch(config, mesh).batch
+    batch = replace(batch, num_minibatches=1)
+    max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    with jax.set_mesh(mesh):
+        log_probs = text_log_probs.text_log_probs(role, batch, mesh, "none")
+        return held_out_loss.held_out_loss(log_probs, rows, language.tokenizer, max_length)(params)
+
+
+def answer(
+    config: ExperimentConfig,
+    language: roles.Language,
+    params: Params,
+    problems: list[Row],
+    scorer: Scorer,
+    flags: Flags,
+) -> dict[str, Evaluation]:
+    """Return the evaluations "greedy" and "sampled"; with --greedy, only the former."""
+    greedy = sampler.SamplerConfig(
+        max_new_tokens=flags.max_new_tokens or config.sampling.max_new_tokens,
+        temperature=0,
+        stop_ids=language.tokenizer.eos_ids,
+        pad_id=language.tokenizer.pad_id,
+        max_num_seqs=max(config.sampling.max_num_seqs, flags.samples),
+    )
+    settings = {"greedy": greedy}
+    if not flags.greedy:
+        settings["sampled"] = replace(
+            greedy, temperature=flags.temperature, samples_per_prompt=flags.samples
+        )
+    mesh = compose.make_mesh(MeshConfig())
+    policy = RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh)
+    reward_name = config.evaluation_reward or ""
+    read_answer = answer_accuracy.ANSWER_READERS.get(reward_name)
+    read_groups = answer_accuracy.GROUP_READERS.get(reward_name)
+    results = {}
+    for name, sampler_settings in settings.items():
+        decoding = Decoding(
+            policy,
+            sampler_settings,
+            config.sampling.max_prompt_tokens if config.agent else answer_accuracy.ANY_LENGTH,
+            flags.seed,
+            Purpose.EVALUATION,
+            config.sampling.stop_strings,
+            compose.environment(config),
+        )
+        engine = compose.engine(config, decoding, scorer)
+        votes = read_groups if sampler_settings.samples_per_prompt > 1 else None
+        results[name] = answer_accuracy.evaluate(engine, params, problems, read_answer, votes)
+    return results
+
+
+def report_guided(
+    config: ExperimentConfig,
+    language: roles.Language,
+    params: Params,
+    problems: list[Row],
+    scorer: Scorer,
+    flags: Flags,
+) -> None:
+    """Print and record the model alone, guided at each coefficient, and judged by q."""
+    assert flags.guide is not None
+    guided, kl_coef = evaluate_q_sharp.load(flags.guide, language, params, flags.candidate_mass)
+    settings = sampler_config(config.sampling, language.tokenizer, flags.samples)
+    settings = replace(
+        settings,
+        max_new_tokens=flags.max_new_tokens or settings.max_new_tokens,
+        temperature=flags.temperature,
+        max_num_seqs=max(settings.max_num_seqs, flags.samples),
+    )
+    mesh = compose.make_mesh(MeshConfig())
+    reward_name = config.evaluation_reward or ""
+    read_answer = answer_accuracy.ANSWER_READERS.get(reward_name)
+    read_groups = answer_accuracy.GROUP_READERS.get(reward_name) if flags.samples > 1 else None
+    task = guided_accuracy.Task(
+        problems, scorer, read_answer, settings, flags.seed, mesh, read_groups
+    )
+    kl_coefs = flags.kl_coef or (kl_coef,)
+    with jax.set_mesh(mesh):
+        lines, judged = guided_accuracy.sweep(guided, task, kl_coefs, flags.baseline)
+    evaluate_q_sharp.record(flags.guide, lines, judged)
+    title = f"{flags.model} guided by {flags.guide}"
+    evaluate_q_sharp.report(title, lines, judged, flags.samples)
+
+
+def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None:
+    """Print a table of all measures, and errors of the rewards."""
+    table = Table("", "value", "95 % interval", "problems", title=escape(flags.model))
+    for name, estimate in measures(flags, results):
+        table.add_row(name, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+    for name, result in results.items():
+        for reward, estimate in mean_rewards(scorer, result).items():
+            limits = f"{estimate.low:.3g} to {estimate.high:.3g}"
+            table.add_row(
+                escape(f"mean {reward}, {name}"), f"{estimate.value:.3g}", limits, str(estimate.n)
+            )
+    console = Console()
+    console.print(table)
+    for name, result in results.items():
+        formed = "well formed" if result.reads_answers else "ended"
+        console.print(
+            f"{name}: {percent(result.well_formed)} % {formed}, "
+            f"{result.mean_length:.1f} tokens on average"
+        )
+        for error in result.errors[:3]:
+            console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
+    """Return the mean of each reward, if there are several or the only one is graded."""
+    further = evaluators.further_rewards(scorer, result)
+    is_graded = abs(result.reward.value - result.accuracy) > 1e-6
+    return further or ({"reward": result.reward} if is_graded else {})
+
+
+def report_loss(flags: Flags, estimate: Estimate) -> None:
+    """Print the loss of demonstrations."""
+    table = Table("", "value", "95 % interval", "rows", title=escape(flags.model))
+    limits = f"{estimate.low:.4f} to {estimate.high:.4f}"
+    table.add_row("loss, nats per token", f"{estimate.value:.4f}", limits, str(estimate.n))
+    Console().print(table)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def interval(estimate: Estimate) -> str:
+    return f"{percent(estimate.low)} to {percent(estimate.high)}"
+
+
+def report_reward_model(flags: Flags) -> None:
+    """Print how a run's reward model judges what was held out, beside simple rules."""
+    context, params, step = load_run(flags.model)
+    print(f"{flags.model}, step {step}")
+    run_stages = stages.of_run(context.config, context.run_dir, step)
+    stage = next(stage for stage in run_stages if step <= stage.last)
+    with jax.set_mesh(context.mesh):
+        lines = evaluators.held_out_judge(context, stage, params)(params, True)
+    table = Table("", "accuracy", "95 % interval", "problems", title=escape(flags.model))
+    for name, estimate in lines:
+        label = name.replace("_", " ") or "reward model"
+        table.add_row(label, f"{percent(estimate.value)} %", interval(estimate), str(estimate.n))
+    Console().print(table)
+
+
+def ranks_pairs(config: ExperimentConfig, flags: Flags) -> bool:
+    """Return True if the model is a run that learns from given pairs, and nothing else is asked."""
+    asks = flags.reward or flags.data.path or flags.preset or flags.guide
+    spec = config.algorithm.experience
+    return not asks and spec.source == "pairs" and spec.sampled_by is None
+
+
+def report_ranking(flags: Flags) -> None:
+    """Print how a run's policy ranks held-out pairs, or judged completions, beside a rule."""
+    context, params, step = load_run(flags.model)
+    print(f"{flags.model}, step {step}")
+    stage = stages.of_run(context.config, context.run_dir, step)[-1]
+    given = compose.require_pairs(context.config, context.language.tokenizer)
+    if not given.held_out:
+        raise InputError("the run held out no pairs", where=flags.model, fix="give --reward")
+    with jax.set_mesh(context.mesh):
+        algorithm = compose.build_algorithm(context, stage)
+        to_pairs = compose.trained_pairs(context, stage, given.usable)
+        measured = evaluators.ranking(context, stage, algorithm, given, to_pairs)(params)
+    if not measured:
+        return  # A note has said why.
+    table = Table("", "ranked as labeled", "95 % interval", "n", title=escape(flags.model))
+    for prefix, label in (("eval/", "policy"), ("eval/length_only_", "length only")):
+        names = ("accuracy", "accuracy_low", "accuracy_high", "n")
+        if f"{prefix}accuracy" in measured:
+            value, low, high, n = (measured[f"{prefix}{name}"] for name in names)
+            estimate = Estimate(value, low, high, int(n))
+            table.add_row(label, f"{percent(value)} %", interval(estimate), str(estimate.n))
+    Console().print(table)
+
+
+def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Estimate]]:
+    """Return (name, estimate) for each line of the table."""
+    lines = []
+    if "sampled" in results:
+        sampled = results["sampled"]
+        powers = [2**exponent for exponent in range(flags.samples.bit_length())]
+        lines += [
+            (
+                f"pass@{k}, temperature {flags.temperature:g}",
+                answer_accuracy.pass_at(sampled.problems, k),
+            )
+            for k in sorted({1, flags.samples, *powers})
+        ]
+        if flags.samples > 1 and sampled.reads_answers:
+            lines.append((f"maj@{flags.samples}", answer_accuracy.majority_vote(sampled.problems)))
+    greedy = results["greedy"]
+    return [*lines, ("greedy", Estimate(greedy.accuracy, greedy.low, greedy.high, greedy.n))]

@@ -1,0 +1,381 @@
+"""Evaluations of a run: answers to held-out problems, or accuracy on held-out pairs and steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from tpu_rl import data, rewards
+from tpu_rl.commands import compose, roles
+from tpu_rl.commands.config import ExperimentConfig, FileData, Stage
+from tpu_rl.commands.roles import RunContext
+from tpu_rl.data import Row
+from tpu_rl.environments import task_of
+from tpu_rl.environments.task import no_slices
+from tpu_rl.errors import InputError
+from tpu_rl.evaluation import answer_accuracy, held_out_loss, pair_accuracy, reward_accuracy
+from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
+from tpu_rl.experience import step_labels, tasks
+from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.pairs import GivenPairs, ToPairs
+from tpu_rl.rewards import named, reward_model
+from tpu_rl.rewards import terms as reward_terms
+from tpu_rl.rewards.worker_pool import IsolatedReward
+from tpu_rl.rollout import scoring
+from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make_engine
+from tpu_rl.rollout.scoring import Scored
+from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.runtime import agreement, processes
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Algorithm, Params, Purpose
+
+Evaluate = Callable[[Params, bool], dict[str, float]]
+"""(the whole params tree, True to evaluate in full) -> metrics named eval/. In full, problems are
+also answered greedily, and accuracy is also given for each slice of the data."""
+
+
+class Evaluations(NamedTuple):
+    """The evaluations of a stage, by where the weights are that they read."""
+
+    in_training: Evaluate
+    """Judges given texts: the weights are where they train."""
+    in_sampling: Evaluate
+    """Answers problems: the weights are where evaluations sample."""
+
+
+def evaluator(
+    context: RunContext, stage: Stage, algorithm: Algorithm, params: Params
+) -> Evaluations:
+    """Return the evaluations that fit what the stage learns from.
+
+    A reward model judges held-out pairs or steps; an algorithm that learns from given pairs ranks
+    held-out pairs; every other stage answers held-out problems. Stages that imitate texts also
+    report their loss on held-out texts.
+    """
+    if roles.reading(stage.algorithm) is not None:
+        judge = held_out_judge(context, stage, params)
+        return Evaluations(reward_accuracy.as_evaluator(judge), _nothing)
+    if compose.are_given(stage):
+        given = compose.require_pairs(context.config, context.language.tokenizer)
+        if not given.held_out:
+            print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
+            return Evaluations(_nothing, _nothing)
+        to_pairs = compose.to_pairs(context, stage, params, given.usable)
+        rank = ranking(context, stage, algorithm, given, to_pairs)
+        return Evaluations(lambda params, in_full: rank(params), _nothing)
+    exact = context.unrounded()
+    if stage.algorithm.experience.policy == "guided":
+        policy = exact.guided_policy(stage.algorithm)
+    else:
+        policy = exact.rollout_policy("policy")
+    loss = _loss(context, stage, params)
+    answers = _answers(context, policy)
+    if loss is None and answers is None:
+        print(
+            "note: nothing is evaluated: there are no held-out rows, or no reward that judges them",
+            file=sys.stderr,
+        )
+    return Evaluations(loss or _nothing, answers or _nothing)
+
+
+def before_training(context: RunContext, stage: Stage, evaluations: Evaluations) -> Evaluations:
+    """Return the evaluations before the first step.
+
+    Of a guided policy it is the reference alone, because nothing has learned to guide it.
+    """
+    if stage.algorithm.experience.policy != "guided":
+        return evaluations
+    alone = _answers(context, context.unrounded().rollout_policy("policy"))
+    return evaluations._replace(in_sampling=alone or _nothing)
+
+
+def _nothing(params: Params, in_full: bool) -> dict[str, float]:
+    del params, in_full
+    return {}
+
+
+# --- answers ---
+
+
+def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
+    config = context.config
+    tokenizer = context.language.tokenizer
+    rows = _problems(context)
+    if not rows or (config.evaluation_reward is None and not compose.is_judged(config)):
+        return None
+    scorer = answer_scorer(config, tokenizer, rows)
+    # Accuracy is the model's own, so nothing of its distribution is cut off.
+    plain = replace(
+        sampler_config(config.sampling, tokenizer, 1),
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        repetition_penalty=1.0,
+        logit_bias=(),
+    )
+
+    def engine(temperature: float, max_turns: int | None = None) -> Engine:
+        environment = compose.environment(config)
+        if environment is not None and max_turns is not None:
+            environment = environment._replace(max_turns=max_turns)
+        # The same random keys whatever the step or seed: what differs is the model.
+        decoding = Decoding(
+            policy._replace(drafter=None),
+            replace(plain, temperature=temperature),
+            config.sampling.max_prompt_tokens,
+            purpose=Purpose.EVALUATION,
+            stop_strings=config.sampling.stop_strings,
+            environment=environment,
+        )
+        return compose.engine(config, decoding, scorer)
+
+    sampled = engine(temperature=1.0)
+    greedy = engine(temperature=0.0)
+    by_turns = {
+        turns: (engine(1.0, turns), engine(0.0, turns)) for turns in config.evaluation.turns
+    }
+    read_answer = answer_accuracy.ANSWER_READERS.get(config.evaluation_reward or "")
+
+    def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
+        result = answer_accuracy.evaluate(engine, params, rows, read_answer)
+        return _answer_metrics(prefix, result, further_rewards(scorer, result))
+
+    def evaluate(params: Params, in_full: bool) -> dict[str, float]:
+        metrics = measure(sampled, params, "eval/")
+        if in_full and config.evaluation.greedy:
+            metrics |= measure(greedy, params, "eval/greedy_")
+        for turns, (sampled_turns, greedy_turns) in by_turns.items() if in_full else ():
+            metrics |= measure(sampled_turns, params, f"eval/turns_{turns}_")
+            if config.evaluation.greedy:
+                metrics |= measure(greedy_turns, params, f"eval/turns_{turns}_greedy_")
+        return metrics
+
+    return evaluate
+
+
+def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row]) -> Scorer:
+    """Return what scores held-out completions with all rewards that evaluations measure.
+
+    The first one says what is correct. Those of --reward are left out that need a column which
+    held-out rows lack. The total is that of --reward, unless a weight depends on the step: then
+    totals of two steps would not compare. Without rewards, an environment or agent judges.
+    """
+    limits = config.reward_limits
+    functions = named.reward_functions(
+        config.evaluation_rewards, limits, config.allow_unsandboxed_code
+    )
+    if not functions:
+        return Scorer(tokenizer, max_fault_share=limits.fault_share)
+    correct = next(iter(functions))
+    asked_for = {correct, *map(named.display_name, config.evaluation.metrics)}
+    columns = scoring.repeat_rows(rows, 1)[1]
+    for name, function in list(functions.items()):
+        if name in asked_for:
+            continue
+        try:
+            rewards.require_columns(name, function, columns, rewards.ROLLOUT_COLUMNS)
+        except InputError as error:
+            print(f"note: evaluations leave out the reward {name}: {error.what}", file=sys.stderr)
+            del functions[name]
+            if isinstance(function, IsolatedReward):
+                function.stop()
+    terms = named.displayed(config.reward_terms)
+    is_total = terms and not any(term.schedule for term in terms)
+    if not is_total or not functions.keys() >= set(reward_terms.names_of(terms)):
+        terms = (rewards.RewardTerm(correct),)
+    return Scorer(tokenizer, functions, limits.fault_share, terms)
+
+
+def further_rewards(scorer: Scorer, result: answer_accuracy.Evaluation) -> dict[str, Estimate]:
+    """Return the mean of each reward, if there are several, and of the total if it is another."""
+    measured = dict(result.rewards) if len(result.rewards) > 1 else {}
+    correct = next(iter(scorer.reward_functions), None)
+    if correct is not None and tuple(scorer.terms) != (rewards.RewardTerm(correct),):
+        measured["total"] = result.total
+    return measured
+
+
+def _answer_metrics(
+    prefix: str, result: answer_accuracy.Evaluation, further: dict[str, Estimate]
+) -> dict[str, float]:
+    if result.errors:
+        print(
+            f"note: evaluation: {len(result.errors)} completions were not judged; "
+            f"the first: {result.errors[0]}",
+            file=sys.stderr,
+        )
+    measured = {
+        f"{prefix}accuracy": result.accuracy,
+        f"{prefix}accuracy_low": result.low,
+        f"{prefix}accuracy_high": result.high,
+        f"{prefix}reward": result.reward.value,
+        f"{prefix}reward_low": result.reward.low,
+        f"{prefix}reward_high": result.reward.high,
+        f"{prefix}well_formed": result.well_formed,
+        f"{prefix}length_mean": result.mean_length,
+        f"{prefix}n": result.n,
+    }
+    for name, estimate in further.items():
+        measured |= {
+            f"{prefix}reward/{name}": estimate.value,
+            f"{prefix}reward/{name}_low": estimate.low,
+            f"{prefix}reward/{name}_high": estimate.high,
+            f"{prefix}reward/{name}_n": estimate.n,
+        }
+    return measured
+
+
+# --- texts to imitate ---
+
+
+def _loss(context: RunContext, stage: Stage, params: Params) -> Evaluate | None:
+    """Return the loss of held-out texts of the author whom the stage imitates.
+
+    None without such texts. A teacher writes its texts here, once: it stays as it is.
+    """
+    author = stage.algorithm.experience.imitates
+    if author is None:
+        return None
+    tokenizer = context.language.tokenizer
+    log_probs = compose.log_probs_of(context, "policy")
+    if author == "data":
+        rows = [row for row in _evaluation_rows(context) if held_out_loss.brings_text(row)]
+        if not rows:
+            return None
+        loss = held_out_loss.held_out_loss(log_probs, rows, tokenizer, context.max_length)
+    else:
+        rows = _problems(context)
+        if not rows:
+            return None
+        decoding = compose.decoding(
+            context, author, group_size=1, purpose=Purpose.EVALUATION, seed=0
+        )
+        engine = make_engine(decoding, Scorer(tokenizer))
+        texts = engine.roll_out(params, RolloutRequest(rows, step=0)).rollout
+        loss = held_out_loss.sampled_loss(log_probs, rows, texts)
+    return lambda params, in_full: held_out_loss.as_metrics(loss(params))
+
+
+# --- given pairs ---
+
+
+def ranking(
+    context: RunContext,
+    stage: Stage,
+    algorithm: Algorithm,
+    given: GivenPairs,
+    to_pairs: ToPairs,
+) -> Callable[[Params], dict[str, float]]:
+    """Return what computes how well the policy ranks held-out pairs, or judged completions.
+
+    There is at least one of them.
+    """
+    tokenizer = context.language.tokenizer
+    _require_same_rows(given.held_out)
+    train_lengths, train_good = pair_accuracy.lengths_of(given.train, tokenizer, context.max_length)
+    if stage.algorithm.experience.graded:
+        labels = [bool(row["label"]) for row in given.held_out]
+        if len(set(labels)) < 2:
+            print(
+                "note: nothing is evaluated: held-out completions are not of both labels",
+                file=sys.stderr,
+            )
+            return lambda params: {}
+        log_probs = compose.log_probs_of(context, "policy")
+        return pair_accuracy.graded_accuracy(
+            log_probs, train_lengths, train_good, given.held_out, to_pairs
+        )
+    held_out = to_pairs(given.held_out)
+    return pair_accuracy.ranking_accuracy(
+        algorithm,
+        train_lengths,
+        held_out,
+        pair_accuracy.problems_of(given.held_out),
+        context.mesh,
+        context.config.mesh.context,
+        context.config.batch.share_prefixes,
+    )
+
+
+# --- reward models ---
+
+
+def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
+    """Return the accuracy of the stage's reward model on held-out pairs or steps.
+
+    `params` is the tree that the run, or the stage, began with.
+    """
+    if stage.algorithm.experience.source == "step_labels":
+        return reward_accuracy.step_judge(
+            context.models["reward"],
+            context.params_of("reward"),
+            _held_out_steps(context, params),
+            context.language.tokenizer,
+            context.max_length,
+        )
+    reading = roles.reading(stage.algorithm)
+    assert reading is not None
+    members = ["reward", *reading.others]
+    models = tuple(context.models[name] for name in members)
+    return reward_accuracy.pair_judge(
+        reward_model.score_function(models, reading),
+        [context.params_of(name) for name in members],
+        _held_out_pairs(context, stage, params),
+    )
+
+
+def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
+    if compose.are_given(stage):
+        given = compose.require_pairs(context.config, context.language.tokenizer)
+        _require_same_rows(given.held_out)
+        return reward_accuracy.given_pairs(
+            given.train, given.held_out, context.language.tokenizer, context.max_length
+        )
+    rows = _evaluation_rows(context)
+    if not rows:
+        return None
+    scored = _reference_completions(context, params, rows)
+    task = task_of(context.config.data)
+    return reward_accuracy.sampled_pairs(scored, rows, task.slices_of if task else no_slices)
+
+
+def _held_out_steps(context: RunContext, params: Params) -> list[Row]:
+    rows = _evaluation_rows(context)
+    task = task_of(context.config.data)
+    if task is None or task.label_steps is None or not rows:
+        return rows
+    scored = _reference_completions(context, params, rows)
+    return step_labels.label_steps(scored, rows, task.label_steps)
+
+
+def _evaluation_rows(context: RunContext) -> list[Row]:
+    config = context.config
+    if not config.evaluation.rows:
+        return []
+    rows = tasks.evaluation_rows(config.data, config.algorithm.experience, config.evaluation.rows)
+    _require_same_rows(rows)
+    return rows
+
+
+def _require_same_rows(rows: Sequence[Row]) -> None:
+    """Raise InputError if another process has other held-out rows. All processes call it."""
+    if processes.count() > 1:
+        agreement.require_equal({"the held-out rows": data.fingerprint(rows)})
+
+
+def _problems(context: RunContext) -> list[Row]:
+    """Return the held-out rows that can be answered."""
+    rows = tasks.problems(_evaluation_rows(context))
+    if not rows or not isinstance(context.config.data, FileData):
+        return rows
+    limit = context.config.sampling.max_prompt_tokens
+    return list(tasks.drop_misfits(rows, context.language.tokenizer, limit))
+
+
+def _reference_completions(context: RunContext, params: Params, rows: list[Row]) -> Scored:
+    """Return completions of the rows' prompts by the reference, whatever the seed of the run."""
+    engine = compose.rollout_engine(context, "reference", purpose=Purpose.EVALUATION, seed=0)
+    return engine.roll_out(params, RolloutRequest(rows, step=0))

@@ -1,0 +1,171 @@
+"""The results of a run: its models, summary.json and report.html."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import tpu_rl
+from tpu_rl import metrics, models, report, run_files
+from tpu_rl.checkpoint import digests, manifests
+from tpu_rl.checkpoint.run_dir import RunFolder
+from tpu_rl.commands import compose, roles, stages
+from tpu_rl.commands.roles import RunContext
+from tpu_rl.errors import printable
+from tpu_rl.evaluation import pair_audit
+from tpu_rl.redaction import redact
+from tpu_rl.rewards import reward_model
+from tpu_rl.runtime import processes
+from tpu_rl.types import Params
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
+"""The packages whose versions summary.json records."""
+
+
+def finish(context: RunContext, params: Params, began: float, folder: RunFolder) -> None:
+    """Write the models and the audit of given pairs, then summary.json and report.html.
+
+    All processes call it; the first one writes the last two.
+    """
+    config = context.config
+    run_dir = context.run_dir
+    folders = save_models(context, params)
+    audit_pairs(context, params)
+    digest = digests.of_tree(params[roles.product(config.algorithm)])
+    if processes.index():
+        return
+    rows = list(run_files.read_metrics(run_dir))
+    summary = {
+        "steps": config.steps,
+        "seconds": round(time.perf_counter() - began, 1),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "params_digest": digest,
+        "versions": versions(),
+        "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
+        "files": manifests.describe_files(run_dir, folders),
+    }
+    # The page written while the run was on goes first: without one, no run counts as finished.
+    (run_dir / report.FILE).unlink(missing_ok=True)
+    metrics.write_summary(run_dir, summary)
+    write_final_report(run_dir)
+    folder.finish()
+    print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
+
+
+def update_report(run_dir: Path) -> None:
+    """Write report.html while the run is on. A failure is a warning."""
+    if processes.index():
+        return
+    try:
+        report.write_report(run_dir, live=True)
+    except Exception as error:
+        _warn(error)
+
+
+def write_final_report(run_dir: Path) -> None:
+    """Write report.html of the finished run; after a failure, a page that says so."""
+    try:
+        report.write_report(run_dir)
+    except Exception as error:
+        _warn(error)
+        report.write_failure(run_dir, error)
+
+
+def _warn(error: Exception) -> None:
+    cause = redact(printable(f"{type(error).__name__}: {error}"))
+    print(f"warning: {report.FILE} was not written: {cause}", file=sys.stderr)
+
+
+def save_models(context: RunContext, params: Params) -> list[Path]:
+    """Save every model that was trained as a Hugging Face directory; return the directories.
+
+    The model that the run is for goes to model/, others go to a folder with the name of their role.
+    Adapters are merged into these, and are also saved by themselves, in model_adapter/, for PEFT.
+    """
+    algorithm = context.config.algorithm
+    product = roles.product(algorithm)
+    tokenizer = context.language.tokenizer
+    folders: list[Path] = []
+    for name, spec in algorithm.roles.items():
+        if spec.trainable and spec.trunk_of is None:
+            path = context.run_dir / ("model" if name == product else name)
+            role_params = context.params_of(name)(params)
+            model = context.models[name]
+            models.save(str(path), model, role_params, tokenizer)
+            folders.append(path)
+            base = roles.adapter_base(context.config, name)
+            if base is not None:
+                adapter_path = path.with_name(f"{path.name}_adapter")
+                models.save_adapters(str(adapter_path), model, role_params, base, tokenizer)
+                folders.append(adapter_path)
+    reading = roles.reading(algorithm)
+    if reading is not None and processes.index() == 0:
+        reward_model.write_reading(context.run_dir / "model", reading, tokenizer.chat)
+    return folders
+
+
+def audit_pairs(context: RunContext, params: Params) -> None:
+    """Audit the pairs that the last stage trained on, if the data brought them.
+
+    Completions that are graded one by one have no margin, so there is no audit of them.
+    """
+    config = context.config
+    stage = stages.of_run(config, context.run_dir, config.steps)[-1]
+    if not compose.are_given(stage) or stage.algorithm.experience.graded:
+        return
+    given = compose.given_pairs(context.config, context.language.tokenizer)
+    trained = pair_audit.Trained(
+        compose.build_algorithm(context, stage),
+        params,
+        compose.trained_pairs(context, stage, given.usable),
+        num_steps=stage.last - stage.first + 1,
+        batch_size=config.batch.prompts,
+        seed=config.seed,
+        rows=config.batch,
+    )
+    print(pair_audit.write(given, trained, context.run_dir))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of tpu_rl, of Python and of the packages that compute."""
+    recorded = {"tpu_rl": tpu_rl.__version__, "python": platform.python_version()}
+    return recorded | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the evaluation in a metrics row, with the greedy one inside; {} if there is none.
+
+    `loss`, `reward` and each of `rewards` are {value, low, high, n}.
+    """
+
+    def estimate(name: str, n_name: str | None = None) -> dict[str, Any]:
+        if f"{name}_low" not in row:
+            return {}
+        value = {"value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+        return value | {"n": int(row[n_name or f"{name}_n"])}
+
+    def read(prefix: str) -> dict[str, Any]:
+        if f"{prefix}accuracy" not in row:
+            return {}
+        accuracy = {
+            "accuracy": row[f"{prefix}accuracy"],
+            "low": row[f"{prefix}accuracy_low"],
+            "high": row[f"{prefix}accuracy_high"],
+            "n": int(row[f"{prefix}n"]),
+        }
+        start = f"{prefix}reward/"
+        names = [name for name in row if name.startswith(start) and f"{name}_n" in row]
+        parts = {
+            "reward": estimate(f"{prefix}reward", f"{prefix}n"),
+            "rewards": {name.removeprefix(start): estimate(name) for name in names},
+        }
+        return accuracy | {name: value for name, value in parts.items() if value}
+
+    parts = {"loss": estimate("eval/loss"), "greedy": read("eval/greedy_")}
+    return read("eval/") | {name: value for name, value in parts.items() if value}

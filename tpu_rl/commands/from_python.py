@@ -1,0 +1,137 @@
+"""Runs that a Python program starts: `tpu_rl.train`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from tpu_rl import rewards as reward_registry
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import run
+from tpu_rl.data import files, python_rows
+from tpu_rl.diagnosis.secret_settings import refuse_secrets
+from tpu_rl.environments import named
+from tpu_rl.errors import InputError
+from tpu_rl.runtime.host import explain_full_disk
+from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
+
+DEFAULTS = {"watchdog.minutes": 0}
+"""Overrides that differ from the command line's defaults: a library does not end its program."""
+
+
+def train(
+    preset: str,
+    overrides: Mapping[str, Any],
+    rows: Any,
+    rewards: Sequence[Any] | None,
+    evaluation_rows: Any,
+    environment: Any = None,
+) -> str:
+    """Run `tpu_rl.train` and return the address of the run folder."""
+    arguments = {"rows": rows, "evaluation_rows": evaluation_rows}
+    given_rows = {name: given for name, given in arguments.items() if given is not None}
+    terms, functions = reward_terms(rewards or ())
+    with ExitStack() as stack:
+        stack.enter_context(python_rows.lend(given_rows))
+        stack.callback(files.forget)
+        stack.enter_context(reward_registry.lend(functions))
+        stack.enter_context(explain_full_disk())
+        passed: dict[str, Any] = {}
+        if isinstance(environment, str):
+            passed["environment"] = environment
+        elif environment is not None:
+            name = getattr(environment, "__name__", type(environment).__name__)
+            stack.enter_context(named.lend({name: environment}))
+            passed["environment"] = f"{named.PYTHON}{name}"
+        if rows is not None:
+            passed["data.path"] = f"{python_rows.PYTHON}rows"
+        if evaluation_rows is not None:
+            passed["data.evaluation-path"] = f"{python_rows.PYTHON}evaluation_rows"
+        if rewards is not None:
+            passed["reward"] = terms
+        argv = [preset, *flags(overrides, passed)]
+        refuse_secrets(argv)
+        config = configuration.parse(argv)
+        try:
+            run.start(config, "the same call of tpu_rl.train")
+        except Preempted as stop:
+            print(stop, file=sys.stderr)
+            if stop.code == INTERRUPTED:
+                raise KeyboardInterrupt(str(stop)) from None
+            raise
+    return config.run_dir
+
+
+def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
+    """Return the command-line flags of overrides and of what other arguments say.
+
+    Raises:
+        InputError: if an override is also given as another argument.
+    """
+    given: dict[str, Any] = dict(DEFAULTS)
+    for name, value in overrides.items():
+        flag = str(name).replace("_", "-")
+        if flag in passed:
+            raise InputError(
+                f"{flag} is given twice",
+                where=f"the override {name!r}",
+                why="another argument of tpu_rl.train says it, too",
+                fix="leave out one of them",
+            )
+        given[flag] = value
+    return [
+        text for flag, value in (given | dict(passed)).items() for text in flag_texts(flag, value)
+    ]
+
+
+def flag_texts(flag: str, value: Any) -> list[str]:
+    """Return the command-line arguments that set one flag to a Python value."""
+    if isinstance(value, bool):
+        parents, dot, leaf = flag.rpartition(".")
+        return [f"--{flag}" if value else f"--{parents}{dot}no-{leaf}"]
+    if isinstance(value, list | tuple):
+        return [f"--{flag}", *map(str, value)]
+    return [f"--{flag}={value}"]
+
+
+def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[..., Any]]]:
+    """Return (terms as `--reward` takes them, the functions that they name, by name).
+
+    Raises:
+        InputError: if something is no reward, or two functions have the same name.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+
+    def registered(name: str, function: Callable[..., Any]) -> str:
+        if functions.setdefault(name, function) is not function:
+            raise InputError(
+                f"two reward functions are called {name}",
+                where="rewards=",
+                why="metrics and samples could not tell them apart",
+                fix="rename one",
+            )
+        return f"{reward_registry.PYTHON}{name}"
+
+    terms = []
+    for number, given in enumerate(rewards, start=1):
+        has_weight = isinstance(given, tuple) and len(given) == 2
+        weight, reward = given if has_weight else (None, given)
+        if not (isinstance(reward, str) or callable(reward)):
+            raise InputError(
+                f"reward {number} is neither a function nor a text",
+                where="rewards=",
+                why=f"it is {reward!r}"[:120],
+                fix="as in rewards=[score, (0.2, short), 'gsm8k']",
+            )
+        text = reward
+        if not isinstance(reward, str):
+            name = getattr(reward, "__name__", type(reward).__name__)
+            text = registered(name if name.isidentifier() else f"reward_{number}", reward)
+        if callable(weight):
+            body = text.partition("?")[0].rpartition(":")[2]
+            schedule = f"weight_of_{body}" if body.isidentifier() else f"weight_{number}"
+            weight = registered(schedule, weight)
+        terms.append(text if weight is None else f"{weight}*{text}")
+    return terms, functions

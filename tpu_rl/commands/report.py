@@ -1,0 +1,135 @@
+"""Build report.html of a run from its rows, at any time.
+
+    python launch/report.py RUN_DIR [--serve] [--port N]
+
+The run may be finished, interrupted or still going on. With --serve the page is not written but
+served on 127.0.0.1, built anew for each request, until Ctrl-C. While the run goes on, the served
+page reloads itself. The command needs no accelerator.
+"""
+
+from __future__ import annotations
+
+import html
+import shutil
+import sys
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import tyro
+
+from tpu_rl import report
+from tpu_rl.checkpoint import remote_run
+from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.storage import gcs
+
+HOST = "127.0.0.1"
+REFRESH_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Flags:
+    run_dir: tyro.conf.Positional[str]
+    """A run folder, on a disk or in a bucket (gs://)."""
+    serve: bool = False
+    """Serve the page on 127.0.0.1 in place of writing it."""
+    port: int = 8000
+    """The port to serve on; 0 is any that is free."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    flags = tyro.cli(Flags, args=argv, prog="launch/report.py", description=__doc__)
+    try:
+        if flags.serve:
+            serve(flags.run_dir, flags.port)
+        else:
+            write(flags.run_dir)
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def write(address: str) -> None:
+    """Write report.html into the run folder."""
+    folder = remote_run.fetch(address)
+    report.write_report(folder)
+    remote_run.write_back(address, folder, (report.FILE,))
+    print(f"wrote {address.rstrip('/')}/{report.FILE}")
+
+
+def serve(address: str, port: int) -> None:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        InputError: if there is no run, or the port cannot be used.
+    """
+    remote_run.fetch(address)  # Raises if there is no run.
+    with open_server(address, port) as server:
+        print(f"serving {address} on http://{HOST}:{server.server_port}/, Ctrl-C ends it")
+        sys.stdout.flush()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
+
+
+def open_server(address: str, port: int) -> ThreadingHTTPServer:
+    """Return a server of the page of the run at an address.
+
+    Raises:
+        InputError: if the port cannot be used.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another site may give its own name this machine's address, and then read
+            # what is served here.
+            if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
+                self.respond(403, "open this page by its address 127.0.0.1")
+            elif self.path != "/":
+                self.respond(404, "there is only /")
+            else:
+                self.respond(*page(address))
+
+        def respond(self, code: int, content: str) -> None:
+            body = content.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing: a page that reloads itself would fill the terminal."""
+
+    try:
+        return ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"port {port} cannot be used",
+            where=f"--port {port}",
+            why=str(error),
+            fix="use another port, or 0 for any that is free",
+        ) from error
+
+
+def page(address: str) -> tuple[int, str]:
+    """Return (HTTP status, page). A run whose rows cannot be read now is asked again later."""
+    try:
+        return 200, build(address)
+    except TpuRlError as error:
+        refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
+        return 503, f"<!doctype html>{refresh}<pre>{html.escape(str(error))}</pre>"
+
+
+def build(address: str) -> str:
+    """Return the page of a run as HTML. Of a run in a bucket, it is that of a new copy."""
+    if not gcs.is_address(address):
+        return report.build_page(address, REFRESH_SECONDS)
+    folder, _ = remote_run.copy_to_spool(gcs.Store(address, gcs.SHORT_RETRIES))
+    try:
+        return report.build_page(folder, REFRESH_SECONDS)
+    finally:
+        shutil.rmtree(folder.parent, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""Load a run from its folder, for commands that look at what it has trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+from jax.sharding import Mesh
+
+from tpu_rl import run_files
+from tpu_rl.checkpoint import identity, manager, remote_run, train_state_io
+from tpu_rl.commands import compose, meshes, roles, stages
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig, ModelConfig
+from tpu_rl.commands.roles import RunContext
+from tpu_rl.errors import InputError
+from tpu_rl.types import Params
+
+
+def load_run(address: str) -> tuple[RunContext, Params, int]:
+    """Load a run at its newest checkpoint, sharded over all devices of this machine.
+
+    Returns:
+      (the run's context, its whole params tree, the step).
+
+    Raises:
+      InputError: there is no run, or no checkpoint.
+      DamagedDataError: the checkpoint is not what was saved, or not this run's.
+    """
+    run_dir = remote_run.fetch(address)
+    if not (run_dir / remote_run.CHECKPOINTS).is_dir():
+        raise InputError(
+            "the run has no checkpoints yet", where=address, fix="let it reach its first one"
+        )
+    mesh = compose.make_mesh(MeshConfig())
+    run_files.require_recorded_rows(run_dir)
+    saved_config = configuration.load(run_dir / remote_run.CONFIG)
+    names = identity.Identity(identity.read(run_dir), configuration.settings_hash(saved_config))
+    config = _fit_to_mesh(saved_config, mesh)
+    model = roles.from_config(config, roles.model_directory(config))
+    memory = meshes.device_memory(mesh)
+    config, _ = meshes.choose_sampling(config, model, mesh, memory)
+    with jax.set_mesh(mesh):
+        context, params = compose.make_context(config, run_dir, mesh)
+    # For reading only: the run may still be going on.
+    checkpoints = manager.read_checkpoints(remote_run.checkpoints_of(address))
+    step = checkpoints.latest()
+    if step is None:
+        raise InputError(
+            "the run has no whole checkpoint yet", where=address, fix="let it reach its first one"
+        )
+    with jax.set_mesh(mesh):
+        run_stages = stages.of_run(config, run_dir, step)
+        stage = next(stage for stage in run_stages if step <= stage.last)
+        algorithm = compose.build_algorithm(context, stage)
+        state, _ = compose.learner(context, stage, algorithm, params)
+    abstract_state = train_state_io.abstract(state)
+    del state, params  # There may be no room for two states.
+    state, extra = train_state_io.restore(checkpoints, step, abstract_state)
+    identity.require(extra, names, step, stage.index, run_dir)
+    checkpoints.close()
+    return context, state.params, step
+
+
+def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:
+    """Load the model of a run at its newest checkpoint, or any other in float32.
+
+    The tokenizer has the settings of `config`.
+
+    Raises:
+      InputError: there is no such run or model.
+    """
+    if remote_run.is_run(address):
+        context, params, step = load_run(address)
+        print(f"{address}, step {step}")
+        tokenizer = roles.configure_tokenizer(config, context.language.tokenizer)
+        language = roles.Language(context.models["policy"], tokenizer)
+        return language, context.params_of("policy")(params)
+    config = replace(config, model=ModelConfig(path=address, attention=config.model.attention))
+    mesh = compose.make_mesh(MeshConfig())
+    language, params = roles.language(config, mesh)
+    return language._replace(model=roles.fast_model(config, language.model, mesh)), params
+
+
+def _fit_to_mesh(config: ExperimentConfig, mesh: Mesh) -> ExperimentConfig:
+    """Return the configuration for this machine, which may have other devices than the run's."""
+    # cuDNN computes the packed rows of training only.
+    attention = "auto" if mesh.devices.flat[0].platform == "tpu" else "xla"
+    config = replace(config, model=replace(config.model, attention=attention))
+    tensor_parallel = config.sampling.tensor_parallel
+    if isinstance(tensor_parallel, int) and mesh.size % tensor_parallel:
+        config = replace(config, sampling=replace(config.sampling, tensor_parallel=None))
+    return config

@@ -1,0 +1,232 @@
+"""Serve a model or a run over HTTP, with OpenAI's and vLLM's routes.
+
+    python launch/serve.py MODEL_OR_RUN_DIR [--port 8000] [--max-model-len N]
+    curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+Of a run folder, the newest checkpoint is served. A model is a directory, a hub id or
+builtin:arithmetic. The routes are /v1/models, /v1/chat/completions, /v1/completions,
+/inference/v1/generate and /health. Answers hold token ids and, on demand, log-probs. Only programs
+of this machine reach the server, unless --host and --api-key are given. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+
+from tpu_rl import models
+from tpu_rl.checkpoint import remote_run
+from tpu_rl.commands import compose, roles, saved_run
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands.config import ExperimentConfig, MeshConfig
+from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.runtime import compilation_cache
+from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest
+from tpu_rl.serving import app, server
+from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.tokenizers import TokenizerConfig
+from tpu_rl.types import Params
+
+KEY_VARIABLE = "TPU_RL_API_KEY"
+MOST_BY_DEFAULT = 4096
+"""Tokens of a conversation by default, if the model allows more."""
+WARM_UP = -1
+"""The conversation that compiles the programs."""
+POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Flags:
+    model: tyro.conf.Positional[str]
+    """A run folder, a model directory, or a hub id."""
+    host: str = server.LOOPBACK
+    """Address to listen at. One that other machines reach needs --api-key."""
+    port: int = 8000
+    """0 is any free port."""
+    api_key: str | None = None
+    """Key that requests must have (Authorization: Bearer KEY). The default is the value of the
+    environment variable TPU_RL_API_KEY, which no list of processes shows."""
+    max_model_len: int | None = None
+    """Tokens of a conversation, prompt included. The default is that of the run, or what the model
+    was trained for, at most 4096."""
+    max_num_seqs: int = 8
+    """Completions decoded at once."""
+    temperature: float = 1.0
+    """The default of requests. Each other temperature that a request asks for compiles programs of
+    its own."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The default is the run's."""
+
+
+def main(argv: list[str]) -> int:
+    flags = tyro.cli(Flags, args=argv, prog="launch/serve.py", description=__doc__)
+    try:
+        check(flags)
+        server.require_uvicorn()
+        config = load_settings(flags)
+        bound = server.bind(flags.host, flags.port)
+        compilation_cache.enable()
+        serve(flags, config, bound)
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def api_key(flags: Flags) -> str | None:
+    """Return the key that requests must have, or None."""
+    return flags.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def check(flags: Flags) -> None:
+    """Check the flags.
+
+    Raises:
+        InputError: if a number is out of range, or others could reach a server without a key.
+    """
+    for name in ("max_model_len", "max_num_seqs"):
+        value = getattr(flags, name)
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and value < 1 + (name == "max_model_len"):
+            raise InputError(f"{flag} is {value}", where=flag, fix="give a larger number")
+    if flags.temperature < 0:
+        raise InputError(
+            f"--temperature is {flags.temperature}", where="--temperature", fix="use at least 0"
+        )
+    if not server.is_loopback(flags.host) and api_key(flags) is None:
+        raise InputError(
+            "other machines could use the server without a key",
+            where=f"--host {flags.host}",
+            fix=f"give --api-key or set {KEY_VARIABLE}; or leave out --host",
+        )
+
+
+def load_settings(flags: Flags) -> ExperimentConfig:
+    """Return the configuration of the run; for a model, that of a preset."""
+    if remote_run.is_run(flags.model):
+        config = configuration.load(remote_run.fetch(flags.model) / remote_run.CONFIG)
+    else:
+        config = configuration.preset("grpo")
+    if flags.tokenizer != TokenizerConfig():
+        config = replace(config, tokenizer=flags.tokenizer)
+    return config
+
+
+def max_model_len(flags: Flags, config: ExperimentConfig) -> int:
+    """Return the number of tokens that a conversation may have."""
+    if flags.max_model_len is not None:
+        return flags.max_model_len
+    if remote_run.is_run(flags.model):
+        return config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    directory = models.find_configuration(roles.model_path(flags.model))
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return min(int(values.get("max_position_embeddings", MOST_BY_DEFAULT)), MOST_BY_DEFAULT)
+
+
+def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
+    """Load the model, and answer requests until a signal comes."""
+    language, params = saved_run.load_language(flags.model, config)
+    length = max_model_len(flags, config)
+    language.model.config.require_length(length, "--max-model-len")
+    pump = Pump(sampler_factory(language, params, length, flags.max_num_seqs))
+    default = Distribution(flags.temperature)
+    print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
+    warm_up(pump, default, language)
+    numbers = itertools.count()
+    key = api_key(flags)
+    account = app.Account(language.tokenizer, numbers, most_idle=2 * flags.max_num_seqs)
+
+    def find_account(given: str | None) -> app.Account | None:
+        is_right = key is None or hmac.compare_digest((given or "").encode(), key.encode())
+        return account if is_right else None
+
+    application = app.App(
+        pump,
+        language.tokenizer,
+        Path(flags.model).name or flags.model,
+        app.Limits(length, length),
+        default,
+        find_account,
+        is_open=key is None,
+    )
+    running = server.Server(application, bound)
+    running.start()
+    print(f"serving {flags.model} at {running.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    is_over = watch_signals(pump.wake)
+    try:
+        while not is_over():
+            pump.step(POLL_SECONDS)
+    finally:
+        pump.end(InputError("the server ends"))
+        running.stop()
+
+
+def sampler_factory(
+    language: roles.Language, params: Params, length: int, num_slots: int
+) -> Callable[[Distribution], LiveSampler]:
+    """Return what makes the sampler of a distribution."""
+    mesh = compose.make_mesh(MeshConfig())
+    policy = models.policy(language.model)
+
+    def make(distribution: Distribution) -> LiveSampler:
+        settings = SamplerConfig(
+            max_new_tokens=length,
+            temperature=distribution.temperature,
+            top_k=distribution.top_k,
+            top_p=distribution.top_p,
+            min_p=distribution.min_p,
+            stop_ids=language.tokenizer.eos_ids,
+            pad_id=language.tokenizer.pad_id,
+        )
+        with jax.set_mesh(mesh):
+            return LiveSampler(
+                policy,
+                params,
+                settings,
+                num_slots=num_slots,
+                max_length=length,
+                prompt_length=min(64, length),
+                mesh=mesh,
+            )
+
+    return make
+
+
+def warm_up(pump: Pump, distribution: Distribution, language: roles.Language) -> None:
+    """Compile the programs of a first and of a second turn."""
+    prompt = [language.tokenizer.pad_id]
+    for _ in range(2):
+        request = TurnRequest(WARM_UP, prompt, np.zeros(2, np.uint32), 1)
+        future = pump.ask(distribution, request)
+        while not future.done():
+            pump.step(0.0)
+        prompt = [*prompt, *future.result().tokens, *prompt]
+    pump.close(WARM_UP)
+
+
+def watch_signals(wake: Callable[[], None]) -> Callable[[], bool]:
+    """Return a function that says whether Ctrl-C or SIGTERM came. A second Ctrl-C ends at once."""
+    came: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        del frame
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        wake()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return lambda: bool(came)

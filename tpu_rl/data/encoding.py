@@ -1,0 +1,170 @@
+"""Rows of data as arrays of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tpu_rl import types
+from tpu_rl.data.files import Row
+
+
+class Tokenizer(Protocol):
+    """The part of `tokenizers.Tokenizer` that this module uses."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_prompt(self, prompt: str | list[dict[str, Any]], tools: Any = None) -> list[int]: ...
+
+    def wraps(self, prompt: Any) -> bool: ...
+
+    def encode_demonstration(
+        self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
+    ) -> tuple[list[int], list[float]]: ...
+
+
+def demonstrations(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_length: int
+) -> types.Demonstrations:
+    """Return rows `prompt, completion` or `messages` as arrays [N, max_length].
+
+    Only completions, and of conversations the assistant's messages, are trained on, each with its
+    end-of-sequence token (`Tokenizer.encode_demonstration`). A message of the assistant may have a
+    `weight`, and so may the row: what its tokens count, relative to others. A column `tools` goes
+    to the chat template. Longer texts are cut at their end. A row whose prompt fills all columns
+    has nothing to train on.
+
+    Args:
+        rows: the rows.
+        tokenizer: encodes texts and conversations.
+        max_length: columns of the arrays.
+
+    Raises:
+        InputError: if a conversation has no answer of the assistant, or they cannot be found.
+    """
+    tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
+    weights = np.zeros((len(rows), max_length), np.float32)
+    for i, row in enumerate(rows):
+        ids, of_tokens = _tokenize(row, tokenizer)
+        length = min(len(ids), max_length)
+        row_weight = row.get("weight")
+        tokens[i, :length] = ids[:length]
+        weights[i, :length] = of_tokens[:length]
+        weights[i] *= 1.0 if row_weight is None else row_weight
+    # Nothing predicts the first token of a row that has no prompt and no beginning token.
+    weights[:, :1] = 0.0
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": weights > 0,
+        "group_id": np.arange(len(rows), dtype=np.int32),
+        "weights": weights,
+    }
+    return types.Demonstrations(**arrays)
+
+
+def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Pairs:
+    """Return rows `prompt, chosen, rejected`, or `prompt, completion, label`, as arrays.
+
+    Each row is a group: of two completions, the chosen one first, or of one graded completion. The
+    column `margin`, if a row has it, says how much better the chosen completion is. Longer texts
+    are cut at their end.
+
+    Args:
+        rows: the rows.
+        tokenizer: encodes texts and conversations.
+        max_length: columns of the arrays [N, max_length].
+
+    Returns:
+        Pairs whose reference log-probs are zero. Whoever has a reference fills them in.
+    """
+    texts: list[Row] = []
+    group_id: list[int] = []
+    preferred: list[bool] = []
+    margin: list[float] = []
+    for i, row in enumerate(rows):
+        if "chosen" in row:
+            sides = [("chosen", True), ("rejected", False)]
+        else:
+            sides = [("completion", bool(row["label"]))]
+        for side, is_good in sides:
+            text = {"prompt": row["prompt"], "completion": row[side]}
+            texts.append(text | {"tools": row.get("tools")})
+            group_id.append(i)
+            preferred.append(is_good)
+            margin.append(float(row.get("margin") or 0.0))
+    encoded = demonstrations(texts, tokenizer, max_length)
+    arrays: dict[str, Any] = {
+        "tokens": encoded.tokens,
+        "action_mask": encoded.action_mask,
+        "group_id": np.array(group_id, np.int32),
+        "preferred": np.array(preferred),
+        "margin": np.array(margin, np.float32),
+        "reference_log_probs": np.zeros((len(texts), max_length), np.float32),
+    }
+    return types.Pairs(**arrays)
+
+
+def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.QExamples:
+    """Return rows `prompt, completions, labels` as arrays, labeled at the last token of each step.
+
+    These are TRL's stepwise rows: the steps of a completion in order, which joined are its text,
+    and True for each right one. The last step ends with the end-of-sequence token unless the row
+    says `"ended": False`. Steps that do not fit are left out.
+
+    Args:
+        rows: the rows.
+        tokenizer: encodes texts and conversations.
+        max_length: columns of the arrays [N, max_length].
+    """
+    tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
+    is_labeled = np.zeros((len(rows), max_length), bool)
+    labels = np.zeros((len(rows), max_length), np.float32)
+    for i, row in enumerate(rows):
+        ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+        steps_and_labels = zip(row["completions"], row["labels"], strict=True)
+        for number, (step, label) in enumerate(steps_and_labels, start=1):
+            ids = ids + tokenizer.encode(step)
+            if number == len(row["labels"]) and row.get("ended", True):
+                ids.append(tokenizer.eos_ids[0])
+            if len(ids) > max_length:
+                break
+            last = len(ids) - 1
+            tokens[i, : len(ids)] = ids
+            is_labeled[i, last] = True
+            labels[i, last] = float(label)
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": is_labeled,
+        "group_id": np.arange(len(rows), dtype=np.int32),
+        "returns": labels,
+    }
+    return types.QExamples(**arrays)
+
+
+def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
+    """Return the token ids of a row, and what each of them counts: 0 if it is not learned."""
+    tools = row.get("tools")
+    if "messages" in row:
+        return tokenizer.encode_demonstration(row["messages"], tools=tools)
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.wraps(prompt):
+        prompt_ids = tokenizer.encode_prompt(prompt)
+        completion_ids = [*tokenizer.encode(completion), tokenizer.eos_ids[0]]
+        return prompt_ids + completion_ids, [0.0] * len(prompt_ids) + [1.0] * len(completion_ids)
+    given = _as_messages(prompt, "user")
+    messages = given + _as_messages(completion, "assistant")
+    return tokenizer.encode_demonstration(messages, len(given), tools)
+
+
+def _as_messages(value: str | list[Any], role: str) -> list[Any]:
+    """Return messages as they are, and a text as one message of the role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value

@@ -1,0 +1,178 @@
+"""Rows in an order that is a function of the seed and resumes exactly, and what identifies them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tpu_rl.data.files import Row
+from tpu_rl.errors import DamagedDataError, InputError
+
+
+class Rows(Protocol):
+    """Rows by number: a list, or a formula such as `environments.ArithmeticSource`.
+
+    A formula is a frozen dataclass whose row i is a function of i and its fields. Its `repr`
+    identifies it in checkpoints.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+def fingerprint(source: Rows) -> str:
+    """Return the SHA-256 of all rows in their order, in hex. The order of columns does not matter.
+
+    A dataclass is a formula with too many rows to read. Its `repr` and its first rows stand for it.
+    """
+    if not dataclasses.is_dataclass(source):
+        rows: Any = source
+        return digests(rows)[0]
+    digest = hashlib.sha256(f"{source!r}\n".encode())
+    for i in range(min(len(source), 16)):
+        digest.update(_as_json(source[i]) + b"\n")
+    return digest.hexdigest()
+
+
+def digests(rows: Sequence[Row]) -> tuple[str, np.ndarray]:
+    """Return (`fingerprint`, [rows] uint64, a hash of each row), of rows that are no formula.
+
+    The order of columns does not matter.
+    """
+    whole = hashlib.sha256()
+    of_rows = bytearray()
+    for row in rows:
+        text = _as_json(row)
+        whole.update(text + b"\n")
+        of_rows += hashlib.blake2b(text, digest_size=8).digest()
+    return whole.hexdigest(), np.frombuffer(bytes(of_rows), "<u8")
+
+
+_encoder = json.JSONEncoder(sort_keys=True, default=repr)
+
+
+def _as_json(row: Row) -> bytes:
+    return _encoder.encode(row).encode()
+
+
+class RowStream:
+    """Batches (row_ids, rows), in an order that is a function of the seed. `stream` makes it.
+
+    `row_ids` [B] int64 are positions in the endless stream and never repeat: row 3 of the second
+    epoch has another id than row 3 of the first. The state is the position.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        batch_size: int,
+        identity: dict[str, Any],
+        accepted: Collection[str] = (),
+    ):
+        self._batches = batches
+        self._batch_size = batch_size
+        self._identity = identity
+        self._accepted = accepted
+
+    def __iter__(self) -> RowStream:
+        return self
+
+    def __next__(self) -> tuple[np.ndarray, list[Row]]:
+        first = self._batches.get_state()["next_index"] * self._batch_size
+        rows = next(self._batches)
+        return np.arange(first, first + len(rows), dtype=np.int64), rows
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position after the last batch, and the stream's identity, as JSON values."""
+        return {**self._identity, "next_batch": self._batches.get_state()["next_index"]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            InputError: if it is a position in another stream, unless its rows are accepted.
+            DamagedDataError: if it is not a position.
+        """
+        if not isinstance(state, dict) or state.keys() != self.get_state().keys():
+            raise DamagedDataError(
+                "this is no position in a data stream",
+                where=repr(state)[:120],
+                why=f"it must have the keys {', '.join(self.get_state())}",
+                fix="resume from another checkpoint",
+            )
+        if state["fingerprint"] in self._accepted:
+            state = state | {name: self._identity[name] for name in ("fingerprint", "rows")}
+        for name, current in self._identity.items():
+            if state[name] != current:
+                raise InputError(
+                    f"the data position was saved with another {name.replace('_', ' ')}",
+                    why=f"it was {state[name]} and is now {current}, so other rows would follow",
+                    fix="restore the data and settings of the run, or start a new run",
+                )
+        self._batches.set_state({"next_index": state["next_batch"]})
+
+
+def stream(
+    source: Rows,
+    seed: int,
+    batch_size: int,
+    shuffle: bool = True,
+    repeat: bool = True,
+    accepted: Collection[str] = (),
+    source_fingerprint: str | None = None,
+) -> RowStream:
+    """Return the rows of `source` in batches.
+
+    Batches continue from one epoch into the next.
+
+    Args:
+        source: the rows.
+        seed: decides the order.
+        batch_size: rows per batch.
+        shuffle: whether each epoch has a new order.
+        repeat: whether to begin again at the end. If not, the last batch may be short.
+        accepted: fingerprints of other rows. Positions saved with those are positions in these.
+        source_fingerprint: `fingerprint` of the source, if it is known.
+
+    Raises:
+        InputError: if the batch size is below 1, or there are no rows.
+    """
+    import grain
+
+    if batch_size < 1:
+        raise InputError(
+            f"the batch size is {batch_size}",
+            where="--batch.prompts",
+            why="a batch has 1 row or more",
+            fix="use at least 1",
+        )
+    if len(source) == 0:
+        raise InputError(
+            "the data have 0 rows",
+            where="--data.path",
+            why="there is nothing to train on",
+            fix="give a file with rows",
+        )
+    random_access: Any = source
+    dataset = grain.MapDataset.source(random_access).seed(seed)
+    if shuffle:
+        dataset = dataset.shuffle()
+    if repeat:
+        dataset = dataset.repeat()
+    # Without threads and prefetching, the state is exactly that after the last batch.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    batches = iter(dataset.batch(batch_size, batch_fn=list).to_iter_dataset(options))
+    identity = {
+        "fingerprint": source_fingerprint or fingerprint(source),
+        "rows": len(source),
+        "seed": seed,
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+    }
+    return RowStream(batches, batch_size, identity, accepted)

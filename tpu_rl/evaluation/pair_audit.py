@@ -1,0 +1,189 @@
+"""An audit of given preference pairs: which labels does the trained model contradict?
+
+A pair whose label is wrong contradicts what the other pairs teach, so its margin stays low. The run
+folder gets two files. audit.jsonl has a line for each pair, the lowest margin first. audit.json
+says what was given, which of it was trained on, what was dropped and why, and how many pairs of
+each slice are ranked as their labels say. Margins are in the algorithm's own units of reward. `row`
+counts from 0 in the order of the data, the training rows first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tpu_rl import data, rewards
+from tpu_rl.data import Row
+from tpu_rl.evaluation.pair_accuracy import by_problem, problems_of
+from tpu_rl.evaluation.reward_accuracy import Accuracy, by_slice, column_slices, with_lengths
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.pairs import GivenPairs, ToPairs
+from tpu_rl.runtime import processes, watchdog
+from tpu_rl.train import packing, sharding, update_step
+from tpu_rl.types import Algorithm, Experience, Pairs, Params
+
+RANKING = "audit.jsonl"
+SUMMARY = "audit.json"
+MAX_PAIRS = 10_000
+"""The largest number of pairs that are ranked. Of more, evenly spaced ones are."""
+BATCH_SIZE = 64
+MAX_CHARACTERS = 400
+"""Characters of each text in the ranking."""
+
+
+class Trained(NamedTuple):
+    """The algorithm that was trained on the pairs, and how."""
+
+    algorithm: Algorithm
+    params: Params
+    to_pairs: ToPairs
+    """Any of the usable rows -> pairs, with all that the algorithm needs."""
+    num_steps: int
+    """Steps of the stage that trained on them."""
+    batch_size: int
+    """Pairs per step."""
+    seed: int
+    rows: BatchConfig
+    """The packed rows."""
+
+
+def write(given: GivenPairs, trained: Trained, run_dir: Path) -> str:
+    """Judge the pairs by what was trained, write both files, and return a line for the console."""
+    times_trained = count_draws(given.train, trained)
+    count = min(MAX_PAIRS, len(given.usable))
+    indices = np.linspace(0, len(given.usable) - 1, count).round().astype(int)
+    audited = [given.usable[index] for index in indices]
+    measured = measure(trained, audited)
+    margins = measured["margin"]
+    ranking = [
+        {
+            "rank": rank,
+            **describe(audited[index], times_trained),
+            **{name: float(values[index]) for name, values in measured.items()},
+        }
+        for rank, index in enumerate(np.argsort(margins, kind="stable"), start=1)
+    ]
+    num_wrong = int((margins < 0).sum())
+    seen = [row for row in given.train if times_trained[row["row"]]]
+    summary = {
+        "given": {"rows": given.num_given, "fingerprint": given.fingerprint},
+        "dropped": {
+            reason: sorted(row["row"] for row, other in given.dropped if other == reason)
+            for reason in given.reasons
+        },
+        "trained": {
+            "rows": len(times_trained),
+            "draws": sum(times_trained.values()),
+            "fingerprint": data.fingerprint(seen),
+        },
+        "held_out": len(given.held_out),
+        "audited": len(audited),
+        "ranked_against_their_label": num_wrong,
+        "accuracy": accuracies(audited, margins, trained.to_pairs),
+    }
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in ranking]
+    _write_file(run_dir / RANKING, "".join(lines))
+    _write_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    return (
+        f"audit: {num_wrong} of {len(audited)} pairs are ranked against their label, "
+        f"the worst first in {RANKING}"
+    )
+
+
+def count_draws(train: Sequence[Row], trained: Trained) -> Counter[int]:
+    """Return row -> how often it was trained on.
+
+    The stream of rows is a function of the seed, so it is simply repeated.
+    """
+    stream = data.stream(train, trained.seed, trained.batch_size)
+    return Counter(row["row"] for _ in range(trained.num_steps) for row in next(stream)[1])
+
+
+def describe(row: Row, times_trained: Counter[int]) -> dict[str, Any]:
+    """Return what the ranking says about a row, besides the measurements."""
+    line = {"row": row["row"], "times": times_trained[row["row"]]}
+    for name in ("prompt", "chosen", "rejected"):
+        line[name] = rewards.text_of(row[name])[:MAX_CHARACTERS]
+    if "slice" in row:
+        line["slice"] = row["slice"]
+    return line
+
+
+def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
+    """Return {"margin", "loss"}, each [rows].
+
+    Each pair is an optimizer step of its own, so that the metrics are those of one pair.
+    """
+    algorithm = trained.algorithm
+
+    @jax.jit
+    def measure_pairs(params: Params, experience: Experience) -> dict[str, jax.Array]:
+        batch, _ = algorithm.make_batch(experience, params, algorithm.init_state(params))
+
+        def measure_pair(minibatches: Any) -> dict[str, jax.Array]:
+            _, metrics = algorithm.loss(params, update_step.minibatch(minibatches, 0))
+            reduced = update_step.reduce_metrics(metrics)
+            return {name: reduced[f"preference/{name}"] for name in ("margin", "loss")}
+
+        return jax.lax.map(measure_pair, batch)
+
+    parts: list[dict[str, np.ndarray]] = []
+    for first in range(0, len(rows), BATCH_SIZE):
+        # The last batch is filled up with rows from the beginning, so that one program serves all.
+        batch_rows = [rows[index % len(rows)] for index in range(first, first + BATCH_SIZE)]
+        experience = one_pair_per_step(trained.to_pairs(batch_rows), trained.rows)
+        parts.append(sharding.to_host(measure_pairs(trained.params, experience)))
+        watchdog.mark("the audit of the pairs")
+    return {name: np.concatenate([part[name] for part in parts])[: len(rows)] for name in parts[0]}
+
+
+def one_pair_per_step(pairs: Pairs, rows: BatchConfig) -> Experience:
+    """Return each pair in a packed row and an optimizer step of its own."""
+    mask = np.asarray(pairs.action_mask)
+    layout = packing.lay_out(
+        mask,
+        np.asarray(pairs.group_id),
+        row_length=rows.row_length,
+        share_prefixes=rows.share_prefixes,
+        micro_batch_rows=1,
+        minibatches=len(mask) // 2,
+        whole_groups=True,
+    )
+    return Experience(pairs, layout)
+
+
+def accuracies(
+    rows: Sequence[Row], margins: np.ndarray, to_pairs: ToPairs
+) -> dict[str, dict[str, float]]:
+    """Return slice -> {"accuracy", "low", "high", "n"}; "" is everything.
+
+    Intervals are 95 %, over problems.
+    """
+    problems = problems_of(rows)
+    right = (margins > 0) + 0.5 * (margins == 0)
+    slices = with_lengths(column_slices(rows), to_pairs(list(rows)))
+    lines = [Accuracy("", by_problem(right, problems)), *by_slice(right, problems, slices)]
+    return {
+        name: {
+            "accuracy": estimate.value,
+            "low": estimate.low,
+            "high": estimate.high,
+            "n": estimate.n,
+        }
+        for name, estimate in lines
+    }
+
+
+def _write_file(path: Path, text: str) -> None:
+    """Write the file completely or not at all, on the first process."""
+    if processes.index():
+        return
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,550 @@
+"""report.html: what a run did, on one page that opens offline.
+
+`write_report` reads only the run folder (metrics.jsonl, samples.jsonl, config.yaml, summary.json)
+and shows what it finds there, also while the run is on. `plot_learning_curve` writes the headline
+chart as a PNG.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_rl import run_files
+from tpu_rl.errors import InputError
+from tpu_rl.metrics import SAMPLES_FILE
+from tpu_rl.redaction import redact
+from tpu_rl.report import charts, completion_pages, html_page, plots
+from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
+from tpu_rl.report.run_data import PAIRS, PROBLEMS, STEPS, Run, read_run
+from tpu_rl.report.series import Series
+
+FILE = "report.html"
+SHOWN_PROMPTS = 6
+HELD_OUT_LOSS = "eval/loss"
+OTHER_CHARTS = 12
+"""Charts of metrics that have no chart of their own, at most."""
+OTHER_PREFIXES = ("value/", "preference/", "q/", "distill/", "sft/", "rft/", "router/")
+"""Prefixes of the metrics that get such a chart."""
+REFRESH_SECONDS = 30
+
+
+class Measure(NamedTuple):
+    """The words for what eval/accuracy is."""
+
+    title: str
+    change: str
+    """Goes before the gain in points."""
+
+
+MEASURES = {
+    PROBLEMS: Measure("Accuracy on held-out problems", "held-out accuracy before and after"),
+    PAIRS: Measure(
+        "Share of held-out pairs ranked as labeled",
+        "share of held-out pairs ranked as labeled, before and after",
+    ),
+    STEPS: Measure(
+        "Share of held-out steps judged as labeled",
+        "share of held-out steps judged as labeled, before and after",
+    ),
+}
+
+
+def write_report(run_dir: str | os.PathLike[str], *, live: bool = False) -> None:
+    """Write report.html into a run folder.
+
+    Args:
+        run_dir: the run folder.
+        live: whether the run is on. Then the page says so, and reloads itself.
+
+    Raises:
+        InputError: if the run has no metrics.
+        DamagedDataError: if a file of the run cannot be read.
+    """
+    _write(Path(run_dir), build_page(run_dir, REFRESH_SECONDS if live else None))
+
+
+def write_failure(run_dir: str | os.PathLike[str], error: Exception) -> None:
+    """Write a page that says only why there is no report, with the command that builds one."""
+    body = (
+        "<h1>There is no report</h1><p class='note'>The run is complete. Its report failed:"
+        f" {html.escape(redact(f'{type(error).__name__}: {error}'))}</p>"
+        "<p><code>python launch/report.py RUN_DIR</code> builds it again.</p>"
+    )
+    _write(Path(run_dir), _page("no report", body))
+
+
+def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = None) -> str:
+    """Return the page of a run as HTML.
+
+    Args:
+        run_dir: the run folder.
+        refresh_seconds: after how long the page reloads itself if the run is not finished.
+
+    Raises:
+        InputError: if the run has no metrics.
+        DamagedDataError: if a file of the run cannot be read.
+    """
+    run = read_run(Path(run_dir), live=refresh_seconds is not None)
+    steps = completion_pages.read_steps(Path(run_dir) / SAMPLES_FILE)
+    run = run._replace(page_steps=tuple(samples[0]["step"] for samples in steps))
+    if run.summary:
+        refresh_seconds = None
+    optimization = [_chart_html(run, chart) for chart in OPTIMIZATION + _other_charts(run)]
+    sections = (
+        _headline(run, refresh_seconds),
+        _learning(run),
+        _guided(run),
+        _completions(run),
+        html_page.section("Optimization", optimization),
+        _performance(run),
+        _faults(run),
+        _configuration(run),
+        completion_pages.section(steps),
+    )
+    return _page(run.name, "\n".join(filter(None, sections)), refresh_seconds)
+
+
+def _page(title: str, body: str, refresh_seconds: int | None = None) -> str:
+    refresh = html_page.refresh(refresh_seconds) if refresh_seconds else ""
+    return html_page.PAGE.format(
+        policy=html_page.policy(refresh_seconds),
+        title=html.escape(title),
+        style=html_page.STYLE + completion_pages.style(),
+        body=body,
+        refresh=refresh,
+    )
+
+
+def _write(folder: Path, page: str) -> None:
+    path = folder / FILE
+    if path.is_dir():
+        raise run_files.damage(path, "a folder has its name", "delete it, and build the page again")
+    # The command launch/report.py may write at the same time as the run.
+    temporary = path.with_name(f"{FILE}.{os.getpid()}.tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(path)
+
+
+def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.PathLike[str]) -> None:
+    """Write the report's headline chart as a PNG.
+
+    Raises:
+        InputError: if the run has neither evaluations nor a loss.
+    """
+    run = read_run(Path(run_dir))
+    series, kind = _headline_series(run)
+    if series is None:
+        raise InputError(
+            f"Run {run.name} has nothing to plot.",
+            where=str(run_dir),
+            why="it has no eval/accuracy and no loss",
+        )
+    if kind is None:
+        figure = plots.line_chart([series], size=plots.WIDE)
+    else:
+        title = MEASURES[kind].title
+        title = f"{run.name}: {title[0].lower()}{title[1:]}, 95 % interval"
+        figure = plots.learning_curve(series, title=title)
+    plots.save_png(figure, path_png)
+
+
+# --- headline ---
+
+
+def _headline(run: Run, refresh_seconds: int | None) -> str:
+    note = ""
+    if refresh_seconds is not None:
+        last = run.rows[-1]
+        moment = datetime.fromtimestamp(last["time"], UTC)
+        text = (
+            f"This run is not finished: step {last['step']} ended on {moment:%Y-%m-%d at %H:%M}"
+            f" UTC. These charts reload themselves every {refresh_seconds} seconds."
+        )
+        note = f'<p class="note">{text}</p>'
+    elif not run.summary:
+        text = "This run is not finished: the page shows what it has written so far."
+        note = f'<p class="note">{text}</p>'
+    series, kind = _headline_series(run)
+    curve = ""
+    if series is not None and kind is not None:
+        caption = f"{MEASURES[kind].title}; band: 95 % interval."
+        curve = html_page.figure_html(
+            "", caption, charts.learning_curve(series, run.page_steps), wide=True
+        )
+    elif series is not None:
+        chart = charts.line_chart([series], tall=True, pages=run.page_steps)
+        caption = "Held-out loss; band: 95 % interval." if series.low is not None else "Loss."
+        curve = html_page.figure_html("", caption, chart, wide=True)
+    result = _accuracy_result(run, kind) or _loss_result(run)
+    heading = f"<h1>{html.escape(run.name)}</h1>"
+    return f'<header id="charts">{heading}{note}{result}{_facts(run)}</header>{curve}'
+
+
+def _accuracy_result(run: Run, kind: str | None) -> str:
+    """Return the accuracy before and after training as HTML; empty if it was not evaluated."""
+    evaluations = run.evaluations()
+    if evaluations is None:
+        return ""
+    change = MEASURES[kind or PROBLEMS].change
+    before, after = evaluations
+    gain = 100 * (after["accuracy"] - before["accuracy"])
+    problems = f", {after['n']} problems" if after.get("n") else ""
+    return html_page.result(
+        _percent(before),
+        _percent(after),
+        f"{change}, {gain:+.1f} points<br>95 % intervals"
+        f" {_interval(before)} and {_interval(after)}{problems}{_greedy(run)}",
+    )
+
+
+def _loss_result(run: Run) -> str:
+    held_out = run.with_limits(HELD_OUT_LOSS)
+    if held_out is not None and len(held_out.y) > 1:
+        limits = ""
+        if held_out.low is not None and held_out.high is not None:
+            first, last = (
+                f"{held_out.low[index]:.3f}–{held_out.high[index]:.3f}" for index in (0, -1)
+            )
+            limits = f"<br>95 % intervals {first} and {last}"
+        return html_page.result(
+            f"{held_out.y[0]:.3f}",
+            f"{held_out.y[-1]:.3f}",
+            f"held-out loss before and after, nats per token{limits}",
+        )
+    loss = run.series("sft/loss")
+    if loss is None:
+        return ""
+    return html_page.result(
+        f"{loss.y[0]:.3f}",
+        f"{loss.y[-1]:.3f}",
+        "loss of the first and the last step, nats per token",
+    )
+
+
+def _facts(run: Run) -> str:
+    """Return the run's key facts as HTML, without those that are unknown."""
+    first, last = run.rows[0], run.rows[-1]
+    memory = run.series("perf/peak_memory")
+    planned_steps = run.config.get("steps", last["step"])
+    is_done = last["step"] >= planned_steps
+    facts = {
+        "steps": f"{last['step']}" if is_done else f"{last['step']} of {planned_steps}",
+        "duration": html_page.duration(run.summary.get("seconds", last["time"] - first["time"])),
+        "device": run.summary.get("device"),
+        "peak memory": f"{memory.y.max() / 2**30:.2f} GiB" if memory else "",
+        "algorithm": run.setting("algorithm", "kind").removesuffix("Config"),
+        "model": Path(run.setting("model", "path")).name,
+        "seed": run.config.get("seed"),
+    }
+    tiles = "".join(
+        f"<div><dt>{name}</dt><dd>{html.escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value not in (None, "")
+    )
+    return f"<dl class='facts'>{tiles}</dl>"
+
+
+def _headline_series(run: Run) -> tuple[Series | None, str | None]:
+    """Return (the latest kind of evaluation with its limits, the kind); without evaluations (a
+    loss, None); without that (None, None)."""
+    kinds = run.evaluation_kinds()
+    if kinds:
+        return run.evaluated(kinds[-1]).with_limits("eval/accuracy"), kinds[-1]
+    held_out = run.with_limits(HELD_OUT_LOSS)
+    if held_out is not None:
+        return held_out, None
+    losses = (run.series(name) for name in LOSSES)
+    return next((series for series in losses if series is not None), None), None
+
+
+def _percent(evaluation: dict[str, Any]) -> str:
+    return f"{100 * evaluation['accuracy']:.1f}<small>%</small>"
+
+
+def _interval(evaluation: dict[str, Any]) -> str:
+    if evaluation.get("low") is None or evaluation.get("high") is None:
+        return "unknown"
+    return f"{100 * evaluation['low']:.1f}–{100 * evaluation['high']:.1f}"
+
+
+def _greedy(run: Run) -> str:
+    greedy = run.series("eval/greedy_accuracy")
+    if greedy is None or len(greedy.y) < 2:
+        return ""
+    return f"<br>with greedy decoding: {100 * greedy.y[0]:.1f} → {100 * greedy.y[-1]:.1f} %"
+
+
+# --- charts ---
+
+
+def _chart_html(run: Run, chart: Chart) -> str:
+    """Return the chart as HTML; empty if the run has none of its metrics."""
+    lines = [
+        series
+        for metric, label in chart.metrics.items()
+        if (series := run.series(metric, label)) is not None
+    ]
+    if chart.log:
+        lines = [_positive(series) for series in lines if (series.y > 0).any()]
+    if not lines:
+        return ""
+    drawing = charts.line_chart(
+        lines,
+        percent=chart.percent,
+        log=chart.log,
+        resolution=chart.resolution,
+        pages=run.page_steps,
+    )
+    return html_page.figure_html(chart.title, chart.note, drawing)
+
+
+def _positive(series: Series) -> Series:
+    """Return the points above zero, the only ones that a logarithmic axis can show."""
+    mask = series.y > 0
+    return Series(series.label, series.x[mask], series.y[mask])
+
+
+def _other_charts(run: Run) -> tuple[Chart, ...]:
+    """Return charts of metrics that have no chart of their own."""
+    charted = {metric for chart in BEHAVIOR + OPTIMIZATION for metric in chart.metrics}
+    if not run.evaluation_kinds() and run.series(HELD_OUT_LOSS) is None:
+        charted.add(next((name for name in LOSSES if run.series(name) is not None), ""))
+    charts = [
+        Chart(name, "", {name: ""})
+        for name in run.metric_names()
+        if name.startswith(OTHER_PREFIXES) and name not in charted
+    ]
+    return tuple(charts[:OTHER_CHARTS])
+
+
+def _learning(run: Run) -> str:
+    figures = [_earlier_measure(run, kind) for kind in run.evaluation_kinds()[:-1]]
+    figures += [_held_out_loss(run), _held_out_reward(run), _held_out_rewards(run)]
+    figures += [_reward_chart(run)]
+    figures += [_reward_parts_chart(run), _reward_histogram(run)]
+    figures += [_chart_html(run, chart) for chart in BEHAVIOR]
+    return html_page.section("Learning", figures)
+
+
+def _earlier_measure(run: Run, kind: str) -> str:
+    """Return the evaluations of earlier stages, which measure something else than the last."""
+    series = run.evaluated(kind).with_limits("eval/accuracy")
+    if series is None:
+        return ""
+    drawing = charts.line_chart([series], percent=True, pages=run.page_steps)
+    return html_page.figure_html(MEASURES[kind].title, "Band: 95 % interval.", drawing)
+
+
+def _held_out_reward(run: Run) -> str:
+    """Return the mean reward of held-out problems; empty if it is the accuracy itself."""
+    reward = run.with_limits("eval/reward")
+    accuracy = run.series("eval/accuracy")
+    if reward is None or (accuracy is not None and np.array_equal(reward.y, accuracy.y)):
+        return ""
+    note = "Mean over problems. Band: 95 % interval."
+    drawing = charts.line_chart([reward], pages=run.page_steps)
+    return html_page.figure_html("Reward on held-out problems", note, drawing)
+
+
+def _held_out_loss(run: Run) -> str:
+    """Return the loss of held-out texts; empty if it is the headline, or was not measured."""
+    loss = run.with_limits(HELD_OUT_LOSS)
+    if loss is None or not run.evaluation_kinds():
+        return ""
+    note = "Nats per token. Band: 95 % interval."
+    drawing = charts.line_chart([loss], pages=run.page_steps)
+    return html_page.figure_html("Held-out loss", note, drawing)
+
+
+def _held_out_rewards(run: Run) -> str:
+    """Return the means of several rewards on held-out problems; empty if there is one only."""
+    start = "eval/reward/"
+    names = dict.fromkeys(run.metric_names())
+    labels = {
+        name: name.removeprefix(start)
+        for name in names
+        if name.startswith(start) and f"{name}_n" in names
+    }
+    note = "Means over problems."
+    return _chart_html(run, Chart("Rewards on held-out problems", note, labels))
+
+
+def _reward_chart(run: Run) -> str:
+    reward = run.series("reward/mean")
+    if reward is None:
+        return ""
+    note = "Mean over the completions of a step."
+    spread = run.series("reward/std")
+    tokens = run.series("rollout/tokens")
+    length = run.series("rollout/length_mean")
+    if (
+        spread
+        and tokens
+        and length
+        and len(reward.x) == len(spread.x) == len(tokens.x) == len(length.x)
+    ):
+        completions = tokens.y / np.maximum(length.y, 1e-9)
+        half = 1.96 * spread.y / np.sqrt(np.maximum(completions, 1))
+        reward = reward._replace(low=reward.y - half, high=reward.y + half)
+        note += " Band: 95 % interval of the mean, as if completions were independent."
+    drawing = charts.line_chart([reward], pages=run.page_steps)
+    return html_page.figure_html("Reward", note, drawing)
+
+
+def _reward_parts_chart(run: Run) -> str:
+    parts = sorted(name for name in run.metric_names() if re.fullmatch(r"reward/.+/mean", name))
+    if len(parts) < 2:
+        return ""
+    labels = {name: name.removeprefix("reward/").removesuffix("/mean") for name in parts}
+    note = "Means over the completions of a step."
+    return _chart_html(run, Chart("Parts of the reward", note, labels))
+
+
+def _reward_histogram(run: Run) -> str:
+    if not run.early:
+        return ""
+    groups = [
+        (f"steps {_step_range(part)}", np.array([sample["reward"] for sample in part], float))
+        for part in (run.early, run.late)
+    ]
+    figure = charts.histogram(groups, "reward")
+    return html_page.figure_html("Rewards, early and late", "Share of completions.", figure)
+
+
+def _step_range(samples: list[dict[str, Any]]) -> str:
+    first, last = samples[0]["step"], samples[-1]["step"]
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
+def _guided(run: Run) -> str:
+    """Return the accuracy of a Q#-guided model against its KL divergence, one point per
+    coefficient. Every curve begins at the model without guidance."""
+    lines = run.guided.get("lines", [])
+    unguided = [line for line in lines if line["name"] == "reference"]
+    curves = []
+    for name in dict.fromkeys(line["name"] for line in lines if line["kl_coef"] is not None):
+        points = unguided + [line for line in lines if line["name"] == name]
+        points.sort(key=lambda line: line["kl"])
+        kl = np.array([line["kl"] for line in points], float)
+        accuracy, low, high = np.array([line["accuracy"][:3] for line in points], float).T
+        curves.append(Series(name, kl, accuracy, low, high))
+    if not curves:
+        return ""
+    note = (
+        "Accuracy against the KL divergence from the model without guidance, nats per completion."
+        " Band: 95 % interval."
+    )
+    figure = html_page.figure_html("", note, charts.trade_off(curves), wide=True)
+    return html_page.section("Guidance", [figure])
+
+
+def _performance(run: Run) -> str:
+    return html_page.section("Performance", [_time_chart(run), _chart_html(run, THROUGHPUT)])
+
+
+def _time_chart(run: Run) -> str:
+    """Return the time of a step by phase as HTML; empty if it was not measured."""
+    total = run.series("time/step")
+    if total is None:
+        return ""
+    phases = [(phase, run.series(f"time/{phase}")) for phase in ("rollout", "reward", "update")]
+    parts = [
+        (phase, series.y)
+        for phase, series in phases
+        if series is not None and len(series.x) == len(total.x)
+    ]
+    if not parts:
+        return ""
+    other = np.maximum(total.y - sum(seconds for _, seconds in parts), 0.0)
+    figure = charts.stacked_areas(total.x, [*parts, ("other", other)], run.page_steps)
+    note = "Seconds. The axis is cut where compilation took far longer."
+    return html_page.figure_html("Time per step", note, figure)
+
+
+# --- completions ---
+
+
+def _completions(run: Run) -> str:
+    """Return a table of completions, early and late, as HTML.
+
+    It has the same prompts on both sides where prompts recur, and otherwise prompts of the first
+    and of the last steps.
+    """
+    if not run.early:
+        return ""
+    early = {sample["prompt"]: sample for sample in reversed(run.early)}
+    late = {sample["prompt"]: sample for sample in run.late}
+    shared = _evenly([prompt for prompt in early if prompt in late])
+    choice = "chosen evenly over the batch, not by reward."
+    if shared:
+        note = f"The same prompts at the start and at the end; {choice}"
+        pairs = [(early[prompt], late[prompt]) for prompt in shared]
+    else:
+        note = f"Prompts of the first and of the last steps; {choice}"
+        pairs = list(zip(_evenly(list(early.values())), _evenly(list(late.values())), strict=False))
+    rewards = [sample["reward"] for sample in run.early + run.late]
+    middle = (min(rewards) + max(rewards)) / 2
+    rows = "".join(f"<tr>{_cell(first, middle)}{_cell(last, middle)}</tr>" for first, last in pairs)
+    table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
+    links = completion_pages.step_links(run.page_steps)
+    return f"<section><h2>Completions</h2>{links}<p class='lead'>{note}</p>{table}</section>"
+
+
+def _evenly(values: list[Any]) -> list[Any]:
+    """Return SHOWN_PROMPTS values at equal distances, or all if there are fewer."""
+    count = min(SHOWN_PROMPTS, len(values))
+    return [values[i * len(values) // count] for i in range(count)]
+
+
+def _cell(sample: dict[str, Any], middle: float) -> str:
+    """Return a completion as HTML. The color of its reward shows its side of `middle`."""
+    parts = sample.get("parts") or {}
+    details = ""
+    if len(parts) > 1:
+        details = ", ".join(f"{name} {html_page.number(value)}" for name, value in parts.items())
+    good = "good" if sample["reward"] >= middle else "poor"
+    reward = f"<span class='{good}'>reward {html_page.number(sample['reward'])}</span>"
+    step = f"<span class='step'>step {sample['step']}</span>"
+    return (
+        f"<td><div class='prompt'>{html_page.text(sample['prompt'])}</div>"
+        f"<div class='completion'>{html_page.text(sample['completion'])}</div>"
+        f"<div class='reward'>{reward} {html.escape(details)}{step}</div></td>"
+    )
+
+
+# --- faults and configuration ---
+
+
+def _faults(run: Run) -> str:
+    def total(metric: str) -> str:
+        series = run.series(metric)
+        return "not measured" if series is None else f"{series.y.sum():.0f}"
+
+    undefined = sorted({name for row in run.rows for name, value in row.items() if value is None})
+    digest = run.summary.get("params_digest")
+    facts = {
+        "completions whose reward failed": total("reward/errors"),
+        "optimizer steps skipped because a gradient was not finite": total("optim/skipped"),
+        "metrics that were not finite at some step": ", ".join(undefined) or "none",
+        "digest of the final parameters": digest or "known when the run ends",
+    }
+    rows = "".join(
+        f"<tr><td>{name}</td><td>{html.escape(value)}</td></tr>" for name, value in facts.items()
+    )
+    table = f"<table class='plain'>{rows}</table>"
+    return f"<section><h2>Errors and digest</h2>{table}</section>"
+
+
+def _configuration(run: Run) -> str:
+    if not run.config_text:
+        return ""
+    text = re.sub(r"(?m)^(\s*(?:- )?[\w.-]+:)", r"<b>\1</b>", html.escape(run.config_text))
+    details = f"<details><summary>config.yaml</summary><pre>{text}</pre></details>"
+    return f"<section><h2>Configuration</h2>{details}</section>"
