@@ -137,10 +137,10 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     by_turns = {
         turns: (engine(1.0, turns), engine(0.0, turns)) for turns in config.evaluation.turns
     }
-    read_answer = answer_accuracy.ANSWER_READERS.get(config.evaluation_reward or "")
+    readers = rewards.answer_readers(config.evaluation_reward)
 
     def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
-        result = answer_accuracy.evaluate(engine, params, rows, read_answer)
+        result = answer_accuracy.evaluate(engine, params, rows, readers)
         return _answer_metrics(prefix, result, further_rewards(scorer, result))
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:

@@ -476,7 +476,9 @@ def open_rewards(
     config: ExperimentConfig, names: Sequence[str]
 ) -> Iterator[dict[str, rewards.Reward]]:
     """Give display name -> function in this context, and end their processes after it."""
-    functions = registry.reward_functions(names, config.reward_limits, config.allow_unsandboxed_code)
+    functions = registry.reward_functions(
+        names, config.reward_limits, config.allow_unsandboxed_code
+    )
     try:
         yield functions
     finally:
