@@ -46,7 +46,7 @@ from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
 from tpu_rl.models import Select
-from tpu_rl.rewards import named
+from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.sampler_thread import SamplerThread
@@ -144,8 +144,8 @@ def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
 def scorer(context: RunContext) -> Scorer:
     """Return what scores completions with the rewards of the run."""
     config = context.config
-    total = named.displayed(config.reward_terms)
-    functions = named.reward_functions(
+    total = registry.displayed(config.reward_terms)
+    functions = registry.reward_functions(
         config.reward_names, config.reward_limits, config.allow_unsandboxed_code
     )
     fault_share = config.reward_limits.fault_share
@@ -526,7 +526,7 @@ def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
     The size of a micro-batch is not among them, because it depends on the devices.
     """
     settings = {k: v for k, v in that_stay(config).items() if k != "batch.micro_batch_rows"}
-    return q_examples.round_identity(rows, settings, named.files(config.reward_names))
+    return q_examples.round_identity(rows, settings, registry.files(config.reward_names))
 
 
 def q_round(config: ExperimentConfig, stage: Stage) -> int:

@@ -339,7 +339,7 @@ def rollout_columns(
             else [None] * num_rows
         ),
     }
-    asked = {name for function in functions for name in rewards.asked_of_rollout(function)}
+    asked = {name for function in functions for name in rewards.requested_columns(function)}
     return {name: column() for name, column in columns.items() if name in asked}
 
 
