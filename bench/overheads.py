@@ -23,7 +23,7 @@ REWARD = """
 from tpu_rl.rewards import BUILTIN
 
 def arithmetic(prompts, completions, **columns):
-    return BUILTIN["arithmetic"](prompts, completions, **columns)
+    return BUILTIN["arithmetic"].score(prompts, completions, **columns)
 """
 
 TIMED_RUN = """

@@ -4,12 +4,14 @@ Imports inside functions count, too. Imports for type checkers only do not.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import tpu_rl
+from tests.fixtures import import_graph
+from tests.fixtures.import_graph import imported, package_of, tree_of
 from tpu_rl.commands import cli
 
 LIBRARY = Path(tpu_rl.__file__).parent
@@ -104,79 +106,12 @@ LAZY = {"transformers", "orbax", "grain", "tensorboardX", "matplotlib", "tensors
 """Packages that are slow to import or missing on some machines: functions import them."""
 
 
-def type_checking_nodes(tree: ast.AST) -> set[int]:
-    """Return the ids of all nodes under `if TYPE_CHECKING:`."""
-    return {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for child in ast.walk(node)
-    }
+MODULES = import_graph.modules_of(LIBRARY)
 
 
-def function_nodes(tree: ast.AST) -> set[int]:
-    """Return the ids of all nodes inside functions."""
-    return {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.walk(node)
-    }
-
-
-def imported(
-    tree: ast.AST, package: str, inside_functions: bool = True
-) -> Iterator[tuple[int, str]]:
-    """Yield (line, full name) of each module, or name in a module, that a syntax tree imports.
-
-    `package` is the package that the file lies in, which relative imports start from.
-    """
-    skipped = type_checking_nodes(tree)
-    if not inside_functions:
-        skipped |= function_nodes(tree)
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = parents[: len(parents) + 1 - node.level] if node.level else []
-            for alias in node.names:
-                yield node.lineno, ".".join([*base, *filter(None, [node.module]), alias.name])
-
-
-def modules_of(folder: Path) -> dict[str, Path]:
-    """Return {dotted name: file} of all modules of a package, in order."""
-    files = {}
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder.parent).with_suffix("").parts
-        files[".".join(parts).removesuffix(".__init__")] = path
-    return files
-
-
-MODULES = modules_of(LIBRARY)
-
-
-def package_of(module: str) -> str:
-    is_package = MODULES[module].name == "__init__.py"
-    return module if is_package else module.rpartition(".")[0]
-
-
-def module_that_holds(name: str) -> str | None:
-    """Return the module of this project that a full name is or lies in."""
-    while name and name not in MODULES:
-        name = name.rpartition(".")[0]
-    return name or None
-
-
-def imports_of(module: str, inside_functions: bool = True) -> list[tuple[int, str]]:
+def imports_of(module: str) -> list[tuple[int, str]]:
     """Return (line, module of this project) of each import."""
-    tree = ast.parse(MODULES[module].read_text())
-    found = imported(tree, package_of(module), inside_functions)
-    held = [(line, module_that_holds(name)) for line, name in found]
-    return [(line, name) for line, name in held if name is not None]
+    return import_graph.imports_of(module, MODULES)
 
 
 def unit_of(module: str, top: str) -> str:
@@ -274,7 +209,7 @@ def test_only_tokenizers_and_model_files_import_transformers():
     wrong = [
         f"{path}:{line}"
         for module, path in MODULES.items()
-        for line, name in imported(ast.parse(path.read_text()), package_of(module))
+        for line, name in imported(tree_of(path), package_of(module, MODULES))
         if name.partition(".")[0] == "transformers"
         and not module.removeprefix("tpu_rl.").startswith(TRANSFORMERS)
     ]
@@ -284,8 +219,8 @@ def test_only_tokenizers_and_model_files_import_transformers():
 def test_slow_packages_are_imported_by_the_functions_that_need_them():
     wrong = []
     for module, path in MODULES.items():
-        tree = ast.parse(path.read_text())
-        for line, name in imported(tree, package_of(module), inside_functions=False):
+        package = package_of(module, MODULES)
+        for line, name in imported(tree_of(path), package, inside_functions=False):
             if name.partition(".")[0] in LAZY:
                 wrong.append(f"{path}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
@@ -295,7 +230,7 @@ def test_no_test_module_imports_another():
     wrong = [
         f"{path}:{line} imports {name}"
         for path in sorted(TESTS.rglob("*.py"))
-        for line, name in imported(ast.parse(path.read_text()), "tests")
+        for line, name in imported(tree_of(path), "tests")
         if any(part.startswith("test_") for part in name.split(".")[1:])
         and name.split(".")[0] == "tests"
     ]

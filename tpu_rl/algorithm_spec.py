@@ -7,8 +7,9 @@ launcher reads these two instead of the type of the configuration.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
 
@@ -147,6 +148,10 @@ class ExperienceSpec(NamedTuple):
     reference_log_probs: bool = False
     """pairs: the log-probs of the reference are part of them. For pairs of the data they are
     computed once; for sampled pairs they are the sampler's."""
+    transforms: Callable[[Any], Sequence[Any]] | None = None
+    """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
+    rows_added: int = 0
+    """rollouts: rows that the transforms add to each group."""
 
     @property
     def kind(self) -> type:

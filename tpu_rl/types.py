@@ -169,6 +169,15 @@ class Sampling(NamedTuple):
 # Experience: one completion per row.
 
 
+class RowSource(IntEnum):
+    """Whose completion a row is."""
+
+    POLICY = 0
+    EXPERT = 1
+    HINT = 2
+    REPLAY = 3
+
+
 @struct.dataclass
 class Rollout:
     """Completions sampled from a policy, with their rewards.
@@ -218,6 +227,10 @@ class Rollout:
     """[N] float32: value of the row's prompt, estimated from completions that are not learned from.
     Only for algorithms that ask for it (ReMax: reward of the greedy completion; A*-PO: optimal
     value)."""
+    source: Array | None = None
+    """[N] int8: `RowSource` of each row. Log-probs of rows that are not the policy's are zero where
+    nobody knows them. Such rows are not `scored`, and no metric of the policy reads them. None: all
+    rows are the policy's."""
     routing: Array | None = None
     """[N, T, L k] uint8 or uint16: for each token the k experts that the sampler's router chose in
     each of L mixture layers, as their numbers plus 1. 0 where the sampler did not read the token,

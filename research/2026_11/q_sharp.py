@@ -29,11 +29,12 @@ import numpy as np
 from tpu_rl import models, sampler
 from tpu_rl.commands import compose, config, evaluate_q_sharp, evaluators, roles, run, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig, Phase
-from tpu_rl.evaluation import answer_accuracy, guided_accuracy
+from tpu_rl.evaluation import guided_accuracy
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
 from tpu_rl.report import GUIDED_FILE
+from tpu_rl.rewards import answer_readers
 from tpu_rl.rollout import prompts
 from tpu_rl.sampler import guided_policy
 from tpu_rl.types import Params, Policy, Purpose
@@ -106,7 +107,6 @@ def sweep(
         # Files of earlier versions say nothing of single problems.
         if "problem_accuracy" in stored["lines"][0]:
             return stored
-    reward_name = run_config.reward[0]
     problems = tasks.evaluation_rows(
         run_config.data, run_config.algorithm.experience, run_config.evaluation.rows
     )
@@ -118,7 +118,7 @@ def sweep(
         task = guided_accuracy.Task(
             problems,
             evaluators.answer_scorer(run_config, language.tokenizer, problems),
-            answer_accuracy.ANSWER_READERS.get(reward_name),
+            answer_readers(run_config.reward[0]),
             replace(settings, max_num_seqs=MAX_NUM_SEQS),
             run_config.seed,
             mesh,

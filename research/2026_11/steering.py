@@ -54,6 +54,7 @@ from tpu_rl.experience import tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.losses import return_distributions
 from tpu_rl.report import plots
+from tpu_rl.rewards import AnswerReaders
 from tpu_rl.sampler import guided_policy
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Array
@@ -217,7 +218,7 @@ class HeldOut:
         """Return the prompts with `samples` completions each."""
         settings = sampler_config(self.config.sampling, self.language.tokenizer, samples)
         return guided_accuracy.Task(
-            self.rows, self.scorer, None, settings, self.config.seed, self.mesh
+            self.rows, self.scorer, AnswerReaders(), settings, self.config.seed, self.mesh
         )
 
     def answers(self, name: str, setting: str, result: Evaluation, kl: np.ndarray) -> Answers:

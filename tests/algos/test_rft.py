@@ -92,6 +92,7 @@ def scored_tree(rewards: list[float]) -> Scored:
         rewards=np.array(rewards, np.float32),
         parts={},
         faults=[""] * num_rows,
+        rows=[{}],
         seconds_rollout=1.0,
         seconds_reward=0.0,
     )

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import tyro
 
-from tpu_rl import environments, models, rewards, tokenizers
+from tpu_rl import environments, models, tokenizers
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands import evaluate, export, run
 from tpu_rl.errors import InputError
 from tpu_rl.evaluation import answer_accuracy
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import DataFormat
+from tpu_rl.rewards import math_verify_pool
 
 ROWS = 24
 
@@ -210,7 +211,7 @@ def verify(gold, answer):
 def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeypatch, capsys):
     (tmp_path / "math_verify.py").write_text(MATH_VERIFY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(rewards, "_verifiers", cache(rewards._verifiers.__wrapped__))
+    monkeypatch.setattr(math_verify_pool, "_start", cache(math_verify_pool._start.__wrapped__))
     file = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(1, 8)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -238,7 +239,7 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
     printed = capsys.readouterr().out
     [line] = [line for line in printed.splitlines() if "maj@8" in line]
     assert f"{100 * sum(votes) / len(votes):.1f} %" in line
-    for _, idle in (rewards._verifiers(), rewards._verifiers("answer_classes")):
+    for _, idle in (math_verify_pool._start(), math_verify_pool._start("answer_classes")):
         for _ in range(idle.qsize()):
             idle.get().stop()
 

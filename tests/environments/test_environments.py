@@ -315,8 +315,8 @@ def test_reverse_rows_depend_on_seed_split_and_index_only():
 )
 def test_reverse_rewards(completion, exact, share):
     columns = {"prompts": ["123="], "completions": [completion], "answer": ["321"]}
-    assert rewards.BUILTIN["reverse"](**columns) == [exact]
-    assert rewards.BUILTIN["reverse_characters"](**columns) == [pytest.approx(share)]
+    assert rewards.BUILTIN["reverse"].score(**columns) == [exact]
+    assert rewards.BUILTIN["reverse_characters"].score(**columns) == [pytest.approx(share)]
 
 
 @pytest.mark.parametrize(

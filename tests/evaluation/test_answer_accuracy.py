@@ -192,10 +192,10 @@ def test_evaluation_of_a_policy_that_guesses():
     config = SamplerConfig(
         max_new_tokens=6, stop_ids=TOKENIZER.eos_ids, samples_per_prompt=4, prompt_length=8
     )
-    reward = {"arithmetic": rewards.BUILTIN["arithmetic"]}
-    read_answer = answer_accuracy.ANSWER_READERS["arithmetic"]
+    reward = {"arithmetic": rewards.BUILTIN["arithmetic"].score}
+    readers = rewards.answer_readers("arithmetic")
     engine = scripted_engine(["#5", "#6"], reward, config)
-    result = evaluate(engine, {}, rows, read_answer)
+    result = evaluate(engine, {}, rows, readers)
 
     assert result.n == len(result.problems) == 60
     assert (result.well_formed, result.mean_length) == (1.0, 3.0)
@@ -211,11 +211,11 @@ def test_evaluation_of_a_policy_that_guesses():
     assert pass_at(result.problems, 4).value == pytest.approx(2 / 3 * 15 / 16, abs=0.08)
     assert pass_at(result.problems, 1).value == pytest.approx(result.accuracy)
 
-    assert evaluate(engine, {}, rows, read_answer) == result
+    assert evaluate(engine, {}, rows, readers) == result
     greedy = SamplerConfig(
         max_new_tokens=2, temperature=0, stop_ids=TOKENIZER.eos_ids, prompt_length=8
     )
-    truncated = evaluate(scripted_engine(["#5", "#6"], reward, greedy), {}, rows, read_answer)
+    truncated = evaluate(scripted_engine(["#5", "#6"], reward, greedy), {}, rows, readers)
     assert (truncated.well_formed, truncated.mean_length) == (0.0, 2.0)
     assert truncated.accuracy == pytest.approx(1 / 3)
 
@@ -233,9 +233,9 @@ def test_answers_of_a_problem_may_be_read_together():
         numbers = [[int(text[1:]) for text in group] for group in groups]
         return [numbers[0], ValueError("too hard"), [None] * 63]
 
-    reward = {"arithmetic": rewards.BUILTIN["arithmetic"]}
+    reward = {"arithmetic": rewards.BUILTIN["arithmetic"].score}
     engine = scripted_engine(["#5", "#6"], reward, config)
-    result = evaluate(engine, {}, rows, read_groups=read_groups)
+    result = evaluate(engine, {}, rows, rewards.AnswerReaders(read_groups=read_groups))
     assert [len(group) for group in seen] == [63] * 3
     assert [problem.completions for problem in result.problems] == seen
     first, second, third = result.problems

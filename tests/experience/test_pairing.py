@@ -34,6 +34,7 @@ def scored_completions(rewards: list[float], group_size: int) -> Scored:
         rewards=np.array(rewards),
         parts={},
         faults=texts,
+        rows=[{} for _ in range(n // group_size)],
         seconds_rollout=1.0,
         seconds_reward=0.0,
     )

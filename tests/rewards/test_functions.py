@@ -17,7 +17,7 @@ from tests.fixtures.echo import (
 )
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import named
+from tpu_rl.rewards import registry
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
 from tpu_rl.rollout.engine import RolloutRequest
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
@@ -35,25 +35,25 @@ def score(function, **columns):
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(rewards, "_REGISTERED", {})
+def no_registered(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", {})
 
 
 # --- registered functions ---
 
 
-def test_a_registered_function_has_a_name(registry):
+def test_a_registered_function_has_a_name(no_registered):
     assert rewards.register("digit", digit) == "python:digit"
-    functions = named.reward_functions(["python:digit", "gsm8k"], rewards.DEFAULT_LIMITS)
+    functions = registry.reward_functions(["python:digit", "gsm8k"], rewards.DEFAULT_LIMITS)
     assert functions == {"digit": digit, "gsm8k": rewards.gsm8k}
     assert not rewards.runs_during_sampling(functions["digit"])
     rewards.register("digit", len)
-    assert named.resolve("python:digit") is len
+    assert registry.resolve("python:digit") is len
 
 
-def test_a_function_that_nobody_registered_is_asked_for(registry):
+def test_a_function_that_nobody_registered_is_asked_for(no_registered):
     with pytest.raises(InputError) as error:
-        named.resolve("python:mine")
+        registry.resolve("python:mine")
     assert error.value.what == "the reward mine was a Python function; pass it again"
 
 
@@ -65,17 +65,17 @@ def test_a_function_that_nobody_registered_is_asked_for(registry):
         ("f", 1.0, "the reward f is no function"),
     ],
 )
-def test_only_functions_with_names_are_registered(registry, name, function, what):
+def test_only_functions_with_names_are_registered(no_registered, name, function, what):
     with pytest.raises(InputError) as error:
         rewards.register(name, function)
     assert error.value.what == what
 
 
-def test_a_fault_of_a_registered_function_costs_its_rows_only(registry):
+def test_a_fault_of_a_registered_function_costs_its_rows_only(no_registered):
     def mine(completions, **_):
         return [1.0 if text == "1" else 1 / 0 if text == "2" else "no" for text in completions]
 
-    functions = named.reward_functions([rewards.register("mine", mine)], rewards.DEFAULT_LIMITS)
+    functions = registry.reward_functions([rewards.register("mine", mine)], rewards.DEFAULT_LIMITS)
     scores = rewards.score(functions, PROMPTS, COMPLETIONS, {}, max_fault_share=1.0)
     np.testing.assert_array_equal(scores.totals, float32([1, np.nan, np.nan]))
     assert [(fault.function, fault.row) for fault in scores.faults] == [("mine", 1), ("mine", 2)]

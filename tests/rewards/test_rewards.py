@@ -10,6 +10,7 @@ import pytest
 
 from tpu_rl import rewards
 from tpu_rl.errors import InputError, MachineError
+from tpu_rl.rewards import math_verify_pool
 
 PROMPTS = ["a", "b", "c", "d"]
 COMPLETIONS = ["1", "2", "3", "4"]
@@ -175,7 +176,7 @@ def test_functions_come_from_files(tmp_path):
 @pytest.mark.parametrize(
     ("source", "path", "what", "where", "fix"),
     [
-        ("def score(): pass", "mine.py", "does not name a reward function", "", "file.py:function"),
+        ("def score(): pass", "mine.py", "does not name a reward function", "", "FILE.py:function"),
         ("def score(): pass", "mine.py:", "does not name a reward function", "", "arithmetic"),
         ("def score(): pass", "mien.py:score", "no such reward file", "mien.py", "mine.py?"),
         ("def scores(): pass", "mine.py:score", "no function 'score'", "defines scores", "scores?"),
@@ -200,7 +201,8 @@ def test_faults_of_user_files_are_named(tmp_path, source, path, what, where, fix
 def test_arithmetic():
     completions = ["3+4=7;#7", "#7", "7", "#8", "#7#7", [{"role": "assistant", "content": "#7"}]]
     answer = ["7"] * 6
-    assert rewards.BUILTIN["arithmetic"](completions, completions, answer=answer) == [
+    scores = rewards.BUILTIN["arithmetic"].score(completions, completions, answer=answer)
+    assert scores == [
         1,
         1,
         0,
@@ -208,7 +210,8 @@ def test_arithmetic():
         0,
         1,
     ]
-    assert rewards.BUILTIN["arithmetic_well_formed"](completions, completions, answer=answer) == [
+    well_formed = rewards.BUILTIN["arithmetic_well_formed"].score
+    assert well_formed(completions, completions, answer=answer) == [
         1,
         1,
         0,
@@ -303,14 +306,14 @@ def verify(gold, answer):
 def fresh_verifiers(monkeypatch):
     """Stop the processes that a test starts."""
     pools = []
-    start = rewards._verifiers.__wrapped__
+    start = math_verify_pool._start.__wrapped__
 
     @functools.cache
     def start_and_note(*function):
         pools.append(start(*function))
         return pools[-1]
 
-    monkeypatch.setattr(rewards, "_verifiers", start_and_note)
+    monkeypatch.setattr(math_verify_pool, "_start", start_and_note)
     yield
     for _, idle in pools:
         for _ in range(idle.qsize()):
@@ -321,8 +324,8 @@ def fresh_verifiers(monkeypatch):
 def test_a_hanging_or_dying_verifier_costs_its_own_row_only(tmp_path, monkeypatch, fresh_verifiers):
     (tmp_path / "math_verify.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(rewards, "VERDICT_SECONDS", 2.0)
-    monkeypatch.setattr(rewards, "VERIFIERS", 2)
+    monkeypatch.setattr(math_verify_pool, "VERDICT_SECONDS", 2.0)
+    monkeypatch.setattr(math_verify_pool, "NUM_PROCESSES", 2)
     completions = ["1", "hang", "2", "die", "1", "1", "1"]
     scores = rewards.score(
         {"math": rewards.math_equivalent}, ["q"] * 7, completions, {"answer": [*"111111", ""]}
@@ -359,8 +362,8 @@ def test_answers_of_a_problem_are_compared_with_each_other(fresh_verifiers):
 def test_a_hanging_comparison_costs_its_own_problem_only(tmp_path, monkeypatch, fresh_verifiers):
     (tmp_path / "math_verify.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(rewards, "VERDICT_SECONDS", -1.0)
-    monkeypatch.setattr(rewards, "VERIFIERS", 2)
+    monkeypatch.setattr(math_verify_pool, "VERDICT_SECONDS", -1.0)
+    monkeypatch.setattr(math_verify_pool, "NUM_PROCESSES", 2)
     groups = [["1", "2", "", "1"], ["1", "hang"], ["3", "4", "3"]]
     first, second, third = rewards.math_answers(groups)
     assert (first, third) == ([0, 1, None, 0], [0, 1, 0])

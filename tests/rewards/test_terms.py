@@ -10,7 +10,7 @@ from tpu_rl.commands.config import preset
 from tpu_rl.errors import InputError
 from tpu_rl.experience.q_examples import round_identity
 from tpu_rl.plain_values import from_dict, to_dict
-from tpu_rl.rewards import RewardTerm, named, terms
+from tpu_rl.rewards import RewardTerm, registry, terms
 from tpu_rl.rewards.terms import Gate
 from tpu_rl.rollout import records
 
@@ -194,12 +194,12 @@ def test_everything_reads_the_names_of_terms(tmp_path):
     assert config.evaluation_reward == f"{file}:f"
     names = [f"{file}:f", "arithmetic", str(model), "a", "well"]
     assert config.reward_names == preflight.reward_names(config) == names
-    assert named.files(config.reward_names) == [str(file)]
+    assert registry.files(config.reward_names) == [str(file)]
     assert preflight.is_directory(config.reward_names[2])
     settings = {"reward": config.reward}
-    before = round_identity([], settings, named.files(config.reward_names))
+    before = round_identity([], settings, registry.files(config.reward_names))
     file.write_text(file.read_text() + "\n")
-    assert round_identity([], settings, named.files(config.reward_names)) != before
+    assert round_identity([], settings, registry.files(config.reward_names)) != before
 
 
 def test_a_configuration_with_an_unreadable_term_is_refused():
@@ -215,7 +215,7 @@ def test_an_unknown_gate_is_refused_before_a_device_is_claimed():
 
 def test_two_rewards_of_one_display_name_are_refused():
     with pytest.raises(InputError, match=r"two rewards are called my\.f") as error:
-        named.displayed(terms.parse_all(["a/my.py:f", "gsm8k?b/my.py:f>0"]))
+        registry.displayed(terms.parse_all(["a/my.py:f", "gsm8k?b/my.py:f>0"]))
     assert error.value.where == "--reward a/my.py:f b/my.py:f"
-    (term,) = named.displayed(terms.parse_all(["0.5*a/my.py:f?python:g<1"]))
+    (term,) = registry.displayed(terms.parse_all(["0.5*a/my.py:f?python:g<1"]))
     assert term == RewardTerm("my.f", 0.5, Gate("g", False, 1.0))

@@ -176,7 +176,7 @@ def make_update_step(*arguments):
 
 batches, arithmetic, make = [], rewards.BUILTIN["arithmetic"], update_step.make_update_step
 if sys.argv[1] == "reward":
-    rewards.BUILTIN["arithmetic"] = reward
+    rewards.BUILTIN["arithmetic"] = arithmetic._replace(score=reward)
 else:
     update_step.make_update_step = make_update_step
 sys.exit(run.main(sys.argv[2:]))

@@ -14,7 +14,7 @@ import pytest
 from tests.fixtures.sandboxes import confined
 from tpu_rl import rewards, sandbox
 from tpu_rl.errors import MachineError
-from tpu_rl.rewards import named
+from tpu_rl.rewards import registry
 from tpu_rl.sandbox import processes, unit_tests
 
 LIMITS = sandbox.SandboxLimits(seconds=2.0)
@@ -402,7 +402,7 @@ COMPLETIONS = [
 
 @confined
 def test_reward_of_programs():
-    function = named.resolve("python_tests")
+    function = registry.resolve("python_tests")
     scores = rewards.score({"python_tests": function}, COMPLETIONS, COMPLETIONS, {"tests": TESTS})
     np.testing.assert_array_equal(scores.totals, np.array([1, 1, 1, 0, np.nan], np.float32))
     assert "no tests" in scores.faults[0].message
@@ -412,14 +412,14 @@ def test_no_program_runs_without_a_sandbox_unless_allowed(monkeypatch):
     for module in (sandbox, processes):
         monkeypatch.setattr(module, "refusal", lambda: "unshare: Operation not permitted")
     for use_reward in (
-        lambda: named.resolve("python_tests"),
+        lambda: registry.resolve("python_tests"),
         lambda: rewards.python_tests(["p"], ["c"], tests=TESTS[:1]),
     ):
         with pytest.raises(MachineError, match="cannot sandbox") as error:
             use_reward()
         assert "unshare: Operation not permitted" in error.value.why
         assert "--allow-unsandboxed-code" in error.value.fix
-    allowed = named.resolve("python_tests", allow_unsandboxed_code=True)
+    allowed = registry.resolve("python_tests", allow_unsandboxed_code=True)
     assert allowed(COMPLETIONS[:4], COMPLETIONS[:4], tests=TESTS[:4]) == [1, 1, 1, 0]
 
 

@@ -35,8 +35,10 @@ GiGPO are the same if the observations have the same tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
@@ -45,7 +47,12 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.losses.policy_batch import Credit, PolicyBatch, make_policy_batch
-from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
+from tpu_rl.losses.policy_gradient import (
+    LossTerm,
+    SurrogateFunction,
+    clipped_surrogate,
+    policy_loss,
+)
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling
 
 ADVANTAGES = {
@@ -174,9 +181,16 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
 
 def group_policy_gradient(
-    config: GroupPolicyConfig, roles: Roles, sampling: Sampling, surrogate: SurrogateFunction
+    config: GroupPolicyConfig,
+    roles: Roles,
+    sampling: Sampling,
+    surrogate: SurrogateFunction,
+    further_terms: Mapping[str, LossTerm] = MappingProxyType({}),
 ) -> Algorithm:
-    """Build the method with a group baseline and this surrogate. It learns from a Rollout."""
+    """Build the method with a group baseline, this surrogate and further terms of the loss.
+
+    It learns from a Rollout.
+    """
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         batch = make_policy_batch(
@@ -197,7 +211,11 @@ def group_policy_gradient(
             gamma=config.gamma,
             step_coef=config.step_coef,
         )
-        return batch, state
+        rollout, layout = experience
+        weights = {
+            name: layout.pack(term.weights(rollout, layout)) for name, term in further_terms.items()
+        }
+        return replace(batch, weights=batch.weights | weights), state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         policy = token_log_probs(
@@ -213,6 +231,7 @@ def group_policy_gradient(
             surrogate,
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_loss_coef,
+            further_terms=further_terms,
         )
 
     return Algorithm(make_batch, loss)

@@ -39,7 +39,7 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import frozen_log_probs, log_probs_of_hidden
-from tpu_rl.losses.policy_batch import PolicyBatch, kl_penalized_rewards, learned_tokens
+from tpu_rl.losses.policy_batch import PolicyBatch, actions_of, kl_penalized_rewards, learned_tokens
 from tpu_rl.losses.policy_gradient import adapted_kl_scale, clipped_surrogate, policy_loss
 from tpu_rl.losses.value_loss import Critic, Targets
 from tpu_rl.train import packing
@@ -189,7 +189,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
                 "positive": layout.pack(weighting(right)),
                 "kl": weights * kl_scale,
             },
-            action_mask=layout.pack(mask),
+            action_mask=layout.pack(actions_of(rollout)),
             advantages=layout.pack(advantage),
             targets=value_loss.targets(returns, values, valued, layout),
             old_log_probs=layout.pack(rollout.log_probs),

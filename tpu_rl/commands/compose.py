@@ -39,12 +39,14 @@ from tpu_rl.experience import (
     step_labels,
     tasks,
     text_log_probs,
+    transforms,
 )
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
+from tpu_rl.experience.transforms import Transform
 from tpu_rl.models import Select
-from tpu_rl.rewards import named
+from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.sampler_thread import SamplerThread
@@ -143,8 +145,8 @@ def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
 def scorer(context: RunContext) -> Scorer:
     """Return the scorer of completions by the rewards of the run."""
     config = context.config
-    total = named.displayed(config.reward_terms)
-    functions = named.reward_functions(
+    total = registry.displayed(config.reward_terms)
+    functions = registry.reward_functions(
         config.reward_names, config.reward_limits, config.allow_unsandboxed_code
     )
     fault_share = config.reward_limits.fault_share
@@ -294,17 +296,14 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     settings = context.config.rollout
     engine = rollout_engine(context, record_routing=settings.replay_routing)
     stream = row_stream(context, stage)
-    values = _prompt_values(context, stage)
-    share = settings.keep_variance_share
+    chain = _transforms(context, stage)
     if settings.partial:
-        return partial_rollouts.partial_source(
-            engine, stream, batch, settings.partial, values, share
-        )
+        return partial_rollouts.partial_source(engine, stream, batch, settings.partial, chain)
     if batch.staleness:
         thread = _sampler_thread(context, engine)
-        return stale_rollouts.stale_source(engine, stream, batch, values, share, thread)
+        return stale_rollouts.stale_source(engine, stream, batch, chain, thread)
     rounds = settings.dynamic_sampling_rounds
-    return rollouts.rollout_source(engine, stream, batch, rounds, values, share)
+    return rollouts.rollout_source(engine, stream, batch, rounds, chain)
 
 
 def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None:
@@ -314,18 +313,24 @@ def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None
     return SamplerThread(engine, context.rollout_policy("policy").params)
 
 
-def _prompt_values(context: RunContext, stage: Stage) -> rollouts.PromptValues | None:
-    spec = stage.algorithm.experience.prompt_value
-    if spec is None:
-        return None
-    engine = rollout_engine(
-        context,
-        spec.role,
-        group_size=spec.samples,
-        temperature=0.0 if spec.greedy else None,
-        purpose=Purpose.BASELINE,
-    )
-    return rollouts.make_prompt_values(engine, spec)
+def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
+    """Return the transforms of each batch: the baseline, the filter, then the algorithm's own."""
+    chain: list[Transform] = []
+    spec = stage.algorithm.experience
+    value = spec.prompt_value
+    if value is not None:
+        engine = rollout_engine(
+            context,
+            value.role,
+            group_size=value.samples,
+            temperature=0.0 if value.greedy else None,
+            purpose=Purpose.BASELINE,
+        )
+        chain.append(transforms.prompt_baseline(engine, value))
+    share = context.config.rollout.keep_variance_share
+    if share < 1:
+        chain.append(transforms.most_varied(share))
+    return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer)]
 
 
 def _demonstrations(context: RunContext, stage: Stage, params: Params) -> Source:
@@ -525,7 +530,7 @@ def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
     The size of a micro-batch is not among them, because it depends on the devices.
     """
     settings = {k: v for k, v in fixed_settings(config).items() if k != "batch.micro_batch_rows"}
-    return q_examples.round_identity(rows, settings, named.files(config.reward_names))
+    return q_examples.round_identity(rows, settings, registry.files(config.reward_names))
 
 
 def q_round(config: ExperimentConfig, stage: Stage) -> int:

@@ -362,6 +362,13 @@ def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConf
                 "there are no log-probabilities at 0",
                 fix="use 1.0",
             )
+        if spec.transforms is not None and spec.source != "rollouts":
+            raise InputError(
+                f"the algorithm brings transforms, and learns from {spec.source}",
+                where="ExperienceSpec.transforms of the algorithm",
+                why="only batches of rollouts are transformed",
+                fix='use ExperienceSpec("rollouts", transforms=...), or bring none',
+            )
         if spec.source == "pairs" and spec.reference_log_probs and spec.sampled_by == "reference":
             _check_reference_log_probs(sampling)
 

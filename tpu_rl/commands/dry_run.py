@@ -328,9 +328,11 @@ def batch_table(config: ExperimentConfig) -> Table:
     batch = config.batch
     sampling = config.sampling
     rollouts = batch.prompts * batch.group_size
-    prompts_of_group = 1 if batch.share_prefixes else batch.group_size
+    added = max(stage.algorithm.experience.rows_added for stage in config.stages)
+    rows_of_group = batch.group_size + added
+    prompts_of_group = 1 if batch.share_prefixes else rows_of_group
     group_tokens = prompts_of_group * sampling.max_prompt_tokens
-    group_tokens += batch.group_size * sampling.max_new_tokens
+    group_tokens += rows_of_group * sampling.max_new_tokens
     prompts_learned = num_kept(batch.prompts, config.rollout.keep_variance_share)
     tokens = prompts_learned * group_tokens // batch.num_minibatches
     rows = math.ceil(tokens / batch.row_length)
@@ -339,6 +341,7 @@ def batch_table(config: ExperimentConfig) -> Table:
         "prompts": f"{batch.prompts}",
         "completions per prompt (group size)": f"{batch.group_size}",
         "rollouts": f"{rollouts}",
+        **({"rows added to each group": f"{added}"} if added else {}),
         "sampled tokens, at most": f"{rollouts * sampling.max_new_tokens:,}",
         "optimizer steps": f"{batch.num_minibatches} minibatches x {batch.ppo_epochs} epochs",
         "tokens per optimizer step, at most": f"{tokens:,}",

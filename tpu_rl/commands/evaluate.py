@@ -36,6 +36,7 @@ from tpu_rl.evaluation import answer_accuracy, guided_accuracy, held_out_loss
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
+from tpu_rl.rewards import answer_readers
 from tpu_rl.rollout.engine import Decoding, Scorer
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
@@ -311,9 +312,7 @@ def answer(
         )
     mesh = compose.make_mesh(MeshConfig())
     policy = RolloutPolicy(models.policy(language.model), lambda tree: tree, mesh)
-    reward_name = config.evaluation_reward or ""
-    read_answer = answer_accuracy.ANSWER_READERS.get(reward_name)
-    read_groups = answer_accuracy.GROUP_READERS.get(reward_name)
+    readers = answer_readers(config.evaluation_reward)
     results = {}
     for name, sampler_settings in settings.items():
         decoding = Decoding(
@@ -326,8 +325,7 @@ def answer(
             compose.environment(config),
         )
         engine = compose.engine(config, decoding, scorer)
-        votes = read_groups if sampler_settings.samples_per_prompt > 1 else None
-        results[name] = answer_accuracy.evaluate(engine, params, problems, read_answer, votes)
+        results[name] = answer_accuracy.evaluate(engine, params, problems, readers)
     return results
 
 
@@ -350,12 +348,8 @@ def report_guided(
         max_num_seqs=max(settings.max_num_seqs, flags.samples),
     )
     mesh = compose.make_mesh(MeshConfig())
-    reward_name = config.evaluation_reward or ""
-    read_answer = answer_accuracy.ANSWER_READERS.get(reward_name)
-    read_groups = answer_accuracy.GROUP_READERS.get(reward_name) if flags.samples > 1 else None
-    task = guided_accuracy.Task(
-        problems, scorer, read_answer, settings, flags.seed, mesh, read_groups
-    )
+    readers = answer_readers(config.evaluation_reward)
+    task = guided_accuracy.Task(problems, scorer, readers, settings, flags.seed, mesh)
     kl_coefs = flags.kl_coef or (kl_coef,)
     with jax.set_mesh(mesh):
         lines, judged = guided_accuracy.sweep(guided, task, kl_coefs, flags.baseline)

@@ -21,7 +21,7 @@ from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.experience import step_labels, tasks
 from tpu_rl.experience.config import sampler_config
 from tpu_rl.experience.pairs import GivenPairs, ToPairs
-from tpu_rl.rewards import named, reward_model
+from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards import terms as reward_terms
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import scoring
@@ -137,10 +137,10 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
     by_turns = {
         turns: (engine(1.0, turns), engine(0.0, turns)) for turns in config.evaluation.turns
     }
-    read_answer = answer_accuracy.ANSWER_READERS.get(config.evaluation_reward or "")
+    readers = rewards.answer_readers(config.evaluation_reward)
 
     def measure(engine: Engine, params: Params, prefix: str) -> dict[str, float]:
-        result = answer_accuracy.evaluate(engine, params, rows, read_answer)
+        result = answer_accuracy.evaluate(engine, params, rows, readers)
         return _answer_metrics(prefix, result, further_rewards(scorer, result))
 
     def evaluate(params: Params, in_full: bool) -> dict[str, float]:
@@ -164,13 +164,13 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
     totals of two steps would not compare. Without rewards, an environment or agent judges.
     """
     limits = config.reward_limits
-    functions = named.reward_functions(
+    functions = registry.reward_functions(
         config.evaluation_rewards, limits, config.allow_unsandboxed_code
     )
     if not functions:
         return Scorer(tokenizer, max_fault_share=limits.fault_share)
     correct = next(iter(functions))
-    asked_for = {correct, *map(named.display_name, config.evaluation.metrics)}
+    asked_for = {correct, *map(registry.display_name, config.evaluation.metrics)}
     columns = scoring.repeat_rows(rows, 1)[1]
     for name, function in list(functions.items()):
         if name in asked_for:
@@ -182,7 +182,7 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
             del functions[name]
             if isinstance(function, IsolatedReward):
                 function.stop()
-    terms = named.displayed(config.reward_terms)
+    terms = registry.displayed(config.reward_terms)
     is_total = terms and not any(term.schedule for term in terms)
     if not is_total or not functions.keys() >= set(reward_terms.names_of(terms)):
         terms = (rewards.RewardTerm(correct),)

@@ -36,7 +36,7 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(python_rows.registered_for_run(given_rows))
         stack.callback(files.close_all)
-        stack.enter_context(reward_registry.lend(functions))
+        stack.enter_context(reward_registry.registered_for_run(functions))
         stack.enter_context(explain_full_disk())
         passed: dict[str, Any] = {}
         if isinstance(environment, str):

@@ -29,7 +29,7 @@ from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError, printable
 from tpu_rl.experience import tasks
-from tpu_rl.rewards import named, reward_model
+from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import episodes
 from tpu_rl.runtime import compilation_cache, processes
@@ -445,7 +445,7 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
     not checked, because loading one takes a device.
     """
     # Groups that are scored as they end may take twice as long in sum.
-    num_files = len(named.files(config.reward_names))
+    num_files = len(registry.files(config.reward_names))
     seconds = 2 * config.reward_limits.batch_seconds * num_files
     watchdog_seconds = 60 * config.watchdog.minutes
     if 0 < watchdog_seconds <= seconds:
@@ -457,8 +457,8 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
             fix=f"--watchdog.minutes {math.ceil(2 * seconds / 60)}, or lower "
             "--reward-limits.batch-seconds",
         )
-    named.displayed(config.reward_terms)
-    named.displayed([rewards.RewardTerm(name) for name in reward_names(config)])
+    registry.displayed(config.reward_terms)
+    registry.displayed([rewards.RewardTerm(name) for name in reward_names(config)])
     for step in (1, config.steps):
         rewards.at_step(config.reward_terms, step)
     untrained = untrained_rewards(config)
@@ -476,7 +476,9 @@ def open_rewards(
     config: ExperimentConfig, names: Sequence[str]
 ) -> Iterator[dict[str, rewards.Reward]]:
     """Give display name -> function in this context, and end their processes after it."""
-    functions = named.reward_functions(names, config.reward_limits, config.allow_unsandboxed_code)
+    functions = registry.reward_functions(
+        names, config.reward_limits, config.allow_unsandboxed_code
+    )
     try:
         yield functions
     finally:

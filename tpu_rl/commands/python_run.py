@@ -29,7 +29,7 @@ Weight = float | Callable[[int], float]
 """The weight of a reward, or a schedule: a function step -> weight. Steps count from 1."""
 
 Reward = str | Callable[..., Any]
-"""A text as `--reward` takes it, or a function by the convention of `tpu_rl.rewards`."""
+"""A text as `--reward` takes it, or a function by the convention of `tpu_rl.rewards.scoring`."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,28 +17,10 @@ from scipy import special
 
 from tpu_rl import rewards
 from tpu_rl.data import Row
-from tpu_rl.environments import TASKS
+from tpu_rl.rewards import AnswerReaders, ReadGroups
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import by_episode
 from tpu_rl.types import Params, Rollout
-
-ReadAnswer = Callable[[str], Hashable | None]
-"""Returns a completion's final answer, or None if it gives none."""
-
-ANSWER_READERS: dict[str, ReadAnswer] = {
-    "gsm8k": rewards.final_number,
-    **{name: read for task in TASKS.values() for name, read in task.read_answers.items()},
-}
-"""Name of a built-in reward -> what reads the answers that it judges."""
-
-ReadGroups = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[Hashable | None] | Exception]]
-"""Returns, for each problem, values that are equal where the answers of its completions are; None
-for a completion without an answer. An exception stands for a problem whose answers could not be
-compared."""
-
-GROUP_READERS: dict[str, ReadGroups] = {"math": rewards.math_answers}
-"""Name of a built-in reward -> what compares the answers of each problem's completions with each
-other. Used where one answer has many forms."""
 
 ANY_LENGTH = 2**31 - 1
 """A limit for the tokens of prompts that limits nothing."""
@@ -100,8 +82,7 @@ def evaluate(
     engine: Engine,
     params: Params,
     rows: Sequence[Row],
-    read_answer: ReadAnswer | None = None,
-    read_groups: ReadGroups | None = None,
+    readers: AnswerReaders = AnswerReaders(),
 ) -> Evaluation:
     """Answer each row's prompt with a group of completions, and score them.
 
@@ -113,8 +94,8 @@ def evaluate(
             functions says which completions are correct; the others are measured.
         params: the whole params tree.
         rows: the problems, each with a `prompt`.
-        read_answer: reads final answers, for majority votes; see `ANSWER_READERS`.
-        read_groups: does the same for all completions of a problem; see `GROUP_READERS`.
+        readers: read final answers, for majority votes. Those of whole groups are asked only where
+            a problem has several completions.
 
     Raises:
         InputError: if the reward function fails on too large a share of the completions.
@@ -123,15 +104,16 @@ def evaluate(
     judged = next(iter(scored.parts.values()), scored.rewards)
     group_size = len(scored.completions) // len(rows)
     errors = list(scored.errors)
-    reads_answers = read_answer is not None or read_groups is not None
+    read_groups = readers.read_groups if group_size > 1 else None
+    reads_answers = readers.read_answer is not None or read_groups is not None
     answers: list[Hashable | None] = [None] * len(scored.completions)
     texts = scored.completions
     if scored.episodes is not None:
         texts = [rewards.text_of(messages) for messages in scored.episodes.messages]
     if read_groups is not None:
         answers = _group_answers(read_groups, texts, group_size, errors)
-    elif read_answer is not None:
-        answers = [read_answer(text) for text in texts]
+    elif readers.read_answer is not None:
+        answers = [readers.read_answer(text) for text in texts]
     ended = ~np.asarray(scored.rollout.truncated)
     readable = np.array([not reads_answers or answer is not None for answer in answers])
     problems = []

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from tpu_rl import sampler
 from tpu_rl.data import Row
 from tpu_rl.evaluation import answer_accuracy
-from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation, ReadAnswer, ReadGroups
+from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.losses.return_distributions import Method, Support
+from tpu_rl.rewards import AnswerReaders
 from tpu_rl.rollout.engine import Decoding, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import guided_policy
@@ -68,11 +69,10 @@ class Task(NamedTuple):
 
     problems: list[Row]
     scorer: Scorer
-    read_answer: ReadAnswer | None
+    readers: AnswerReaders
     sampler: sampler.SamplerConfig
     seed: int
     mesh: Mesh
-    read_groups: ReadGroups | None = None
 
 
 def sweep(
@@ -108,9 +108,7 @@ def answer(task: Task, policy: Policy, params: Params) -> Evaluation:
         Purpose.EVALUATION,
     )
     engine = make_engine(decoding, task.scorer)
-    return answer_accuracy.evaluate(
-        engine, params, task.problems, task.read_answer, task.read_groups
-    )
+    return answer_accuracy.evaluate(engine, params, task.problems, task.readers)
 
 
 def make_line(name: str, kl_coef: float | None, result: Evaluation, kl: np.ndarray) -> Line:

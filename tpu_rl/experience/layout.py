@@ -99,7 +99,7 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     kind = spec.kind
     prompt_tokens = sampling.max_prompt_tokens
     new_tokens = sampling.max_new_tokens
-    members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size)
+    members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size + spec.rows_added)
     if kind is Pairs:
         prompts = 1 if batch.share_prefixes else 2
         new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // 2)
@@ -114,8 +114,9 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     keys = np.zeros((len(group), 2), np.uint32)
     value = None if spec.prompt_value is None else floats[:, 0]
     rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
+    source = np.zeros(len(group), np.int8) if spec.rows_added else None
     fields: dict[type, tuple[Any, ...]] = {
-        Rollout: (*rollout, None, None, None, value),
+        Rollout: (*rollout, None, None, None, value, source),
         Demonstrations: (tokens, mask, group, floats),
         Completions: (tokens, mask, group, flags),
         Pairs: (tokens, mask, group, flags, floats[:, 0], floats),

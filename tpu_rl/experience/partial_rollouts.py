@@ -18,14 +18,14 @@ these are then more than one step old.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tpu_rl import data, sampler
 from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.rollouts import PromptValues, with_baseline
 from tpu_rl.experience.source import Source, StepExperience, from_scored
-from tpu_rl.rollout.dynamic_sampling import keep_most_varied
+from tpu_rl.experience.transforms import Transform, apply
 from tpu_rl.rollout.engine import Engine, RolloutRequest, in_groups
 from tpu_rl.rollout.scoring import PartialGroup
 from tpu_rl.types import TrainState
@@ -40,8 +40,7 @@ def partial_source(
     stream: data.RowStream,
     batch: BatchConfig,
     max_unfinished: int,
-    prompt_values: PromptValues | None = None,
-    keep_variance_share: float = 1.0,
+    transforms: Sequence[Transform] = (),
 ) -> Source:
     """Return the source of partial rollouts; `max_unfinished` groups continue after each step."""
     unfinished: list[PartialGroup] = []
@@ -67,11 +66,9 @@ def partial_source(
         )
         sampled = engine.generate(state.params, request)
         scored = engine.score(sampled)
-        if prompt_values is not None:
-            scored = with_baseline(scored, prompt_values(step, state, sampled.rows, 0))
         unfinished = sampled.unfinished
         waiting = rows[num_new:]
-        experience = from_scored(keep_most_varied(scored, keep_variance_share), step)
+        experience = from_scored(apply(transforms, scored, step, state), step)
         experience.metrics[STALE] = sampled.num_resumed_tokens / max(int(scored.lengths.sum()), 1)
         return experience
 

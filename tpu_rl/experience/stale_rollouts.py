@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,9 @@ import numpy as np
 from tpu_rl import data
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.partial_rollouts import STALE
-from tpu_rl.experience.rollouts import PromptValues, with_baseline
 from tpu_rl.experience.source import Source, StepExperience, from_scored
+from tpu_rl.experience.transforms import Transform, apply
 from tpu_rl.rollout import records, sampled_json
-from tpu_rl.rollout.dynamic_sampling import keep_most_varied
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.sampler_thread import SamplerThread
 from tpu_rl.rollout.scoring import Sampled, Scored
@@ -72,8 +71,7 @@ def stale_source(
     engine: Engine,
     stream: data.RowStream,
     batch: BatchConfig,
-    prompt_values: PromptValues | None = None,
-    keep_variance_share: float = 1.0,
+    transforms: Sequence[Transform] = (),
     thread: SamplerThread | None = None,
 ) -> Source:
     """Return the source of rollouts that are `batch.staleness` steps old.
@@ -113,8 +111,6 @@ def stale_source(
         while len(store) < max(batch.staleness, 1):
             store.append(_Waiting(sample(step + len(store), state)))
         current = store.popleft().sampled
-        # Before the next batch, whose rewards would be computed first.
-        values = None if prompt_values is None else prompt_values(step, state, current.rows, 0)
         latest = current
         if thread is not None:
             thread.start(state.params, request_for(step + batch.staleness, state))
@@ -122,9 +118,7 @@ def stale_source(
             latest = sample(step + batch.staleness, state)
             store.append(_Waiting(latest))
         scored = engine.score(current)
-        if values is not None:
-            scored = with_baseline(scored, values)
-        experience = from_scored(keep_most_varied(scored, keep_variance_share), step)
+        experience = from_scored(apply(transforms, scored, step, state), step)
         experience.metrics.update(records.sampling_speed(latest))
         experience.metrics.update(ages(scored, int(state.step)))
         if thread is not None:

@@ -74,6 +74,16 @@ def sequence_total(values: Array, sequence_ids: Array) -> Array:
     return jax.vmap(row_totals)(values, sequence_ids)
 
 
+def sequence_count(mask: Array, sequence_ids: Array) -> Array:
+    """Return [] int: the number of sequences that have a token in `mask`, in packed rows [R, S]."""
+
+    def row_count(row: Array, ids: Array) -> Array:
+        tokens = jax.ops.segment_sum(row.astype(jnp.int32), ids, num_segments=row.shape[0] + 1)
+        return (tokens[1:] > 0).sum()
+
+    return jax.vmap(row_count)(mask, sequence_ids).sum()
+
+
 def sequence_max(values: Array, sequence_ids: Array) -> Array:
     """Return the largest value of each token's own sequence, in packed rows [R, S] -> [R, S].
 

@@ -15,7 +15,7 @@ from flax import struct
 
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
-from tpu_rl.types import Array, Experience, Layout, Params, Role, Rollout, Rows
+from tpu_rl.types import Array, Experience, Layout, Params, Role, Rollout, Rows, RowSource
 
 Credit = Literal["episode", "turn", "step"]
 """What a group compares: episodes, their k-th turns, or GiGPO's step groups (see
@@ -58,6 +58,16 @@ def learned_tokens(rollout: Rollout, *, mask_truncated: bool = False) -> Array:
         & rollout.scored[:, None]
         & ~(rollout.truncated[:, None] & mask_truncated)
     )
+
+
+def actions_of(rollout: Rollout, source: RowSource = RowSource.POLICY) -> Array:
+    """Return [N, T] bool: the actions of the rows of one source.
+
+    Metrics of the policy (ratio, entropy, KL, gap to the sampler) are about its own.
+    """
+    if rollout.source is None:
+        return rollout.action_mask & (source == RowSource.POLICY)
+    return rollout.action_mask & (rollout.source == source)[:, None]
 
 
 def recomputed_log_probs(
@@ -195,7 +205,7 @@ def pack_policy_batch(
       importance_sampling_cap: cap of `importance_weights`; None applies no such weights.
     """
     sampler_log_probs = layout.pack(rollout.log_probs)
-    action_mask = layout.pack(rollout.action_mask)
+    action_mask = layout.pack(actions_of(rollout))
     ratio_log_probs = sampler_log_probs if old_log_probs is None else old_log_probs
     importance = None
     if importance_sampling_cap is not None:

@@ -9,7 +9,8 @@ an argument and adds the entropy bonus, the KL term and the metrics. A method wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs, k1, k3
 from tpu_rl.losses.policy_batch import PolicyBatch
-from tpu_rl.types import Array, First, Max, Metrics, Min, PerToken, Rows, Sum
+from tpu_rl.types import Array, First, Layout, Max, Metrics, Min, PerToken, Rollout, Rows, Sum
 
 
 class Surrogate(NamedTuple):
@@ -39,6 +40,16 @@ SurrogateFunction = Callable[[Array, Array, Array, Rows], Surrogate]
 Log-probs are zero at tokens that the policy did not choose, and so are `rows.sequence_ids`: a sum
 over a sequence is one over its actions (`masked.sequence_total`).
 """
+
+
+class LossTerm(NamedTuple):
+    """A further term of a loss: sum_t w_t losses_t over tokens with a weight."""
+
+    weights: Callable[[Rollout, Layout], Array]
+    """(rollout, layout) -> [N, T] weights, which sum to the weight of the term in each optimizer
+    step, e.g. by `masked.token_mean`."""
+    losses: Callable[[Array, PolicyBatch], Array]
+    """(log-probs under the params being trained, batch) -> losses, all [R, S]."""
 
 
 def importance_ratio(log_probs: Array, old_log_probs: Array) -> Array:
@@ -134,10 +145,11 @@ def policy_loss(
     *,
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
+    further_terms: Mapping[str, LossTerm] = MappingProxyType({}),
 ) -> tuple[Array, Metrics]:
     """Return the loss of one micro-batch [R, S], and metrics.
 
-        sum_t w_t (c_t losses_t - entropy_coef H_t + kl_coef c_t KL_t)
+        sum_t w_t (c_t losses_t - entropy_coef H_t + kl_coef c_t KL_t)  +  further terms
 
     losses_t come from `surrogate`. c_t is the batch's `importance`, or 1: both terms with it are
     expectations under the old policy. KL_t is `kl_loss` to the reference, if the batch has
@@ -149,6 +161,7 @@ def policy_loss(
       surrogate: the policy loss of each token.
       entropy_coef: coefficient of the entropy bonus.
       kl_coef: coefficient of the KL to the reference.
+      further_terms: terms by name, each with weights of that name in the batch.
     """
     mask = batch.action_mask
     weights = batch.weights["policy"]
@@ -183,6 +196,12 @@ def policy_loss(
         metrics |= reference_metrics(
             log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids
         )
+    for name, term in further_terms.items():
+        term_weights = batch.weights[name]
+        term_losses = term.losses(policy.log_probs, batch)
+        value = masked.total(term_weights * term_losses, term_weights > 0)
+        loss += value
+        metrics[f"policy/{name}_loss"] = Sum(value, term_weights.sum())
     return loss, metrics
 
 
@@ -237,8 +256,7 @@ def reference_metrics(
 ) -> Metrics:
     """Return the distance from policy to reference: per token by k3, and per completion, in nats,
     by k1. All arrays are [R, S]."""
-    # A row numbers its completions from 1, so the largest id is their number.
-    completions = sequence_ids.max(-1).sum()
+    completions = masked.sequence_count(mask, sequence_ids)
     completion_kl = masked.total(k1(log_probs, reference_log_probs), mask)
     return {
         "policy/kl_reference": masked.average(k3(log_probs, reference_log_probs), mask),

@@ -242,7 +242,7 @@ def score_rows(
 
 
 def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
-    """Return the reward function of a model; see `tpu_rl.rewards` for the convention.
+    """Return the reward function of a model; see `tpu_rl.rewards.scoring` for the convention.
 
     It does not score completions that are too long for the model.
     """

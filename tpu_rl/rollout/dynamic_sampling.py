@@ -27,6 +27,7 @@ from tpu_rl.rollout.scoring import (
     with_parents,
     zero_variance,
 )
+from tpu_rl.types import RowSource
 
 
 def collect(
@@ -88,12 +89,21 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
 
     Groups count from 0, over all rounds.
     """
+    group_id = _unique_ids(rounds, "group_id")
+    rows_of_groups = np.split(np.arange(len(group_id)), first_of_runs(group_id)[1:])
+    return take_rows(rounds, np.concatenate([rows_of_groups[group] for group in groups]))
+
+
+def take_rows(rounds: Sequence[Scored], rows: np.ndarray) -> Scored:
+    """Return some rows of several rounds as one batch, those of a group next to each other.
+
+    Rows count from 0, over all rounds. Groups and episodes are renumbered.
+    """
     rounds = _alike(rounds)
     group_id = _unique_ids(rounds, "group_id")
-    num_rows = len(group_id)
     starts = first_of_runs(group_id)
-    rows_of_groups = np.split(np.arange(num_rows), starts[1:])
-    rows = np.concatenate([rows_of_groups[group] for group in groups])
+    group_of_row = np.repeat(np.arange(len(starts)), np.diff([*starts, len(group_id)]))[rows]
+    data_rows = [row for scored in rounds for row in scored.rows]
     rollout = jax.tree.map(
         lambda *parts: np.concatenate(parts)[rows], *[scored.rollout for scored in rounds]
     )
@@ -123,6 +133,7 @@ def take(rounds: Sequence[Scored], groups: np.ndarray) -> Scored:
             for name in rounds[0].parts
         },
         faults=texts(lambda scored: scored.faults),
+        rows=[data_rows[group] for group in group_of_row[first_of_runs(group_of_row)]],
         seconds_rollout=sum(scored.seconds_rollout for scored in rounds),
         seconds_reward=sum(scored.seconds_reward for scored in rounds),
         drafts=sum(scored.drafts for scored in rounds),
@@ -197,3 +208,11 @@ def all_sampled(scored: Scored) -> Scored:
         return scored
     num_groups = sum(len(np.unique(part.rollout.group_id)) for part in rounds)
     return take(rounds, np.arange(num_groups))
+
+
+def of_policy(scored: Scored) -> Scored:
+    """Return the completions without the rows that the policy did not write."""
+    source = scored.rollout.source
+    if source is None:
+        return scored
+    return take_rows([scored], np.flatnonzero(np.asarray(source) == RowSource.POLICY))

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.redaction import redact
-from tpu_rl.rollout.dynamic_sampling import all_sampled
+from tpu_rl.rollout.dynamic_sampling import all_sampled, of_policy
 from tpu_rl.rollout.scoring import Sampled, Scored, by_episode, group_size, zero_variance
+from tpu_rl.types import RowSource
 
 
 def metrics(scored: Scored) -> dict[str, float]:
@@ -26,7 +27,7 @@ def metrics(scored: Scored) -> dict[str, float]:
     sampled = by_episode(all_sampled(scored))
     size = group_size(sampled)
     finite = sampled.rewards[np.isfinite(sampled.rewards)]
-    learned = np.asarray(by_episode(scored).rollout.scored).reshape(-1, size).any(1)
+    learned = np.asarray(by_episode(of_policy(scored)).rollout.scored).reshape(-1, size).any(1)
     row = {
         "reward/mean": _finite_mean(sampled.rewards),
         "reward/std": float(finite.std()) if finite.size else float("nan"),
@@ -74,7 +75,7 @@ def warnings(scored: Scored, max_lines: int = 3) -> list[str]:
 
     The most frequent error comes first.
     """
-    faults = all_sampled(scored).faults
+    faults = all_sampled(scored).faults + _faults_of_added_rows(scored)
     counts = Counter(fault for fault in faults if fault)
     lines = [
         redact(f"{count} of {len(faults)} completions not scored: {fault}")
@@ -86,10 +87,18 @@ def warnings(scored: Scored, max_lines: int = 3) -> list[str]:
     return lines
 
 
+def _faults_of_added_rows(scored: Scored) -> list[str]:
+    if scored.rollout.source is None:
+        return []
+    rows = np.flatnonzero(scored.rollout.source)
+    return [scored.faults[row] for row in rows]
+
+
 def records(scored: Scored, step: int) -> list[dict[str, Any]]:
     """Return one samples.jsonl object per completion of the batch.
 
-    A completion that is not scored has the reason in `error`. A conversation with an environment
+    A completion that is not scored has the reason in `error`. One that the policy did not write has
+    its `source`: expert, hint or replay. A conversation with an environment
     has its `messages`, and its numbers of turns, calls, errors and read tokens in `episode`.
     """
     objects = []
@@ -103,6 +112,8 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
         }
         if fault:
             record["error"] = fault
+        if scored.rollout.source is not None and scored.rollout.source[row]:
+            record["source"] = RowSource(int(scored.rollout.source[row])).name.lower()
         if scored.episodes is not None:
             record["messages"] = scored.episodes.messages[row]
             counts = scored.episodes.counts

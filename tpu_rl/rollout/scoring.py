@@ -133,6 +133,8 @@ class Scored:
     """The values of each reward function, without weights and gates."""
     faults: list[str]
     """The error with which a reward function failed on the completion; "" if none did."""
+    rows: list[Row]
+    """The data row of each group."""
     seconds_rollout: float
     seconds_reward: float
     """Time spent waiting for rewards after the last row had ended."""
@@ -209,6 +211,7 @@ def score(
         rewards=scores.totals,
         parts=scores.parts,
         faults=_fault_messages(scores.faults, len(prompts)),
+        rows=sampled.rows,
         seconds_rollout=sampled.seconds,
         seconds_reward=time.perf_counter() - began,
         drafts=sampled.drafts,
@@ -336,7 +339,7 @@ def rollout_columns(
             else [None] * num_rows
         ),
     }
-    asked = {name for function in functions for name in rewards.asked_of_rollout(function)}
+    asked = {name for function in functions for name in rewards.requested_columns(function)}
     return {name: column() for name, column in columns.items() if name in asked}
 
 

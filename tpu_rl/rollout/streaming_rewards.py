@@ -62,10 +62,10 @@ class StreamingRewards:
             name: function
             for name, function in reward_functions.items()
             if rewards.runs_during_sampling(function)
-            and not known_at_end & rewards.asked_of_rollout(function)
+            and not known_at_end & rewards.requested_columns(function)
         }
         self._step = step
-        asked = [rewards.asked_of_rollout(function) for function in self._functions.values()]
+        asked = [rewards.requested_columns(function) for function in self._functions.values()]
         self._is_truncated = is_truncated if any("truncated" in names for names in asked) else None
         self._token_ids: dict[int, list[int]] = {}
         self._prompts = prompts

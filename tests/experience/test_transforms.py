@@ -1,0 +1,147 @@
+"""Transforms of a batch: rows that join groups spoil nothing, in any source of rollouts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fixtures.echo import TOKENIZER, digit, score_prompts
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.algos import SftConfig
+from tpu_rl.commands import run
+from tpu_rl.commands.config_checks import check_training
+from tpu_rl.errors import InputError
+from tpu_rl.experience import transforms
+from tpu_rl.experience.config import SamplingConfig
+from tpu_rl.experience.source import from_scored
+from tpu_rl.experience.transforms import AddedRow, add_rows
+from tpu_rl.rollout import dynamic_sampling, records
+from tpu_rl.types import RowSource
+
+PROMPTS = ["12", "07", "33"]
+NO_STATE: Any = None
+
+
+def expert(text: str) -> AddedRow:
+    return AddedRow([*TOKENIZER.encode(text), *TOKENIZER.eos_ids], text)
+
+
+def with_experts(prompts: list[str] = PROMPTS) -> tuple[Any, Any]:
+    scored = score_prompts(prompts, {"digit": digit}, 2)
+    return scored, add_rows(scored, [[expert(p[0])] for p in prompts], RowSource.EXPERT)
+
+
+def test_experts_are_the_last_rows_of_their_groups():
+    scored, mixed = with_experts()
+    rollout = mixed.rollout
+    np.testing.assert_array_equal(rollout.group_id, np.repeat([0, 1, 2], 3))
+    np.testing.assert_array_equal(rollout.source, [0, 0, 1] * 3)
+    assert mixed.completions[2::3] == ["1", "0", "3"]
+    assert [row["prompt"] for row in mixed.rows] == PROMPTS
+    for group, prompt in enumerate(PROMPTS):
+        row = 3 * group + 2
+        chosen = rollout.tokens[row][rollout.action_mask[row]].tolist()
+        assert chosen == [*TOKENIZER.encode(prompt[0]), *TOKENIZER.eos_ids]
+        start = int(rollout.action_mask[row].argmax())
+        np.testing.assert_array_equal(
+            rollout.tokens[row, :start], rollout.tokens[row - 1, :start], "the group's prompt"
+        )
+    policy = dynamic_sampling.of_policy(mixed)
+    for name in ("tokens", "action_mask", "rewards", "scored", "birth_key"):
+        np.testing.assert_array_equal(
+            getattr(policy.rollout, name), getattr(scored.rollout, name), name
+        )
+
+
+def test_metrics_are_those_of_the_policy_and_records_name_the_expert():
+    scored, mixed = with_experts()
+    assert records.metrics(mixed) == records.metrics(scored)
+    experience = from_scored(mixed, step=1)
+    sources = [record.get("source") for record in experience.records]
+    assert sources == [None, None, "expert"] * 3
+    # The numbers of tokens are looked up by row.
+    assert len(experience.records) == len(experience.rollouts[0].tokens)
+
+
+def test_an_expert_that_is_too_long_teaches_nothing_and_is_named():
+    scored = score_prompts(["12"], {"digit": digit}, 2)
+    mixed = add_rows(scored, [[expert("1" * 20)]], RowSource.EXPERT)
+    assert not mixed.rollout.action_mask[2].any()
+    assert "exceeds the 8 tokens" in " ".join(records.warnings(mixed))
+
+
+def test_the_filter_keeps_experts_with_their_groups():
+    _, mixed = with_experts()
+    kept = dynamic_sampling.take([mixed], np.array([0, 2]))
+    assert [row["prompt"] for row in kept.rows] == ["12", "33"]
+    np.testing.assert_array_equal(kept.rollout.source, [0, 0, 1] * 2)
+
+
+def test_rows_that_nobody_announced_are_refused():
+    def add_one(scored: Any, step: int, state: Any) -> Any:
+        return add_rows(scored, [[expert("1")]] * 3, RowSource.EXPERT)
+
+    scored = score_prompts(PROMPTS, {"digit": digit}, 2)
+    for rows_added in (0, 2):
+        spec = ExperienceSpec(
+            "rollouts", transforms=lambda tokenizer: (add_one,), rows_added=rows_added
+        )
+        (transform,) = transforms.of_algorithm(spec, TOKENIZER)
+        with pytest.raises(InputError, match="made 9 rows in 3 groups of 6 in 3"):
+            transform(scored, 1, NO_STATE)
+
+
+def test_transforms_of_other_experience_are_refused():
+    class Odd(SftConfig):
+        @property
+        def experience(self) -> ExperienceSpec:
+            return super().experience._replace(transforms=lambda tokenizer: ())
+
+    with pytest.raises(InputError, match="learns from demonstrations"):
+        check_training([Odd()], SamplingConfig())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+REWARD = """
+def score(prompts, completions, **_):
+    return [float(len(completion) % 3) for completion in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [(), ("--rollout.partial", "2"), ("--batch.staleness", "1")])
+def test_experts_join_each_group_in_every_source(source, tmp_path):
+    """CHORD of the recipes: it learns from experts, and metrics of the policy do not see them."""
+    rows = [{"prompt": f"{n}+1=", "solution": f"{n}+1={n + 1}"} for n in range(32)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    recipe = Path(__file__).parents[2] / "recipes" / "chord.py"
+    flags = [
+        *("grpo", "--algorithm", f"{recipe}:chord", "--model.path", "builtin:arithmetic"),
+        *("--data.path", str(tmp_path / "rows.jsonl"), "--evaluation.rows", "0"),
+        *("--reward", f"{tmp_path / 'reward.py'}:score", "--steps", "2"),
+        *("--batch.prompts", "4", "--batch.group-size", "3", "--batch.row-length", "128"),
+        *("--sampling.max-prompt-tokens", "32", "--sampling.max-new-tokens", "16"),
+        *("--run-dir", str(tmp_path / "run"), *source),
+    ]
+    assert run.main(flags) == 0
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    last = metrics[-1]
+    assert last["policy/expert_loss"] > 0
+    # A row with log-probs of 0 would make the ratio tiny and the gap large.
+    assert last["policy/log_prob_gap_max"] < 2e-3
+    assert last["policy/ratio_min"] > 0.99
+    samples = [
+        json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().split("\n")[:-1]
+    ]
+    experts = [sample for sample in samples if sample.get("source") == "expert"]
+    assert len(experts) == 2 * 4
+    solutions = {row["solution"] for row in rows}
+    assert {sample["completion"] for sample in experts} <= solutions

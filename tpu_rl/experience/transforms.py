@@ -1,0 +1,204 @@
+"""Transforms of a batch: what happens to scored completions before they are packed.
+
+    source of rollouts -> Scored -> transform -> ... -> transform -> packed rows
+
+A transform may set baselines, drop groups, or add rows to them. Every source of rollouts applies
+the same ones, in order, to the whole batch of a step. Metrics and records are made afterwards:
+`Scored.chosen_from` keeps what was sampled, and `Rollout.source` says whose a row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue
+from tpu_rl.errors import InputError
+from tpu_rl.losses import advantages
+from tpu_rl.rollout import dynamic_sampling
+from tpu_rl.rollout.engine import Engine, RolloutRequest
+from tpu_rl.rollout.scoring import Scored, by_episode, first_of_runs
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import RowSource, TrainState
+
+Transform = Callable[[Scored, int, TrainState], Scored]
+"""(scored completions, step, state) -> scored completions. The state is that of the policy which
+the step updates. All processes call it together."""
+
+
+def apply(transforms: Sequence[Transform], scored: Scored, step: int, state: TrainState) -> Scored:
+    """Apply the transforms in order."""
+    for transform in transforms:
+        scored = transform(scored, step, state)
+    return scored
+
+
+def of_algorithm(spec: ExperienceSpec, tokenizer: Tokenizer) -> tuple[Transform, ...]:
+    """Build the transforms that an algorithm brings, and check the rows that they add.
+
+    The transforms raise InputError if groups do not grow by `spec.rows_added` rows: memory and
+    shapes are planned for that many.
+    """
+    if spec.transforms is None:
+        return ()
+    chain: tuple[Transform, ...] = tuple(spec.transforms(tokenizer))
+
+    def transform_and_check(scored: Scored, step: int, state: TrainState) -> Scored:
+        result = apply(chain, scored, step, state)
+        before, after = (_rows_per_group(batch) for batch in (scored, result))
+        if len(after) != len(before) or np.any(after - before != spec.rows_added):
+            raise InputError(
+                f"transforms made {int(after.sum())} rows in {len(after)} groups of "
+                f"{int(before.sum())} in {len(before)}",
+                where="ExperienceSpec.transforms of the algorithm",
+                why=f"rows_added={spec.rows_added} promises that many more rows in each group",
+                fix="set rows_added to the number of rows that each group gets",
+            )
+        return result
+
+    return (transform_and_check,)
+
+
+def _rows_per_group(scored: Scored) -> np.ndarray:
+    group_id = np.asarray(scored.rollout.group_id)
+    return np.diff([*first_of_runs(group_id), len(group_id)])
+
+
+# --- baselines and filters ---
+
+
+def prompt_baseline(engine: Engine, spec: PromptValue) -> Transform:
+    """Build the transform that gives completions the value of their prompt as baseline.
+
+    The value comes from `spec.samples` further completions of the prompt, by `engine`. Completions
+    of a prompt whose value is unknown, because nothing scored it, are marked as not scored.
+    """
+
+    def set_baseline(scored: Scored, step: int, state: TrainState) -> Scored:
+        request = RolloutRequest(scored.rows, step, policy_step=int(state.step))
+        sampled = by_episode(engine.roll_out(state.params, request))
+        rewards = sampled.rewards.reshape(-1, spec.samples)
+        values = advantages.optimal_value(jnp.asarray(rewards), jnp.isfinite(rewards), spec.beta)
+        baseline = np.repeat(np.asarray(values), _rows_per_group(scored)).astype(np.float32)
+        known = np.isfinite(baseline)
+        rollout = replace(
+            scored.rollout,
+            baseline=np.where(known, baseline, np.float32(0.0)),
+            scored=scored.rollout.scored & known,
+        )
+        return replace(scored, rollout=rollout)
+
+    return set_baseline
+
+
+def most_varied(share: float) -> Transform:
+    """Build the filter `dynamic_sampling.keep_most_varied`."""
+
+    def keep(scored: Scored, step: int, state: TrainState) -> Scored:
+        del step, state
+        return dynamic_sampling.keep_most_varied(scored, share)
+
+    return keep
+
+
+# --- rows that the policy did not write ---
+
+
+@dataclass(frozen=True)
+class AddedRow:
+    """A completion of a group's prompt that the policy did not write."""
+
+    token_ids: Sequence[int]
+    """The completion, with its end-of-sequence token."""
+    text: str
+    """The completion, for people."""
+
+
+def add_rows(
+    scored: Scored, rows_of_groups: Sequence[Sequence[AddedRow]], source: RowSource
+) -> Scored:
+    """Add rows at the end of each group. They are in no baseline, reward or metric of the policy.
+
+    A row that is longer than the batch has columns becomes a row without actions, which teaches
+    nothing; the console says so.
+
+    Args:
+        scored: completions of single turns.
+        rows_of_groups: for each group, in order, its further rows.
+        source: whose they are.
+
+    Raises:
+        InputError: if the completions are conversations.
+    """
+    if scored.episodes is not None or scored.rollout.parent is not None:
+        raise InputError(
+            "rows cannot join conversations",
+            where="--algorithm",
+            why="an added row is one completion of the prompt",
+            fix="train without --environment and --agent",
+        )
+    group_id = np.asarray(scored.rollout.group_id)
+    starts = first_of_runs(group_id)
+    # Each added row begins as a copy of its group's first one, behind the group's last.
+    first_rows = np.repeat(starts, [len(added) for added in rows_of_groups])
+    flat = [row for added in rows_of_groups for row in added]
+    order = np.argsort(np.concatenate([group_id, group_id[first_rows]]), kind="stable")
+    widened = dynamic_sampling.take_rows(
+        [scored], np.concatenate([np.arange(len(group_id)), first_rows])[order]
+    )
+    old_source = scored.rollout.source
+    policy_rows = np.zeros(len(group_id), np.int8) if old_source is None else old_source
+    sources = np.concatenate([policy_rows, np.full(len(flat), source, np.int8)])[order]
+    is_added = (order >= len(group_id)).nonzero()[0]
+
+    tokens = np.array(widened.rollout.tokens)
+    action_mask = np.array(widened.rollout.action_mask)
+    columns = tokens.shape[1]
+    completions = list(widened.completions)
+    faults = list(widened.faults)
+    for place in is_added:
+        added = flat[order[place] - len(group_id)]
+        start = int(action_mask[place].argmax())
+        end = start + len(added.token_ids)
+        action_mask[place] = False
+        tokens[place, start:] = 0
+        completions[place] = added.text
+        faults[place] = ""
+        if end > columns:
+            faults[place] = f"a row of {source.name.lower()} exceeds the {columns} tokens of rows"
+            continue
+        tokens[place, start:end] = added.token_ids
+        action_mask[place, start:end] = True
+
+    def cleared(values: Any, value: float = 0.0) -> np.ndarray:
+        result = np.array(values)
+        result[is_added] = value
+        return result
+
+    rollout = widened.rollout
+    per_token = {
+        name: cleared(getattr(rollout, name))
+        for name in ("log_probs", "behaviour_log_probs", "rewards")
+    }
+    return replace(
+        widened,
+        rollout=replace(
+            rollout,
+            tokens=tokens,
+            action_mask=action_mask,
+            truncated=cleared(rollout.truncated, False),
+            scored=cleared(rollout.scored, False),
+            source=sources,
+            **per_token,
+        ),
+        completions=completions,
+        lengths=action_mask.sum(-1),
+        rewards=cleared(widened.rewards, np.nan),
+        parts={name: cleared(part, np.nan) for name, part in widened.parts.items()},
+        faults=faults,
+        chosen_from=scored.chosen_from or (scored,),
+    )

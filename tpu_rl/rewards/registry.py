@@ -1,0 +1,211 @@
+"""Reward functions by the names of `--reward`, and Python functions that get such names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tpu_rl import sandbox, user_code
+from tpu_rl.errors import InputError
+from tpu_rl.rewards import terms
+from tpu_rl.rewards.scoring import DEFAULT_LIMITS, Reward
+from tpu_rl.rewards.terms import PYTHON, RewardTerm
+from tpu_rl.rewards.verifiers import BUILTIN, Verifier
+from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
+from tpu_rl.runtime.worker_child import as_number, shorten
+
+
+def reward_functions(
+    names: Sequence[str], limits: RewardLimits, allow_unsandboxed_code: bool = False
+) -> dict[str, Reward]:
+    """Return display name -> function, in the order of the names; see `resolve`."""
+    return {display_name(name): resolve(name, limits, allow_unsandboxed_code) for name in names}
+
+
+def displayed(total: Sequence[RewardTerm]) -> tuple[RewardTerm, ...]:
+    """Return terms with display names, which are the names of `reward_functions`.
+
+    Raises:
+        InputError: if two rewards have the same display name.
+    """
+    paths: dict[str, str] = {}
+    for name in terms.names_of(total):
+        path = paths.setdefault(display_name(name), name)
+        if path != name:
+            raise InputError(
+                f"two rewards are called {display_name(name)}",
+                where=f"--reward {path} {name}",
+                why="metrics and samples could not tell them apart",
+                fix="rename one; a reward model is also found by the name of its run folder",
+            )
+    return tuple(term.renamed(display_name) for term in total)
+
+
+def display_name(name: str) -> str:
+    """Return the name of a reward in metrics and messages: FILE.function for FILE.py:function."""
+    return Path(name.removeprefix(PYTHON)).name.replace(".py:", ".")
+
+
+def files(names: Sequence[str]) -> list[str]:
+    """Return FILE.py of each name FILE.py:function."""
+    return [name.rpartition(":")[0] for name in names if ".py:" in name]
+
+
+def resolve(
+    name: str,
+    limits: RewardLimits = DEFAULT_LIMITS,
+    allow_unsandboxed_code: bool = False,
+) -> Reward:
+    """Return a reward function.
+
+    Args:
+        name: a built-in reward, FILE.py:function, python:NAME of a registered function, or the
+            directory or run folder of a trained reward model.
+        limits: of functions from files, which run in processes of their own.
+        allow_unsandboxed_code: run model-written programs unconfined where the kernel cannot
+            confine them.
+
+    Raises:
+        InputError: if there is no such reward, or if programs cannot be confined.
+    """
+    if name in BUILTIN:
+        return _built_in(BUILTIN[name], allow_unsandboxed_code)
+    if name.startswith(PYTHON):
+        return registered(name)
+    if Path(name).expanduser().is_dir():
+        # Reward workers import this file, and must not load JAX.
+        from tpu_rl.rewards import reward_model
+
+        return reward_model.load(name)
+    return from_path(name, limits)
+
+
+def _built_in(row: Verifier, allow_unsandboxed_code: bool) -> Reward:
+    """Return the function of a row that this machine can run; see `resolve`."""
+    if row.score_unsandboxed is not None and sandbox.refusal():
+        if allow_unsandboxed_code:
+            return row.score_unsandboxed
+        sandbox.require()
+    return row.score
+
+
+def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
+    """Return the function that "file.py:function" names.
+
+    It runs in a process of its own unless `limits.isolate` is False.
+
+    Raises:
+        InputError: if there is no such function, or its file does not load.
+    """
+    file_name, _, name = path.rpartition(":")
+    file = Path(file_name).expanduser().absolute()
+    if not file_name or not name.isidentifier():
+        raise InputError(
+            f"{path!r} does not name a reward function",
+            fix=user_code.did_you_mean(path, list(BUILTIN))
+            or f"write FILE.py:function, a directory, or one of {', '.join(BUILTIN)}",
+        )
+    user_code.require_file(file, "reward", file_name)
+    return (
+        IsolatedReward(path, limits) if limits.isolate else user_code.load_function(path, "reward")
+    )
+
+
+# --- functions of this process ---
+
+_REGISTERED: dict[str, Callable[..., Any]] = {}
+
+
+def register(name: str, function: Callable[..., Any]) -> str:
+    """Make a Python function a reward of this process, and return the name that it has there.
+
+    The name, "python:NAME", goes wherever `--reward` names a reward. The function is called in this
+    process, without limits on time and memory. If it raises, or returns what is not a number, its
+    rows have no reward. A later call with the same name replaces the function.
+
+    Args:
+        name: an identifier, such as the function's own name.
+        function: a function by the convention of `tpu_rl.rewards.scoring`; it may be async.
+
+    Raises:
+        InputError: if the name is no identifier, or there is nothing to call.
+    """
+    if not name.isidentifier():
+        raise InputError(
+            f"{name!r} is not a name for a reward function",
+            why="names have letters, digits and underscores, and begin with no digit",
+            fix="as in register('score', score)",
+        )
+    if not callable(function):
+        raise InputError(
+            f"the reward {name} is no function",
+            where=f"register({name!r}, ...)",
+            why=f"it is {shorten(function)}",
+            fix="pass a function(prompts, completions, **columns)",
+        )
+    _REGISTERED[name] = function
+    return f"{PYTHON}{name}"
+
+
+@contextmanager
+def registered_for_run(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Register functions, name -> function, in this context only."""
+    before = dict(_REGISTERED)
+    try:
+        for name, function in functions.items():
+            register(name, function)
+        yield
+    finally:
+        _REGISTERED.clear()
+        _REGISTERED.update(before)
+
+
+def at_step(terms: Sequence[RewardTerm], step: int) -> tuple[RewardTerm, ...]:
+    """Return the terms with the weights that their schedules give them at a step, from 1.
+
+    Raises:
+        InputError: if a schedule is not registered, fails, or returns no finite number.
+    """
+    return tuple(
+        dataclasses.replace(term, weight=_scheduled_weight(term, step)) if term.schedule else term
+        for term in terms
+    )
+
+
+def _scheduled_weight(term: RewardTerm, step: int) -> float:
+    try:
+        weight = registered(term.schedule or "")(step)
+        number = as_number(weight)
+    except InputError:
+        raise
+    # The user's function may raise anything.
+    except Exception as error:
+        number = f"{type(error).__name__}: {error}"
+    if isinstance(number, str):
+        raise InputError(
+            f"the schedule of the reward {term.name} gives no weight",
+            where=f"step {step}",
+            why=number,
+            fix="return a finite number for every step from 1 to --steps",
+        )
+    return number
+
+
+def registered(path: str) -> Callable[..., Any]:
+    """Return the function that "python:NAME" names.
+
+    Raises:
+        InputError: if nobody registered it in this process.
+    """
+    name = path.removeprefix(PYTHON)
+    if name not in _REGISTERED:
+        raise InputError(
+            f"the reward {name} was a Python function; pass it again",
+            where=path,
+            why="functions are not kept in the run folder, and this process has none of that name",
+            fix=f"tpu_rl.rewards.register({name!r}, function), or name FILE.py:function",
+        )
+    return _REGISTERED[name]

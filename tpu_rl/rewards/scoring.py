@@ -1,0 +1,283 @@
+"""The convention of reward functions, and the scores that they give.
+
+The convention is TRL's: `fn(prompts, completions, **columns) -> list[float | None]` returns one
+number per completion. `columns` are the other columns of the data, with one value per completion.
+Completions are texts, or lists of messages of which the last one counts. None means "this function
+does not score this completion". It never counts as zero, and neither does an error.
+
+Functions that run in other processes (FILE.py:function, math, python_tests) are called during
+sampling, as soon as groups are complete: one call then gets some whole groups of the batch, prompt
+by prompt. A function that must see the whole batch at once, to rank it or to normalize by its mean,
+says so, and is called once, at the end:
+
+    score.whole_batch = True
+
+A function may be `async def`. It may also name these parameters, which only functions that name
+them get, with one value per completion (a column of the data with such a name goes first):
+
+    completion_ids   the sampled tokens, with the end
+    token_counts     their number
+    truncated        True if the completion has no end
+    group            a number that the completions of one prompt share
+    step             the step of the run; 0 in evaluations
+    environments     as in TRL: an object with the public attributes of the episode's environment at
+                     its end, those that JSON can write; None without an environment
+
+If a prompt is a conversation, its completion is one too: [{"role": "assistant", "content": TEXT}].
+With an environment it has all messages after the prompt, also those of the environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import user_code
+from tpu_rl.errors import InputError
+from tpu_rl.rewards import terms as reward_terms
+from tpu_rl.rewards import worker_process
+from tpu_rl.rewards.terms import RewardTerm
+from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
+from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.runtime.worker_child import as_number, shorten
+
+DEFAULT_LIMITS = RewardLimits()
+
+ROLLOUT_COLUMNS = (
+    "completion_ids",
+    "token_counts",
+    "truncated",
+    "group",
+    "step",
+    "environments",
+)
+"""Names of what a function may ask about a rollout; see the module's docstring."""
+
+Reward = Callable[..., Sequence[Any]]
+"""fn(prompts, completions, **columns) -> a float or None for each completion. An exception in place
+of a value is an error on that completion alone."""
+
+
+@dataclass(frozen=True)
+class RewardFault:
+    """A completion that a reward function failed to score."""
+
+    function: str
+    row: int
+    message: str
+    frames: str = ""
+    """The traceback through the user's code, if there is one."""
+
+
+FunctionScores = tuple[np.ndarray, list[RewardFault]]
+"""The scores of N completions by one function: values [N] float32, NaN where it has none, and its
+faults."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of N completions by all functions. NaN means "not scored" everywhere."""
+
+    totals: np.ndarray
+    """[N] float32: the sum of each row's terms; NaN if no term counts or a function failed on it.
+    """
+    parts: dict[str, np.ndarray]
+    """Function name -> [N] float32, without weights and gates."""
+    faults: list[RewardFault]
+
+
+def score(
+    reward_functions: Mapping[str, Reward],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    max_fault_share: float = DEFAULT_LIMITS.fault_share,
+    precomputed: Mapping[str, FunctionScores] | None = None,
+    terms: Sequence[RewardTerm] = (),
+    rollout_columns: Mapping[str, Sequence[Any]] | None = None,
+) -> Scores:
+    """Return the rewards of N completions, by each function and in total.
+
+    The total is the sum of weight * value over the terms whose gates hold. A term counts 0 where
+    its gate does not hold. It does not count where its value, or the value that its gate asks for,
+    is missing.
+
+    A function that raises, returns the wrong number of values, or returns something that is not a
+    finite number, is called again row by row, so that one bad row does not spoil the others. A row
+    on which it still fails is a fault. That row has no total, because the sum of its remaining
+    parts would not compare with the totals of other rows.
+
+    Args:
+        reward_functions: name -> function.
+        prompts: [N] texts or lists of messages.
+        completions: [N] texts or lists of messages.
+        columns: the data's other columns; each has N values.
+        max_fault_share: the largest share of rows that may have a fault.
+        precomputed: scores by function name. These functions are not called.
+        terms: the terms of the total, whose names are those of functions. By default each function
+            is a term with the weight 1.
+        rollout_columns: values [N] by names of `ROLLOUT_COLUMNS`.
+
+    Raises:
+        InputError: if too many rows have a fault, or a function needs a column that the data lack.
+    """
+    rollout_columns = rollout_columns or {}
+    for name, function in reward_functions.items():
+        require_columns(name, function, columns, rollout_columns)
+    if not completions:
+        empty = {name: np.zeros(0, np.float32) for name in reward_functions}
+        return Scores(np.zeros(0, np.float32), empty, [])
+    parts: dict[str, np.ndarray] = {}
+    faults: list[RewardFault] = []
+    for name, function in reward_functions.items():
+        function_scores = (precomputed or {}).get(name)
+        if function_scores is None:
+            function_scores = apply(name, function, prompts, completions, columns, rollout_columns)
+        parts[name] = function_scores[0]
+        faults += function_scores[1]
+    totals = reward_terms.totals(terms or [RewardTerm(name) for name in parts], parts)
+    faulty_rows = sorted({fault.row for fault in faults})
+    totals[faulty_rows] = np.nan
+    scores = Scores(totals, parts, faults)
+    require_few_faults(scores, completions, max_fault_share)
+    return scores
+
+
+def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_share: float) -> None:
+    """Raise InputError if more than that share of the completions have a fault."""
+    faulty_rows = {fault.row for fault in scores.faults}
+    if len(faulty_rows) > max_fault_share * len(completions):
+        first = scores.faults[0]
+        frames = textwrap.indent(first.frames.rstrip(), "    ")
+        raise InputError(
+            f"reward functions fail on {len(faulty_rows)} of {len(completions)} completions",
+            where=f"{first.function}, first on row {first.row}: {shorten(completions[first.row])}",
+            why=f"{first.message}\n{frames}".rstrip(),
+            fix="repair the function; return None for what should not be scored; "
+            "limits: --reward-limits",
+        )
+
+
+# --- calls of one function ---
+
+
+def apply(
+    name: str,
+    function: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    rollout_columns: Mapping[str, Sequence[Any]] | None = None,
+) -> FunctionScores:
+    """Return the scores of N completions by one function; see `score`."""
+    # The data's own columns go first.
+    of_rollout = {
+        key: column
+        for key, column in (rollout_columns or {}).items()
+        if key in requested_columns(function) and key not in columns
+    }
+    values = _call(function, prompts, completions, columns, of_rollout)
+    if isinstance(values, RewardFailure) and worker_process.sees_whole_batch(function):
+        values = [values] * len(completions)
+    elif isinstance(values, RewardFailure):
+        values = []
+        for i in range(len(completions)):
+            row_columns = {key: [column[i]] for key, column in columns.items()}
+            row_of_rollout = {key: [column[i]] for key, column in of_rollout.items()}
+            row_values = _call(
+                function, [prompts[i]], [completions[i]], row_columns, row_of_rollout
+            )
+            values.append(row_values if isinstance(row_values, RewardFailure) else row_values[0])
+    numbers = np.full(len(completions), np.nan, np.float32)
+    faults = []
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        number = as_number(value)
+        if isinstance(number, str):
+            frames = value.frames if isinstance(value, RewardFailure) else ""
+            faults.append(RewardFault(name, i, number, frames))
+        else:
+            numbers[i] = number
+    return numbers, faults
+
+
+def _call(
+    function: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    of_rollout: Mapping[str, Sequence[Any]],
+) -> list[Any] | RewardFailure:
+    """Return the function's values, or the reason why there are none.
+
+    `of_rollout` has the columns that the function names among its parameters.
+    """
+    arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
+    accepted = _parameters(function)
+    if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
+        arguments = {p.name: arguments[p.name] for p in accepted if p.name in arguments}
+    return worker_process.call(function, {**arguments, **of_rollout}, len(completions))
+
+
+def requested_columns(function: Reward) -> set[str]:
+    """Return the names of `ROLLOUT_COLUMNS` that are parameters of the function."""
+    return {parameter.name for parameter in _parameters(function) or ()} & set(ROLLOUT_COLUMNS)
+
+
+def as_answers(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+    """Return completions as reward functions see them, as in TRL.
+
+    The answer to a text is a text, and the answer to a conversation is a list with one message.
+    """
+    return [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def limited_to_share(function: Reward, share: float, seconds_spent: float) -> Reward:
+    """Return the function with the time limit of a share of a batch.
+
+    Args:
+        function: only `IsolatedReward` has limits; others are returned unchanged.
+        share: from 0 to 1.
+        seconds_spent: what the function has already spent on this batch.
+    """
+    if isinstance(function, IsolatedReward):
+        return function.limited_to_share(share, seconds_spent)
+    return function
+
+
+def require_columns(
+    name: str,
+    function: Reward,
+    columns: Mapping[str, Sequence[Any]],
+    rollout_columns: Iterable[str] = (),
+) -> None:
+    """Raise InputError if a function needs a column that the data, and the rollout, lack."""
+    present = {"prompts", "completions", *columns, *rollout_columns}
+    for parameter in _parameters(function) or ():
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if required and parameter.name not in present:
+            raise InputError(
+                f"the reward function {name} needs a column {parameter.name!r} that the data lack",
+                where=f"columns present: {', '.join(columns) or 'none'}",
+                fix=user_code.did_you_mean(parameter.name, list(columns)),
+            )
+
+
+def _parameters(function: Reward) -> list[inspect.Parameter] | None:
+    """Return the parameters, or None for a callable written in C that has no signature."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None

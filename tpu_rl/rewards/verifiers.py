@@ -1,0 +1,99 @@
+"""The built-in rewards: one row of `BUILTIN` for each, with all that the library knows of it.
+
+To add a reward, write its function in a file of this folder and add its row here. `--reward`, the
+dry run, majority votes, scores during sampling and docs/reference/rewards.md read the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from tpu_rl.environments import TASKS, calculator, search
+from tpu_rl.environments.answers import final_number
+from tpu_rl.rewards import choice, gsm8k_answers, math_verify_pool, programs
+from tpu_rl.rewards.scoring import Reward
+from tpu_rl.rewards.worker_pool import IsolatedReward
+
+ReadAnswer = Callable[[str], Hashable | None]
+"""Returns a completion's final answer, or None if it gives none."""
+
+ReadGroups = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[Hashable | None] | Exception]]
+"""Returns, for each problem, values that are equal where the answers of its completions are; None
+for a completion without an answer. An exception stands for a problem whose answers could not be
+compared."""
+
+
+class AnswerReaders(NamedTuple):
+    """The functions that majority votes read final answers with. Without any, nothing votes."""
+
+    read_answer: ReadAnswer | None = None
+    """Reads the answer of one completion."""
+    read_groups: ReadGroups | None = None
+    """Compares the completions of each problem, where one answer has many forms."""
+
+
+class Verifier(NamedTuple):
+    """A built-in reward. The documentation shows the first paragraph of its function."""
+
+    score: Reward
+    readers: AnswerReaders = AnswerReaders()
+    """Majority votes need one of them."""
+    in_workers: bool = False
+    """True if the function computes in other processes and needs no whole batch. It then scores
+    complete groups while others are decoded."""
+    score_unsandboxed: Reward | None = None
+    """A reward that has it runs programs in the sandbox. This one runs them without, for
+    --allow-unsandboxed-code where the kernel has no sandbox."""
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """True if the reward runs programs that a model wrote."""
+        return self.score_unsandboxed is not None
+
+
+def _rows_of_tasks() -> Mapping[str, Verifier]:
+    """Return the rewards of all tasks by name."""
+    return {
+        name: Verifier(score, AnswerReaders(task.read_answers.get(name)))
+        for task in TASKS.values()
+        for name, score in task.rewards.items()
+    }
+
+
+BUILTIN: dict[str, Verifier] = {
+    "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
+    "gsm8k": Verifier(gsm8k_answers.gsm8k, AnswerReaders(final_number)),
+    "gsm8k_marks": Verifier(calculator.right_marks),
+    "math": Verifier(
+        math_verify_pool.math_equivalent,
+        AnswerReaders(read_groups=math_verify_pool.math_answers),
+        in_workers=True,
+    ),
+    "python_tests": Verifier(
+        programs.python_tests,
+        in_workers=True,
+        score_unsandboxed=programs.python_tests_unsandboxed,
+    ),
+    **{name: Verifier(score) for name, score in search.REWARDS.items()},
+    **_rows_of_tasks(),
+}
+"""Rewards by the names that presets and `--reward` use."""
+
+
+def answer_readers(name: str | None) -> AnswerReaders:
+    """Return the readers for majority votes on a reward; none if it is not built in."""
+    return BUILTIN[name].readers if name in BUILTIN else AnswerReaders()
+
+
+def runs_during_sampling(function: Reward) -> bool:
+    """Return True if the function can score some groups while others are decoded.
+
+    Such a function runs in other processes and does not need the whole batch.
+    """
+    if isinstance(function, IsolatedReward):
+        return not function.whole_batch
+    return any(
+        row.in_workers and function in (row.score, row.score_unsandboxed)
+        for row in BUILTIN.values()
+    )
