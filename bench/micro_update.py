@@ -6,8 +6,8 @@ The program is the gradient of GRPO's loss over one micro-batch, for a Llama of 
 parameters in float32. Each packed row holds one group, whose completions share the prompt.
 
     dense    scores of every token against the whole row; all slots unembedded
-    tiles    scores only for tiles with tokens that a token sees (`types.Rows.key_tiles`)
-    actions  only actions unembedded (`types.Rows.actions`)
+    tiles    scores only for tiles with tokens that a token sees (`types.PackedRows.key_tiles`)
+    actions  only actions unembedded (`types.PackedRows.actions`)
     both     tiles and actions
 
 Prints the CPU seconds of all cores (medians); and of the compiled program the FLOPs, loops with

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
-from tpu_rl.types import Algorithm, Array, Roles, Rows, Sampling
+from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def soft_gate_surrogate(
     log_probs: Array,
     old_log_probs: Array,
     advantages: Array,
-    rows: Rows,
+    rows: PackedRows,
     *,
     tau_positive: float,
     tau_negative: float,

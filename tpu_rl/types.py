@@ -12,7 +12,7 @@ Letters in array shapes:
 **Alignment.** Every array is aligned to *tokens*: `log_probs[n, t]` is the log-probability of
 `tokens[n, t]` given the tokens before it, and zero for a token with nothing before it. The shift
 between a token and the hidden state that predicts it happens in one function only,
-`losses.log_probs.predicting`, through `Rows.previous`.
+`losses.log_probs.predicting`, through `PackedRows.previous`.
 
 **Data flow.**
 
@@ -50,7 +50,8 @@ class Model(NamedTuple):
     Attention in `hidden`: token i sees token j if both have the same segment id, j is not later in
     the row, and j is either prompt (branch 0) or of i's own branch. Segments and branches are
     contiguous. In rows that hold deeper trees `visible_until` decides in place of segments and
-    branches (see `Rows`). Sliding windows and rotary angles depend on `positions`, not on slots.
+    branches (see `PackedRows`). Sliding windows and rotary angles depend on `positions`, not on
+    slots.
     """
 
     config: Any
@@ -61,8 +62,8 @@ class Model(NamedTuple):
     """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None, visible_until=None,
     paths=None, routing=None) -> [R, S, D].
 
-    All inputs are [R, S] int32, except `key_tiles`, `paths` and `routing` (see `Rows`). The first
-    two change no result: `key_tiles` says which attention scores need not be computed, and `paths`
+    All inputs are [R, S] int32, except `key_tiles`, `paths` and `routing` (see `PackedRows`). The
+    first two change no result: `key_tiles` says which attention scores need not be computed, and `paths`
     in which order to sum. `routing` replaces the router's choice of experts.
     """
     logits: Callable[[Params, Array], Array]
@@ -145,7 +146,7 @@ class Role(NamedTuple):
     reference is the policy with its adapters off.
     """
 
-    hidden: Callable[[Params, Rows], Array]
+    hidden: Callable[[Params, PackedRows], Array]
     """(full params tree, rows) -> [R, S, D]."""
     logits: Callable[[Params, Array], Array]
     """(full params tree, hidden [..., D]) -> [..., V] float32; for a head, its outputs [..., K]."""
@@ -325,7 +326,7 @@ class Paths:
 
 
 @struct.dataclass
-class Rows:
+class PackedRows:
     """Packed rows, the input of models and losses. All arrays are [..., R, S] int32 unless noted.
 
     A group (a prompt with its completions) is a segment of a packed row. The prompt is stored once,
@@ -385,7 +386,7 @@ class Layout:
     """[N] int32: index, below M, of the optimizer step that learns from this row; M if none
     does."""
     positions: Array
-    """The remaining fields are those of `Rows`, with leading axes [M, K]."""
+    """The remaining fields are those of `PackedRows`, with leading axes [M, K]."""
     segment_ids: Array
     branch_ids: Array
     sequence_ids: Array
@@ -414,9 +415,9 @@ class Layout:
         values = jnp.take(array.reshape(-1), jnp.maximum(self.slot, 0))
         return jnp.where(self.slot >= 0, values, jnp.asarray(fill, array.dtype))
 
-    def rows(self, tokens: Array) -> Rows:
+    def rows(self, tokens: Array) -> PackedRows:
         """[N, T] tokens -> the packed rows that models read."""
-        return Rows(
+        return PackedRows(
             tokens=self.pack(tokens),
             positions=self.positions,
             segment_ids=self.segment_ids,

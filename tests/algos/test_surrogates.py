@@ -20,7 +20,7 @@ from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs
 from tpu_rl.losses.policy_batch import PolicyBatch
 from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
-from tpu_rl.types import Metrics, Rows
+from tpu_rl.types import Metrics, PackedRows
 
 # Three completions, of four, three and two tokens.
 LENGTHS = (4, 3, 2)
@@ -48,7 +48,7 @@ def batch_of(advantages: np.ndarray, weighting: masked.Weighting) -> PolicyBatch
     sequences = np.broadcast_to(np.arange(1, 4)[:, None], MASK.shape)
     sequence_ids = packed(sequences, fill=0).astype(jnp.int32)
     slots = jnp.broadcast_to(jnp.arange(11, dtype=jnp.int32), (1, 11))
-    rows = Rows(slots, slots, slots, slots, sequence_ids, slots)
+    rows = PackedRows(slots, slots, slots, slots, sequence_ids, slots)
     weights = weighting(jnp.asarray(MASK), jnp.zeros(3, jnp.int32), 1)
     return PolicyBatch(
         rows=rows,
@@ -212,7 +212,7 @@ def test_the_sequence_ratio_leaves_tool_output_out():
     """A token that the policy did not choose has sequence id 0 and changes no length."""
     ids = jnp.array([[0, 1, 1, 0, 1, 2, 2, 0]], jnp.int32)
     log_ratio = jnp.array([[0.0, 0.3, 0.1, 0.0, 0.2, -0.5, 0.1, 0.0]])
-    rows = Rows(ids, ids, ids, ids, ids, ids)
+    rows = PackedRows(ids, ids, ids, ids, ids, ids)
     ratio = sequence_ratio(log_ratio, jnp.zeros_like(log_ratio), rows)
     first = np.exp(0.2)
     second = np.exp(-0.2)

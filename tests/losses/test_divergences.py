@@ -7,7 +7,7 @@ import pytest
 
 from tpu_rl.losses import divergences, teachers
 from tpu_rl.losses.log_probs import over_actions
-from tpu_rl.types import Rows
+from tpu_rl.types import PackedRows
 
 LN2, LN3 = np.log(2), np.log(3)
 P, Q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.25, 0.5])
@@ -178,7 +178,9 @@ def test_chunks_of_actions_change_nothing(chunk_tokens):
     actions = np.array([[1, 4, 5, 9, 10, 11, 11], [0, 1, 2, 3, 5, 7, 9], [11] * 7])
     chosen = np.array([[slot in row for slot in range(11)] for row in actions])
     zeros = jnp.zeros((3, 11), jnp.int32)
-    rows = Rows(zeros, zeros, zeros, zeros, zeros, jnp.asarray(previous), jnp.asarray(actions))
+    rows = PackedRows(
+        zeros, zeros, zeros, zeros, zeros, jnp.asarray(previous), jnp.asarray(actions)
+    )
 
     def measure(weights, hidden, teacher):
         return divergences.jensen_shannon(

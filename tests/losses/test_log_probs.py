@@ -10,7 +10,7 @@ import pytest
 from tpu_rl.losses import log_probs
 from tpu_rl.losses.log_probs import k1, k2, k3, token_log_probs
 from tpu_rl.proofs import tiny
-from tpu_rl.types import Role, Rows
+from tpu_rl.types import PackedRows, Role
 
 MODEL = tiny.attention_model()
 POLICY = tiny.role(MODEL, "policy")
@@ -18,7 +18,7 @@ PARAMS = tiny.init_params(MODEL)
 
 
 @functools.cache
-def one_micro_batch() -> tuple[tiny.Rollout, Rows, np.ndarray, np.ndarray]:
+def one_micro_batch() -> tuple[tiny.Rollout, PackedRows, np.ndarray, np.ndarray]:
     """(rollout, rows [R, S], slot [N, T], action_mask [N, T]); [R, S] is the whole batch."""
     data, layout = tiny.experience(tiny.rollout(), micro_batch_rows=4)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[0, 0], layout.rows(data.tokens))
@@ -158,13 +158,13 @@ def test_memory_of_loss_and_gradient_does_not_grow_with_vocabulary_times_sequenc
             "out": jax.ShapeDtypeStruct((width, vocabulary), jnp.float32),
         }
 
-        def loss(params: tiny.Params, rows: Rows) -> jax.Array:
+        def loss(params: tiny.Params, rows: PackedRows) -> jax.Array:
             values = token_log_probs(
                 role, params, rows, 0.7, entropy_gradient=True, chunk_tokens=chunk_tokens
             )
             return jnp.sum(values.log_probs + values.entropy)
 
-        compiled = jax.jit(jax.value_and_grad(loss)).lower(params, Rows(*[ids] * 7)).compile()
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(params, PackedRows(*[ids] * 7)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = temporary_bytes(256), temporary_bytes(2048)

@@ -23,7 +23,7 @@ from tpu_rl.losses.policy_gradient import (
     policy_metrics,
     reference_metrics,
 )
-from tpu_rl.types import Rows
+from tpu_rl.types import PackedRows
 
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.2)
 RATIO = jnp.array([0.5, 0.8, 1.0, 1.25, 2.0, 0.5, 0.8, 1.0, 1.25, 2.0])
@@ -163,7 +163,7 @@ def test_importance_weights_make_expectations_those_of_the_old_policy():
     ids = jnp.arange(5)[None]
 
     def gradient(drawn_from, importance):
-        rows = Rows(ids, ids, ids, ids, ids + 1, ids)
+        rows = PackedRows(ids, ids, ids, ids, ids + 1, ids)
         batch = PolicyBatch(
             rows,
             {"policy": drawn_from[None]},
@@ -198,7 +198,7 @@ def test_the_kl_to_the_reference_is_the_old_policys_whatever_drew():
     ids = jnp.arange(3)[None]
 
     def added(logits, importance):
-        rows, zeros = Rows(ids, ids, ids, ids, ids + 1, ids), jnp.zeros((1, 3))
+        rows, zeros = PackedRows(ids, ids, ids, ids, ids + 1, ids), jnp.zeros((1, 3))
         weights = {"policy": behavior[None]}
         batch = PolicyBatch(
             rows, weights, ids >= 0, zeros, old[None], reference[None], importance[None], None
@@ -255,7 +255,14 @@ def test_policy_loss_by_hand():
     weights, mask = {"policy": jnp.array([[0.25, 0.5, 0.0]])}, jnp.ones((1, 3), bool)
     ones = jnp.ones((1, 3), jnp.int32)
     batch = PolicyBatch(
-        Rows(ones, ones, ones, ones, ones, ones), weights, mask, advantages, old, None, None, None
+        PackedRows(ones, ones, ones, ones, ones, ones),
+        weights,
+        mask,
+        advantages,
+        old,
+        None,
+        None,
+        None,
     )
     token_log_probs = TokenLogProbs(log_probs, entropy)
     surrogate = partial(clipped_surrogate, clip_low=0.25, clip_high=0.3)

@@ -29,7 +29,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import kv_cache, layers
 from tpu_rl.proofs.tiny import VOCABULARY, attention_model, plain_log_probs
 from tpu_rl.sampler import SamplerConfig, sample
-from tpu_rl.types import Rows
+from tpu_rl.types import PackedRows
 
 
 def log_probs(family, tokens, *layout):
@@ -348,7 +348,9 @@ def test_role_and_apply_agree():
     positions, segments, branches = plain(3)
     role = models.role(model, lambda params: params["policy"])
     tree = {"policy": params, "reference": None}
-    hidden = role.hidden(tree, Rows(tokens, positions, segments, branches, segments, positions))
+    hidden = role.hidden(
+        tree, PackedRows(tokens, positions, segments, branches, segments, positions)
+    )
     expected = log_probs("llama3", tokens, positions, segments, branches)
     np.testing.assert_allclose(jax.nn.log_softmax(role.logits(tree, hidden)), expected, atol=2e-5)
     np.testing.assert_allclose(

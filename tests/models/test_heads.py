@@ -11,7 +11,7 @@ from tests.fixtures.decoders import CAPACITY, CONFIGS, LENGTH, plain, tiny, toke
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models.hf import families
-from tpu_rl.types import Rows
+from tpu_rl.types import PackedRows
 
 FAMILIES = ("llama3", "qwen2", "gemma2")
 """A plain one, one with tied embeddings, one with capped logits and a pattern of two kinds of
@@ -99,7 +99,7 @@ def test_a_head_on_another_roles_hidden_states():
     role = models.head_role(trunk, lambda params: params["value"])
     tokens = tokens_of((3, LENGTH))
     positions, segments, branches = plain(3)
-    rows = Rows(tokens, positions, segments, branches, segments, positions)
+    rows = PackedRows(tokens, positions, segments, branches, segments, positions)
     hidden = role.hidden(tree, rows)
     np.testing.assert_array_equal(hidden, trunk.hidden(tree, rows))
     expected = np.asarray(hidden) @ np.asarray(head["score"]).T

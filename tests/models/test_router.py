@@ -20,7 +20,7 @@ from tpu_rl.models.decoder import Decoder, packed_context
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.models.moe import router
 from tpu_rl.train import update_step
-from tpu_rl.types import Algorithm, Metrics, Rows, Sum
+from tpu_rl.types import Algorithm, Metrics, PackedRows, Sum
 
 FAMILY, COEFFICIENT = "olmoe", 0.3
 MODEL = tiny(FAMILY).model
@@ -32,7 +32,7 @@ def batch(rows=4):
     """Return rows [rows, LENGTH], each with padding after its first tokens."""
     positions, segments, branches = plain(rows)
     segments = jnp.where(jnp.arange(LENGTH)[None] < 6 + 2 * jnp.arange(rows)[:, None], segments, 0)
-    return Rows(tokens_of((rows, LENGTH)), positions, segments, branches, segments, positions)
+    return PackedRows(tokens_of((rows, LENGTH)), positions, segments, branches, segments, positions)
 
 
 def loss(params, rows) -> tuple[jax.Array, Metrics]:

@@ -17,7 +17,7 @@ from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.models import layers
 from tpu_rl.proofs import tiny
 from tpu_rl.train import packing
-from tpu_rl.types import Experience, Layout, Rows
+from tpu_rl.types import Experience, Layout, PackedRows
 
 
 def laid_out(groups: tiny.Groups, **cut: Any) -> tuple[Layout, np.ndarray, np.ndarray]:
@@ -431,7 +431,7 @@ def test_a_micro_batch_without_tokens_is_not_computed():
     rows = layout.rows(jnp.zeros(layout.slot.shape, jnp.int32))
     assert packing.is_occupied(rows).tolist() == [[True, False, False]]
 
-    def nan_if_empty(micro_batch: Rows) -> jax.Array:
+    def nan_if_empty(micro_batch: PackedRows) -> jax.Array:
         is_token = micro_batch.segment_ids > 0
         return jnp.where(is_token.any(), 1.0 * is_token, jnp.nan)
 

@@ -12,7 +12,7 @@ import pytest
 from tpu_rl import cost_model, models
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.train import packing
-from tpu_rl.types import Layout, Rows
+from tpu_rl.types import Layout, PackedRows
 
 LLAMA = {
     "model_type": "llama",
@@ -54,7 +54,7 @@ def costs(case: tuple[int, int, int], vocabulary: int, arm: str) -> tuple[float,
         lambda x: jax.ShapeDtypeStruct(x.shape[2:], jnp.int32), layout.rows(jnp.zeros((1, 1)))
     )
 
-    def total(params: Any, rows: Rows) -> jax.Array:
+    def total(params: Any, rows: PackedRows) -> jax.Array:
         return token_log_probs(role, params, rows).log_probs.sum()
 
     params = jax.eval_shape(model.init, jax.random.key(0))

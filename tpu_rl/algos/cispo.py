@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from tpu_rl.algos.grpo import GroupPolicyConfig, check_clip_range, group_policy_gradient
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
-from tpu_rl.types import Algorithm, Array, Roles, Rows, Sampling
+from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def cispo_surrogate(
     log_probs: Array,
     old_log_probs: Array,
     advantages: Array,
-    rows: Rows,
+    rows: PackedRows,
     *,
     clip_low: float | None,
     clip_high: float,

@@ -41,9 +41,9 @@ from tpu_rl.types import (
     Completions,
     Experience,
     Metrics,
+    PackedRows,
     Params,
     Roles,
-    Rows,
     Sampling,
     Sum,
 )
@@ -143,7 +143,7 @@ class DistillConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"policy": the weights of the tokens."""
     on_policy: Array

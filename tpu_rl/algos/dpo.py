@@ -30,10 +30,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Pairs,
     Params,
     Roles,
-    Rows,
     Sampling,
     Sum,
 )
@@ -120,7 +120,7 @@ class DpoConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"preference": the weight of each pair, on one of its tokens."""
     action_mask: Array

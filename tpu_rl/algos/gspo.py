@@ -31,7 +31,7 @@ from tpu_rl.algos.grpo import GroupPolicyConfig, check_clip_range, group_policy_
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
-from tpu_rl.types import Algorithm, Array, Roles, Rows, Sampling
+from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GspoConfig(GroupPolicyConfig):
             )
 
 
-def sequence_ratio(log_probs: Array, old_log_probs: Array, rows: Rows) -> Array:
+def sequence_ratio(log_probs: Array, old_log_probs: Array, rows: PackedRows) -> Array:
     """Return s [R, S], the same at every token of a completion; 1 outside completions."""
     actions = rows.sequence_ids > 0
     log_ratio = masked.sequence_total(log_probs - old_log_probs, rows.sequence_ids)
@@ -72,7 +72,7 @@ def gspo_surrogate(
     log_probs: Array,
     old_log_probs: Array,
     advantages: Array,
-    rows: Rows,
+    rows: PackedRows,
     *,
     clip_low: float,
     clip_high: float,

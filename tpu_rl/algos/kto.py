@@ -36,10 +36,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Pairs,
     Params,
     Roles,
-    Rows,
     Sampling,
     Sum,
 )
@@ -89,7 +89,7 @@ class KtoConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"preference": the weight of each completion, on its first action."""
     action_mask: Array
@@ -178,7 +178,7 @@ def _mismatched_log_ratios(
     )
     rows = packing.one_per_row(tokens, mask, rows_at_once)
 
-    def log_ratios(micro_batch: Rows) -> Array:
+    def log_ratios(micro_batch: PackedRows) -> Array:
         policy = token_log_probs(roles["policy"], params, micro_batch)
         reference = token_log_probs(roles["reference"], params, micro_batch)
         return policy.log_probs - reference.log_probs

@@ -40,10 +40,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Params,
     Roles,
     Rollout,
-    Rows,
     Sampling,
     Sum,
 )
@@ -88,7 +88,7 @@ class MiniLlmConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"policy": the weights of the tokens."""
     advantages: Array

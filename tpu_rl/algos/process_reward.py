@@ -29,10 +29,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Params,
     QExamples,
     Roles,
-    Rows,
     Sampling,
 )
 
@@ -71,7 +71,7 @@ class ProcessRewardConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"step": the weights of the labeled tokens."""
     labels: Array

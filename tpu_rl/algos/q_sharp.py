@@ -53,10 +53,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Params,
     QExamples,
     Roles,
-    Rows,
     Sampling,
 )
 
@@ -185,7 +185,7 @@ class QSharpConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"q": the weights of the labeled tokens; "next_token": those of the tokens to predict, if a
     loss predicts any."""
@@ -219,7 +219,7 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
         )
         return batch, state
 
-    def token_outputs(params: Params, rows: Rows, hidden: Array) -> Array:
+    def token_outputs(params: Params, rows: PackedRows, hidden: Array) -> Array:
         """Return q's outputs for each token, [R, S, K]."""
         if config.q_type == "v":
             return q.logits(params, hidden)

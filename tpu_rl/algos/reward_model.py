@@ -44,10 +44,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Pairs,
     Params,
     Roles,
-    Rows,
     Sampling,
     Sum,
 )
@@ -110,7 +110,7 @@ class RewardModelConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"member_k": the weight of each pair for member k, at the first token of the better
     completion."""

@@ -30,10 +30,10 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Pairs,
     Params,
     Roles,
-    Rows,
     Sampling,
     Sum,
 )
@@ -75,7 +75,7 @@ class SentenceRewardConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"preference": 1 / number of pairs of the optimizer step, at the first token of the better
     completion."""

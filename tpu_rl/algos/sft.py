@@ -25,9 +25,9 @@ from tpu_rl.types import (
     Demonstrations,
     Experience,
     Metrics,
+    PackedRows,
     Params,
     Roles,
-    Rows,
     Sampling,
     Sum,
 )
@@ -59,7 +59,7 @@ class SftConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"policy": the weights of the tokens."""
 

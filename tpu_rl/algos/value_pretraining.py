@@ -31,9 +31,9 @@ from tpu_rl.types import (
     Array,
     Experience,
     Metrics,
+    PackedRows,
     Params,
     Roles,
-    Rows,
     Sampling,
 )
 
@@ -70,7 +70,7 @@ class ValuePretrainingConfig:
 class Batch:
     """Leaves are [M, K, R, S]; the loss sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """"value": every token of the optimizer step alike."""
     targets: Targets

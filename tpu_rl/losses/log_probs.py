@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_rl.sums import tree_sum
 from tpu_rl.train import packing, sharding
-from tpu_rl.types import Array, Params, Role, Rows
+from tpu_rl.types import Array, PackedRows, Params, Role
 
 CHUNK_TOKENS = 2048
 """Largest number of tokens that a device unembeds at once.
@@ -46,7 +46,7 @@ class TokenLogProbs(NamedTuple):
 def token_log_probs(
     role: Role,
     params: Params,
-    rows: Rows,
+    rows: PackedRows,
     temperature: float = 1.0,
     *,
     entropy_gradient: bool = False,
@@ -76,13 +76,15 @@ def token_log_probs(
     )
 
 
-def frozen_log_probs(role: Role, params: Params, rows: Rows, temperature: float = 1.0) -> Array:
+def frozen_log_probs(
+    role: Role, params: Params, rows: PackedRows, temperature: float = 1.0
+) -> Array:
     """Compute log-probs of a whole batch [M, K, R, S], without gradients.
 
     It takes one micro-batch at a time. For make_batch.
     """
 
-    def log_probs(micro_batch: Rows) -> Array:
+    def log_probs(micro_batch: PackedRows) -> Array:
         return token_log_probs(role, params, micro_batch, temperature).log_probs
 
     return packing.over_micro_batches(log_probs, rows)
@@ -92,7 +94,7 @@ def log_probs_of_hidden(
     role: Role,
     params: Params,
     hidden: Array,
-    rows: Rows,
+    rows: PackedRows,
     temperature: float = 1.0,
     *,
     entropy_gradient: bool = False,
@@ -111,7 +113,7 @@ def log_probs_of_hidden(
     return TokenLogProbs(jnp.where(predicted, log_probs, 0.0), jnp.where(predicted, entropy, 0.0))
 
 
-def predicting(states: Array, rows: Rows) -> Array:
+def predicting(states: Array, rows: PackedRows) -> Array:
     """Give each token the state of the token that it follows, [R, S, D] -> [R, S, D].
 
     The shift between tokens and the states that predict them happens here and, for actions only, in
@@ -140,7 +142,7 @@ def tokens_at_once(*vocabularies: int) -> int:
 
 
 def over_actions(
-    function: Callable[..., Any], rows: Rows, *hidden: Array, chunk_tokens: int
+    function: Callable[..., Any], rows: PackedRows, *hidden: Array, chunk_tokens: int
 ) -> Any:
     """Apply a function to the actions of packed rows, a chunk at a time.
 

@@ -59,7 +59,7 @@ def sequence_total(values: Array, sequence_ids: Array) -> Array:
 
     Args:
       values: [R, S].
-      sequence_ids: [R, S], as in `types.Rows`; 0 at prompt and padding.
+      sequence_ids: [R, S], as in `types.PackedRows`; 0 at prompt and padding.
 
     Returns:
       [R, S]. Every token of a sequence holds the sequence's sum, so that a sequence-level term is

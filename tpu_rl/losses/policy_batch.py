@@ -15,7 +15,7 @@ from flax import struct
 
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
-from tpu_rl.types import Array, Experience, Layout, Params, Role, Rollout, Rows, RowSource
+from tpu_rl.types import Array, Experience, Layout, PackedRows, Params, Role, Rollout, RowSource
 
 Credit = Literal["episode", "turn", "step"]
 """What a group compares: episodes, their k-th turns, or GiGPO's step groups (see
@@ -27,7 +27,7 @@ class PolicyBatch:
     """Input of the loss of a method with an importance ratio. Leaves are [M, K, R, S]; the loss
     sees [R, S]."""
 
-    rows: Rows
+    rows: PackedRows
     weights: dict[str, Array]
     """Weights of the tokens: "policy", and "kl" if the KL to the reference has other weights."""
     action_mask: Array

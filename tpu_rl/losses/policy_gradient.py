@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs, k1, k3
 from tpu_rl.losses.policy_batch import PolicyBatch
-from tpu_rl.types import Array, First, Layout, Max, Metrics, Min, PerToken, Rollout, Rows, Sum
+from tpu_rl.types import Array, First, Layout, Max, Metrics, Min, PackedRows, PerToken, Rollout, Sum
 
 
 class Surrogate(NamedTuple):
@@ -34,7 +34,7 @@ class Surrogate(NamedTuple):
     """bool: tokens where the upper bound took effect; None without an upper bound."""
 
 
-SurrogateFunction = Callable[[Array, Array, Array, Rows], Surrogate]
+SurrogateFunction = Callable[[Array, Array, Array, PackedRows], Surrogate]
 """(log_probs, old_log_probs, advantages, rows) -> Surrogate; arrays are [R, S].
 
 Log-probs are zero at tokens that the policy did not choose, and so are `rows.sequence_ids`: a sum
@@ -99,7 +99,7 @@ def clipped_surrogate(
     log_probs: Array,
     old_log_probs: Array,
     advantages: Array,
-    rows: Rows,
+    rows: PackedRows,
     *,
     clip_low: float,
     clip_high: float,

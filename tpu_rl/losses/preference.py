@@ -46,7 +46,7 @@ def pair_scores(
       values: [R, S].
       action_mask: [R, S] bool, the tokens to sum over.
       preferred: [R, S] bool, True if the token's completion is the preferred one.
-      segment_ids: [R, S], as in `types.Rows`.
+      segment_ids: [R, S], as in `types.PackedRows`.
       averaged: whether to divide by the number of tokens.
 
     Returns:

@@ -73,7 +73,7 @@ def sentence_scores(
       outputs: [R, S, 2], a level h and an attention logit a.
       ends: [R, S] bool, True on the last token of a sentence.
       starts: [R, S] int32, the slot of the start of each token's sentence.
-      sequence_ids: [R, S], as in `types.Rows`.
+      sequence_ids: [R, S], as in `types.PackedRows`.
       aggregate: "attention" or "sum".
 
     Returns:

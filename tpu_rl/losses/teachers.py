@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from tpu_rl.losses import divergences
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
-from tpu_rl.types import Array, Params, Roles, Rows
+from tpu_rl.types import Array, PackedRows, Params, Roles
 
 LEAST_ALPHA = 1e-3
 """The paper's epsilon. Where two models agree, the target is nearly the first of them."""
@@ -126,7 +126,7 @@ class Comparison(NamedTuple):
 def compare(
     roles: Roles,
     params: Params,
-    rows: Rows,
+    rows: PackedRows,
     teacher: Teacher,
     beta: float,
     *,

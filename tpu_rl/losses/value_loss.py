@@ -16,7 +16,7 @@ from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import predicting
-from tpu_rl.types import Array, Layout, Metrics, Params, Role, Rows, Sum
+from tpu_rl.types import Array, Layout, Metrics, PackedRows, Params, Role, Sum
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Critic:
         )
 
 
-def values(role: Role, params: Params, rows: Rows, hidden: Array | None = None) -> Array:
+def values(role: Role, params: Params, rows: PackedRows, hidden: Array | None = None) -> Array:
     """Return V of the state before each token, [R, S] float32.
 
     `hidden` are the hidden states of the role's trunk, if they are already computed.

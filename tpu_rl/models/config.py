@@ -569,7 +569,7 @@ class DecoderConfig:
     """Number of layers at the beginning that have an MLP although there is a mixture."""
     records_routing: bool = False
     """True if the cache has the experts that processed the latest tokens (`types.ROUTING`), and
-    packed rows are processed by the experts of `Rows.routing`. Only for mixtures."""
+    packed rows are processed by the experts of `PackedRows.routing`. Only for mixtures."""
     num_outputs: int | None = None
     """Number of outputs of a head ("score") in place of the vocabulary. `logits` then returns those
     outputs, and there is no unembedding. None: a language model."""

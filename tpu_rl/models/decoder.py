@@ -76,7 +76,7 @@ class Context(NamedTuple):
     paths: Paths | None = None
     """See `exact.path_attention`."""
     routing: Array | None = None
-    """[B, T, L k]: see `types.Rows`."""
+    """[B, T, L k]: see `types.PackedRows`."""
     views: dict[str, kv_cache.CacheView] | None = None
     """Layer type -> view on the cache; None without a cache."""
     sequences: Sequences | None = None
@@ -1064,7 +1064,7 @@ def decoder(config: DecoderConfig) -> Model:
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:
-            # Whole rows on each device, because `Rows.previous` may point to any token of the row.
+            # Whole rows on each device: `PackedRows.previous` may point to any token of the row.
             states = constrain(states, (PACKED.rows, None, None))[:, np.argsort(order)]
         if router.REPORT in params:
             return router.report_usage(states, usage, params[router.REPORT])

@@ -182,9 +182,9 @@ def attention(
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [H], the score in each head of a further key that all queries see, and whose value is
             zero (arXiv 2309.17453; gpt-oss).
-        key_tiles: [B, T / t, n], see `types.Rows`; for packed rows only, where T = S. Keys outside
-            of the listed tiles are skipped. They have weight zero anyway, so results are the same,
-            except in padding.
+        key_tiles: [B, T / t, n], see `types.PackedRows`; for packed rows only, where T = S. Keys
+            outside of the listed tiles are skipped. They have weight zero anyway, so results are
+            the same, except in padding.
         implementation: a function to use in place of `dense_attention`.
     """
     attend = implementation or dense_attention

@@ -18,7 +18,7 @@ from tpu_rl.models.attention import decode
 from tpu_rl.models.config import WeightDtype
 from tpu_rl.models.decoder import decoder
 from tpu_rl.models.lora import join
-from tpu_rl.types import Array, Model, Params, Policy, Role, Rows
+from tpu_rl.types import Array, Model, PackedRows, Params, Policy, Role
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
     `select` returns the model's own params, for example `lambda params: params["policy"]`.
     """
 
-    def hidden(params: Params, rows: Rows) -> Array:
+    def hidden(params: Params, rows: PackedRows) -> Array:
         return model.hidden(
             select(params),
             rows.tokens,

@@ -167,7 +167,7 @@ def _reduced(metrics: list[Metrics]) -> dict[str, float]:
 def _refill(batch: Any, rows: int, slots: int, actions: int) -> Any:
     """Fill micro-batches with empty rows, and rows with padding, to [K, rows, slots].
 
-    `actions` is the length of the lists in `Rows.actions`.
+    `actions` is the length of the lists in `PackedRows.actions`.
     """
 
     def fill(x: np.ndarray) -> np.ndarray:

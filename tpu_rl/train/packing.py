@@ -9,7 +9,7 @@ In general a group is a tree: rows of the [N, T] arrays may share any number of 
 (`types.Rollout.parent`). The shared tokens stand once. The tree is stored depth first and cut into
 runs where rows branch off: a run, then the rest of the same row, then the rows that branch off at
 the end of the run. So the tokens that see a token are neighbors, from the token to the end of its
-subtree (`types.Rows.visible_until`).
+subtree (`types.PackedRows.visible_until`).
 
 The assignment happens on the host with numpy, once per batch. Only `one_per_row` and
 `over_micro_batches` are for use inside jit.
@@ -26,17 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.errors import InputError
-from tpu_rl.types import Layout, Paths, Rows
+from tpu_rl.types import Layout, PackedRows, Paths
 
 TILE = 64
-"""Approximate number of slots per tile of `Rows.key_tiles`. Smaller tiles leave out more keys;
-larger tiles gather less memory per attention score."""
+"""Approximate number of slots per tile of `PackedRows.key_tiles`. Smaller tiles leave out more
+keys; larger tiles gather less memory per attention score."""
 
 PATH_TILES = (8, 64)
-"""Smallest and largest number of queries in a tile of `Rows.paths`."""
+"""Smallest and largest number of queries in a tile of `PackedRows.paths`."""
 
 PATH_KEYS = 64
-"""The keys of a tile of `Rows.paths` are this number times a power of two."""
+"""The keys of a tile of `PackedRows.paths` are this number times a power of two."""
 
 WORTH_TILES = 0.75
 """If the longest list of key tiles covers more than this share of a row, attention reads all keys
@@ -162,7 +162,7 @@ def assign_slots(
 
     Programs are compiled for the shapes of a layout, so it has few of them. The number of
     micro-batches is that of the fullest step, or of `row_limit`, rounded up to one of few values.
-    The lists in `Rows.actions` and `Rows.key_tiles` have one of eight lengths.
+    The lists in `PackedRows.actions` and `PackedRows.key_tiles` have one of eight lengths.
 
     Args:
         row_length: slots per packed row.
@@ -337,7 +337,7 @@ def _index(
     """Return the index arrays of packed rows, without `key_tiles`.
 
     `mask` is action_mask [N, T] and `packed_shape` is [M, K, R, S]. With `paths`, the arrays of
-    `Rows.paths` are among them.
+    `PackedRows.paths` are among them.
     """
     total_rows, width = mask.shape
     _, micro_batches, micro_batch_rows, row_length = packed_shape
@@ -464,7 +464,7 @@ def _tiles_of_paths(
 
 
 def _path_tile_size(width: int) -> int:
-    """Return the number of queries in a tile of `Rows.paths` for texts of `width` tokens."""
+    """Return the number of queries in a tile of `PackedRows.paths` for texts of `width` tokens."""
     smallest, largest = PATH_TILES
     return min(max(_power_of_two(width) // 4, smallest), largest)
 
@@ -479,7 +479,7 @@ def _paths(
     tile_size: int,
     packed_shape: tuple[int, int, int, int],
 ) -> Paths:
-    """Return `Rows.paths` of the tiles of each packed row: (slots of queries, slots of keys).
+    """Return `PackedRows.paths` of the tiles of each packed row: (slots of queries, slots of keys).
 
     Sizes are rounded up to few values, so that few programs are compiled.
     """
@@ -499,7 +499,7 @@ def _paths(
 
 
 def _action_slots(is_action: np.ndarray) -> np.ndarray:
-    """is_action [M, K, R, S] bool -> `Rows.actions` [M, K, R, A]."""
+    """is_action [M, K, R, S] bool -> `PackedRows.actions` [M, K, R, A]."""
     row_length = is_action.shape[-1]
     slots_of_rows = [np.flatnonzero(row) for row in is_action.reshape(-1, row_length)]
     most_actions = max(map(len, slots_of_rows))
@@ -513,7 +513,7 @@ def _action_slots(is_action: np.ndarray) -> np.ndarray:
 def _key_tiles(
     packed: list[list[_PackedRow]], packed_shape: tuple[int, int, int, int]
 ) -> np.ndarray | None:
-    """Return `Rows.key_tiles`, or None if reading all keys is cheaper than gathering some."""
+    """Return `PackedRows.key_tiles`, or None if reading all keys is cheaper than gathering some."""
     minibatches, micro_batches, micro_batch_rows, row_length = packed_shape
     tile_size = _tile_size(row_length)
     if tile_size is None:
@@ -592,7 +592,7 @@ def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def one_per_row(tokens: jax.Array, action_mask: jax.Array, rows_at_once: int) -> Rows:
+def one_per_row(tokens: jax.Array, action_mask: jax.Array, rows_at_once: int) -> PackedRows:
     """Put each of the [N, T] sequences into a row of its own -> Rows [1, K, R, T].
 
     R is `rows_at_once`. Rows that are missing to K x R are padding, as is everything after the last
@@ -606,7 +606,7 @@ def one_per_row(tokens: jax.Array, action_mask: jax.Array, rows_at_once: int) ->
     # A reversed cumulative sum counts the actions at or after each token.
     in_sequence = jnp.flip(jnp.cumsum(jnp.flip(mask, 1), axis=1), 1) > 0
     in_completion = (in_sequence & (jnp.cumsum(mask, axis=1) > 0)).astype(jnp.int32)
-    rows = Rows(
+    rows = PackedRows(
         tokens=tokens,
         positions=column,
         segment_ids=in_sequence.astype(jnp.int32),
@@ -620,10 +620,10 @@ def one_per_row(tokens: jax.Array, action_mask: jax.Array, rows_at_once: int) ->
 def is_occupied(batch: Any) -> jax.Array:
     """Return [..., K] bool: False for micro-batches [..., K, R, S] without any token.
 
-    `batch` is Rows, or has Rows as its field `rows`. What a batch without rows holds is not known,
-    so all of it counts as occupied.
+    `batch` is PackedRows, or has them as its field `rows`. The content of a batch without rows is
+    not known, so all of it counts as occupied.
     """
-    rows = batch if isinstance(batch, Rows) else getattr(batch, "rows", None)
+    rows = batch if isinstance(batch, PackedRows) else getattr(batch, "rows", None)
     if rows is None:
         return jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool)
     return jnp.any(rows.segment_ids > 0, (-2, -1))
