@@ -63,8 +63,8 @@ class Model(NamedTuple):
     paths=None, routing=None) -> [R, S, D].
 
     All inputs are [R, S] int32, except `key_tiles`, `paths` and `routing` (see `PackedRows`). The
-    first two change no result: `key_tiles` says which attention scores need not be computed, and `paths`
-    in which order to sum. `routing` replaces the router's choice of experts.
+    first two change no result: `key_tiles` says which attention scores need not be computed, and
+    `paths` in which order to sum. `routing` replaces the router's choice of experts.
     """
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
