@@ -55,7 +55,7 @@ module that is not here, a section whose heading names it is found."""
 def pages() -> dict[str, str]:
     """Return file name -> text of every page of the folder."""
     # Not those in files of users, which a program may have loaded.
-    own = [method for method in ALGORITHMS if method.__module__.startswith("tpu_rl.algos.")]
+    own = [method for method in ALGORITHMS if ":" not in method.__name__]
     methods = sorted(own, key=module_name)
     texts = {f"{module_name(method)}.md": page(method) for method in methods}
     return {"README.md": index(methods), **texts}
