@@ -96,18 +96,3 @@ def table(
             evaluations = (before, after, before.get("greedy", {}), after.get("greedy", {}))
             seconds = f"{summary['seconds']:.0f}"
             print_row(arm, seed, *map(percent, evaluations), *cells(run_dir), seconds)
-
-
-def main(
-    description: str | None,
-    arms: Arms,
-    columns: Sequence[str] = (),
-    cells: Callable[[Path], list[str]] = lambda run_dir: [],
-) -> None:
-    """Run a script that prints `table`."""
-    parser = make_parser(description)
-    parser.add_argument("--to", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
-    flags = parser.parse_args()
-    table(flags.to, {arm: arms[arm] for arm in flags.arms}, flags.seeds, columns, cells)

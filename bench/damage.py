@@ -62,7 +62,7 @@ def restored_digest(folder: Path, step: int, shapes: dict[str, jax.ShapeDtypeStr
 
 
 def names_only(folder: Path, file: Path) -> bool:
-    """Return whether the manifest's comparison names this damaged file and no other."""
+    """Return True if the manifest's comparison names this damaged file and no other."""
     name = str(file.relative_to(folder))
     differences = manifests.compare(folder)
     if differences is None:  # There is no readable manifest.

@@ -40,7 +40,7 @@ from tpu_rl.errors import DamagedDataError, TpuRlError
 
 FLAGS = shlex.split("""
 arithmetic_grpo --batch.prompts 4 --batch.group-size 4 --batch.row-length 128
---evaluation.rows 8 --evaluation.interval 2 --checkpoint-every 1 --steps 3
+--evaluation.rows 8 --evaluation.interval 2 --checkpoint.interval 1 --steps 3
 """)
 BLOCK = 512
 GIANT_BYTES = 80 * 2**20
@@ -200,7 +200,7 @@ def quiet(command: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    """Return what is compared of a finished run."""
+    """Return the parts of a finished run that are compared."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     timings = ("time", "perf/")
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -222,7 +222,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 
 def read_back(run_dir: Path) -> tuple[Any, ...]:
-    """Return what `python_run.read_run` returns, without the folder."""
+    """Call `python_run.read_run` and return its result without the folder."""
     found = python_run.read_run(str(run_dir))
     return found.metrics, found.summary
 
@@ -304,7 +304,7 @@ _EXPECTED: dict[str, Any] = {}
 
 
 def expected(name: str, command: Callable[[Path], Any], whole: Path) -> Any:
-    """Return what a command gives for the undamaged run."""
+    """Return the result of a command on the undamaged run."""
     if name not in _EXPECTED:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / whole.name
@@ -314,7 +314,7 @@ def expected(name: str, command: Callable[[Path], Any], whole: Path) -> Any:
 
 
 def same(path: Path, original: Path) -> bool:
-    """Return whether a file has its original content."""
+    """Return True if a file has its original content."""
     return path.is_file() and path.read_bytes() == original.read_bytes()
 
 

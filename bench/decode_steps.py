@@ -151,8 +151,8 @@ def read_share(attention: AttentionConfig, flags: argparse.Namespace) -> Share:
 def read_by_groups(
     attention: AttentionConfig, flags: argparse.Namespace, mesh: Mesh, window: int | None
 ) -> float:
-    """Return what the kernel reads of full caches whose rows share prompts in groups, as a share of
-    what it reads where they do not."""
+    """Return the kernel's reads of full caches whose rows share prompts in groups, as a share of
+    its reads of rows that share nothing."""
     rows = flags.rows // mesh.shape["data"]
     places = flags.length
     if window is not None:

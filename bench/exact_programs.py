@@ -94,7 +94,7 @@ def programs(
 
     mask = np.zeros((2 * PACKED_ROWS, ROW_LENGTH // 2), bool)
     mask[:, 1:] = True
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask,
         np.arange(2 * PACKED_ROWS),
         row_length=ROW_LENGTH,

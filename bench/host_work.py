@@ -62,7 +62,7 @@ def main() -> None:
     group_id = np.repeat(np.arange(groups, dtype=np.int32), flags.group_size)
 
     def pack() -> None:
-        packing.lay_out(action_mask, group_id, row_length=flags.tokens, micro_batch_rows=1)
+        packing.assign_slots(action_mask, group_id, row_length=flags.tokens, micro_batch_rows=1)
 
     request: Any = SimpleNamespace(
         limits=np.full(flags.rows, flags.tokens),

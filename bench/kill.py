@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 from tpu_rl.algos import DistillConfig, QSharpConfig
 from tpu_rl.checkpoint.run_checks import verify
 from tpu_rl.commands import config
-from tpu_rl.commands.config import ExperimentConfig, Phase
+from tpu_rl.commands.config import CheckpointConfig, ExperimentConfig, Phase
 from tpu_rl.metrics import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 from tpu_rl.runtime import process_group
 
@@ -76,7 +76,7 @@ def small(name: str, teacher: Path) -> ExperimentConfig:
         algorithm = replace(preset.algorithm, prompts=16)
         changes = {
             "algorithm": algorithm,
-            "phases": (Phase(algorithm, until=STEPS // 2, forget=("q",)),),
+            "phases": (Phase(algorithm, until=STEPS // 2, reset_roles=("q",)),),
         }
     if isinstance(preset.algorithm, DistillConfig):
         changes = {"algorithm": replace(preset.algorithm, teacher=str(teacher))}
@@ -86,7 +86,7 @@ def small(name: str, teacher: Path) -> ExperimentConfig:
         evaluation=replace(preset.evaluation, rows=16, interval=STEPS // 2),
         optimizer=replace(preset.optimizer, warmup_steps=0),
         steps=STEPS,
-        checkpoint_every=2,
+        checkpoint=CheckpointConfig(2),
         **changes,
     )
 
@@ -203,7 +203,7 @@ def run_uninterrupted(yaml: Path, folder: Path, cache: Path, processes: int) -> 
         export=end_time - rows[-1]["time"],
         checkpoint_bytes=size_of(folder / "checkpoints" / str(run_config.steps)),
         steps=run_config.steps,
-        checkpoint_every=run_config.checkpoint_every,
+        checkpoint_every=run_config.checkpoint.interval,
     )
 
 
@@ -256,7 +256,7 @@ def random_moment(phase: str, whole: Uninterrupted, rng: random.Random) -> Momen
 
 
 def is_saving(folder: Path, step: int) -> bool:
-    """Return whether a checkpoint of this step or a later one is being written."""
+    """Return True if a checkpoint of this step or a later one is being written."""
     names = [path.name for path in folder.glob("checkpoints/*.orbax-checkpoint-tmp*")]
     numbers = [re.match(r"\d+", name) for name in names]
     return any(int(number.group()) >= step for number in numbers if number)
@@ -333,7 +333,7 @@ def kill(
 
 
 def others_left_badly(codes: list[int], seconds: float, output: str) -> bool:
-    """Return whether the processes that were not killed ended too late or with a wrong code.
+    """Return True if the processes that were not killed ended too late or with a wrong code.
 
     If they had not met yet, they wait for the killed one as long as for one that was never started.
     """
@@ -374,7 +374,7 @@ def verify_faults(folder: Path) -> list[str]:
 def sigterm_faults(
     code: int, seconds: float, saved: int, last_step: int, output: str, is_done: bool
 ) -> list[str]:
-    """Return what is wrong with the end of a run after SIGTERM.
+    """List the faults of a run's end after SIGTERM.
 
     `last_step` is the step of its last row. A run that `is_done` has written its summary.
     """

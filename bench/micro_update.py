@@ -97,7 +97,7 @@ def make_programs(case: Case) -> Programs:
     role = models.role(model, lambda params: params["policy"])
     algorithm = grpo(GrpoConfig(), {"policy": role}, Sampling())
     data = random_rollout(case, LLAMA["vocab_size"])
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         np.asarray(data.action_mask),
         np.asarray(data.group_id),
         row_length=case.prompt_tokens + case.group_size * case.new_tokens,

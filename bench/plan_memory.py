@@ -77,7 +77,7 @@ def measure(argv: list[str]) -> dict[str, int]:
 
     from tpu_rl.commands import compose
     from tpu_rl.commands import config as configuration
-    from tpu_rl.experience.layout import lay_out, longest_texts
+    from tpu_rl.experience.layout import longest_texts, pack_experience
     from tpu_rl.train import update_step
 
     config = configuration.parse(argv)
@@ -89,7 +89,7 @@ def measure(argv: list[str]) -> dict[str, int]:
         algorithm = compose.build_algorithm(context, stage)
         state, update = compose.learner(context, stage, algorithm, params)
         data = longest_texts(config.batch, config.sampling, stage.algorithm.experience)
-        experience = lay_out(config.batch, data, mesh, context.attention_index)
+        experience = pack_experience(config.batch, data, mesh, context.attention_index)
         make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(mesh))
         batch, _ = make_batch(experience, state.params, state.algorithm_state)
         minibatch = update_step.minibatch(batch, 0)

@@ -93,14 +93,14 @@ def layouts(data: Rollout, case: Case) -> dict[str, Layout]:
     row = np.arange(LEAVES)
 
     def one_row(parent: Any, shared: Any, slots: int) -> Layout:
-        return packing.lay_out(
+        return packing.assign_slots(
             mask, group_id, row_length=slots, micro_batch_rows=1, parent=parent, shared=shared
         )
 
     leaf_tokens = LEAVES * LEAF_TOKENS
     root_only = np.where(row == 0, 0, case.root_tokens)
     return {
-        "row per path": packing.lay_out(
+        "row per path": packing.assign_slots(
             mask, row, row_length=mask.shape[1], micro_batch_rows=PATHS_AT_ONCE
         ),
         "root": one_row(

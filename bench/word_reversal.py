@@ -43,7 +43,7 @@ grpo --data.path {RECIPE / "train.jsonl"} --data.evaluation-path {RECIPE / "held
 --batch.row-length 256 --batch.micro-batch-rows 2 --model.remat none
 --sampling.max-prompt-tokens 64 --sampling.max-new-tokens {NEW_TOKENS} --sampling.max-num-seqs 64
 --optimizer.learning-rate {LEARNING_RATE} --optimizer.warmup-steps 0
---evaluation.interval {INTERVAL} --evaluation.rows {EVALUATION_ROWS} --checkpoint-every 1000
+--evaluation.interval {INTERVAL} --evaluation.rows {EVALUATION_ROWS} --checkpoint.interval 1000
 """.split()
 """The flags of the README's second example, besides the model, steps and folder."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.commands import config, model_card
+from tpu_rl.commands.presets import PRESETS
 
 FOLDER = DOCS / "methods"
 MEASURED = {
@@ -100,7 +100,7 @@ def page(method: type) -> str:
         links = ", ".join(f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in papers)
         parts.append(f"Papers: {links}.")
     if name in presets:
-        parts += ["## On your own data", markdown(inspect.getdoc(preset_module(name)) or "")]
+        parts += ["## On your own data", markdown(description_of(name))]
     parts += ["## Presets", preset_table(presets), "## Flags", flag_table(method)]
     parts += ["## Measured", measured(name, presets)]
     return "\n\n".join(parts) + "\n"
@@ -133,9 +133,9 @@ def summary(method: type) -> str:
     return escape(re.split(r"(?<=[a-z)\d])\. ", first)[0].rstrip(".:")).replace("|", "\\|")
 
 
-def preset_module(name: str) -> Any:
-    """Return the module of a preset."""
-    return importlib.import_module(f"tpu_rl.commands.presets.{name}")
+def description_of(name: str) -> str:
+    """Return the docstring of a preset."""
+    return inspect.getdoc(PRESETS[name]) or ""
 
 
 def presets_of(method: type) -> list[str]:
@@ -152,7 +152,7 @@ def preset_table(presets: list[str]) -> str:
     """Return a table of presets with the first sentence of each."""
     lines = ["| preset | what it trains |", "|---|---|"]
     for name in presets:
-        text = " ".join((inspect.getdoc(preset_module(name)) or "").split("\n\n")[0].split())
+        text = " ".join(description_of(name).split("\n\n")[0].split())
         lines.append(f"| `{name}` | {escape(text).rstrip(':').replace('|', chr(92) + '|')} |")
     return "\n".join(lines)
 

@@ -66,7 +66,7 @@ def train(directory: Path, steps: int) -> list[float]:
         rollout = place_rewards(rollout, rewards)
         # Pack them, compute advantages, and update.
         mask, group_id = np.asarray(rollout.action_mask), np.asarray(rollout.group_id)
-        layout = packing.lay_out(mask, group_id, row_length=256, micro_batch_rows=8)
+        layout = packing.assign_slots(mask, group_id, row_length=256, micro_batch_rows=8)
         experience = jax.tree.map(jnp.asarray, Experience(rollout, layout))
         batch, algorithm_state = make_batch(experience, state.params, state.algorithm_state)
         state = replace(state, algorithm_state=algorithm_state)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fixtures.algorithm_cases import CASES
 from tpu_rl import algos
-from tpu_rl.algorithm_spec import ExperienceSpec, Reading, pairs_from
+from tpu_rl.algorithm_spec import ExperienceSpec, ScoreReadout, pairs_from
 
 CONFIGS = [case.config for case in CASES.values()]
 """All variants of all algorithms (tests/algos/test_algos.py compares them with ALGORITHMS)."""
@@ -31,10 +31,10 @@ def test_a_guided_policy_has_a_role_q_to_guide_it():
     [
         (
             algos.RewardModelConfig(penalty=0.5, trunks=3),
-            Reading(penalty=0.5, others=("reward_1", "reward_2")),
+            ScoreReadout(penalty=0.5, others=("reward_1", "reward_2")),
         ),
-        (algos.SentenceRewardConfig(separators=(7,)), Reading("sentences", (7,), "attention")),
-        (algos.ProcessRewardConfig(aggregate="product"), Reading("steps", (), "product")),
+        (algos.SentenceRewardConfig(separators=(7,)), ScoreReadout("sentences", (7,), "attention")),
+        (algos.ProcessRewardConfig(aggregate="product"), ScoreReadout("steps", (), "product")),
     ],
     ids=["pairs", "sentences", "steps"],
 )

@@ -21,9 +21,9 @@ PAGES = [
     ROOT / "recipes" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = "tests|tpu_rl|launch|bench|docs|recipes"
+FOLDERS = "tests|tpu_rl|launch|bench|research|docs|recipes"
 
-PROGRAMS = ("tpu_rl/commands", "bench", "recipes", "tpu_rl/algos")
+PROGRAMS = ("tpu_rl/commands", "bench", "research", "recipes", "tpu_rl/algos")
 """Folders whose dataclasses and argument parsers declare flags."""
 
 FOREIGN_FLAGS = {

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     # Text, files and processes.
     "tokenizers": BASICS | {"untrusted_files"},
     "data": STATE | {"storage"},
-    "runtime": STATE | {"train.update_step", "redaction", "storage"},
+    "runtime": STATE | {"redaction", "storage"},
     "checkpoint": STATE | {"runtime", "metrics", "run_files", "storage"},
     "report": {"errors", "metrics", "redaction", "run_files"},
     # Experience.
@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": MODEL_CODE
     | {"untrusted_files"}
     | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience", "run_files"}
-    | {"storage"},
+    | {"storage", "train"},
     "experience": MODEL_CODE
     | {"run_files"}
     | {"rollout", "sampler", "environments", "rewards", "sandbox", "runtime", "train"},

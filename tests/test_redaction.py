@@ -167,8 +167,8 @@ def test_no_file_of_a_run_holds_them(tmp_path, monkeypatch, capfd):
         "    raise RuntimeError('401 for ' + text)\n"
     )
     flags = f"""arithmetic_grpo --batch.prompts 16 --batch.group-size 8 --batch.row-length 128
-        --evaluation.rows 0 --samples.most 128
-        --steps 1 --checkpoint-every 1 --reward {reward}:ask --reward-limits.fault-share 1.0"""
+        --evaluation.rows 0 --samples.max-per-step 128
+        --steps 1 --checkpoint.interval 1 --reward {reward}:ask --reward-limits.fault-share 1.0"""
     assert run.main([*flags.split(), "--run-dir", str(tmp_path / "run")]) == 0
     assert calls.stat().st_size >= len(texts)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

@@ -15,11 +15,11 @@ from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScoreReadout:
     """The way to read the score of a completion from the outputs of a reward model.
 
-    It is saved beside the model, so that the model scores where it is used as where it was trained
-    (`rewards.reward_model`).
+    Saved with the model (`rewards.reward_model`), so that scores are read the same way in training
+    and in use.
     """
 
     kind: Literal["last", "sentences", "steps"] = "last"
@@ -54,13 +54,13 @@ class RoleSpec(NamedTuple):
     [V x outputs_per_token] in the order of the vocabulary."""
     trunk_of: str | None = None
     """A head only, on the hidden states of this role. The caller computes them once for both."""
-    follows: float = 0.0
+    tracks_policy: float = 0.0
     """Share by which the algorithm moves the role towards the role that trains, now and then; 1
     makes them equal."""
     learning_rate_scale: float = 1.0
     """Multiple of the run's learning rate. The gradients of each trainable role are clipped
     separately."""
-    reading: Reading | None = None
+    reading: ScoreReadout | None = None
     """The role is a reward model whose scores are read like this; None for any other role."""
 
 
@@ -159,7 +159,7 @@ class ExperienceSpec(NamedTuple):
         return KINDS[self.source]
 
     def shares(self, prompts: int) -> dict[str, int]:
-        """Return how many of `prompts` prompts each role completes.
+        """Return role -> number of the `prompts` prompts that it completes.
 
         Roles that complete none are left out. The data bring completions of the other prompts.
         """

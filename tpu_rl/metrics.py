@@ -370,7 +370,7 @@ class TableSteps:
         self._last = -1
 
     def is_due(self, step: int, samples: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether a step's completions become a table."""
+        """Return True if a step's completions become a table."""
         if not samples or step // TABLE_STEPS <= self._last:
             return False
         self._last = step // TABLE_STEPS

@@ -44,12 +44,12 @@ def damage(path: Path, why: str, fix: str = "") -> DamagedDataError:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is anything of that name, a broken link included."""
+    """Return True if there is anything of that name, a broken link included."""
     return os.path.lexists(path)
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Return whether a run has saved a step in the folder, whole or damaged."""
+    """Return True if a run has saved a step in the folder, whole or damaged."""
     folders = (run_dir / CHECKPOINTS, run_dir / CHECKPOINTS / "damaged")
     names = [path.name.partition(".")[0] for folder in folders for path in folder.glob("*")]
     return any(name.isdecimal() for name in names)

@@ -17,8 +17,8 @@ between a token and the hidden state that predicts it happens in one function on
 **Data flow.**
 
 1. A source of experience turns prompts into a `Rollout`: one completion per row, [N, T].
-2. `train.packing.lay_out` decides on the host where each completion goes: which packed row of which
-   micro-batch of which optimizer step. The result is a `Layout`.
+2. `train.packing.assign_slots` decides on the host where each completion goes: which packed row of
+   which micro-batch of which optimizer step. The result is a `Layout`.
 3. `Algorithm.make_batch` computes advantages and targets in [N, T] and moves them into packed rows
    [M, K, R, S].
 4. The step built by `train.update_step.make_update_step` takes one [K, R, S] slice of that batch:
@@ -373,7 +373,7 @@ class Rows:
 class Layout:
     """Place of each token of [N, T] arrays in packed rows [M, K, R, S].
 
-    Built by `train.packing.lay_out`.
+    Built by `train.packing.assign_slots`.
     """
 
     source: Array

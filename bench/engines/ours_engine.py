@@ -126,7 +126,7 @@ def experiment(work: protocol.Work) -> config.ExperimentConfig:
         ),
         evaluation=config.EvaluationConfig(rows=0),
         steps=work.steps,
-        checkpoint_every=3,
+        checkpoint=config.CheckpointConfig(3),
         run_dir=str(Path(work.folder) / "run"),
     )
 

@@ -193,7 +193,7 @@ def test_on_policy_distillation_ends_at_the_token_teacher():
     roles = {name: tiny.role(TABLE, name) for name in CAST}
     algorithm = distill(DistillConfig("t", target="extrapolated", alpha=a), roles, Sampling(1.0, 3))
     mask = np.broadcast_to(np.arange(4) > 0, (rows, 4))
-    layout = packing.lay_out(mask, np.arange(rows), row_length=4, micro_batch_rows=rows)
+    layout = packing.assign_slots(mask, np.arange(rows), row_length=4, micro_batch_rows=rows)
     optimizer = optax.adam(0.1)
 
     @jax.jit
@@ -375,7 +375,7 @@ def test_minillm_descends_the_kl_of_whole_completions(single_step):
     rollout = blank.replace(
         tokens=jnp.asarray(tokens), action_mask=jnp.asarray(mask), log_probs=log_probs
     )
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask, np.zeros(rows, np.int32), row_length=1 + 2 * rows, micro_batch_rows=1
     )
     batch, _ = jax.jit(algorithm.make_batch)(Experience(rollout, layout), params, ())

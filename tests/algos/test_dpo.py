@@ -58,7 +58,7 @@ class Bandit:
             margin=jnp.zeros(2 * count),
             reference_log_probs=self.token_log_probs(params["reference"])[rows],
         )
-        layout = packing.lay_out(
+        layout = packing.assign_slots(
             self.mask[rows],
             np.asarray(pairs.group_id),
             row_length=5,

@@ -61,7 +61,7 @@ class Problem:
         self.chosen = np.array([*itertools.product(range(len(tokens)), repeat=group_size)])
         self.chosen = self.chosen.reshape(-1)
         self.group_id = np.repeat(np.arange(len(self.chosen) // group_size), group_size)
-        self.layout = packing.lay_out(
+        self.layout = packing.assign_slots(
             self.mask[self.chosen],
             self.group_id,
             row_length=1 + (tokens.shape[1] - 1) * group_size,

@@ -46,7 +46,7 @@ TOKENS = np.array(
 MASK = np.array([[0 < t <= len(completion) for t in range(3)] for completion in TREE])
 LAST = MASK & ~np.pad(MASK, ((0, 0), (0, 1)))[:, 1:]
 REWARDS = np.random.default_rng(1).normal(size=COUNT)
-LAYOUT = packing.lay_out(MASK, np.arange(COUNT), row_length=3, micro_batch_rows=COUNT)
+LAYOUT = packing.assign_slots(MASK, np.arange(COUNT), row_length=3, micro_batch_rows=COUNT)
 
 
 @pytest.fixture

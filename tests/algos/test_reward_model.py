@@ -15,7 +15,7 @@ from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.errors import InputError
 from tpu_rl.losses import preference, reward_score
 from tpu_rl.proofs import tiny
-from tpu_rl.rewards.reward_model import Reading
+from tpu_rl.rewards.reward_model import ScoreReadout
 from tpu_rl.train import packing, update_step
 from tpu_rl.types import Experience, Pairs, Role
 
@@ -313,7 +313,7 @@ def bandit() -> Experience:
     pairs = Pairs(**{name: jnp.asarray(x) for name, x in arrays.items()})
     return Experience(
         pairs,
-        packing.lay_out(
+        packing.assign_slots(
             arrays["action_mask"], arrays["group_id"], row_length=48, micro_batch_rows=1
         ),
     )
@@ -398,7 +398,7 @@ def trained_scores(factory, config, tokenizer, members):
         margin=jnp.zeros(2),
         reference_log_probs=jnp.zeros((2, 64)),
     )
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         np.asarray(pairs.action_mask), np.asarray(pairs.group_id), row_length=64, micro_batch_rows=1
     )
     roles = {
@@ -423,7 +423,7 @@ def ask(path, rows=PAIR):
 def test_an_ensembles_score_is_the_losss(tokenizer, tmp_path):
     """Two trunks of three heads: packed with a shared prompt there, a row each and padded here."""
     config = RewardModelConfig(heads=3, trunks=2, penalty=0.5)
-    reading = Reading(penalty=0.5, others=("reward_1",))
+    reading = ScoreReadout(penalty=0.5, others=("reward_1",))
     members = [
         saved(tmp_path / "model", 3, tokenizer, reading),
         saved(tmp_path / "reward_1", 3, tokenizer, seed=1),
@@ -438,7 +438,7 @@ def test_an_ensembles_score_is_the_losss(tokenizer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregate", ["attention", "sum"])
 def test_a_sentence_models_score_is_the_losss(tokenizer, tmp_path, aggregate):
-    reading = Reading("sentences", (SEMICOLON,), aggregate)
+    reading = ScoreReadout("sentences", (SEMICOLON,), aggregate)
     member = saved(tmp_path / "model", 2, tokenizer, reading)
     config = SentenceRewardConfig((SEMICOLON,), aggregate)
     expected = trained_scores(sentence_reward, config, tokenizer, [member])
@@ -446,7 +446,9 @@ def test_a_sentence_models_score_is_the_losss(tokenizer, tmp_path, aggregate):
 
 
 def test_a_process_models_score_is_its_weakest_step(tokenizer, tmp_path):
-    model, params = saved(tmp_path / "model", 1, tokenizer, Reading("steps", (SEMICOLON,), "min"))
+    model, params = saved(
+        tmp_path / "model", 1, tokenizer, ScoreReadout("steps", (SEMICOLON,), "min")
+    )
     expected = []
     for row in PAIR:
         ids = [

@@ -244,8 +244,8 @@ def test_who_samples():
     assert {*RftConfig().roles} == {"policy"}
     fixed = RftConfig(sampled_by="reference")
     assert fixed.experience.shares(4) == {"reference": 4}
-    assert fixed.roles["reference"].follows == 0
-    assert RftConfig(sampled_by="reference", round_steps=3).roles["reference"].follows == 1
+    assert fixed.roles["reference"].tracks_policy == 0
+    assert RftConfig(sampled_by="reference", round_steps=3).roles["reference"].tracks_policy == 1
     taught = RftConfig(sampled_by="teacher", teacher="t")
     assert taught.experience.shares(4) == {"teacher": 4}
     assert taught.roles["teacher"].path == "t"

@@ -17,7 +17,7 @@ from tpu_rl.checkpoint import gcs_lock, remote_run
 from tpu_rl.commands import evaluate, export, preflight, run, verify
 from tpu_rl.storage import gcs
 
-STEPS = ["--steps", "4", "--checkpoint-every", "2"]
+STEPS = ["--steps", "4", "--checkpoint.interval", "2"]
 ADDRESS = "gs://bucket/runs/first"
 COMMAND = [*TINY, *STEPS, "--run-dir", ADDRESS]
 QUICK = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}

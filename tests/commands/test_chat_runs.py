@@ -144,7 +144,7 @@ def test_a_reward_model_reads_prompts_as_in_its_training(checkpoint, tmp_path):
     # A model of another library reads conversations.
     assert rewards.reward_model.read_chat(tmp_path, True) == ChatSettings(wraps_prompts=True)
     assert rewards.reward_model.open_model(tmp_path).tokenizer.wraps("a")
-    reading = rewards.reward_model.Reading()
+    reading = rewards.reward_model.ScoreReadout()
     for chat, expected in [(None, ChatSettings()), (settings, settings)]:
         rewards.reward_model.write_reading(tmp_path, reading, chat)
         assert rewards.reward_model.read_reading(tmp_path) == reading

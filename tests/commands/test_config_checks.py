@@ -3,17 +3,22 @@
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from tpu_rl.algos import GrpoConfig
 from tpu_rl.commands import config, preflight
 from tpu_rl.commands.config import Phase
 from tpu_rl.errors import InputError
+from tpu_rl.plain_values import to_dict
 from tpu_rl.runtime import processes
 
 MISFITS = {
     "negative": (["arithmetic_sft", "--sampling.temperature", "-1"], "--sampling.temperature"),
-    "no step": (["arithmetic_grpo", "--samples.every", "0"], "--samples.every"),
-    "fewer than none": (["arithmetic_grpo", "--samples.most", "-1"], "--samples.most"),
+    "no step": (["arithmetic_grpo", "--samples.interval", "0"], "--samples.interval"),
+    "fewer than none": (
+        ["arithmetic_grpo", "--samples.max-per-step", "-1"],
+        "--samples.max-per-step",
+    ),
     "groups are equal": (
         ["arithmetic_grpo", "--sampling.temperature", "0"],
         "--sampling.temperature",
@@ -157,3 +162,32 @@ def test_a_mistyped_flag_names_the_nearest_one(flag, meant):
     with pytest.raises(InputError, match="Unrecognized") as error:
         config.parse(["arithmetic_grpo", flag])
     assert error.value.fix == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--checkpoint-every=5", "--checkpoint.interval"),
+        ("--samples.every=2", "--samples.interval"),
+        ("--samples.most=2", "--samples.max-per-step"),
+        ("--phases.0.forget=q", "--phases.0.reset-roles"),
+    ],
+)
+def test_a_flag_of_an_earlier_version_names_the_new_one(old, new):
+    with pytest.raises(InputError) as error:
+        config.parse(["arithmetic_q_sharp", old])
+    assert error.value.fix == f"did you mean {new}?"
+
+
+def test_a_configuration_of_an_earlier_version_is_read(tmp_path):
+    preset = replace(
+        config.preset("arithmetic_q_sharp"), samples=config.SamplesConfig(7, max_per_step=9)
+    )
+    values = to_dict(preset)
+    values["checkpoint_every"] = values.pop("checkpoint")["interval"]
+    values["samples"] = {"kind": "SamplesConfig", "every": 7, "most": 9}
+    for phase in values["phases"]:
+        phase["forget"] = phase.pop("reset_roles")
+    old = tmp_path / "config.yaml"
+    old.write_text(yaml.safe_dump(values))
+    assert config.load(old) == config.load_file(old) == preset

@@ -19,7 +19,7 @@ TINY = [
     "--batch.row-length=128",
     "--evaluation.rows=8",
     "--evaluation.interval=4",
-    "--checkpoint-every=1",
+    "--checkpoint.interval=1",
 ]
 
 

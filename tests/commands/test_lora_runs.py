@@ -255,7 +255,7 @@ def run_dir(model_dir, tmp_path_factory):
         "q_proj",
         "up",
         f"--run-dir={path / 'run'}",
-        "--checkpoint-every=1",
+        "--checkpoint.interval=1",
         "--batch.prompts=2",
         "--batch.group-size=4",
         "--batch.row-length=64",

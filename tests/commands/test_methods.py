@@ -15,6 +15,7 @@ from tests.commands.conftest import QWEN, TEMPLATE
 from tests.fixtures.runs import digest, rows_of
 from tpu_rl import models, tokenizers
 from tpu_rl.commands import config, run
+from tpu_rl.commands.presets import PRESETS
 from tpu_rl.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,7 @@ def test_a_method_trains_on_own_rows(method, checkpoint, tmp_path, monkeypatch):
             algorithm=algorithm,
             phases=(replace(phase, algorithm=algorithm, until=1),),
         )
-        monkeypatch.setattr("tpu_rl.commands.presets.q_sharp.CONFIG", short)
+        monkeypatch.setitem(PRESETS, "q_sharp", lambda: short)
     assert run.main(command(method, checkpoint, tmp_path)) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
@@ -136,7 +137,7 @@ sys.exit(run.main(sys.argv[1:]))
 """
 """A program: a run that is killed after it has written the row of step 3, before its checkpoint."""
 
-OF_FOUR_STEPS = ["--steps", "4", "--checkpoint-every", "1", "--evaluation.rows", "2"]
+OF_FOUR_STEPS = ["--steps", "4", "--checkpoint.interval", "1", "--evaluation.rows", "2"]
 SHORT_Q_SHARP = [
     *("--phases.0.until", "2", "--phases.0.algorithm.prompts", "2", "--algorithm.prompts", "2"),
     *("--phases.0.algorithm.candidates", "4", "--algorithm.candidates", "4"),

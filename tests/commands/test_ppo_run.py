@@ -22,7 +22,7 @@ TINY = [
     "--batch.group-size=2",
     "--batch.row-length=128",
     "--evaluation.rows=0",
-    "--checkpoint-every=1",
+    "--checkpoint.interval=1",
     "--optimizer.warmup-steps=0",
 ]
 

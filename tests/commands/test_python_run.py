@@ -231,7 +231,7 @@ class Repeat:
 
 
 def test_a_dict_of_classes_is_the_environment():
-    with named.lend({"dict": {"again": Repeat}}):
+    with named.registered_for_run({"dict": {"again": Repeat}}):
         settings = config.parse(["grpo", "--environment", "python:dict"])
         answering = compose.environment(settings)
     assert answering is not None

@@ -112,7 +112,7 @@ def test_signal_saves_the_last_complete_step(
 ):
     """The signal arrives between two checkpoints, where nothing is saved otherwise."""
     run_dir = tmp_path / "run"
-    command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint-every", "100"]
+    command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint.interval", "100"]
     assert run_until(signal_number, command, 2, monkeypatch) == code
     error = capsys.readouterr().err
     assert f"{word}: step 2 is saved" in error or f"{word}: step 3 is saved" in error
@@ -141,7 +141,7 @@ def test_every_optimizer_resumes_to_the_same_bits(name, tmp_path, monkeypatch):
 def test_sigterm_during_a_rollout_drops_the_step(whole, tmp_path, capsys, monkeypatch):
     """The resumed run takes the step's rows from the data again."""
     run_dir = tmp_path / "run"
-    command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint-every", "100"]
+    command = [*TINY, *STEPS, "--run-dir", str(run_dir), "--checkpoint.interval", "100"]
     stop_if_requested = preemption.stop_if_requested
     num_calls = 0
 

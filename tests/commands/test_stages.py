@@ -31,7 +31,7 @@ TINY = [
     "2",
     "--steps",
     "4",
-    "--checkpoint-every",
+    "--checkpoint.interval",
     "1",
 ]
 
@@ -69,8 +69,8 @@ def test_phases_take_their_steps_and_resume_across_their_border(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forget", [(), ("policy",)])
-def test_a_forgotten_role_begins_again(tmp_path, forget):
+@pytest.mark.parametrize("reset_roles", [(), ("policy",)])
+def test_a_reset_role_begins_again(tmp_path, reset_roles):
     """The second phase learns nothing, as all rewards are equal: what is left is what the first
     phase taught."""
     (tmp_path / "reward.py").write_text(
@@ -78,14 +78,16 @@ def test_a_forgotten_role_begins_again(tmp_path, forget):
     )
     start = of_two_phases(tmp_path / "config", reward=(f"{tmp_path / 'reward.py'}:same",))
     Path(start).write_text(
-        Path(start).read_text().replace("forget: []", f"forget: [{', '.join(forget)}]")
+        Path(start)
+        .read_text()
+        .replace("reset_roles: []", f"reset_roles: [{', '.join(reset_roles)}]")
     )
     assert run.main([start, "--run-dir", str(tmp_path / "run"), "--steps", "3"]) == 0
     shipped = Path(tpu_rl.__file__).parent / "pretrained" / "arithmetic"
     before, after = (
         models.load(path)[1]["embedding"] for path in (shipped, tmp_path / "run" / "model")
     )
-    assert np.array_equal(before, after) == bool(forget)
+    assert np.array_equal(before, after) == bool(reset_roles)
 
 
 @pytest.mark.parametrize("ends", [(4,), (5,), (2, 2), (3, 2)])

@@ -26,7 +26,7 @@ def keep(monkeypatch):
     """Small data are remembered as large ones are."""
     monkeypatch.setattr(files, "MIN_KEPT_ROWS", 1)
     yield
-    files.forget()
+    files.close_all()
 
 
 @pytest.mark.parametrize(

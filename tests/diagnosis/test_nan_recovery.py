@@ -12,7 +12,7 @@ from tpu_rl.diagnosis import nan_recovery
 from tpu_rl.experience import source
 from tpu_rl.proofs import tiny
 
-COMMAND = [*TINY, "--checkpoint-every", "1", "--evaluation.rows", "0"]
+COMMAND = [*TINY, "--checkpoint.interval", "1", "--evaluation.rows", "0"]
 
 
 @pytest.mark.slow

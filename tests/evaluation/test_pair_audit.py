@@ -24,7 +24,7 @@ TINY = [
     "--optimizer.learning-rate=1e-4",
     "--evaluation.rows=4",
     "--evaluation.interval=20",
-    "--checkpoint-every=20",
+    "--checkpoint.interval=20",
 ]
 
 FLIPPED = (7, 30, 61, 84, 115)

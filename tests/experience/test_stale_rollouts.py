@@ -159,7 +159,7 @@ def test_resume_is_bit_exact(run):
     with jax.set_mesh(run.context.mesh):
         original.draw(1, run.state_after(0))
         state_before = original.get_state()
-        frozen = original.state_as_of_now()
+        frozen = original.snapshot()
         original.draw(2, run.state_after(1))
         assert frozen() == state_before
         resumed.set_state(json.loads(json.dumps(original.get_state())))
@@ -184,7 +184,7 @@ KILLED = [
     "--sampling.devices=1",
     "--evaluation.rows=4",
     "--evaluation.interval=2",
-    "--checkpoint-every=1",
+    "--checkpoint.interval=1",
     "--steps=8",
 ]
 

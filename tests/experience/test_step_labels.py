@@ -50,7 +50,7 @@ def flags(folder, preset, run_dir, *more):
         "--batch.row-length=128",
         "--batch.micro-batch-rows=2",
         "--evaluation.rows=24",
-        "--checkpoint-every=1",
+        "--checkpoint.interval=1",
         "--sampling.max-new-tokens=8",
         *more,
     ]
@@ -152,7 +152,7 @@ def test_ensemble_of_trunks_is_one_reward(folder):
     ensemble = ("--algorithm.trunks=2", "--algorithm.bootstrap")
     run_dir = train_reward_model(folder, "trunks", 1, *ensemble)
     reading = reward_model.read_reading(run_dir / "model")
-    assert reading == reward_model.Reading(penalty=1.0, others=("reward_1",))
+    assert reading == reward_model.ScoreReadout(penalty=1.0, others=("reward_1",))
     (score,) = reward_model.load(run_dir)(["1+2="], ["#3"])
     heads = []
     token_ids = [*tokenizers.load(run_dir / "model").encode("1+2=#3"), 2]
@@ -173,8 +173,8 @@ def test_sentence_level_model_is_trained_and_used(folder):
     assert run.main([*command, *odd_reward(folder)]) == 0
     assert export.main([str(run_dir), "--to", str(folder / "exported")]) == 0
     reading = reward_model.read_reading(run_dir / "model")
-    assert reading == reward_model.Reading("sentences", (SEMICOLON,), "attention")
-    assert reward_model.read_reading(folder / "exported") == reading != reward_model.Reading()
+    assert reading == reward_model.ScoreReadout("sentences", (SEMICOLON,), "attention")
+    assert reward_model.read_reading(folder / "exported") == reading != reward_model.ScoreReadout()
     last = rows_of(run_dir)[-1]
     assert {"preference/sentences", "eval/accuracy", "eval/length_only_accuracy"} <= set(last)
     scores = reward_model.load(run_dir)(["1+2="] * 2, ["1+2=3;#3", "#3"])
@@ -196,7 +196,7 @@ def test_steps_of_sampled_completions_are_labeled_by_the_task(folder, capsys):
     assert last["eval/n"] == first["eval/n"] == 24
     assert last["eval/majority_accuracy"] > 0.5
     reading = reward_model.read_reading(folder / "process" / "model")
-    assert reading == reward_model.Reading("steps", (SEMICOLON,), "min")
+    assert reading == reward_model.ScoreReadout("steps", (SEMICOLON,), "min")
     assert evaluate.main([str(folder / "process")]) == 0
     assert "majority" in capsys.readouterr().out
 

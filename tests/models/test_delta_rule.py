@@ -278,8 +278,8 @@ def test_rows_of_a_group_stand_alone_without_shared_prefixes():
     mask = np.zeros((3, 5), bool)
     mask[:, 3:] = True
     cut: dict[str, Any] = {"row_length": 16, "micro_batch_rows": 1}
-    shared = packing.lay_out(mask, np.zeros(3, int), **cut)
-    alone = packing.lay_out(mask, np.zeros(3, int), share_prefixes=False, **cut)
+    shared = packing.assign_slots(mask, np.zeros(3, int), **cut)
+    alone = packing.assign_slots(mask, np.zeros(3, int), share_prefixes=False, **cut)
     assert int((shared.source >= 0).sum()) == 3 + 3 * 2
     np.testing.assert_array_equal(alone.source.ravel(), [*range(15), -1])
     np.testing.assert_array_equal(alone.visible_until.ravel(), [5] * 5 + [10] * 5 + [15] * 5 + [16])

@@ -36,7 +36,7 @@ def tree_layout(row_length: int = 64):
     for row, (start, end) in enumerate([(5, 20), (5, 14), (9, 17), (5, 6)]):
         mask[row, start:end] = True
     group = np.zeros(4, np.int32)
-    return packing.lay_out(
+    return packing.assign_slots(
         mask, group, row_length=row_length, micro_batch_rows=1, paths=True, **TREE
     )
 

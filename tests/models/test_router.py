@@ -174,7 +174,7 @@ def test_runs_log_usage_of_experts(flags, model_dir, tmp_path):
 @pytest.mark.nightly
 def test_a_run_that_replays_stored_routing_resumes_to_the_same_bits(model_dir, tmp_path):
     """The batch that waits in the checkpoint has its routing."""
-    flags = ("--rollout.replay-routing", "--batch.staleness", "1", "--checkpoint-every", "1")
+    flags = ("--rollout.replay-routing", "--batch.staleness", "1", "--checkpoint.interval", "1")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     small_run(model_dir, whole, *flags, "--steps", "3")
     small_run(model_dir, stopped, *flags, "--steps", "1")

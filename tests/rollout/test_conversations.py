@@ -20,7 +20,7 @@ from tpu_rl.commands import compose, config
 from tpu_rl.environments.pool import EnvironmentLimits, EnvironmentPool
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.layout import lay_out
+from tpu_rl.experience.layout import pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rollout import conversations, records, sampled_json, scoring
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
@@ -270,7 +270,7 @@ def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(games, t
     command = [
         *RUN[:-1],
         "--steps=6",
-        "--checkpoint-every=1",
+        "--checkpoint.interval=1",
         "--environment",
         f"{games}:Slow",
         "--sampling.max-new-tokens=96",
@@ -362,7 +362,7 @@ def test_a_rewritten_history_is_a_row_of_its_own():
     batch = BatchConfig(prompts=2, group_size=2, row_length=512, micro_batch_rows=2)
     role = models.role(model, lambda tree: tree)
     with jax.set_mesh(policy.mesh):
-        experience = lay_out(batch, rollout, policy.mesh)
+        experience = pack_experience(batch, rollout, policy.mesh)
         packed = packing.over_micro_batches(
             lambda rows: token_log_probs(role, params, rows).log_probs,
             experience.layout.rows(experience.data.tokens),

@@ -62,7 +62,7 @@ def test_completion_that_is_not_scored_is_not_trained_on():
     """It has no weight, and the baseline of its group does not count it."""
     scored = score_prompts(["1293"], {"digit": digit}, group_size=4)
     data = jax.tree.map(jnp.asarray, scored.rollout)
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         np.asarray(data.action_mask), np.asarray(data.group_id), row_length=16, micro_batch_rows=1
     )
     algorithm = grpo(

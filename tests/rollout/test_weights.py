@@ -239,7 +239,7 @@ preemption.stop_if_requested = stop_at_call
 flags = [
     "--steps=2", "--batch.prompts=4", "--batch.group-size=2", "--sampling.max-new-tokens=16",
     "--sampling.host-sync-steps=4", "--evaluation.rows=4", "--mesh.fsdp=2",
-    "--sampling.tensor-parallel=2", "--checkpoint-every=10", "--run-dir", sys.argv[1],
+    "--sampling.tensor-parallel=2", "--checkpoint.interval=10", "--run-dir", sys.argv[1],
 ]
 sys.exit(run.main(["arithmetic_grpo", *flags]))
 """

@@ -173,7 +173,7 @@ def test_all_models_of_a_reward_ensemble_are_compared(tmp_path):
     for name in ("model", "other"):
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "config.json").touch()
-    reward_model.write_reading(tmp_path / "run/model", reward_model.Reading(others=("other",)))
+    reward_model.write_reading(tmp_path / "run/model", reward_model.ScoreReadout(others=("other",)))
     experiment = config.parse(
         ["arithmetic_grpo", "--run-dir", "runs/a", "--reward", str(tmp_path / "run")]
     )

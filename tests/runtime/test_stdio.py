@@ -8,7 +8,7 @@ import pytest
 TALKER = """
 import pathlib, sys
 from tpu_rl.runtime import stdio
-stdio.outlive_readers()
+stdio.ignore_closed_pipes()
 print("begun", flush=True)
 sys.stdin.readline()  # now its reader has ended
 for i in range(5):
@@ -22,7 +22,7 @@ pathlib.Path(sys.argv[1]).write_text("done")
 
 def test_what_is_unbuffered_stays_so():
     script = (
-        "from tpu_rl.runtime import stdio; stdio.outlive_readers(); "
+        "from tpu_rl.runtime import stdio; stdio.ignore_closed_pipes(); "
         "print('said'); import os; os._exit(0)"
     )
     done = subprocess.run(

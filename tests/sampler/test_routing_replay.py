@@ -63,7 +63,7 @@ def test_packed_rows_replay_the_record(family):
     rollout = sampled(family)
     model = recording(family)
     mask, group_id = np.asarray(rollout.action_mask), np.asarray(rollout.group_id)
-    layout = packing.lay_out(mask, group_id, row_length=64, micro_batch_rows=2)
+    layout = packing.assign_slots(mask, group_id, row_length=64, micro_batch_rows=2)
     role = models.role(model, lambda params: params)
     probe = models.probe({"policy": model}, 0.0)
     assert probe is not None

@@ -213,7 +213,7 @@ def test_two_processes_run_the_agents_of_one(file, tmp_path):
 
 @pytest.mark.nightly
 def test_a_run_that_is_killed_in_mid_episode_goes_on_to_the_same_digest(file, tmp_path):
-    flags = ["--agent", f"{file}:branching", "--steps=4", "--checkpoint-every=1"]
+    flags = ["--agent", f"{file}:branching", "--steps=4", "--checkpoint.interval=1"]
 
     def start(run_dir: Path) -> subprocess.Popen:
         return several.start(1, [*RUN, *flags, "--run-dir", str(run_dir)])[0]

@@ -23,12 +23,12 @@ from tpu_rl.types import Experience, Layout, Rows
 def laid_out(groups: tiny.Groups, **cut: Any) -> tuple[Layout, np.ndarray, np.ndarray]:
     """(layout, action_mask, group_id) of random texts of those lengths."""
     _, mask, group_id = tiny.texts(np.random.default_rng(0), groups)
-    return packing.lay_out(mask, group_id, **(dict[str, Any](tiny.ROWS) | cut)), mask, group_id
+    return packing.assign_slots(mask, group_id, **(dict[str, Any](tiny.ROWS) | cut)), mask, group_id
 
 
 def test_two_groups_in_one_row_by_hand():
     mask = np.array([[0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]], bool)
-    layout = packing.lay_out(mask, np.array([7, 7, 3, 3]), row_length=11, micro_batch_rows=1)
+    layout = packing.assign_slots(mask, np.array([7, 7, 3, 3]), row_length=11, micro_batch_rows=1)
     expected = {
         # Prompt of group 7, its completions of two and one tokens; prompt of group 3, a completion
         # with tool output.
@@ -233,7 +233,7 @@ def test_empty_minibatches_are_padding_that_teaches_nothing(groups, filled):
 def test_rows_of_a_group_must_share_their_prompt():
     mask = np.array([[0, 1, 1], [0, 0, 1]], bool)
     with pytest.raises(ValueError, match="prompts of 1 and 2 tokens"):
-        packing.lay_out(mask, np.zeros(2, int), row_length=8, micro_batch_rows=1)
+        packing.assign_slots(mask, np.zeros(2, int), row_length=8, micro_batch_rows=1)
 
 
 # --- packed rows mean what a row per completion means ---

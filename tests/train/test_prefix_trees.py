@@ -23,7 +23,7 @@ CUT: dict[str, Any] = {"row_length": 128, "micro_batch_rows": 1}
 
 def laid_out(tree: Tree, **cut: Any) -> Layout:
     sharing: dict[str, Any] = {"parent": tree.parent, "shared": tree.shared}
-    return packing.lay_out(tree.action_mask, tree.group_id, **CUT | sharing | cut)
+    return packing.assign_slots(tree.action_mask, tree.group_id, **CUT | sharing | cut)
 
 
 def test_tree_by_hand():
@@ -37,7 +37,7 @@ def test_tree_by_hand():
         ],
         bool,
     )
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask,
         np.zeros(5, int),
         parent=np.array([0, 0, 1, 1, 4]),
@@ -140,8 +140,8 @@ def test_shared_prompts_are_trees_of_one_level():
     parent = np.searchsorted(group_id, group_id)
     shared = np.where(parent == np.arange(len(mask)), 0, mask.argmax(1))
     cut: dict[str, Any] = {"row_length": 24, "micro_batch_rows": 2}
-    plain = packing.lay_out(mask, group_id, **cut)
-    tree = packing.lay_out(mask, group_id, parent=parent, shared=shared, **cut)
+    plain = packing.assign_slots(mask, group_id, **cut)
+    tree = packing.assign_slots(mask, group_id, parent=parent, shared=shared, **cut)
     jax.tree.map(np.testing.assert_array_equal, plain, tree)
 
 
@@ -179,7 +179,7 @@ def test_wrong_trees_are_named(parent, shared, group_id):
     mask = np.array([[0, 1, 1], [0, 1, 1]], bool)
     sharing: dict[str, Any] = {"parent": np.array(parent), "shared": np.array(shared)}
     with pytest.raises(ValueError, match="cannot share"):
-        packing.lay_out(mask, np.array(group_id), **sharing, **CUT)
+        packing.assign_slots(mask, np.array(group_id), **sharing, **CUT)
 
 
 def test_a_split_keeps_together_what_shares_most():

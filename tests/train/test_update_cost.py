@@ -39,7 +39,7 @@ def layout_of(prompt: int, completion: int, completions: int) -> Layout:
         np.arange(prompt + completion) >= prompt, (2 * completions, prompt + completion)
     )
     length = prompt + completion * completions
-    return packing.lay_out(
+    return packing.assign_slots(
         mask, np.repeat(np.arange(2), completions), row_length=length, micro_batch_rows=2
     )
 

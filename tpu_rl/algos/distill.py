@@ -186,7 +186,10 @@ def distill(config: DistillConfig, roles: Roles, sampling: Sampling) -> Algorith
         )
         weights = batch.weights["policy"]
         mask = weights > 0
-        beta = 1.0 if config.beta0 is None else config.beta0 / comparison.alpha
+        beta = 1.0
+        if config.beta0 is not None:
+            # Slots that are not learned have alpha 0.
+            beta = config.beta0 / jnp.where(mask, comparison.alpha, 1.0)
         losses = jnp.where(mask, weights * beta * comparison.divergence, 0.0)
         value = losses.sum()
         metrics: Metrics = {

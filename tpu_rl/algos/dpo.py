@@ -80,7 +80,7 @@ class DpoConfig:
             raise InputError(problem, where="--algorithm", fix="see --help-all")
 
     def _problem(self) -> str:
-        """Return what is wrong with the settings, or ""."""
+        """Describe a conflict between settings, or return ""."""
         if self.beta <= 0:
             return f"beta {self.beta} is not above 0"
         if not 0 <= self.robust_radius <= 1:
@@ -112,7 +112,7 @@ class DpoConfig:
         roles = {"policy": RoleSpec(trainable=True)}
         # The reference's log-probs of pairs from a file are computed once, and it is not kept.
         if self.reference == "role" or self.pairs == "reference":
-            roles["reference"] = RoleSpec(trainable=False, follows=self.reference_mix)
+            roles["reference"] = RoleSpec(trainable=False, tracks_policy=self.reference_mix)
         return roles
 
 

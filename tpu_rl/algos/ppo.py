@@ -138,6 +138,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rows = layout.rows(rollout.tokens)
         rewards = rollout.rewards
         mask = rollout.action_mask
+        # r_t <- r_t - kl_reward_coef * kl_scale * KL_t, token by token.
         reference_log_probs = None
         if "reference" in config.roles:
             reference_log_probs = frozen_log_probs(
@@ -149,6 +150,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
                 layout.unpack(reference_log_probs),
                 config.kl_reward_coef * kl_scale,
             )
+        # V_t, [N, T], of the critic before the update.
         values = layout.unpack(
             packing.over_micro_batches(partial(value_loss.values, roles["value"], params), rows)
         )
@@ -157,18 +159,24 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         if config.lam_alpha is not None:
             lengths = advantages.episode_totals(mask.sum(-1), episode_id)
             lam = advantages.length_adaptive_lambda(lengths, config.lam_alpha)
+        # A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t. The targets of
+        # the critic, R_t = V_t + A_t, have a lambda of their own.
         by_turn = config.credit == "turn"
         estimate = advantages.turn_gae if by_turn else advantages.gae
         advantage = estimate(rewards, values, mask, critic.gamma, lam, episode_id)
         returns = values + estimate(rewards, values, mask, critic.gamma, critic.lam, episode_id)
+        # The policy learns from actions of scored rows; with credit by turn, the critic only from
+        # the first action of each turn. Whitened: (A - mean A) / std A over the learned tokens.
         learned = learned_tokens(rollout)
         valued = learned & advantages.turn_starts(mask) if by_turn else learned
         if config.whiten:
             advantage = masked.whiten(advantage, learned)
         else:
             advantage = jnp.where(learned, advantage, 0.0)
+        # Right answers: episodes that earned more than 0, before the KL is subtracted.
         earned = masked.total(rollout.rewards, learned, axis=-1)
         right = learned & (advantages.episode_totals(earned, episode_id) > 0)[:, None]
+        # w = 1 / (number of such tokens in the optimizer step), so that losses are means over it.
         weighting = partial(
             masked.token_mean, minibatch=layout.minibatch, minibatches=layout.minibatches
         )
@@ -202,6 +210,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             sampling.temperature,
             entropy_gradient=config.entropy_coef > 0,
         )
+        # - sum w min(ratio A, clip(ratio) A) - entropy_coef H + kl_loss_coef KL.
         total, metrics = policy_loss(
             token_log_probs,
             batch,
@@ -209,6 +218,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_loss_coef,
         )
+        # + coef * sum w 1/2 (V - R)^2, clipped around the V of `make_batch`.
         values = value_loss.values(
             roles["value"], params, batch.rows, hidden if critic.trunk == "shared" else None
         )
@@ -216,6 +226,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             values, batch.targets, batch.weights["value"], critic.clip
         )
         total += critic.coef * critic_loss
+        # VAPO's imitation of right answers: - positive_coef * sum w log pi.
         if config.positive_coef:
             positive = batch.weights["positive"]
             total -= config.positive_coef * masked.total(

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl.algorithm_spec import ExperienceSpec, Reading, RoleSpec
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.types import (
@@ -62,7 +62,7 @@ class ProcessRewardConfig:
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        reading = Reading("steps", self.separators, self.aggregate)
+        reading = ScoreReadout("steps", self.separators, self.aggregate)
         trained = {"reward": RoleSpec(trainable=True, outputs=1, reading=reading)}
         return with_reference(trained, needed=self.steps != "given")
 

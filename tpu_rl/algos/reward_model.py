@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl.algorithm_spec import ExperienceSpec, Reading, RoleSpec, pairs_from
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_from
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
@@ -101,7 +101,7 @@ class RewardModelConfig:
         member = RoleSpec(trainable=True, outputs=self.heads)
         trained = dict.fromkeys(self.members, member)
         first, *others = self.members
-        reading = Reading(penalty=self.penalty, others=tuple(others))
+        reading = ScoreReadout(penalty=self.penalty, others=tuple(others))
         trained[first] = member._replace(reading=reading)
         return with_reference(trained, needed=self.pairs != "given")
 

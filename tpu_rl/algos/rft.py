@@ -98,8 +98,8 @@ class RftConfig:
     def roles(self) -> dict[str, RoleSpec]:
         roles = {"policy": RoleSpec(trainable=True)}
         if self.sampled_by == "reference":
-            follows = 1.0 if self.round_steps else 0.0
-            roles["reference"] = RoleSpec(trainable=False, follows=follows)
+            tracks_policy = 1.0 if self.round_steps else 0.0
+            roles["reference"] = RoleSpec(trainable=False, tracks_policy=tracks_policy)
         if self.sampled_by == "teacher":
             roles["teacher"] = RoleSpec(trainable=False, path=self.teacher)
         return roles

@@ -30,7 +30,7 @@ def moving_reference(
     """Return (init_state, after_update) of an algorithm whose reference follows its policy.
 
     The state counts updates. At each `every`-th update the reference moves the share `mix` of the
-    way to the policy; 1 makes them equal. The RoleSpec of the reference has `follows=mix`.
+    way to the policy; 1 makes them equal. The RoleSpec of the reference has `tracks_policy=mix`.
     """
 
     def init_state(params: Params) -> Array:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
-from tpu_rl.algorithm_spec import ExperienceSpec, Reading, RoleSpec, pairs_from
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_from
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
@@ -66,7 +66,7 @@ class SentenceRewardConfig:
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        reading = Reading("sentences", self.separators, self.aggregate)
+        reading = ScoreReadout("sentences", self.separators, self.aggregate)
         trained = {"reward": RoleSpec(trainable=True, outputs=2, reading=reading)}
         return with_reference(trained, needed=self.pairs != "given")
 

@@ -218,7 +218,7 @@ def _describe(holder: dict[str, Any]) -> str:
 
 
 def _is_dead_local_process(holder: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that has ended."""
+    """Return True if the holder was a process of this machine that has ended."""
     this_machine = machine_id()
     pid = holder.get("pid")
     if not this_machine or holder.get("machine") != this_machine or type(pid) is not int:

@@ -1,7 +1,7 @@
 """The identity of a run, which each of its checkpoints carries.
 
-A checkpoint that was copied from another run, or whose rows beside it are not those that it was
-saved with, must not be continued from: it is whole, and still the wrong one.
+It guards against resuming from an intact checkpoint of another run, or next to metrics that the
+checkpoint was not saved with.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def require_no_checkpoints(run_dir: Path, missing: Path) -> None:
 
 
 def lost_name(run_dir: Path) -> str:
-    """Return what to do about a run without its name."""
+    """Return advice for a run without its name."""
     record = run_files.newest_record(run_dir) or {}
     run_id = record.get("extra", {}).get(KEY, {}).get("id")
     if run_id is None:
@@ -67,7 +67,7 @@ def lost_name(run_dir: Path) -> str:
 
 
 def describe(identity: Identity, phase: int, rows: RowHashes) -> dict[str, Any]:
-    """Return what a checkpoint records about the run."""
+    """Return the facts about the run that a checkpoint records."""
     return {
         "id": identity.run_id,
         "phase": phase,

@@ -78,7 +78,7 @@ class StepFolders:
 
     @staticmethod
     def exists(directory: str) -> bool:
-        """Return whether there is such a folder."""
+        """Return True if there is such a folder."""
         return Path(directory).exists()
 
     def committed(self) -> list[int]:
@@ -213,7 +213,7 @@ class StepFolders:
         return self._manager.restore(step, args=args.Composite(arrays=arrays))["arrays"]
 
     def is_damage(self, step: int, error: Exception) -> bool:
-        """Return whether a failed read means that the step is not as it was written.
+        """Return True if a failed read means that the step is not as it was written.
 
         A lack of memory or of rights is no damage: no step may be set aside for it.
         """

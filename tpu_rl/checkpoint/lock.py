@@ -103,7 +103,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
-    """Return whether an open file is still the one of that name."""
+    """Return True if an open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:

@@ -35,7 +35,7 @@ def write(folder: Path) -> None:
 
 
 def compare(folder: Path) -> Differences | None:
-    """Return how a folder differs from its manifest, or None if it has no manifest.
+    """Return the differences between a folder and its manifest, or None if it has no manifest.
 
     If the manifest itself is damaged, it is the only entry in `changed`: what it says about other
     files cannot be trusted.
@@ -76,7 +76,7 @@ def changed_files(root: Path, files: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _is_changed(path: Path, expected: dict[str, Any]) -> bool:
-    """Return whether a file is not as its manifest says. A broken link or a pipe is not."""
+    """Return True if a file is not as its manifest says. A broken link or a pipe is not."""
     if not path.is_file():
         return True
     if path.stat().st_size != expected["size"]:

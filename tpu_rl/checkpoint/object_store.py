@@ -63,7 +63,7 @@ class StepObjects:
 
     @staticmethod
     def exists(address: str) -> bool:
-        """Return whether there is any object at an address."""
+        """Return True if there is any object at an address."""
         run_address, _, name = address.rpartition("/")
         return bool(Store(run_address).names(f"{name}/"))
 
@@ -264,7 +264,7 @@ class StepObjects:
         return dict(zip(target, asyncio.run(read()), strict=True))
 
     def is_damage(self, step: int, error: Exception) -> bool:
-        """Return whether a failed read means that the step is not as it was written.
+        """Return True if a failed read means that the step is not as it was written.
 
         That is, the store answered and granted access. A lack of memory or of file handles is no
         damage.

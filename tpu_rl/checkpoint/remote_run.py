@@ -50,7 +50,7 @@ def fetch(address: str) -> Path:
 
 
 def is_run(address: str) -> bool:
-    """Return whether an address is the folder of a run that has started.
+    """Return True if an address is the folder of a run that has started.
 
     Raises DamagedDataError if it has checkpoints and no configuration.
     """

@@ -142,7 +142,7 @@ def check_identity(run_dir: Path) -> Iterator[Finding]:
 
 
 def _faults(read: Callable[[], Any]) -> Iterator[Finding]:
-    """Yield what is wrong with a file, if anything is."""
+    """Yield the fault of a file, if it has one."""
     try:
         read()
     except DamagedDataError as error:
@@ -150,7 +150,7 @@ def _faults(read: Callable[[], Any]) -> Iterator[Finding]:
 
 
 def _is_whole_archive(path: Path) -> bool:
-    """Return whether the parts of an .npz file have their checksums."""
+    """Return True if the parts of an .npz file have their checksums."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return archive.testzip() is None

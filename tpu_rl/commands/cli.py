@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import pkgutil
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from tpu_rl import redaction
 from tpu_rl.errors import InputError
 from tpu_rl.runtime import stdio
 
-OUTLIVE_READERS = ("run", "serve", "report")
+IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 """Commands that go on when nobody reads their output any more. The others end."""
 
 COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check")
@@ -31,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     redaction.redact_tracebacks()
-    if argv and argv[0] in OUTLIVE_READERS:
-        stdio.outlive_readers()
+    if argv and argv[0] in IGNORE_CLOSED_PIPES:
+        stdio.ignore_closed_pipes()
     else:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if not argv or argv[0] in ("-h", "--help"):
@@ -58,14 +57,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_presets() -> None:
     """Print each preset with the first sentence of its description."""
-    from tpu_rl.commands import presets
-
-    folder = Path(presets.__path__[0])
-    names = sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
-    width = max(map(len, names))
-    for name in names:
-        module = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
-        description = " ".join((ast.get_docstring(module) or "").split())
+    # Read from the source, because importing the presets imports jax, which takes seconds.
+    descriptions = {
+        node.name: " ".join((ast.get_docstring(node) or "").split())
+        for file in (Path(__file__).parent / "presets").glob("[!_]*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    width = max(map(len, descriptions))
+    for name, description in sorted(descriptions.items()):
         sentence = description.partition(". ")[0].partition(": ")[0].partition(":")[0]
         print(f"{name:{width}}  {sentence.rstrip('.')}")
 

@@ -18,7 +18,7 @@ from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.checkpoint import digests
 from tpu_rl.commands import roles
-from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, that_stay
+from tpu_rl.commands.config import ExperimentConfig, FileData, MeshConfig, Stage, fixed_settings
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.data import Row
 from tpu_rl.environments import named as named_environments
@@ -111,7 +111,8 @@ def share_devices(
 def make_context(
     config: ExperimentConfig, run_dir: Path, mesh: Mesh, sampler_devices: tuple[Any, ...] = ()
 ) -> tuple[RunContext, Params]:
-    """Return what all stages of a run share, and the whole params tree before the first step."""
+    """Return the context that all stages of a run share, and the whole params tree before the first
+    step."""
     # Its errors come before reading weights.
     sampling_mesh(config.sampling.tensor_parallel, mesh, sampler_devices)
     language, loaded = roles.language(config, mesh)
@@ -121,13 +122,13 @@ def make_context(
     return context, params
 
 
-def forget(context: RunContext, stage: Stage, params: Params) -> Params:
+def reset_roles(context: RunContext, stage: Stage, params: Params) -> Params:
     """Return the params that a stage begins with: the roles that it forgets are as at first."""
-    if not stage.forget:
+    if not stage.reset_roles:
         return params
     language, loaded = roles.language(context.config, context.mesh)
-    first = roles.first_params(context.config, language, loaded, context.mesh, stage.forget)
-    return params | {name: first[name] for name in stage.forget}
+    first = roles.first_params(context.config, language, loaded, context.mesh, stage.reset_roles)
+    return params | {name: first[name] for name in stage.reset_roles}
 
 
 def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
@@ -142,7 +143,7 @@ def build_algorithm(context: RunContext, stage: Stage) -> Algorithm:
 
 
 def scorer(context: RunContext) -> Scorer:
-    """Return what scores completions with the rewards of the run."""
+    """Return the scorer of completions by the rewards of the run."""
     config = context.config
     total = registry.displayed(config.reward_terms)
     functions = registry.reward_functions(
@@ -161,7 +162,8 @@ def decoding(
     seed: int | None = None,
     record_routing: bool = False,
 ) -> Decoding:
-    """Return how a role completes prompts: by the settings of the run, unless given here."""
+    """Return the decoding with which a role completes prompts: by the settings of the run, unless
+    given here."""
     config = context.config
     settings = sampler_config(
         config.sampling, context.language.tokenizer, group_size or config.batch.group_size
@@ -183,13 +185,13 @@ def decoding(
 
 
 def environment(config: ExperimentConfig) -> Environment | None:
-    """Return what answers the policy; None if completions are single turns.
+    """Return the environment that answers the policy; None if completions are single turns.
 
     All engines of a process share its worker processes.
     """
     if not config.environment:
         return None
-    given = named_environments.lent(config.environment)
+    given = named_environments.passed_class(config.environment)
     # A cache has no dicts as keys.
     given = tuple(given.items()) if isinstance(given, Mapping) else given
     pool = _environment_pool(given, config.environment_limits)
@@ -203,7 +205,7 @@ def is_judged(config: ExperimentConfig) -> bool:
 
 
 def agent(config: ExperimentConfig) -> Agent | None:
-    """Return what talks to the policy; None if nothing does. All engines of a process share it.
+    """Return the agent that talks to the policy, or None. All engines of a process share it.
 
     Raises:
         InputError: if its file does not load.
@@ -252,7 +254,8 @@ def make_source(context: RunContext, stage: Stage, params: Params) -> Source:
 
 
 def prompt_room(config: ExperimentConfig, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the prompt of a row may have, beside the tools of an environment."""
+    """Return the number of tokens that a row's prompt may have, beside the tools of an
+    environment."""
     room = config.sampling.max_prompt_tokens
     answering = environment(config)
     if answering is None or not tokenizer.has_chat_template:
@@ -261,7 +264,7 @@ def prompt_room(config: ExperimentConfig, tokenizer: Tokenizer) -> int:
 
 
 def tool_tokens(answering: Environment, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the chat template adds to a prompt to show the environment's tools."""
+    """Count the tokens that the chat template adds to a prompt to show the environment's tools."""
     message: list[Message] = [{"role": "user", "content": "a"}]
     alone = len(tokenizer.render(message))
     tools_of = [known.tools for known in answering.pool.descriptions.values() if known.tools]
@@ -405,7 +408,7 @@ def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     return pairs.given_pair_source(stream, to_pairs(context, stage, params, given.usable))
 
 
-def are_given(stage: Stage) -> bool:
+def learns_from_given_pairs(stage: Stage) -> bool:
     """Return True if the stage learns from pairs that the data bring."""
     spec = stage.algorithm.experience
     return spec.source == "pairs" and spec.sampled_by is None
@@ -451,14 +454,15 @@ def require_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> pairs.Given
 
 
 def plain_pairs(context: RunContext) -> pairs.ToPairs:
-    """Return what makes pairs of token ids of rows, without log-probs."""
+    """Return a function that makes pairs of token ids of rows, without log-probs."""
     return partial(data.pairs, tokenizer=context.language.tokenizer, max_length=context.max_length)
 
 
 def to_pairs(
     context: RunContext, stage: Stage, params: Params, rows: Sequence[Row]
 ) -> pairs.ToPairs:
-    """Return what makes pairs of `rows`, with the reference's log-probs if they are wanted.
+    """Return a function that makes pairs of `rows`, with the reference's log-probs if they are
+    wanted.
 
     The reference is the role of that name, or else the policy at the beginning of the stage.
     """
@@ -481,7 +485,7 @@ def to_pairs(
 
 
 def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
-    """Return what computes log-probs of given completions under a role."""
+    """Return a function that computes log-probs of given completions under a role."""
     return text_log_probs.text_log_probs(
         context.role(role), context.config.batch, context.mesh, context.attention_index
     )
@@ -525,7 +529,7 @@ def q_round_identity(config: ExperimentConfig, rows: list[Row]) -> str:
 
     The size of a micro-batch is not among them, because it depends on the devices.
     """
-    settings = {k: v for k, v in that_stay(config).items() if k != "batch.micro_batch_rows"}
+    settings = {k: v for k, v in fixed_settings(config).items() if k != "batch.micro_batch_rows"}
     return q_examples.round_identity(rows, settings, registry.files(config.reward_names))
 
 
@@ -536,7 +540,7 @@ def q_round(config: ExperimentConfig, stage: Stage) -> int:
 
 
 def roll_in(context: RunContext, stage: Stage) -> Decoding:
-    """Return how the prefixes of Q# examples are sampled.
+    """Return the decoding that samples the prefixes of Q# examples.
 
     They come from the guided policy; in the first round from the reference, because nothing has
     learned to guide it. With `roll_in="none"` the reference writes whole answers.
@@ -549,7 +553,7 @@ def roll_in(context: RunContext, stage: Stage) -> Decoding:
 
 
 def roll_out(context: RunContext, stage: Stage) -> Decoding | None:
-    """Return how the reference continues prefixes of Q# examples, once each.
+    """Return the decoding with which the reference continues prefixes of Q# examples, once each.
 
     None with `roll_in="none"`: nothing is continued.
     """
@@ -561,7 +565,8 @@ def roll_out(context: RunContext, stage: Stage) -> Decoding | None:
 
 
 def evaluation_decoding(context: RunContext, stage: Stage) -> Decoding:
-    """Return how a stage answers held-out problems, once each, as shapes of programs see it."""
+    """Return the decoding of a stage's answers to held-out problems, once each, as shapes of
+    programs see it."""
     exact = context.unrounded()
     if stage.algorithm.experience.policy == "guided":
         return _plain_decoding(exact, exact.guided_policy(stage.algorithm), 1)
@@ -655,7 +660,7 @@ def make_update_step(
 def router_probe(
     config: ExperimentConfig, role_models: Mapping[str, Model], stage: Stage
 ) -> Probe | None:
-    """Return what measures the routers of the models that the stage trains.
+    """Return a probe that measures the routers of the models that the stage trains.
 
     None if none of them is a mixture of experts.
     """
@@ -689,7 +694,7 @@ def read_for_rollouts(context: RunContext, stage: Stage) -> list[Select]:
 def read_for_evaluation(context: RunContext, stage: Stage) -> list[Select]:
     """Return the roles whose weights are read when the stage is evaluated by answers."""
     config = context.config
-    if roles.reading(stage.algorithm) is not None or are_given(stage):
+    if roles.reading(stage.algorithm) is not None or learns_from_given_pairs(stage):
         return []
     if not config.evaluation.rows or config.evaluation_reward is None:
         return []

@@ -15,9 +15,9 @@ import importlib
 import io
 import itertools
 import json
-import pkgutil
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -27,7 +27,7 @@ import yaml
 
 from tpu_rl import run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
-from tpu_rl.commands import config_checks, help_text, presets
+from tpu_rl.commands import config_checks, help_text
 from tpu_rl.environments.pool import EnvironmentLimits
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience.config import (
@@ -48,6 +48,12 @@ from tpu_rl.train.optimizers import OptimizerConfig
 
 DEFAULT_PRESET = "arithmetic_grpo"
 ALGORITHM_FLAG = "--algorithm"
+RENAMED_FLAGS = {
+    "--checkpoint-every": "--checkpoint.interval",
+    "--samples.every": "--samples.interval",
+    "--samples.most": "--samples.max-per-step",
+}
+"""Flags of earlier versions -> their names now."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,16 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class SamplesConfig:
-    every: int = 1
+    interval: int = 1
     """Steps between those whose completions samples.jsonl keeps. Step 1 is one of them."""
-    most: int = 32
+    max_per_step: int = 32
     """Completions that it keeps of such a step, evenly chosen over the batch; 0 keeps none."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    interval: int = 20
+    """Steps between checkpoints. A stage's last step has one, too."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +154,9 @@ class Phase:
     algorithm: AlgorithmConfig
     until: int
     """The last step of the run that belongs to the phase."""
-    forget: tuple[str, ...] = ()
-    """Roles that get their first params back when the phase ends, after the next phase has made its
-    source from the trained ones."""
+    reset_roles: tuple[str, ...] = ()
+    """Roles to reset to their initial weights at the end of the phase. The next phase's source is
+    made first, from the trained weights."""
     ends_when_flat: Plateau | None = None
     """End the phase before `until` when this is flat. The next phase begins earlier; the number of
     steps of the run stays the same."""
@@ -158,8 +170,8 @@ class Stage(NamedTuple):
     first: int
     """The first step of the run that belongs to it."""
     last: int
-    forget: tuple[str, ...]
-    """Roles that begin it with their first params."""
+    reset_roles: tuple[str, ...]
+    """Roles that begin it with their initial weights."""
     ends_when_flat: Plateau | None
 
 
@@ -202,7 +214,7 @@ class ExperimentConfig:
     run_dir: str = ""
     """The folder of the run; runs/PRESET if empty. The same command on the same folder continues
     where the run stopped."""
-    checkpoint_every: int = 20
+    checkpoint: CheckpointConfig = CheckpointConfig()
     wandb: bool = False
     """Send metrics and some completions to Weights & Biases. WANDB_PROJECT and WANDB_NAME name the
     project and the run."""
@@ -253,21 +265,23 @@ class ExperimentConfig:
         """
         stages = []
         first = 1
-        forget: tuple[str, ...] = ()
+        reset_roles: tuple[str, ...] = ()
         for index, phase in enumerate((*self.phases, Phase(self.algorithm, self.steps))):
             last = next((step for step in early if first <= step < phase.until), phase.until)
-            stages.append(Stage(index, phase.algorithm, first, last, forget, phase.ends_when_flat))
+            stages.append(
+                Stage(index, phase.algorithm, first, last, reset_roles, phase.ends_when_flat)
+            )
             first = last + 1
-            forget = phase.forget
+            reset_roles = phase.reset_roles
         return tuple(stages)
 
     def __post_init__(self):
         config_checks.check_positive(
             {
                 "--steps": self.steps,
-                "--checkpoint-every": self.checkpoint_every,
+                "--checkpoint.interval": self.checkpoint.interval,
                 "--evaluation.interval": self.evaluation.interval,
-                "--samples.every": self.samples.every,
+                "--samples.interval": self.samples.interval,
                 "--batch.prompts": self.batch.prompts,
                 "--batch.num-minibatches": self.batch.num_minibatches,
                 "--batch.ppo-epochs": self.batch.ppo_epochs,
@@ -276,7 +290,7 @@ class ExperimentConfig:
                 "--sampling.host-sync-steps": self.sampling.host_sync_steps,
             }
         )
-        config_checks.check_not_negative({"--samples.most": self.samples.most})
+        config_checks.check_not_negative({"--samples.max-per-step": self.samples.max_per_step})
         terms.parse_all(self.reward)
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
@@ -394,6 +408,12 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
     Raises:
         InputError: if a flag is unknown, or its value has another type.
     """
+    for flag in flags:
+        name = flag.partition("=")[0]
+        new_name = re.sub(r"^(--phases\.\d+)\.forget$", r"\1.reset-roles", name)
+        new_name = RENAMED_FLAGS.get(name, new_name)
+        if new_name != name:
+            raise InputError(f"Unrecognized options: {name}", fix=f"did you mean {new_name}?")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), warnings.catch_warnings():
@@ -456,8 +476,13 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_variance_filter(config.rollout, config.batch, specs)
 
 
+def _presets() -> dict[str, Callable[[], ExperimentConfig]]:
+    # Presets are made of this module's classes, so they are imported when they are asked for.
+    return importlib.import_module("tpu_rl.commands.presets").PRESETS
+
+
 def preset_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(presets.__path__))
+    return sorted(_presets())
 
 
 def preset(name: str) -> ExperimentConfig:
@@ -466,13 +491,14 @@ def preset(name: str) -> ExperimentConfig:
     Raises:
         InputError: if there is none; it names the nearest one.
     """
-    names = preset_names()
-    if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    presets = _presets()
+    if name not in presets:
+        nearest = difflib.get_close_matches(name, presets, n=1, cutoff=0.0)
         raise InputError(
-            f"unknown preset {name!r}", fix=f"did you mean {nearest[0]}? All: {', '.join(names)}"
+            f"unknown preset {name!r}",
+            fix=f"did you mean {nearest[0]}? All: {', '.join(preset_names())}",
         )
-    return importlib.import_module(f"tpu_rl.commands.presets.{name}").CONFIG
+    return presets[name]()
 
 
 # --- config.yaml ---
@@ -495,7 +521,7 @@ def load(path: Path) -> ExperimentConfig:
     """
     values, _ = run_files.read_config(path)
     try:
-        return from_dict(ExperimentConfig, values, find_plugin)
+        return from_dict(ExperimentConfig, with_new_names(values), find_plugin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise run_files.damage(path, f"it is no configuration: {error}") from error
 
@@ -512,7 +538,7 @@ def load_file(path: Path) -> ExperimentConfig:
         )
     try:
         values, _ = run_files.read_config(path, may_be_edited=True)
-        return from_dict(ExperimentConfig, values, find_plugin)
+        return from_dict(ExperimentConfig, with_new_names(values), find_plugin)
     except DamagedDataError as error:
         cause = error.why
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -525,6 +551,27 @@ def load_file(path: Path) -> ExperimentConfig:
     )
 
 
+def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.yaml with settings renamed since it was written."""
+
+    def rename(part: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+        return {new if name == old else name: value for name, value in part.items()}
+
+    values = dict(values)
+    if "checkpoint_every" in values:
+        interval = values.pop("checkpoint_every")
+        values["checkpoint"] = {"kind": "CheckpointConfig", "interval": interval}
+    if isinstance(values.get("samples"), dict):
+        samples = rename(values["samples"], "every", "interval")
+        values["samples"] = rename(samples, "most", "max_per_step")
+    if isinstance(values.get("phases"), list):
+        values["phases"] = [
+            rename(phase, "forget", "reset_roles") if isinstance(phase, dict) else phase
+            for phase in values["phases"]
+        ]
+    return values
+
+
 def find_plugin(kind: str) -> type | None:
     """Return the configuration of an algorithm in a file of the user, or None of another kind."""
     return plugins.from_file(kind) if ":" in kind else None
@@ -534,7 +581,7 @@ MAY_CHANGE = (
     "run_dir",
     "dry_run",
     "steps",
-    "checkpoint_every",
+    "checkpoint",
     "evaluation.interval",
     "samples",
     "wandb",
@@ -551,12 +598,12 @@ MAY_CHANGE = (
     "model.remat",
     "model.attention",
 )
-"""Settings with which a run may continue although they changed. They say where it is, which devices
-and which of several equivalent programs it uses, what it writes when, how long rewards and silence
-may take and, at a constant learning rate, how long it is."""
+"""Settings with which a run may continue although they changed. They change paths, devices,
+kernels, logging and time limits, but not the result. `steps` is one of them only if the learning
+rate is constant."""
 
 
-def that_stay(config: ExperimentConfig) -> dict[str, Any]:
+def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
     """Return name -> value of every setting that is not in MAY_CHANGE."""
 
     def flatten(values: Any, prefix: str) -> dict[str, Any]:
@@ -576,7 +623,7 @@ def that_stay(config: ExperimentConfig) -> dict[str, Any]:
 
 def settings_hash(config: ExperimentConfig) -> str:
     """Return a hash of the settings that must stay while a run goes on."""
-    settings = that_stay(config)
+    settings = fixed_settings(config)
     if config.optimizer.schedule != "constant":
         settings["steps"] = config.steps
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -584,8 +631,8 @@ def settings_hash(config: ExperimentConfig) -> str:
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
     """Return lines "name: old -> new" for all values that differ, except those in MAY_CHANGE."""
-    before = that_stay(old)
-    after = that_stay(new)
+    before = fixed_settings(old)
+    after = fixed_settings(new)
     # A schedule that decays until the last step changes when that step moves.
     if new.optimizer.schedule != "constant":
         before["steps"] = old.steps

@@ -116,7 +116,7 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
     spec = stage.algorithm.experience
     if spec.source == "step_labels":
         step_labels.require_steps(config.data, spec.sampled_by)
-    if compose.are_given(stage):
+    if compose.learns_from_given_pairs(stage):
         return compose.require_pairs(config, tokenizer).train
     return tasks.usable_rows(
         config.data,
@@ -170,7 +170,9 @@ def check_held_out(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Row]:
         InputError: if no prompt is short enough, or the reward needs a column that they lack.
     """
     stage = config.stages[-1]
-    is_answered = not compose.are_given(stage) and roles.reading(stage.algorithm) is None
+    is_answered = (
+        not compose.learns_from_given_pairs(stage) and roles.reading(stage.algorithm) is None
+    )
     name = config.evaluation_reward
     if not (isinstance(config.data, FileData) and is_answered and config.evaluation.rows and name):
         return []

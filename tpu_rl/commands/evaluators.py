@@ -58,7 +58,7 @@ def evaluator(
     if roles.reading(stage.algorithm) is not None:
         judge = held_out_judge(context, stage, params)
         return Evaluations(reward_accuracy.as_evaluator(judge), _nothing)
-    if compose.are_given(stage):
+    if compose.learns_from_given_pairs(stage):
         given = compose.require_pairs(context.config, context.language.tokenizer)
         if not given.held_out:
             print("note: nothing is evaluated: there are no held-out pairs", file=sys.stderr)
@@ -157,7 +157,7 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
 
 
 def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row]) -> Scorer:
-    """Return what scores held-out completions with all rewards that evaluations measure.
+    """Return the scorer of held-out completions, with all rewards that evaluations measure.
 
     The first one says what is correct. Those of --reward are left out that need a column which
     held-out rows lack. The total is that of --reward, unless a weight depends on the step: then
@@ -269,7 +269,8 @@ def ranking(
     given: GivenPairs,
     to_pairs: ToPairs,
 ) -> Callable[[Params], dict[str, float]]:
-    """Return what computes how well the policy ranks held-out pairs, or judged completions.
+    """Return a function that measures the policy's ranking of held-out pairs, or of judged
+    completions.
 
     There is at least one of them.
     """
@@ -328,7 +329,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
 
 
 def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOutPairs | None:
-    if compose.are_given(stage):
+    if compose.learns_from_given_pairs(stage):
         given = compose.require_pairs(context.config, context.language.tokenizer)
         _require_same_rows(given.held_out)
         return reward_accuracy.given_pairs(

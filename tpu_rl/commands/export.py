@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     try:
         max_shard_bytes = check(flags)
         context, params, step = load_run(flags.run_dir)
-        name = flags.role or roles.product(context.config.algorithm)
+        name = flags.role or roles.main_role(context.config.algorithm)
         require_model(context, name)
         if flags.adapter and flags.push_to_hub is not None:
             require_public_base(context.config, name)
@@ -183,7 +183,7 @@ def write(context: RunContext, params: Params, name: str, target: Path, files: F
     ensemble. Raises InputError if only the adapter is wanted and a model has none.
     """
     algorithm = context.config.algorithm
-    reading = roles.reading(algorithm) if name == roles.product(algorithm) else None
+    reading = roles.reading(algorithm) if name == roles.main_role(algorithm) else None
     if reading is None:
         return write_model(context, params, name, target, files)
     # The other members carry the name of the target, so that several exports can lie side by side.

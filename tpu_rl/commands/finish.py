@@ -37,7 +37,7 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     run_dir = context.run_dir
     folders = save_models(context, params)
     audit_pairs(context, params)
-    digest = digests.of_tree(params[roles.product(config.algorithm)])
+    digest = digests.of_tree(params[roles.main_role(config.algorithm)])
     if processes.index():
         return
     rows = list(run_files.read_metrics(run_dir))
@@ -89,7 +89,7 @@ def save_models(context: RunContext, params: Params) -> list[Path]:
     Adapters are merged into these, and are also saved by themselves, in model_adapter/, for PEFT.
     """
     algorithm = context.config.algorithm
-    product = roles.product(algorithm)
+    product = roles.main_role(algorithm)
     tokenizer = context.language.tokenizer
     folders: list[Path] = []
     for name, spec in algorithm.roles.items():
@@ -117,7 +117,7 @@ def audit_pairs(context: RunContext, params: Params) -> None:
     """
     config = context.config
     stage = stages.of_run(config, context.run_dir, config.steps)[-1]
-    if not compose.are_given(stage) or stage.algorithm.experience.graded:
+    if not compose.learns_from_given_pairs(stage) or stage.algorithm.experience.graded:
         return
     given = compose.given_pairs(context.config, context.language.tokenizer)
     trained = pair_audit.Trained(

@@ -34,8 +34,8 @@ def train(
     given_rows = {name: given for name, given in arguments.items() if given is not None}
     terms, functions = reward_terms(rewards or ())
     with ExitStack() as stack:
-        stack.enter_context(python_rows.lend(given_rows))
-        stack.callback(files.forget)
+        stack.enter_context(python_rows.registered_for_run(given_rows))
+        stack.callback(files.close_all)
         stack.enter_context(reward_registry.registered_for_run(functions))
         stack.enter_context(explain_full_disk())
         passed: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def train(
             passed["environment"] = environment
         elif environment is not None:
             name = getattr(environment, "__name__", type(environment).__name__)
-            stack.enter_context(named.lend({name: environment}))
+            stack.enter_context(named.registered_for_run({name: environment}))
             passed["environment"] = f"{named.PYTHON}{name}"
         if rows is not None:
             passed["data.path"] = f"{python_rows.PYTHON}rows"

@@ -72,8 +72,7 @@ def notes(
 ) -> list[str]:
     """Return one line for each thing that the mesh does not divide, with a remedy.
 
-    Raises InputError if the devices that sample, which may be others than those of the mesh, cannot
-    be divided as --sampling.tensor-parallel says.
+    Raises InputError if --sampling.tensor-parallel does not divide the number of sampling devices.
     """
     require_tensor_parallel(config.sampling.tensor_parallel, sampler_devices or mesh.size)
     lines = []
@@ -286,7 +285,7 @@ def _choose_apart(
     memory: int | None,
     sampler_devices: tuple[Any, ...],
 ) -> tuple[ExperimentConfig, str]:
-    """Return what `choose_sampling` does for devices that only sample."""
+    """Do the work of `choose_sampling` for devices that only sample."""
     count = len(sampler_devices)
     given = config.sampling.tensor_parallel
 

@@ -183,7 +183,7 @@ def settings(
 
 
 def method_name(config: ExperimentConfig) -> str:
-    """Return what papers call the algorithm of the run."""
+    """Return the name that papers give the algorithm of the run."""
     name = plugins.display_name(config.algorithm)
     return NAMES.get(name, name)
 

@@ -205,7 +205,7 @@ def find_target(topology: str | None, slices: int | None = None) -> Target:
 
 
 def _split_topology(named: Topology) -> SplitDevices:
-    """Return what cuts the devices of a topology in two topologies.
+    """Return a function that cuts the devices of a topology in two topologies.
 
     The compiler compiles for whole topologies only, and so for each part as if it were alone.
     """

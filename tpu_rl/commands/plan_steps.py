@@ -157,13 +157,13 @@ def state_bytes(planned: StagePlan) -> dict[str, int]:
 
 
 def samples(stage: Stage) -> bool:
-    """Return whether the stage samples completions to learn from."""
+    """Return True if the stage samples completions to learn from."""
     spec = stage.algorithm.experience
     return (spec.sampled_by is not None or spec.on_policy > 0) and spec.kind is not Demonstrations
 
 
 def answers(context: RunContext, stage: Stage) -> bool:
-    """Return whether the stage is evaluated by its answers to held-out problems."""
+    """Return True if the stage is evaluated by its answers to held-out problems."""
     return bool(compose.read_for_evaluation(context, stage))
 
 

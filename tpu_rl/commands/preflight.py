@@ -504,5 +504,5 @@ def reward_directories(config: ExperimentConfig) -> list[Path]:
 
 
 def is_directory(name: str) -> bool:
-    """Return whether a reward is the directory of a trained reward model."""
+    """Return True if a reward is the directory of a trained reward model."""
     return Path(name).expanduser().is_dir()

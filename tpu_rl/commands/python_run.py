@@ -98,7 +98,7 @@ def train(
 
 
 def read_run(address: str) -> Run:
-    """Return what a run has left in its folder, local or gs://."""
+    """Read the results of a run from its folder, local or gs://."""
     from tpu_rl import run_files
     from tpu_rl.checkpoint import remote_run
     from tpu_rl.storage import gcs

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_rl import models, sampler, tokenizers
-from tpu_rl.algorithm_spec import Reading, RoleSpec
+from tpu_rl.algorithm_spec import RoleSpec, ScoreReadout
 from tpu_rl.algos import QSharpConfig
 from tpu_rl.checkpoint.train_state_io import BASE
 from tpu_rl.commands.config import AlgorithmConfig, ExperimentConfig, FileData
@@ -149,13 +149,13 @@ def specs(config: ExperimentConfig) -> dict[str, RoleSpec]:
     return shared
 
 
-def product(algorithm: AlgorithmConfig) -> str:
+def main_role(algorithm: AlgorithmConfig) -> str:
     """Return the role that a run is for: the first that trains."""
     return next(name for name, spec in algorithm.roles.items() if spec.trainable)
 
 
-def reading(algorithm: AlgorithmConfig) -> Reading | None:
-    """Return how to read the scores of the reward model that the algorithm trains, or None."""
+def reading(algorithm: AlgorithmConfig) -> ScoreReadout | None:
+    """Return the score readout of the reward model that the algorithm trains, or None."""
     readings = (spec.reading for spec in algorithm.roles.values())
     return next((reading for reading in readings if reading is not None), None)
 
@@ -172,7 +172,7 @@ def role_model(config: ExperimentConfig, base: Model, spec: RoleSpec) -> Model:
 
 
 def head_outputs(model: Model, spec: RoleSpec) -> int | None:
-    """Return how many outputs the role's head has; None if it keeps the vocabulary."""
+    """Return the number of outputs of the role's head; None if it keeps the vocabulary."""
     if spec.outputs_per_token is not None:
         return spec.outputs_per_token * model.config.vocab.size
     return spec.outputs
@@ -293,7 +293,7 @@ def adaptable(config: ExperimentConfig) -> set[str]:
         for name, spec in stage.algorithm.roles.items()
         if spec.trainable
     }
-    changing |= {name for name, spec in all_specs.items() if spec.follows == 1}
+    changing |= {name for name, spec in all_specs.items() if spec.tracks_policy == 1}
 
     def is_whole_model(spec: RoleSpec) -> bool:
         return not (spec.random or spec.layers or spec.trunk_of)
@@ -320,7 +320,7 @@ def adapter_bases(config: ExperimentConfig) -> dict[str, str]:
         for name, spec in all_specs.items()
         if name in can_adapt
     }
-    averaged = [name for name, spec in all_specs.items() if 0 < spec.follows < 1]
+    averaged = [name for name, spec in all_specs.items() if 0 < spec.tracks_policy < 1]
     if averaged:
         raise InputError(
             f"{averaged[0]} is moved a part of the way to what trains, which adapters cannot do",
@@ -349,11 +349,11 @@ def changes(config: ExperimentConfig, name: str) -> bool:
         spec = stage.algorithm.roles.get(name)
         if spec is not None and spec.trainable:
             return True
-    return bool(specs(config)[name].follows)
+    return bool(specs(config)[name].tracks_policy)
 
 
 def place(config: ExperimentConfig, name: str) -> Select:
-    """Return what selects a role's params: by its name, except for what roles share."""
+    """Return a selector of a role's params: by its name, except for params that roles share."""
     bases = adapter_bases(config)
     if name in bases:
         return Select(name, bases[name])
@@ -518,7 +518,7 @@ class RunContext(NamedTuple):
         return "tiles" if self.config.mesh.context <= 1 else "none"
 
     def params_of(self, role: str) -> Select:
-        """Return what selects a role's params from the whole tree."""
+        """Return a selector of a role's params from the whole tree."""
         return place(self.config, role)
 
     def role(self, role: str) -> Role:
@@ -539,7 +539,7 @@ class RunContext(NamedTuple):
         return model
 
     def selects(self, names: Iterable[str]) -> list[Select]:
-        """Return what selects the params of roles and, if there are any, of their drafter."""
+        """Return selectors of the params of roles and, if there are any, of their drafter."""
         unique = dict.fromkeys(names)
         if unique and self.drafter is not None:
             unique[self.drafter] = None

@@ -42,12 +42,12 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands.compose import Devices
 from tpu_rl.commands.config import ExperimentConfig, Stage, to_dict
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.diagnosis import host_agreement
+from tpu_rl.diagnosis import debug_nans, host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
 from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable
-from tpu_rl.experience.layout import AttentionIndex, lay_out
+from tpu_rl.experience.layout import AttentionIndex, pack_experience
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.models import Select
 from tpu_rl.rollout import samples, weights
@@ -55,7 +55,6 @@ from tpu_rl.runtime import (
     child_processes,
     cluster,
     compilations,
-    debug_nans,
     preemption,
     process_group,
     processes,
@@ -207,7 +206,7 @@ class StageParts(NamedTuple):
 
     mesh: Mesh
     attention_index: AttentionIndex
-    """See `layout.lay_out`."""
+    """See `layout.pack_experience`."""
     make_batch: Callable[..., tuple[Any, Any]]
     update: update_step.UpdateStep
     source: Source
@@ -229,7 +228,7 @@ def compose_stage(
     """
     algorithm = compose.build_algorithm(context, stage)
     source = compose.make_source(context, stage, params)
-    params = compose.forget(context, stage, params)
+    params = compose.reset_roles(context, stage, params)
     evaluations = evaluators.evaluator(context, stage, algorithm, params)
     state, update = compose.learner(context, stage, algorithm, params)
     make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(context.mesh))
@@ -382,7 +381,7 @@ def train_stage(
     for step in range(max(last_step + 1, stage.first), stage.last + 1):
         watchdog.mark(f"the border before step {step}, where all processes meet")
         began = time.perf_counter()
-        source_state = parts.source.state_as_of_now()
+        source_state = parts.source.snapshot()
         try:
             with job.signals.stoppable(), job.profile.of(step):
                 state = parts.for_rollouts(state)
@@ -410,7 +409,7 @@ def train_stage(
         job.sink.write(step, row, experience.samples)
         if step % job.config.evaluation.interval == 0 and not is_run_end:
             finish.update_report(job.run_dir)
-        is_due = step % job.config.checkpoint_every == 0 and not job.recovery.in_a_row
+        is_due = step % job.config.checkpoint.interval == 0 and not job.recovery.in_a_row
         if is_stage_end or is_due:
             job.writer.save(step, state, parts.source.get_state(), wait=is_stage_end)
         last_step = step
@@ -432,7 +431,7 @@ def take_step(
     state = parts.for_training(state)
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
-    packed = lay_out(batch_config, experience.data, parts.mesh, parts.attention_index)
+    packed = pack_experience(batch_config, experience.data, parts.mesh, parts.attention_index)
 
     update_began = time.perf_counter()
     watchdog.mark(f"the update of step {step}")
@@ -456,10 +455,10 @@ def take_step(
     row["perf/train_tokens_per_second"] = num_tokens / (ended - update_began)
     row["perf/peak_memory"] = peak_memory_bytes()
     settings = job.config.samples
-    if experience.records and settings.most and samples.is_kept(step, settings.every):
+    if experience.records and settings.max_per_step and samples.is_kept(step, settings.interval):
         numbers = numbers_of_tokens(packed, batch, per_token)
         objects = samples.keep(
-            experience.records, experience.rollouts, job.tokenizer, settings.most, numbers
+            experience.records, experience.rollouts, job.tokenizer, settings.max_per_step, numbers
         )
         experience = experience._replace(samples=objects)
     return state, row, experience

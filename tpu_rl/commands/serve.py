@@ -177,7 +177,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
 def sampler_factory(
     language: roles.Language, params: Params, length: int, num_slots: int
 ) -> Callable[[Distribution], LiveSampler]:
-    """Return what makes the sampler of a distribution."""
+    """Return a function that makes the sampler of a distribution."""
     mesh = compose.make_mesh(MeshConfig())
     policy = models.policy(language.model)
 

@@ -64,7 +64,7 @@ class PlateauDetector:
 
 
 def is_flat(plateau: Plateau, values: list[float]) -> bool:
-    """Return whether a metric has stopped rising.
+    """Return True if a metric has stopped rising.
 
     That is, the mean of its last `over` values is less than `gain` above the mean of the `over`
     values before. False as long as there are fewer values.

@@ -95,7 +95,7 @@ class Torus(NamedTuple):
         return tuple(max(values) + 1 for values in zip(*self.coordinates, strict=True))
 
     def is_ring(self, dimension: int, size: int) -> bool:
-        """Return whether `size` chips in a line along a dimension close to a ring."""
+        """Return True if `size` chips in a line along a dimension close to a ring."""
         if self.chip.wraps == "none":
             return False
         spans_dimension = size == self.sizes[dimension]

@@ -215,7 +215,7 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 def _stated_cost(instruction: Instruction, name: str) -> float | None:
-    """Return what a Pallas kernel states in its `pl.CostEstimate`, or None."""
+    """Return the cost that a Pallas kernel states in its `pl.CostEstimate`, or None."""
     stated = re.search(
         rf'"cost_estimate"\s*:\s*\{{[^{{}}]*"{name}"\s*:\s*"?(\d+)', instruction.attributes
     )
@@ -287,7 +287,7 @@ def _window(instruction: Instruction) -> list[_Window]:
 
 
 def _valid_positions(size: int, kernel: int, outputs: int, window: _Window) -> int:
-    """Return how many pairs of an output and a kernel element read an input element.
+    """Count the pairs of an output and a kernel element that read an input element.
 
     `size`, `kernel` and `outputs` are the lengths of input, kernel and result in one dimension.
     """
@@ -520,7 +520,7 @@ _TRANSFER = re.compile(
 
 
 def _count_of(numbers: str) -> int:
-    """Return how many numbers "0,4" or "0:3" lists; the end of a range belongs to it."""
+    """Count the numbers that "0,4" or "0:3" lists; the end of a range belongs to it."""
     ranges = [part.split(":") for part in numbers.split(",")]
     return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
 

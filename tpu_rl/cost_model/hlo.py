@@ -251,7 +251,8 @@ def estimated_cycles(instruction: Instruction) -> float | None:
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
-    """Return how often the body of a `while` in `computation` runs; None if the text does not say.
+    """Return the number of times that the body of a `while` in `computation` runs; None if the text
+    does not say.
 
     The compiler may have noted it. Otherwise it is the number of strides from the start of the
     loop's counter to the bound in the condition. If the condition is a conjunction, the loop may

@@ -116,13 +116,13 @@ _READ: dict[Any, StoredRows] = {}
 """Large data that were read and checked in this process. A run reads its data several times."""
 
 
-def forget() -> None:
-    """Forget what was read, and so close its files."""
+def close_all() -> None:
+    """Close the files that were read, and drop their rows."""
     _READ.clear()
 
 
 def _stamp(path: str | Path) -> tuple[Any, ...]:
-    """Return what differs once a file or folder of the path has changed."""
+    """Return a stamp of the path, which differs once a file or folder of it has changed."""
     stamps = []
     for part in _parts(path):
         for name in [part, *sorted(glob.glob(part, recursive=True))]:
@@ -196,7 +196,7 @@ def _parts(path: str | Path) -> list[str]:
 
 
 def _sources(path: str | Path, split: str | None, config: str | None) -> Iterator[Source]:
-    """Yield what has the rows of each part of the path."""
+    """Yield the sources of the rows of each part of the path."""
     if python_rows.is_name(str(path)):
         _refuse_dataset_flags(str(path), split, config)
         yield python_rows.source(str(path))
@@ -219,7 +219,7 @@ def _sources(path: str | Path, split: str | None, config: str | None) -> Iterato
 
 
 def _is_hub_name(part: str, place: Path) -> bool:
-    """Return whether a path that does not exist can be the name of a dataset of the hub."""
+    """Return True if a path that does not exist can be the name of a dataset of the hub."""
     return (
         re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", part) is not None
         and not os.path.lexists(place)

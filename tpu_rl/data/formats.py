@@ -123,7 +123,7 @@ def _check_steps(steps: Any, labels: Any) -> None:
 
 
 def is_plain_text(row: Row) -> bool:
-    """Return whether the row is a `text` to learn as a whole."""
+    """Return True if the row is a `text` to learn as a whole."""
     return "text" in row and not {"prompt", "completion", "messages"} & row.keys()
 
 
@@ -360,7 +360,7 @@ def _escaped(name: Any) -> str:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Return whether `datasets.save_to_disk` wrote the folder."""
+    """Return True if `datasets.save_to_disk` wrote the folder."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 

@@ -17,7 +17,7 @@ _ROWS: dict[str, Any] = {}
 
 
 @contextmanager
-def lend(rows: Mapping[str, Any]) -> Iterator[None]:
+def registered_for_run(rows: Mapping[str, Any]) -> Iterator[None]:
     """Let `read` find rows, argument -> rows, in this context.
 
     Raises:
@@ -41,7 +41,7 @@ def lend(rows: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_name(path: str) -> bool:
-    """Return whether a path is the name of rows, and not of a file."""
+    """Return True if a path is the name of rows, and not of a file."""
     return path.startswith(PYTHON)
 
 

@@ -95,7 +95,7 @@ def check_packages() -> Finding:
 
 
 def is_satisfied(requirement: Requirement) -> bool:
-    """Return whether a suitable version of a package is installed."""
+    """Return True if a suitable version of a package is installed."""
     version = installed_version(requirement.name)
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 

@@ -172,7 +172,7 @@ class MiniShell:
 
 
 def answer(shell: Shell, command: str) -> str:
-    """Return what follows a command: what it prints, and the prompt of the next one."""
+    """Return the text after a command: its output, and the prompt of the next one."""
     printed = shell.run(command)
     return f"{printed}\n{PROMPT}" if printed else PROMPT
 
@@ -257,7 +257,7 @@ class Problem(NamedTuple):
     parts: list[Part]
 
     def prompt(self) -> str:
-        """Return what the policy reads first."""
+        """Return the text that the policy reads first."""
         asked = " and ".join(part.text() for part in self.parts)
         return f"{' '.join(self.directories)}\n{asked}\n{PROMPT}"
 

@@ -56,34 +56,34 @@ what wraps another environment."""
 
 PYTHON = "python:"
 """What the names of classes begin with that a Python program passed."""
-_LENT: dict[str, Any] = {}
+_PASSED: dict[str, Any] = {}
 
 
 @contextmanager
-def lend(environments: Mapping[str, Any]) -> Iterator[None]:
+def registered_for_run(environments: Mapping[str, Any]) -> Iterator[None]:
     """Give classes, or dicts of classes, the names python:NAME in this context only."""
-    before = dict(_LENT)
-    _LENT.update(environments)
+    before = dict(_PASSED)
+    _PASSED.update(environments)
     try:
         yield
     finally:
-        _LENT.clear()
-        _LENT.update(before)
+        _PASSED.clear()
+        _PASSED.update(before)
 
 
-def lent(name: str) -> Any:
+def passed_class(name: str) -> Any:
     """Return the class, or the dict of classes, that a Python program passed; else the name."""
     if not name.startswith(PYTHON):
         return name
     key = name.removeprefix(PYTHON)
-    if key not in _LENT:
+    if key not in _PASSED:
         raise InputError(
             f"the environment {key} is not here",
             where="--environment",
             why="the run began in a Python program, which passed its class",
             fix="make the same call of tpu_rl.train(..., environment=CLASS)",
         )
-    return _LENT[key]
+    return _PASSED[key]
 
 
 def load(name: str) -> Factories:
@@ -114,7 +114,7 @@ def is_file(name: str) -> bool:
 
 
 def _member(path: str) -> Any:
-    """Return what a path FILE.py:NAME names."""
+    """Return the object that a path FILE.py:NAME names."""
     file, _, name = path.rpartition(":")
     members = user_code.load_members(file, "environment")
     if name not in members:

@@ -96,5 +96,5 @@ class Reflection:
         return observation if is_over else f"{observation}{ASK}", gain, is_over, {}
 
     def get_reward(self) -> float:
-        """Return what is left to pay for a trial that has not ended."""
+        """Return the reward still to be paid for a trial that has not ended."""
         return self._gain() if self._is_playing else 0.0

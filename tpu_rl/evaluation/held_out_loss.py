@@ -32,7 +32,8 @@ def brings_text(row: Row) -> bool:
 def held_out_loss(
     log_probs: TextLogProbs, rows: list[Row], tokenizer: Tokenizer, max_length: int
 ) -> Callable[[Params], Estimate]:
-    """Return what computes the mean negative log-prob of the learned tokens of rows, in nats.
+    """Return a function that computes the mean negative log-prob of the learned tokens of rows, in
+    nats.
 
     Args:
         log_probs: of the policy.

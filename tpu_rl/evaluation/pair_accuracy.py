@@ -37,7 +37,8 @@ def ranking_accuracy(
     context_devices: int = 1,
     share_prefixes: bool = True,
 ) -> Callable[[Params], dict[str, float]]:
-    """Return what computes how many held-out pairs the algorithm ranks as their labels say.
+    """Return a function that computes the share of held-out pairs that the algorithm ranks as their
+    labels say.
 
     A problem counts once, whatever the number of its pairs. The metrics also tell how well the
     lengths of completions alone rank them.
@@ -57,7 +58,7 @@ def ranking_accuracy(
     pair_lengths = prompts * mask.argmax(-1)[::2] + mask.sum(-1).reshape(-1, 2).sum(-1)
     # A length that devices, or tiles of attention, can share.
     unit = 256 * context_devices if context_devices > 1 else 64
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask,
         np.asarray(held_out.group_id),
         row_length=-(-int(pair_lengths.max()) // unit) * unit,
@@ -94,7 +95,7 @@ def graded_accuracy(
     held_out: Sequence[Row],
     to_pairs: ToPairs,
 ) -> Callable[[Params], dict[str, float]]:
-    """Return what computes how often a good held-out completion is ahead of a bad one.
+    """Return a function that computes how often a good held-out completion is ahead of a bad one.
 
     Completions are ranked by the log-ratio of policy and reference. Nothing else of the loss
     counts, so that the measure is the same for KTO and its relatives.

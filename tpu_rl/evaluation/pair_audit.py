@@ -106,7 +106,7 @@ def count_draws(train: Sequence[Row], trained: Trained) -> Counter[int]:
 
 
 def describe(row: Row, times_trained: Counter[int]) -> dict[str, Any]:
-    """Return what the ranking says about a row, besides the measurements."""
+    """Return the ranking's verdict on a row, besides the measurements."""
     line = {"row": row["row"], "times": times_trained[row["row"]]}
     for name in ("prompt", "chosen", "rejected"):
         line[name] = rewards.text_of(row[name])[:MAX_CHARACTERS]
@@ -146,7 +146,7 @@ def measure(trained: Trained, rows: list[Row]) -> dict[str, np.ndarray]:
 def one_pair_per_step(pairs: Pairs, rows: BatchConfig) -> Experience:
     """Return each pair in a packed row and an optimizer step of its own."""
     mask = np.asarray(pairs.action_mask)
-    layout = packing.lay_out(
+    layout = packing.assign_slots(
         mask,
         np.asarray(pairs.group_id),
         row_length=rows.row_length,

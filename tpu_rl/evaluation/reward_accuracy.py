@@ -88,7 +88,8 @@ def pair_judge(
     members: Sequence[Callable[[Params], Params]],
     held_out: HeldOutPairs | None,
 ) -> Judge:
-    """Return what computes how many held-out pairs the reward model ranks as their labels say.
+    """Return a function that computes the share of held-out pairs that the reward model ranks as
+    their labels say.
 
     Args:
         score: the model's score of completions.
@@ -224,7 +225,7 @@ def step_judge(
     tokenizer: Tokenizer,
     max_length: int,
 ) -> Judge:
-    """Return what computes how many held-out steps the model judges rightly.
+    """Return a function that computes the share of held-out steps that the model judges rightly.
 
     Slices are the places of steps in their solution.
 

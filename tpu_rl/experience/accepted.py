@@ -80,7 +80,7 @@ def select(
     token_ids: Sequence[Hashable],
     rule: Acceptance,
 ) -> Selection:
-    """Return which completions are accepted, and which would be if they repeated none.
+    """Return masks of the accepted completions, and of those that would be if they repeated none.
 
     A prompt's completions are taken from the best on; of equal rewards, the first sampled one.
 

@@ -29,7 +29,7 @@ AttentionIndex = Literal["tiles", "paths", "none"]
 sizes differ from batch to batch, and each new size compiles the programs again."""
 
 
-def lay_out(
+def pack_experience(
     batch: BatchConfig, data: Any, mesh: Mesh, attention_index: AttentionIndex = "tiles"
 ) -> Experience:
     """Return the data with their places in packed rows, as device arrays spread over the mesh."""
@@ -68,7 +68,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: boo
     mask = np.asarray(data.action_mask)
     texts_per_step = math.ceil(len(mask) / batch.num_minibatches)
     texts_per_row = max(batch.row_length // mask.shape[1], 1)
-    return packing.lay_out(
+    return packing.assign_slots(
         mask,
         np.asarray(data.group_id),
         row_length=batch.row_length,

@@ -39,14 +39,14 @@ class Source(NamedTuple):
     set_state: Callable[[dict[str, Any]], None]
     close: Callable[[], None] = lambda: None
     """End work that goes on between two calls of `draw`."""
-    freeze: Callable[[], Callable[[], dict[str, Any]]] | None = None
-    """Return what returns the state as of now, whatever is drawn meanwhile, if `get_state` takes
-    long."""
+    take_snapshot: Callable[[], Callable[[], dict[str, Any]]] | None = None
+    """Capture a snapshot; the returned function serializes it later. Set this if `get_state` is
+    slow."""
 
-    def state_as_of_now(self) -> Callable[[], dict[str, Any]]:
-        """Return what returns the state as of now: each step asks, and few steps need it."""
-        if self.freeze is not None:
-            return self.freeze()
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Capture the state; the returned function serializes it. Few steps need that."""
+        if self.take_snapshot is not None:
+            return self.take_snapshot()
         state = self.get_state()
         return lambda: state
 
@@ -62,7 +62,7 @@ def from_scored(scored: Scored, step: int, data: Any = None) -> StepExperience:
     The data are the rollout itself, unless given: pairs or labels made of it.
     """
     return StepExperience(
-        with_few_shapes(scored.rollout) if data is None else data,
+        pad_rows_to_bucket(scored.rollout) if data is None else data,
         records.metrics(scored),
         records.records(scored, step),
         records.warnings(scored),
@@ -70,7 +70,7 @@ def from_scored(scored: Scored, step: int, data: Any = None) -> StepExperience:
     )
 
 
-def with_few_shapes(rollout: Rollout) -> Rollout:
+def pad_rows_to_bucket(rollout: Rollout) -> Rollout:
     """Return a rollout with rows without actions at its end, if episodes have several rows.
 
     How many rows such a batch has depends on what happened in it, and programs are compiled for

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from tpu_rl.data import Row
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.layout import AttentionIndex, lay_out
+from tpu_rl.experience.layout import AttentionIndex, pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.runtime import watchdog
 from tpu_rl.train import packing, sharding, update_step
@@ -30,13 +30,14 @@ TextLogProbs = Callable[[Params, Sequence[Row], ToTexts], LogProbs]
 def text_log_probs(
     role: Role, batch: BatchConfig, mesh: Mesh, attention_index: AttentionIndex
 ) -> TextLogProbs:
-    """Return what computes log-probs of completions at temperature 1, a batch of rows at a time.
+    """Return a function that computes log-probs of completions at temperature 1, a batch of rows at
+    a time.
 
     Args:
         role: the model.
         batch: the size of a batch, and of its packed rows.
         mesh: the run's mesh.
-        attention_index: see `layout.lay_out`.
+        attention_index: see `layout.pack_experience`.
     """
 
     @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
@@ -55,7 +56,7 @@ def text_log_probs(
             # The last batch is filled up with rows from the beginning, to keep its shape.
             some_rows = [rows[index % len(rows)] for index in range(first, first + size)]
             texts = to_texts(some_rows)
-            experience = lay_out(batch, texts, mesh, attention_index)
+            experience = pack_experience(batch, texts, mesh, attention_index)
             values = sharding.to_host(batch_log_probs(params, experience))
             watchdog.mark("the log-probs of given completions")
             of_rows: LogProbs = [[] for _ in some_rows]

@@ -40,7 +40,7 @@ def pair_scores(
 ) -> Pair:
     """Sum or average `values` over the chosen and over the rejected completion of each pair.
 
-    A pair stands in one segment as a whole (`packing.lay_out` with whole_groups).
+    A pair stands in one segment as a whole (`packing.assign_slots` with whole_groups).
 
     Args:
       values: [R, S].
@@ -105,7 +105,7 @@ def completion_weights(action_mask: Array, minibatch: Array, minibatches: int) -
 
 
 def bootstrap_counts(tokens: Array, action_mask: Array, group_id: Array, members: int) -> Array:
-    """Return how often each pair stands in each member's resample of the pairs, [N, members].
+    """Count each pair in each member's resample of the pairs, [N, members].
 
     The counts are Poisson(1), the online bootstrap, and the same for the two rows of a pair. Their
     random key is a hash of the pair's tokens [N, T], so a pair counts the same in every epoch and

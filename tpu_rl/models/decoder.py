@@ -353,11 +353,11 @@ class Layer(Weights):
         return self.norm(branch, "layer_input_post_norm")
 
     def begin(self, x: Array, norm: str) -> Array:
-        """Return what a branch begins with: x [B, T, D], normed if `NormConfig.pre` says so."""
+        """Return the input of a branch: x [B, T, D], normed if `NormConfig.pre` says so."""
         return self.norm(x, norm) if self.config.norm.pre else x
 
     def end(self, branch: Array, norm: str) -> Array:
-        """Return what is added to the residual stream: the branch [B, T, D], normed and scaled."""
+        """Return the addend of the residual stream: the branch [B, T, D], normed and scaled."""
         if self.config.norm.post:
             branch = self.norm(branch, norm)
         if self.config.residual_scale != 1.0:
@@ -426,7 +426,7 @@ class Layer(Weights):
     def attend_linearly(
         self, x: Array, cache: Any, layer: Array | int, context: Context
     ) -> tuple[Array, Any]:
-        """Return what `attend` returns, for linear attention by the gated delta rule."""
+        """Do the work of `attend` for linear attention by the gated delta rule."""
         delta = self.config.delta
         sequences = context.sequences
         assert delta is not None
@@ -481,7 +481,7 @@ class Layer(Weights):
     def attend_latent(
         self, x: Array, cache: Any, layer: Array | int, context: Context
     ) -> tuple[Array, Any]:
-        """Return what `attend` returns, for multi-head latent attention."""
+        """Do the work of `attend` for multi-head latent attention."""
         config = self.config.attention
         dims = config.latent
         angles = context.angles[self.layer_type]
@@ -1046,9 +1046,13 @@ def decoder(config: DecoderConfig) -> Model:
     ) -> Array:
         if visible_until is None:
             visible_until = layers.visible_until(segment_ids, branch_ids)
+        # Token i of a row attends to the tokens j that `layers.can_attend` admits, by (index,
+        # position, segment, visible until) of both.
         length = tokens.shape[1]
         index = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
         token_index = TokenIndex(index, positions, segment_ids, visible_until)
+        # With rows split over devices (the axis `context`), later tokens attend to more: reorder
+        # them, so that each device gets early and late ones. States come back in the old order.
         token_shards = spread(PACKED.tokens, length)
         order = layers.balanced_order(length, token_shards)
         if token_shards > 1:
@@ -1081,6 +1085,8 @@ def decoder(config: DecoderConfig) -> Model:
         branch_ids: Array,
         commit: Array,
     ) -> tuple[Array, Any]:
+        # The cache has the rows' lengths [B], the shared prompt (only read), and one stack of keys
+        # and values per layer type.
         lengths = cache["lengths"]
         unwritten = {name: cache[name] for name in (SHARED_PROMPT,) if name in cache}
         stacks = {
@@ -1088,6 +1094,7 @@ def decoder(config: DecoderConfig) -> Model:
             for name, stack in cache.items()
             if name != "lengths" and name not in unwritten
         }
+        # Each layer type sees its own part of the past: all of it, a window or a chunk.
         queries = kv_cache.query_index(lengths, positions, branch_ids)
         views = {
             layer_type: kv_cache.view(
@@ -1102,6 +1109,7 @@ def decoder(config: DecoderConfig) -> Model:
             for layer_type, stack in stacks.items()
             if layer_type not in (ROUTING, RECURRENT)
         }
+        # Rows of one prompt are read as groups, and few tokens read only their experts' weights.
         views = kv_cache.with_groups(config, cache, views)
         in_place = expert_stacks(config, params, tokens.size)
         context = cached_context(config, queries, views, lengths, commit, in_place)

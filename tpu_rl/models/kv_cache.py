@@ -43,7 +43,7 @@ STATE = "state"
 
 
 def max_rollback(config: DecoderConfig) -> int:
-    """Return how many of the last tokens a cache can take back (see `types.Policy`)."""
+    """Return the number of last tokens that a cache can take back (see `types.Policy`)."""
     if config.is_recurrent:
         return 0
     has_rings = any(ring_size_of(config, layer_type) for layer_type in config.layer_types)
@@ -448,7 +448,7 @@ machine with 2 x 1 MiB of L2 and 32 MiB of shared cache.
 
 
 def rows_per_block(keys: Array) -> int:
-    """Return how many rows of keys [B, K, S, E] to read at once on CPUs.
+    """Return the number of rows of keys [B, K, S, E] to read at once on CPUs.
 
     That is the largest divisor of B whose keys and values fit in `CPU_BLOCK_BYTES`, or 1.
     """

@@ -431,7 +431,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_ramp(config: RopeConfig, rotated: int) -> np.ndarray:
-    """Return how much of each frequency "yarn" divides: [E / 2], from 0 to 1."""
+    """Return the share of each frequency that "yarn" divides: [E / 2], from 0 to 1."""
 
     def dimension(turns: float) -> float:
         """Return the pair of dimensions that turns this often in the original context."""

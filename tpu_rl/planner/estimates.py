@@ -59,7 +59,7 @@ class Line(NamedTuple):
     """Expected time of what `seconds` bounds. None if the compiler states no cycles."""
 
     def fits(self, target: Target) -> bool:
-        """Return whether the step compiled and fits the memory of a device."""
+        """Return True if the step compiled and fits the memory of a device."""
         within = target.memory is None or self.memory.total <= target.memory
         return self.step.compiled.program is not None and within
 
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
     """(name of the stage, step), in the order in which the run calls them."""
 
     def fits(self, target: Target) -> bool:
-        """Return whether every step fits."""
+        """Return True if every step fits."""
         return all(line.fits(target) for _, line in self.lines)
 
     @property

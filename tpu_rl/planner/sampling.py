@@ -73,7 +73,7 @@ class SamplerCall(NamedTuple):
         return devices * _ceil_div(_ceil_div(self.prompts, devices), self.pools)
 
     def covers(self, other: SamplerCall) -> bool:
-        """Return whether no program of another call needs more memory than this call's."""
+        """Return True if no program of another call needs more memory than this call's."""
         same = (self.policy, self.prompt_tokens, self.config.max_new_tokens)
         return (
             same == (other.policy, other.prompt_tokens, other.config.max_new_tokens)
@@ -101,7 +101,7 @@ def sampling_steps(
 
 
 def cache_lengths(max_new_tokens: int) -> list[int]:
-    """Return how many new tokens the planned caches have room for.
+    """List the numbers of new tokens for which the planned caches have room.
 
     These are the maximum, and a quarter of it, to show what length costs.
     """

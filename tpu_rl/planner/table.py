@@ -132,7 +132,7 @@ def format_times(times: float) -> str:
 
 
 def bound_by(line: Line) -> str:
-    """Return what takes most of the estimated time: compute, memory or links; "-" if unknown."""
+    """Name the largest part of the estimated time: compute, memory or links; "-" if unknown."""
     estimate = line.estimate
     if estimate is None:
         return "-"

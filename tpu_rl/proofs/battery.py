@@ -409,7 +409,7 @@ def resuming_is_no_interruption_and_frozen_roles_keep_their_bits(battery: Batter
         contract = "roles: those that train move, and frozen ones keep their bits or set `follows`"
         if spec.trainable and not min(moves) > 1e-4:
             _fail(contract, f"a part of the role {role}, which trains, moves by {min(moves):.3g}")
-        if not spec.trainable and not spec.follows and max(moves) != 0:
+        if not spec.trainable and not spec.tracks_policy and max(moves) != 0:
             _fail(contract, f"the frozen role {role} moves by {max(moves):.3g}")
     if update._cache_size() != 1:
         _fail("one program serves all steps", f"{update._cache_size()} programs were compiled")

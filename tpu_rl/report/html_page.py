@@ -1,8 +1,9 @@
 """The frame of report.html, its style sheet and its elements.
 
 The page has one column of figures on a phone and two elsewhere, and is dark where the reader's
-system is. It has no script, and its policy forbids any: models and users wrote the texts on it. The
-page of a run that is on has one, which reloads it, and its policy forbids all others.
+system is. It has no script, and its content-security policy forbids any: models and users wrote the
+texts on it. While the run is active, one inline script reloads the page; the policy allows only
+that script.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ footer { margin-top: 48px; color: var(--pale); font-size: 12.5px; }
 
 
 def refresh(seconds: int) -> str:
-    """Return what makes a page reload itself, except while it shows a step or a completion."""
+    """Return the HTML that reloads the page, except while it shows a step or a completion."""
     return (
         f"<script>{RELOAD.format(1000 * seconds)}</script>"
         f'<noscript><meta http-equiv="refresh" content="{seconds}"></noscript>\n'

@@ -74,7 +74,7 @@ class Run(NamedTuple):
         return series._replace(low=low.y, high=high.y)
 
     def evaluation_kinds(self) -> list[str]:
-        """Return what the evaluations measure: some of PROBLEMS, PAIRS and STEPS.
+        """List the kinds of the evaluations: some of PROBLEMS, PAIRS and STEPS.
 
         Stages of a run may measure different things. The latest comes last.
         """
@@ -117,7 +117,7 @@ class Run(NamedTuple):
 
 
 def _kind(row: dict[str, Any]) -> str:
-    """Return what the accuracy in a row measures, by what was measured beside it."""
+    """Return the kind of the accuracy in a row, known from the metrics beside it."""
     if "eval/length_only_accuracy" in row:
         return PAIRS
     if "eval/majority_accuracy" in row:
@@ -139,8 +139,8 @@ def read_run(folder: Path, live: bool = False) -> Run:
 
     Args:
         folder: the run folder.
-        live: whether a run that is on reads it, whose samples, which may be many, are not compared
-            with what its checkpoints recorded of them.
+        live: True while the run is active. Skips the (slow) check of samples.jsonl against the
+            checkpoints.
 
     Raises:
         InputError: if it has no metrics.

@@ -2,7 +2,7 @@
 
 A directory with a model that has a head (Hugging Face's ...ForSequenceClassification) and its
 tokenizer is enough: the score is then the head's output at the last token of the completion. For a
-model that this library trained, `reward.json` says how else its scores are read (`Reading`).
+model that this library trained, `reward.json` says how else its scores are read (`ScoreReadout`).
 
 Texts are encoded once, by the reward model's own tokenizer, as complete answers with their end. If
 the policy has the same tokenizer and the completion ended, these are the sampled tokens.
@@ -22,14 +22,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import data, models, tokenizers
-from tpu_rl.algorithm_spec import Reading
+from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 
 FILE = "reward.json"
-"""Name of the file with the `Reading`, in the model's directory."""
+"""Name of the file with the `ScoreReadout`, in the model's directory."""
 
 CHAT = "chat"
 """Key of the `ChatSettings` in that file."""
@@ -57,7 +57,7 @@ class RewardModel(NamedTuple):
 
 
 def write_reading(
-    directory: str | Path, reading: Reading, chat: tokenizers.ChatSettings | None = None
+    directory: str | Path, reading: ScoreReadout, chat: tokenizers.ChatSettings | None = None
 ) -> None:
     """Write how scores are read, and how texts became conversations, beside the model."""
     values = dataclasses.asdict(reading)
@@ -66,7 +66,7 @@ def write_reading(
     (Path(directory) / FILE).write_text(text, encoding="utf-8")
 
 
-def read_reading(directory: str | Path) -> Reading:
+def read_reading(directory: str | Path) -> ScoreReadout:
     """Return how scores are read; the defaults for a model without such a file.
 
     Raises:
@@ -74,12 +74,12 @@ def read_reading(directory: str | Path) -> Reading:
     """
     path = Path(directory) / FILE
     if not path.is_file():
-        return Reading()
+        return ScoreReadout()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         values.pop(CHAT, None)
         lists = {name: tuple(values[name]) for name in ("separators", "others") if name in values}
-        return Reading(**(values | lists))
+        return ScoreReadout(**(values | lists))
     except (AttributeError, ValueError, TypeError) as error:
         raise _damaged(path, error) from error
 
@@ -156,7 +156,7 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
     return RewardModel(score, tuple(params for _, params in members), tokenizer, mesh)
 
 
-def score_function(members: tuple[Model, ...], reading: Reading) -> Score:
+def score_function(members: tuple[Model, ...], reading: ScoreReadout) -> Score:
     """Return the score of an ensemble, jitted."""
 
     def outputs(params: Sequence[Params], *rows: Array) -> Array:
@@ -192,7 +192,7 @@ def score_function(members: tuple[Model, ...], reading: Reading) -> Score:
     return jax.jit(score)
 
 
-def _aggregate(reading: Reading, known: tuple[str, ...]) -> Any:
+def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
     if reading.aggregate not in known:
         raise InputError(
             f"no aggregate {reading.aggregate!r} of {reading.kind}",

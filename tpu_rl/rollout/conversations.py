@@ -311,7 +311,7 @@ def _outcomes(
     results: Mapping[int, EpisodeResult],
     turn_rewards: np.ndarray,
 ) -> EpisodeOutcomes:
-    """Return what the environment says about the episodes."""
+    """Return the environment's outcomes of the episodes."""
     ordered = [results[row] for row in range(len(conversations))]
     totals = np.full(len(conversations), np.nan, np.float32)
     for row, result in enumerate(ordered):

@@ -80,7 +80,7 @@ def keep_most_varied(scored: Scored, share: float) -> Scored:
 
 
 def num_kept(num_groups: int, share: float) -> int:
-    """Return how many groups `keep_most_varied` keeps, at least one."""
+    """Return the number of groups that `keep_most_varied` keeps, at least one."""
     return max(1, round(share * num_groups))
 
 
@@ -170,7 +170,7 @@ def _alike(rounds: Sequence[Scored]) -> Sequence[Scored]:
 
 
 def _all_episodes(rounds: Sequence[EpisodeOutcomes | None]) -> EpisodeOutcomes | None:
-    """Return what the environment said about all rows of several rounds."""
+    """Join the environment's outcomes of all rows of several rounds."""
     known = [episodes for episodes in rounds if episodes is not None]
     if not known:
         return None

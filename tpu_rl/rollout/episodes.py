@@ -262,7 +262,7 @@ class Episodes:
         return {row: self.result(row) for row in self._episodes}
 
     def result(self, row: int) -> EpisodeResult:
-        """Return what became of a local episode that is over."""
+        """Return the result of a local episode that is over."""
         episode = self._episodes[row]
         return EpisodeResult(
             prompt=episode.prompt,
@@ -317,7 +317,7 @@ class Episodes:
     # --- what is answered ---
 
     def _news(self) -> dict[int, list[int] | None]:
-        """Return what all answers that have arrived make of their episodes."""
+        """Return row -> ids to append, None at its end, of episodes whose answers have arrived."""
         news = {}
         for row, episode in self._episodes.items():
             # One answer may lead to another question, which is answered at once.

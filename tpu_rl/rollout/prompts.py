@@ -81,7 +81,7 @@ MIN_UNSURE_ROWS = 10_000
 
 
 def _sure_characters(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) -> int:
-    """Return how many characters of ASCII a prompt may have that need not be encoded.
+    """Return the number of characters of ASCII up to which a prompt need not be encoded.
 
     To encode a million prompts takes minutes. An ASCII character becomes at most one token, and a
     chat template adds the same to each prompt. Some of the rows are encoded to see that it is so.

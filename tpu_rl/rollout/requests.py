@@ -81,7 +81,7 @@ class Scorer(NamedTuple):
         step: int = 0,
         is_truncated: Callable[[list[int]], bool] | None = None,
     ) -> Iterator[StreamingRewards]:
-        """Yield what computes rewards of complete groups during sampling.
+        """Yield a function that computes rewards of complete groups during sampling.
 
         If sampling fails or is interrupted, questions that wait are dropped. `max_groups` is the
         number of groups that will be asked about, if these are not all. For the others see

@@ -26,7 +26,7 @@ nats, of the distribution that it was drawn from; the trainer's log-prob minus t
 
 
 def is_kept(step: int, every: int) -> bool:
-    """Return whether a step's completions are kept: those of steps 1, N, 2 N, ..."""
+    """Return True if a step's completions are kept: those of steps 1, N, 2 N, ..."""
     return step == 1 or step % every == 0
 
 

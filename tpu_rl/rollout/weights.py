@@ -129,7 +129,8 @@ def rollout_policy(
 def _targets(
     params: Params, reads: Iterable[Select], layout: SamplingLayout
 ) -> tuple[Any, Any, Any]:
-    """Return what the roles read, with its shapes and types, and its shardings, in sampling."""
+    """Return the params that the roles read, as shapes and types, and their shardings in
+    sampling."""
     names = {name for select in reads for name in (select.name, select.base) if name is not None}
     chosen = {name: params[name] for name in sorted(names)}
     target = jax.eval_shape(

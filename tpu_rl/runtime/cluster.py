@@ -171,7 +171,7 @@ def _slurm_gpus(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def on_a_tpu_pod(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
-    """Return whether this host's TPU is part of a slice of several hosts, or one of several slices.
+    """Return True if this host's TPU is part of a slice of several hosts, or one of several slices.
 
     JAX's own detection waits for minutes on a host with a TPU and without a metadata server.
     """

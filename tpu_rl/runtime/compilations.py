@@ -71,7 +71,7 @@ def watch(tell: Callable[[str], None] = print) -> Iterator[None]:
 
 
 def cause(name: str, earlier: Sequence[Sequence[Any]], shapes: Sequence[Any]) -> str:
-    """Return what differs from the most similar arguments that the program was compiled for.
+    """Describe the difference from the most similar arguments that the program was compiled for.
 
     Args:
         name: a key of PROGRAMS.

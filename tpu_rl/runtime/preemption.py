@@ -87,7 +87,7 @@ class Signals:
         )
 
     def requested(self) -> bool:
-        """Return whether any process of the run was told to end.
+        """Return True if any process of the run was told to end.
 
         All processes call this at the same place of the same step.
         """

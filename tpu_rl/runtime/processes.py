@@ -72,12 +72,12 @@ def _key(number: int, process: int) -> str:
 
 
 def any_of(value: bool) -> bool:
-    """Return whether the value is true on any process."""
+    """Return True if the value is true on any process."""
     return any(gather(bool(value)))
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Return what `make` returns on the first process, the only one that calls it.
+    """Call `make` on the first process only, and return its result on all.
 
     The result must be a JSON value.
     """

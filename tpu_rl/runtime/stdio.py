@@ -39,7 +39,7 @@ class LastingStream(io.TextIOWrapper):
         )
 
 
-def outlive_readers() -> None:
+def ignore_closed_pipes() -> None:
     """Make standard output and error lasting streams; call this when the program starts."""
     sys.stdout = _lasting(sys.stdout)
     sys.stderr = _lasting(sys.stderr)

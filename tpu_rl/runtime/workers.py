@@ -226,7 +226,7 @@ def _read(process: Process, size: int, deadline: float) -> bytes | None:
 
 
 def parsed(reply: bytes) -> Any:
-    """Return what a reply says, or None if it is not JSON."""
+    """Parse a reply, or return None if it is not JSON."""
     try:
         return json.loads(reply)
     except (ValueError, RecursionError):

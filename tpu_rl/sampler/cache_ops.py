@@ -40,7 +40,8 @@ def put_row(cache: Any, row: Array, source: Any, source_row: Array) -> Any:
 
 
 def routing_shape(policy: Policy, params: Params) -> tuple[int, Any] | None:
-    """Return how many numbers the cache has of each token's routing, and their type; or None."""
+    """Return the count and type of the numbers that the cache has of each token's routing; or
+    None."""
     cache = jax.eval_shape(lambda: policy.init_cache(params, 1, 1))
     if not (isinstance(cache, dict) and ROUTING in cache):
         return None

@@ -76,10 +76,11 @@ def guide(
         one token, in the same call that reads the last token. "previous": q gives V x K numbers for
         the tokens that may follow.
       candidate_mass: share of the reference's probability (at temperature 1) that the candidates
-        need in a row; likelier ones come first. 1 scores all of them. Below 1 ("own" only), q reads
-        one candidate of every row, and groups of rows read as many more as the one of them that
-        needs most, rounded up to one of `SIZES`; or it reads all at once, where that is not much
-        more. Each row uses what it needs itself: its result does not depend on the other rows.
+        need in a row; likelier ones come first. 1 scores all of them. Below 1 ("own" only), q
+        scores the top candidate of every row. Rows are then sorted by how many more they need and
+        processed in groups, each padded to its largest need (see `SIZES`). If that saves less than
+        a third, all candidates are scored in one call. Each row uses only the candidates that it
+        needs itself: its result does not depend on the other rows.
 
     If `extend` gets more than one token, all of them must be trunk (branch 0). A q that reads "own"
     then goes through the tokens one by one, to score the tokens that may follow each. Only a
@@ -124,6 +125,8 @@ def guide(
         branch_ids: Array,
         commit: Array,
     ) -> tuple[Array, Any]:
+        # log pi(a) = log pi_ref(a) + offset(q(s, a), kl_coef), up to normalization: the reference
+        # gives the logits, and q's outputs at the candidates a give the offsets.
         new = (tokens, positions, branch_ids, commit)
         logits, reference_cache = reference.extend(params, cache["reference"], *new)
         if reads == "previous":
@@ -154,6 +157,7 @@ def guide(
         `token` and `position` are [B, 1], `commit` and `is_read` [B], `logits` [B, 1, V]. Returns
         the guided logits, which say nothing where `is_read` is False, and the cache.
         """
+        # scores [B, k, K]: q's K outputs at each of the k candidates `ids` [B, k].
         if candidate_mass == 1:
             ids = _likeliest(logits[:, 0], candidates)
             scores, cache = read(params, cache, token, position, commit, ids)
@@ -164,6 +168,7 @@ def guide(
             needed = jnp.where(is_read, _needed(logits[:, 0], ids, candidate_mass), 0)
             scores, cache = read_needed(params, cache, token, position, commit, ids, needed)
             is_scored = jnp.arange(ids.shape[1])[None] < needed[:, None]
+        # Tokens that are no candidates count as those that surely earn the lowest return.
         offsets = offset.function(scores.astype(jnp.float32), params["guidance"]["kl_coef"])
         offsets = jnp.where(is_scored, offsets, offset.unscored)
         rows = jnp.arange(len(ids))[:, None]
@@ -198,6 +203,8 @@ def guide(
         rest = most - 1
         if rest == 0:
             return read(params, cache, token, position, commit, ids)
+        # Sort the rows by need, cut them into GROUPS groups, and round the largest need of each
+        # group up to one of the static sizes, for which programs exist.
         # Rows that lie on several devices stay together: a group would gather them from all.
         is_whole = sharding.spread("slots", rows) > 1
         group_rows = rows if is_whole else -(-rows // GROUPS)
@@ -211,11 +218,13 @@ def guide(
         sizes = jnp.array(static_sizes)
         size_index = jnp.searchsorted(sizes, most_needed - 1)
 
+        # Groups are in order of need, so the loop ends at the first that needs nothing more.
         def is_next_needed(carry: tuple[Array, Array]) -> Array:
             return jnp.append(most_needed, 0)[carry[0]] > 1
 
         def read_group(cache: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             """Read the further candidates of one group; the cache stays as it is."""
+            # The first candidate was read with the token itself; these are its branches 2, 3, ...
             group, scores = carry
             group_ids = ids[members[group]]
             group_positions = position[members[group]] + 1
@@ -281,7 +290,7 @@ def _likeliest(logits: Array, candidates: int | None) -> Array:
 
 
 def _needed(logits: Array, ids: Array, mass: float) -> Array:
-    """Return how many of the likeliest tokens have this mass together, at most all: [B] int32.
+    """Count the likeliest tokens that have this mass together, at most all: [B] int32.
 
     `ids` [B, k] are the likeliest of logits [B, V], in order.
     """

@@ -526,7 +526,7 @@ class LiveSampler:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Count the tokens that two sequences have in common at their beginning."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length

@@ -309,6 +309,8 @@ def _decode(
     Returns numpy outputs [N, max_new_tokens], and the routing of all prompts [prompts, prompt
     columns, L k] if it is recorded.
     """
+    # Rows wait in queues, one per device, and take the slots that ended rows free. A pool holds the
+    # prefilled prompts of the next rows; `status` is what the host knows of the slots.
     queues = DeviceQueues(request, config, mesh)
     routing = cache_ops.routing_shape(modes.plain.policy, params) if config.record_routing else None
     prompt_routing = None
@@ -327,6 +329,7 @@ def _decode(
     queue = None
     slots: Any = None
     while True:
+        # 1. Prefill the prompts of the next rows, and let rows take the slots that are free.
         while queues.needs_next_pool(status.num_taken):
             contexts, host_queue = queues.next_pool(status.num_taken)
             tokens, lengths, prompts = map(place, contexts)
@@ -345,6 +348,7 @@ def _decode(
                     mode.policy, config, params, keys, cache_length, shardings
                 )
             slots, status = _fetch(slot_ops.refill(mesh, pool, queue, slots, place(no_rows)))
+        # 2. Once no row waits, the pool is dropped, and few enough live rows decode by drafts.
         is_waiting = bool(np.any(queues.num_waiting(status.num_taken) > 0))
         if not (is_waiting or status.live.any()):
             break
@@ -354,6 +358,8 @@ def _decode(
             queue = None
             if mode.draft is None:
                 mode = modes.choose(int(status.live.sum()))
+        # 3. Fit slots and cache to what live rows need: fewer slots at the end, longer caches as
+        # rows grow. Entering speculation fills the drafter's own cache from the texts so far.
         new_shape = _next_shape(status, is_waiting, shape, queues.devices, mode, request, config)
         if shape != new_shape:
             shape = new_shape
@@ -367,6 +373,7 @@ def _decode(
             slots = speculation.start_speculation(
                 mode.draft, mesh, shape.cache_length, params, slots, contexts, outputs
             )
+        # 4. Decode a segment on the device. Rows of the pool replace those that end in it.
         slots, outputs, status = decode_loop.decode_segment(
             modes.plain.policy,
             config,
@@ -380,6 +387,8 @@ def _decode(
             mode.draft,
         )
         slots, status = _fetch((slots, status))
+        # 5. Hand the new tokens to a tracker that reads along: it rewards complete groups while
+        # others decode, and may end rows, whose slots are then free.
         tracker.report(status)
         if tracker.needs_tokens:
             counts = np.pad(tracker.counts, (0, len(outputs.tokens) - num_rows))
@@ -393,6 +402,7 @@ def _decode(
             if pool is not None and not status.live.all():
                 refilled = slot_ops.refill(mesh, pool, queue, slots, place(status.num_taken))
                 slots, status = _fetch(refilled)
+    # Without a reader, all tokens are handed over at once.
     outputs = jax.tree.map(lambda part: part[:num_rows], sharding.to_host(outputs))
     if not tracker.needs_tokens:
         new_tokens = np.full_like(outputs.tokens, NO_TOKEN)

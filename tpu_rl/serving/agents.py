@@ -1,10 +1,10 @@
-"""Training on what programs do that talk to the policy: `--agent FILE.py:FUNCTION`.
+"""Train on programs that call the policy over HTTP: `--agent FILE.py:FUNCTION`.
 
     async def run(row, base_url, api_key) -> float | None
 
-Each completion of a data row is one call of this function, in a worker process, with many calls at
-once. It talks to a server in this process, as to any other server of the kind. Its API key names
-its episode, under which the server records all that it asks for. A number that it returns is the
+This process runs an OpenAI-compatible server. Each completion of a data row is one call of the
+function, in a worker process, with many calls at once. Each call gets its own API key; the server
+records its requests under that key, as one episode. A number that the function returns is the
 reward; None leaves the judgment to --reward.
 
     generate    the function runs, and the policy writes what it asks for

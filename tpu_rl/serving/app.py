@@ -77,7 +77,7 @@ class Account:
         return options.distribution(default)
 
     def begin(self, prompt: list[int], options: Options) -> BegunCall:
-        """Return what the next call needs.
+        """Return the next call: its prompt and seed.
 
         Raises:
             ApiError: if this account may make no further call.

@@ -137,7 +137,7 @@ class Pump:
         return not self._asked
 
     def _drain(self, wait_seconds: float) -> list[Item]:
-        """Return what came in, and note who waits for it."""
+        """Return the items that came in, and note who waits for each."""
         items: list[Item] = []
         timeout = wait_seconds
         while True:

@@ -28,7 +28,7 @@ def require_uvicorn() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine reach an address."""
+    """Return True if only programs of this machine reach an address."""
     if host == "localhost":
         return True
     try:

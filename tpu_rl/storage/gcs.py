@@ -51,7 +51,7 @@ class ObjectVersion(NamedTuple):
 
 
 def is_address(text: str) -> bool:
-    """Return whether a path is a gs:// address and not a local path."""
+    """Return True if a path is a gs:// address and not a local path."""
     return text.startswith(SCHEME)
 
 
@@ -73,7 +73,7 @@ def split(address: str) -> tuple[str, str]:
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether an error of tensorstore says nothing about the objects.
+    """Return True if an error of tensorstore says nothing about the objects.
 
     The server was away, or it refused the request.
     """

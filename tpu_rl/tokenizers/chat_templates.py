@@ -67,7 +67,7 @@ class Rendered(NamedTuple):
 
 
 def marks_assistant(template: str) -> bool:
-    """Return whether the template marks what the assistant writes, by {% generation %}."""
+    """Return True if the template marks what the assistant writes, by {% generation %}."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 

@@ -182,7 +182,7 @@ class Tokenizer:
         return self.render(prompt, tools=tools)
 
     def wraps(self, prompt: Any) -> bool:
-        """Return whether a prompt is a text that becomes the user's message of a conversation.
+        """Return True if a prompt is a text that becomes the user's message of a conversation.
 
         The empty prompt of a text that is learned as a whole does not.
         """
@@ -574,7 +574,7 @@ def _joined(messages: Sequence[Message]) -> str:
 
 
 def message_weight(message: Message) -> float:
-    """Return what a message of the assistant counts in training."""
+    """Return the weight of a message of the assistant in training."""
     weight = message.get("weight")
     return 1.0 if weight is None else float(weight)
 

@@ -89,7 +89,7 @@ class _Group:
     """Number of slots that the group takes."""
 
     def growth(self, row: int) -> tuple[dict[int, int], int]:
-        """Return what a new member would change: extents, and by how much the size grows."""
+        """Return the changes that a new member would make: extents, and the growth of the size."""
         changed: dict[int, int] = {}
         slots = 0
         extent = self.texts.ends[row]
@@ -138,7 +138,7 @@ _PackedRow = list[_Group]
 """The groups of a packed row, one after the other."""
 
 
-def lay_out(
+def assign_slots(
     action_mask: np.ndarray,
     group_id: np.ndarray,
     *,
@@ -365,6 +365,7 @@ def _index(
 
     for step, rows in enumerate(packed):
         for row_number, row in enumerate(rows):
+            # Groups follow one another in the row; `cursor` is the first slot of the current one.
             row_start = step * slots_per_step + row_number * row_length
             cursor = row_start
             sequence_id = 0
@@ -373,6 +374,9 @@ def _index(
                 ends = group.texts.ends
                 runs = group.runs()
                 segment_ids[cursor : cursor + group.size] = segment_id
+                # Once per run of the tree, shared or not: a token's position is its column in
+                # [N, T]; `previous` is the slot before it, or for the first token of a branch the
+                # last slot of its parent; descendants see it up to `visible_until`.
                 for run, until in zip(runs, _ends_of_subtrees(runs), strict=True):
                     first = cursor + run.slot
                     last = first + run.length
@@ -386,6 +390,8 @@ def _index(
                     tiles = _tiles_of_paths(runs, cursor - row_start, tile_size)
                     path_tiles[row_start // row_length].extend(tiles)
 
+                # Once per member, along its path from the root to its own last run: `slot` maps the
+                # columns of [N, T] to slots, and `source` maps back.
                 last_runs = {run.row: number for number, run in enumerate(runs)}
                 filled = [run.start for run in runs]  # Columns before this have a source.
                 for branch_id, member in enumerate(sorted(group.members), start=1):
@@ -407,6 +413,7 @@ def _index(
                             source[slots] = np.arange(begin + filled[number], begin + stop)
                             is_action[slots] = mask[member, filled[number] : stop]
                             filled[number] = stop
+                        # From its first action on, a row has ids of its own. The prompt has id 0.
                         completion = slice(offset + max(run.start, starts[member]), offset + stop)
                         branch_ids[completion] = branch_id
                         sequence_ids[completion] = sequence_id

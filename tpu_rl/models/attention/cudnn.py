@@ -68,7 +68,7 @@ def cudnn_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """Return what `layers.dense_attention` returns. `softcap` and `sinks` must be None.
+    """Compute `layers.dense_attention` with cuDNN. `softcap` and `sinks` must be None.
 
     Two arrays are as large as the scores of one head: the mask, [B, 1, T, S] in bfloat16 as cuDNN
     requires it, and in the backward pass the mask's gradient, which jax computes though nothing

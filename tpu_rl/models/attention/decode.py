@@ -49,7 +49,7 @@ class SeenTokens(NamedTuple):
 def seen_tokens(
     lengths: Array, positions: Array, is_read: Array, places: int | None, sliding_window: int | None
 ) -> SeenTokens:
-    """Return what the new token of each row sees, by the rule of `layers.can_attend`.
+    """Return the tokens that the new token of each row sees, by the rule of `layers.can_attend`.
 
     Args:
         lengths: [B], committed tokens, whose positions are their numbers.
@@ -72,7 +72,7 @@ def seen_tokens(
 def read_tokens(
     first: Array, end: Array, query: Any, key: Any, groups: Groups | None = None
 ) -> Array:
-    """Return how many tokens the kernel reads of each row that sees [first, end): [B] int32.
+    """Count the tokens that the kernel reads of each row that sees [first, end): [B] int32.
 
     It adds up the visits of the kernel. `query` [B, K, G, E] and `key` [L, B, K, S, E] are arrays
     or their shapes, on one device. What a group reads once counts for the row that it is read of.
@@ -131,7 +131,8 @@ def is_supported(config: AttentionConfig, query: Array, stack: dict[str, Array])
 
 
 def _heads_of_keys(query: Any, kv_heads: int) -> int | None:
-    """Return how many KV heads the query heads of one device read, or None if it is no number."""
+    """Return the number of KV heads that the query heads of one device read; None if not a whole
+    number."""
     num_heads = query.shape[2]
     device_heads = num_heads // sharding.spread("heads", num_heads)
     group = num_heads // kv_heads

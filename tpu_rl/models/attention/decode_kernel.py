@@ -274,11 +274,15 @@ def _kernel(
     result = rest[num_leaves]
     buffers = rest[num_leaves + 1 : 2 * num_leaves + 1]
     semaphores, *rest = rest[2 * num_leaves + 1 :]
+    # A grid step computes one part: the rows [base, base + rows), for K heads of one layer.
     base = pl.program_id(0) * visits.rows
     layer = place[0]
     first_head = place[1]
     heads = range(visits.kv_heads)
     group, head_dim = query.shape[2:]
+
+    # The visits form one list: first the blocks of each group (entries below `rows` are positions
+    # of groups), then the blocks of each row (entry - rows is the row).
 
     def row_of(visit: _Visit) -> Array:
         """Return the number of a row in its part."""
@@ -311,6 +315,7 @@ def _kernel(
     def count_of_groups(position: Array, visited: Array) -> Array:
         return visited + group_blocks(base + position)
 
+    # The length of the list: the sum over groups and rows of their blocks.
     no_visits = jnp.int32(0)
     group_visits = no_visits
     if groups is not None:
@@ -321,6 +326,8 @@ def _kernel(
     # is of a row: most visits are, and need fewer numbers then.
 
     def following(visit: _Visit, groups: Groups | None) -> _Visit:
+        # The next block of the same entry, or after its last one the first block of the next entry.
+        # Buffers are used in a ring.
         _, last_block = row_blocks(row_of(visit))
         next_entry = visit.entry + 1
         if groups is not None:
@@ -351,6 +358,8 @@ def _kernel(
         return is_visited & ~(is_of_group(visit) & is_padding)
 
     def copies(visit: _Visit, groups: Groups | None) -> list[Any]:
+        # Of a block of keys and values [K, block, E], only the tokens [start, start + size) that
+        # the row sees are copied. A group sees whole blocks, in the cache of one of its members.
         row = base + row_of(visit)
         start, size = read_range(visits, first[row], end[row], visit.block)
         if groups is not None:
@@ -406,6 +415,8 @@ def _kernel(
         def mask(values: Array, masked: float) -> Array:
             return values if visible is None else jnp.where(visible, values, masked)
 
+        # s = q k^T scale, m = max s, p = exp(s - m), l = sum p, o = p v. Scales of int8 keys
+        # multiply s, and those of values multiply p.
         key = buffers[0][buffer, head].astype(vectors.dtype)
         value = buffers[1][buffer, head].astype(vectors.dtype)
         scores = dot(vectors, key, A_BT) * config.scale
@@ -422,6 +433,7 @@ def _kernel(
         return _Sums(maximum, total, dot(weights.astype(value.dtype), value, A_B))
 
     def add(sums: _Sums, visit: _Sums) -> _Sums:
+        # m' = max(m1, m2); l' = e^(m1 - m') l1 + e^(m2 - m') l2, and o' in the same way.
         maximum = jnp.maximum(sums.maximum, visit.maximum)
         keep = jnp.exp(sums.maximum - maximum)
         factor = jnp.exp(visit.maximum - maximum)
@@ -444,6 +456,8 @@ def _kernel(
         # Of a block that is read in part, the rest is whatever was in memory, which may be NaN.
         buffers[1][...] = jnp.zeros_like(buffers[1])
 
+    # Start the copies of the first visits. From here on, `loading` runs ahead of `visit` by as many
+    # visits as there are spare buffers, so that copies and products overlap.
     first_entry = jnp.int32(visits.rows)
     if groups is not None:
         first_entry = jnp.where(groups.size[base] > 0, 0, first_entry)
@@ -471,6 +485,8 @@ def _kernel(
     visit = first_visit
     row_sums = None
     if groups is not None:
+        # First pass: the blocks that groups share. Queries of MEMBERS members, [MEMBERS G, E], are
+        # multiplied with a block at once, and each row's (m, l, o) is kept for the second pass.
         # Names that are never None, for the functions below.
         all_groups = groups
         alone_sums = _SumsRef(*rest[:2])
@@ -512,6 +528,8 @@ def _kernel(
                 alone_sums.write(group_sums.read(head, chunk, lines), row, head)
 
         def visit_groups(_: Array, carry: Any) -> Any:
+            # At a group's first block, take the members' queries and sums; at its last block, give
+            # the sums back.
             visit, loading = carry
             loading = load(loading, visits.group_unrolled, groups)
             begun = visit
@@ -532,6 +550,7 @@ def _kernel(
                     sums = group_sums.read(head, chunk)
                     for part in parts:
                         new = visit_sums(vectors, part.buffer, head, None)
+                        # Padding to whole iterations adds nothing: m = MASKED, l = o = 0.
                         is_real = has_work(part, groups)
                         new = _Sums(
                             jnp.where(is_real, new.maximum, MASKED),
@@ -551,6 +570,9 @@ def _kernel(
 
         iterations = jax.lax.div(group_visits, visits.group_unrolled)
         visit, loading = jax.lax.fori_loop(0, iterations, visit_groups, (visit, loading))
+
+    # Second pass: the blocks that each row visits alone, `unrolled` visits per iteration, whose
+    # products do not wait for one another. A row begins with its sums of the first pass.
 
     def iterate(_: Array, carry: Any) -> Any:
         visit, loading, sums = carry

@@ -125,7 +125,7 @@ def normalized(x: Array) -> Array:
 def recurrence(
     query: Array, key: Array, value: Array, decay: Array, rate: Array, state: Array
 ) -> tuple[Array, Array]:
-    """Return what one token reads, [B, H, V], and the state [B, H, E, V] after it.
+    """Return the output of one token, [B, H, V], and the state [B, H, E, V] after it.
 
     Args:
         query, key: [B, H, E] float32.
@@ -174,7 +174,7 @@ def in_chunks(
     sequences: Sequences,
     chunk: int = CHUNK,
 ) -> tuple[Array, Array | None]:
-    """Return what tokens [B, T] read, [B, T, H, V], and the state after the committed ones.
+    """Return the outputs of tokens [B, T], [B, T, H, V], and the state after the committed ones.
 
     Args:
         query, key: [B, T, H, E] float32.
@@ -221,7 +221,7 @@ def in_chunks(
 
 
 def _step(commit: Array | None, carry: _Carry, chunk: _Chunk) -> tuple[_Carry, Array]:
-    """Return what follows a chunk, and what its tokens read, [B, H, C, V]."""
+    """Return the carry after a chunk, and the outputs of its tokens, [B, H, C, V]."""
     size = chunk.number.shape[1]
     later = np.arange(size)[:, None]
     earlier = np.arange(size)[None, :]

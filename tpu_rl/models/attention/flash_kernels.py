@@ -318,6 +318,8 @@ def _forward_kernel(
             index = (query_index[0], key_index[0, part]) if is_masked else None
             return _block_scores(config, query[0, 0], key[0, 0, part], index)[0]
 
+        # s = scale k q^T, [keys, queries], in powers of 2. Online softmax over the chunks of keys:
+        # m' = max(m, max s), l' = 2^(m - m') l + sum 2^(s - m'), o' in the same way with v.
         for part, scores in _chunks(key.shape[2], scores_of):
             new_maximum = jnp.maximum(maximum[...], scores.max(0, keepdims=True))
             weights = jnp.exp2(scores - new_maximum)
@@ -331,6 +333,7 @@ def _forward_kernel(
 
     @pl.when(step == last)
     def _():
+        # o / l, and the log-sum-exp m + log2(l), from base 2 to base e, for the backward pass.
         output[0, 0] = (weighted[...] / total[...]).T.astype(output.dtype)
         log_sum_exp[0, 0] = (maximum[...] + jnp.log2(total[...])) / LOG2_E
 
@@ -362,6 +365,8 @@ def _score_gradients(
         weight_gradients = dot(value[0, 0, part], saved.gradient[0, 0], A_BT)
         return scores, derivative, weight_gradients
 
+    # p = 2^(s - log-sum-exp), dp = v do^T and ds = p (dp - offset) times the cap's derivative, with
+    # offset = sum_j p_j dp_j of each query.
     for part, (scores, derivative, weight_gradients) in _chunks(key.shape[2], products):
         weights = jnp.exp2(scores - LOG2_E * saved.log_sum_exp[0, 0])
         yield part, weights, weights * (weight_gradients - saved.offset[0, 0]) * derivative
@@ -383,6 +388,7 @@ def _query_gradient_kernel(
         total[...] = jnp.zeros_like(total)
 
     def add(is_masked: bool) -> None:
+        # dq = scale * ds^T k, summed over the blocks of keys.
         for part, _, score_gradients in _score_gradients(config, operands, saved, is_masked):
             total[...] += dot(key[0, 0, part], score_gradients.astype(key.dtype), AT_B)
 
@@ -421,6 +427,7 @@ def _key_value_gradient_kernel(
 
     def add(is_masked: bool) -> None:
         for part, weights, score_gradients in _score_gradients(config, operands, saved, is_masked):
+            # dv = p do, dk = scale * ds q, and dq = scale * ds^T k if the caller wants it, too.
             rounded = score_gradients.astype(query.dtype)
             value_total[part] += dot(weights.astype(query.dtype), saved.gradient[0, 0], A_B)
             key_total[part] += dot(rounded, query[0, 0], A_B)

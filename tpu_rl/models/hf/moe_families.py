@@ -229,7 +229,7 @@ def read_moe(hf: Mapping[str, Any], where: str) -> MoeConfig:
 
 
 def _read_shared_expert(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what Qwen3.5 has beside the fields of other mixtures; nothing for the others."""
+    """Read the fields that Qwen3.5 has beside those of other mixtures; none for the others."""
     field = "shared_expert_intermediate_size"
     if field not in hf:
         return {}
@@ -240,7 +240,7 @@ def _read_shared_expert(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _read_grouped_routing(
     hf: Mapping[str, Any], num_experts: int, experts_per_token: int, where: str
 ) -> dict[str, Any]:
-    """Return what DeepSeek-V3 has beside the fields of other mixtures; nothing for the others."""
+    """Read the fields that DeepSeek-V3 has beside those of other mixtures; none for the others."""
     if "n_routed_experts" not in hf:
         return {}
     for field, supported in (

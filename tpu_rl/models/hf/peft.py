@@ -416,7 +416,7 @@ def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
 
 
 def _module_suffixes(model: Model) -> list[str]:
-    """Return what the names of the adapted modules end in, and no others.
+    """Return suffixes that the names of the adapted modules have, and no others.
 
     PEFT adapts every module whose name ends in one of these, after a dot. The last part of the name
     is enough, unless modules that are not adapted have it too.

@@ -138,7 +138,8 @@ def _read_fraction(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_di
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return how much larger scores should be in a context longer by `factor`, its square root.
+    """Return the factor by which scores should grow in a context longer by `factor`, its square
+    root.
 
     See arXiv 2309.00071, section 3.4. The logarithm has the `weight`.
     """

@@ -1,0 +1,229 @@
+"""Presets for your own data, one per method, with neutral defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tpu_rl.algos import (
+    DistillConfig,
+    DpoConfig,
+    GrpoConfig,
+    KtoConfig,
+    PpoConfig,
+    ProcessRewardConfig,
+    QSharpConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+    RftConfig,
+    SftConfig,
+)
+from tpu_rl.commands.config import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    FileData,
+    Phase,
+    SamplingConfig,
+)
+from tpu_rl.train.optimizers import OptimizerConfig
+
+Q_SHARP = QSharpConfig()
+
+
+def grpo() -> ExperimentConfig:
+    """GRPO on your own prompts and rewards:
+
+        python launch/run.py grpo --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    A row has a `prompt`, which is a text or a list of messages, and any columns that the reward
+    reads. The other presets that are named after a method use the same defaults. They are not
+    tuned to any data: set `--sampling.max-new-tokens` to the length of your answers and try
+    several learning rates. On TPUs and GPUs use `--model.dtype bfloat16`.
+    """
+    return ExperimentConfig(
+        algorithm=GrpoConfig(),
+        data=FileData(),
+        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
+        batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=4),
+        sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512),
+        evaluation=EvaluationConfig(rows=100, interval=20),
+        steps=200,
+        checkpoint=CheckpointConfig(20),
+    )
+
+
+def sft() -> ExperimentConfig:
+    """Supervised fine-tuning on your own demonstrations:
+
+        python launch/run.py sft --model.path DIR --data.path rows.jsonl
+
+    A row has `messages`, or a `prompt` and a `completion`. Evaluations report the loss of held-out
+    rows and, with `--reward NAME`, sample answers and judge them.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=SftConfig(),
+        optimizer=replace(base.optimizer, learning_rate=2e-5, schedule="cosine"),
+        batch=replace(base.batch, group_size=1),
+    )
+
+
+def rft() -> ExperimentConfig:
+    """Rejection-sampling fine-tuning on your own prompts and rewards: imitate what the reward
+    accepts.
+
+        python launch/run.py rft --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    Rows are those of the preset grpo. Completions with a reward of at least
+    `--algorithm.min-reward` are accepted. For expert iteration use
+    `--algorithm.sampled-by reference --algorithm.round-steps 10`. To imitate a stronger model use
+    `--algorithm.sampled-by teacher --algorithm.teacher DIR`.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=RftConfig(),
+        optimizer=replace(base.optimizer, learning_rate=1e-5),
+    )
+
+
+def dpo() -> ExperimentConfig:
+    """DPO on your own pairs:
+
+        python launch/run.py dpo --model.path DIR --data.path pairs.jsonl
+
+    A row has a `prompt`, a `chosen` and a `rejected` completion, as texts or messages.
+    `--algorithm.loss` selects another pairwise loss. `--algorithm.pairs policy` with
+    `--reward` is online DPO.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=DpoConfig(),
+        batch=replace(base.batch, group_size=1),
+    )
+
+
+def kto() -> ExperimentConfig:
+    """KTO on your own judged completions:
+
+        python launch/run.py kto --model.path DIR --data.path judged.jsonl
+
+    A row has a `prompt`, a `completion` and a `label`, true or false. `--algorithm.loss bco`
+    and `--algorithm.loss apo_zero` are its relatives.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=KtoConfig(),
+        batch=replace(base.batch, group_size=1),
+    )
+
+
+def ppo() -> ExperimentConfig:
+    """PPO with a critic, on your own prompts and rewards:
+
+        python launch/run.py ppo --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    Rows are those of the preset grpo. The critic starts with the policy's weights.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=PpoConfig(),
+        batch=replace(base.batch, prompts=256, group_size=1),
+    )
+
+
+def reinforce() -> ExperimentConfig:
+    """REINFORCE++ on your own prompts and rewards: PPO without a critic.
+
+        python launch/run.py reinforce --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    Rows are those of the preset grpo. To use the mean reward of a prompt's completions as
+    the baseline, add `--algorithm.baseline group --batch.group-size 8 --batch.prompts 32`.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=ReinforceConfig(),
+        batch=replace(base.batch, prompts=256, group_size=1),
+    )
+
+
+def distill() -> ExperimentConfig:
+    """On-policy distillation (GKD) from a teacher, on your own prompts:
+
+        python launch/run.py distill --model.path DIR --data.path rows.jsonl --algorithm.teacher DIR
+
+    A row has a `prompt`. The teacher must have the policy's tokenizer, and may have any size.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=DistillConfig(teacher=""),
+        optimizer=replace(base.optimizer, learning_rate=1e-5),
+        batch=replace(base.batch, group_size=1),
+    )
+
+
+def reward_model() -> ExperimentConfig:
+    """A reward model from your own pairs:
+
+        python launch/run.py reward_model --model.path DIR --data.path pairs.jsonl
+
+    A row has a `prompt`, a `chosen` and a `rejected` completion. Use the model folder of the
+    run as a reward: `--reward RUN_DIR/model`.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=RewardModelConfig(centering_coef=0.01),
+        optimizer=replace(base.optimizer, learning_rate=1e-5),
+        batch=replace(base.batch, group_size=1),
+    )
+
+
+def process_reward() -> ExperimentConfig:
+    """A process reward model from your own labeled steps:
+
+        python launch/run.py process_reward --model.path DIR --data.path steps.jsonl
+
+    As in TRL, a row has a `prompt`, `completions` (the steps of an answer, in order), and `labels`
+    (true for each right step). To use the model as a reward, give the ids of the tokens that end a
+    step with `--algorithm.separators`.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=ProcessRewardConfig(),
+        optimizer=replace(base.optimizer, learning_rate=1e-5),
+        batch=replace(base.batch, group_size=1),
+    )
+
+
+def q_sharp() -> ExperimentConfig:
+    """Q# on your own prompts and rewards: a value model guides the frozen policy.
+
+        python launch/run.py q_sharp --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    Rows are those of the preset grpo. Rewards must lie in [0, 1]. A run has two rounds. In the
+    second, the policy guided by the first q writes the prefixes, and q is trained again.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=Q_SHARP,
+        phases=(Phase(Q_SHARP, until=100, reset_roles=("q",)),),
+        optimizer=replace(base.optimizer, learning_rate=1e-5),
+        batch=replace(base.batch, prompts=16, group_size=16),
+        evaluation=replace(base.evaluation, interval=100),
+        checkpoint=CheckpointConfig(100),
+    )
