@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -72,13 +73,21 @@ def _drop_compiled_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory) -> Path:
-    """Return the folder of a run of four steps of TINY that nothing disturbed. Do not change it."""
+    """The folder of a run of four steps of TINY that nothing disturbed. Do not change it.
+
+    The workers of pytest-xdist share it: the first that needs it makes it.
+    """
     # Imported here because it takes seconds, and most tests do not need it.
     from tests.fixtures.runs import TINY
     from tpu_rl.commands import run
 
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    assert run.main([*TINY, "--steps", "4", "--run-dir", str(run_dir)]) == 0
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with filelock.FileLock(folder / "whole.lock"):
+        run_dir = folder / "whole" / "run"
+        if not (run_dir / "summary.json").exists():
+            assert run.main([*TINY, "--steps", "4", "--run-dir", str(run_dir)]) == 0
     return run_dir
 
 
