@@ -5,7 +5,7 @@
 Arms, one after the other in each repeat; the median of each is printed in seconds:
 
     one turn         `sampler.sample`: as many sampled tokens per row, in a single turn
-    several turns    `LiveSampler`: after each turn an observation, read into the turn's own cache
+    several turns    `ConversationSampler`: after each turn an observation, read into its cache
     prefill again    the same, but each turn is a new conversation, whose context is read anew
     slow tool        as several turns; each observation arrives 200 ms after its turn has ended
     few slots        as slow tool, with slots for half of the episodes
@@ -37,7 +37,7 @@ from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.requests import Environment
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import (
-    LiveSampler,
+    ConversationSampler,
     SamplerConfig,
     SegmentConfig,
     TurnRequest,
@@ -113,7 +113,7 @@ def main() -> None:
         sample(policy, params, prompts, key, config)
 
     def turns(again: bool = False, seconds: float = 0.0, slots: int = flags.episodes) -> None:
-        live = LiveSampler(
+        live = ConversationSampler(
             policy,
             params,
             SamplerConfig(max_new_tokens=flags.turn_tokens, segments=SegmentConfig(steps=16)),

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tpu_rl.sampler.scheduler import RowTracker
+from tpu_rl.sampler.batch_sampler import RowTracker
 from tpu_rl.sampler.slots import NO_TOKEN
 from tpu_rl.train import packing
 

@@ -22,7 +22,7 @@ from tpu_rl import models, sampler
 from tpu_rl.algos import GrpoConfig
 from tpu_rl.commands import config, finish, run
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.sampler import SamplerConfig, scheduler
+from tpu_rl.sampler import SamplerConfig, batch_sampler
 from tpu_rl.train.optimizers import OptimizerConfig
 from tpu_rl.types import Purpose
 
@@ -69,7 +69,7 @@ def step(work: protocol.Work) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     sampler.sample = metered_sample(sampler.sample, work, meter, tokens)
     if work.lengths:
-        scheduler.DeviceQueues = UnknownLengths
+        batch_sampler.DeviceQueues = UnknownLengths
     original_finish = finish.finish
 
     def metered_finish(*arguments: Any) -> None:
@@ -131,7 +131,7 @@ def experiment(work: protocol.Work) -> config.ExperimentConfig:
     )
 
 
-class UnknownLengths(scheduler.DeviceQueues):
+class UnknownLengths(batch_sampler.DeviceQueues):
     """Queues of rows in the order of the prompts: the scheduler must not use the forced lengths."""
 
     def __init__(self, request: Any, *others: Any):

@@ -34,7 +34,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest
+from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tokenizers import TokenizerConfig
@@ -176,12 +176,12 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
 
 def sampler_factory(
     language: roles.Language, params: Params, length: int, num_slots: int
-) -> Callable[[Distribution], LiveSampler]:
+) -> Callable[[Distribution], ConversationSampler]:
     """Return a function that makes the sampler of a distribution."""
     mesh = compose.make_mesh(MeshConfig())
     policy = models.policy(language.model)
 
-    def make(distribution: Distribution) -> LiveSampler:
+    def make(distribution: Distribution) -> ConversationSampler:
         settings = SamplerConfig(
             max_new_tokens=length,
             temperature=distribution.temperature,
@@ -192,7 +192,7 @@ def sampler_factory(
             pad_id=language.tokenizer.pad_id,
         )
         with jax.set_mesh(mesh):
-            return LiveSampler(
+            return ConversationSampler(
                 policy,
                 params,
                 settings,

@@ -1,7 +1,7 @@
 """Conversations: the policy's turns, and what an environment answers, until the episode is over.
 
     prompts   = episodes.begin()                 environments are reset
-    turns     = live.step()                      the policy writes, in `sampler.live`
+    turns     = live.step()                      the policy writes, in `ConversationSampler`
                 episodes.on_turn(turn)           tools start, in other processes
     answers   = episodes.poll()                  token ids, which follow the turn
 
@@ -32,7 +32,7 @@ from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
-from tpu_rl.sampler import LiveSampler, SamplerConfig, TurnRequest, slots
+from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest, slots
 from tpu_rl.types import Params, Purpose, Rollout
 
 
@@ -235,14 +235,14 @@ def _converse(
 
 def _live_sampler(
     decoding: Decoding, scorer: Scorer, params: Params, conversations: list[_Conversation]
-) -> LiveSampler:
+) -> ConversationSampler:
     config = decoding.config
     columns = _prompt_columns(config, conversations)
     mesh = decoding.policy.mesh
     devices = slots.device_count(mesh)
     # The number of groups, and not of different prompts, so that each batch has the same programs.
     contexts = len(conversations) // config.samples_per_prompt
-    return LiveSampler(
+    return ConversationSampler(
         decoding.policy.policy,
         decoding.policy.params(params),
         config,

@@ -6,19 +6,19 @@ can yield several tokens per step.
 
 Modules:
 
-    config          the settings
-    token_sampling  random keys, and one token from logits
-    cache_ops       rows of any policy's cache
-    slots           arrays and programs on the devices: pool, slots, outputs
-    drafts          proposals of a row's next tokens
-    speculation     the decode step that verifies drafts
-    decode_loop     one segment of decode steps
-    partial         completions that one call leaves unfinished and another resumes
-    requests        the arguments of `sample` as checked arrays
-    queues          the order in which each device decodes its rows
-    scheduler       the host's part: `sample`, and what happens between segments
-    live            `LiveSampler`: turns of conversations, which keep their caches in between
-    guided_policy   a policy guided by a model of returns
+    config                the settings
+    token_sampling        random keys, and one token from logits
+    cache_ops             rows of any policy's cache
+    slots                 arrays and programs on the devices: pool, slots, outputs
+    drafts                proposals of a row's next tokens
+    speculation           the decode step that verifies drafts
+    decode_loop           one segment of decode steps
+    partial               completions that one call leaves unfinished and another resumes
+    requests              the arguments of `sample` as checked arrays
+    queues                the order in which each device decodes its rows
+    batch_sampler         the host's part: `sample`, and what happens between segments
+    conversation_sampler  turns of conversations, which keep their caches in between
+    guided_policy         a policy guided by a model of returns
 
 Words:
 
@@ -39,20 +39,25 @@ order or number of rows, or on other rows.
     token key = fold_in(row key, position of the token in its sequence)
 """
 
+from tpu_rl.sampler.batch_sampler import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.cache_ops import take_rows
 from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation
-from tpu_rl.sampler.live import LiveSampler, Turn, TurnRequest, common_prefix
+from tpu_rl.sampler.conversation_sampler import (
+    ConversationSampler,
+    Turn,
+    TurnRequest,
+    common_prefix,
+)
 from tpu_rl.sampler.partial import (
     PartialCompletion,
     completions_from_json,
     completions_to_json,
     partial_completions,
 )
-from tpu_rl.sampler.scheduler import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.token_sampling import invert_cdf, row_keys, run_key, sample_tokens
 
 __all__ = [
-    "LiveSampler",
+    "ConversationSampler",
     "OnFinished",
     "OnVerified",
     "PartialCompletion",

@@ -38,7 +38,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.runtime import processes
-from tpu_rl.sampler import LiveSampler, TurnRequest
+from tpu_rl.sampler import ConversationSampler, TurnRequest
 from tpu_rl.serving import agent_environment
 from tpu_rl.serving.app import App, EpisodeAccount, Limits
 from tpu_rl.serving.pump import Ask, Distribution, Item, Pump
@@ -242,11 +242,13 @@ class _AgentEngine:
         except InputError:
             return None
 
-    def _sampler(self, params: Params, rows: int, distribution: Distribution) -> LiveSampler:
+    def _sampler(
+        self, params: Params, rows: int, distribution: Distribution
+    ) -> ConversationSampler:
         del distribution  # That of the run, the only one that episodes may ask for.
         decoding = self._decoding
         config = decoding.config
-        return LiveSampler(
+        return ConversationSampler(
             decoding.policy.policy,
             decoding.policy.params(params),
             config,

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from tpu_rl.errors import TpuRlError
-from tpu_rl.sampler import LiveSampler, Turn, TurnRequest
-from tpu_rl.sampler.live import common_prefix
+from tpu_rl.sampler import ConversationSampler, Turn, TurnRequest
+from tpu_rl.sampler.conversation_sampler import common_prefix
 
 MOST_SAMPLERS = 4
 """Distributions for which caches and programs are kept."""
@@ -51,7 +51,7 @@ class Pump:
 
     def __init__(
         self,
-        make_sampler: Callable[[Distribution], LiveSampler],
+        make_sampler: Callable[[Distribution], ConversationSampler],
         share: Share = lambda items: [items],
     ):
         """Start without samplers.
@@ -62,13 +62,13 @@ class Pump:
         """
         self._make_sampler = make_sampler
         self._share = share
-        self._samplers: dict[Distribution, LiveSampler] = {}
+        self._samplers: dict[Distribution, ConversationSampler] = {}
         """Those that were used last come last."""
         self._asked: dict[int, Ask] = {}
         """By conversation: the turns that are being decoded, of all processes."""
         self._futures: dict[int, Future[Turn]] = {}
         """By conversation: those who wait, of this process."""
-        self._sampler_of: dict[int, LiveSampler] = {}
+        self._sampler_of: dict[int, ConversationSampler] = {}
         self._incoming: queue.SimpleQueue[tuple[Ask, Future[Turn]] | int | None] = (
             queue.SimpleQueue()
         )
@@ -166,7 +166,7 @@ class Pump:
             return
         self._asked[conversation] = ask
 
-    def _sampler(self, ask: Ask) -> LiveSampler:
+    def _sampler(self, ask: Ask) -> ConversationSampler:
         """Return the sampler of a distribution. The conversation's cache may be in another one."""
         sampler = self._samplers.pop(ask.distribution, None)
         if sampler is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tpu_rl.rollout.branches import Branch
 from tpu_rl.sampler import Turn
-from tpu_rl.sampler.live import common_prefix
+from tpu_rl.sampler.conversation_sampler import common_prefix
 
 
 class Call(NamedTuple):

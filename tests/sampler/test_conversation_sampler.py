@@ -26,8 +26,15 @@ from tests.fixtures.sampling import (
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl import models
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import SamplerConfig, SegmentConfig, live, row_keys, sample, slots
-from tpu_rl.sampler.live import LiveSampler, TurnRequest, common_prefix
+from tpu_rl.sampler import (
+    SamplerConfig,
+    SegmentConfig,
+    conversation_sampler,
+    row_keys,
+    sample,
+    slots,
+)
+from tpu_rl.sampler.conversation_sampler import ConversationSampler, TurnRequest, common_prefix
 from tpu_rl.train import sharding
 
 TURN = 6
@@ -46,7 +53,7 @@ KEYS = np.asarray(jax.random.key_data(row_keys(KEY, np.arange(NUM_ROWS))))
 
 
 def live_sampler(model, params, num_slots=NUM_ROWS, max_length=LENGTH, **settings):
-    return LiveSampler(
+    return ConversationSampler(
         models.policy(model),
         params,
         CONFIG,
@@ -277,8 +284,8 @@ def test_its_programs_compile_for_tpus_without_gathering_caches():
             keys,
         )
         begun = placed(empty, slots._specs(slots.slot_axes(mesh), empty))
-        place = live._Place(vector(), vector(), vector(jnp.int32, 4))
-        extended = live._extend_rows.lower(
+        place = conversation_sampler._Place(vector(), vector(), vector(jnp.int32, 4))
+        extended = conversation_sampler._extend_rows.lower(
             policy,
             mesh,
             params,
@@ -289,7 +296,7 @@ def test_its_programs_compile_for_tpus_without_gathering_caches():
             vector(),
             length,
         ).compile()
-        started = live._start_turns.lower(
+        started = conversation_sampler._start_turns.lower(
             begun, vector(jnp.bool_), vector(), vector(), vector(), begun.key, vector()
         ).compile()
     cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(empty.cache))

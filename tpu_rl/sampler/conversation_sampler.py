@@ -1,7 +1,7 @@
 """Conversations whose turns arrive while others are decoded; each keeps its cache between turns.
 
-`sample` knows all its rows from the start, and a row that ends is gone. A `LiveSampler` is given
-one turn of a conversation at a time, by environments or by programs that call a server:
+`sample` knows all its rows from the start, and a row that ends is gone. A `ConversationSampler` is
+given one turn of a conversation at a time, by environments or by programs that call a server:
 
     live.submit([TurnRequest(...)])         new turns, of new conversations or of known ones
     turns = live.step()                     one decode segment; the turns that ended in it
@@ -47,7 +47,7 @@ ROWS_AT_ONCE = 8
 """Conversations of a device whose new tokens are read together."""
 
 StopAt = Callable[[list[int]], int | None]
-"""See `scheduler.StopAt`; it is given the tokens of the turn."""
+"""See `batch_sampler.StopAt`; it is given the tokens of the turn."""
 
 
 class TurnRequest(NamedTuple):
@@ -88,7 +88,7 @@ class _Place(NamedTuple):
     """[D] int32."""
 
 
-class LiveSampler:
+class ConversationSampler:
     """Decodes turns of conversations in slots. One thread uses it.
 
     With several processes, all make the same calls with the same arguments.
