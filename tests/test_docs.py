@@ -246,6 +246,11 @@ def test_the_pages_of_methods_are_those_of_the_code():
     assert written == load("method_pages").pages(), "run: python docs/method_pages.py"
 
 
+def test_the_page_of_rewards_is_that_of_the_code():
+    written = (ROOT / "docs" / "reference" / "rewards.md").read_text(encoding="utf-8")
+    assert written == load("method_pages").rewards_page(), "run: python docs/method_pages.py"
+
+
 def test_every_flag_of_a_method_has_its_help():
     for page in (ROOT / "docs" / "methods").glob("*.md"):
         assert not re.findall(r"^\| `--.*\|  \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
