@@ -1,8 +1,8 @@
-"""The pages of docs/methods, made from the code: `python docs/method_pages.py` writes them.
+"""The pages of methods and rewards, made from the code: `python docs/method_pages.py` writes them.
 
-A page has the head of the algorithm's file, its presets, its flags with their help, and where its
-learning was measured. The site is built without jax, so the pages are files; a test says when they
-are out of date.
+The page of a method has the head of the algorithm's file, its presets, its flags with their help,
+and where its learning was measured. The page of rewards has the rows of `rewards.BUILTIN`. The site
+is built without jax, so the pages are files; a test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any, Literal
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from tpu_rl import rewards
 from tpu_rl.algos import ALGORITHMS
 from tpu_rl.commands import config, model_card
 from tpu_rl.commands.presets import PRESETS
 
 FOLDER = DOCS / "methods"
+REWARDS_PAGE = DOCS / "reference" / "rewards.md"
 MEASURED = {
     "a_star_po": (
         "learning",
@@ -54,7 +56,9 @@ module that is not here, a section whose heading names it is found."""
 
 def pages() -> dict[str, str]:
     """Return file name -> text of every page of the folder."""
-    methods = sorted(ALGORITHMS, key=module_name)
+    # Not those in files of users, which a program may have loaded.
+    own = [method for method in ALGORITHMS if ":" not in method.__name__]
+    methods = sorted(own, key=module_name)
     texts = {f"{module_name(method)}.md": page(method) for method in methods}
     return {"README.md": index(methods), **texts}
 
@@ -217,6 +221,54 @@ def default_of(field: dataclasses.Field[Any]) -> str:
     return f"`{value}`"
 
 
+# --- rewards ---
+
+
+def rewards_page() -> str:
+    """Return the page of the built-in rewards."""
+    lines = [
+        "# Built-in rewards",
+        "",
+        "`--reward NAME` takes these names, functions of your own and reward models; see",
+        "[reward functions](../how-to/your_own_data.md#reward-functions). The data must have the",
+        "columns that a reward needs. A reward with *votes* can read final answers, so that",
+        "`launch/evaluate.py --samples N` prints the accuracy of majority votes, maj@N. A reward",
+        "that runs *during sampling* computes in other processes, while other completions are",
+        "decoded; all others run in the process of the run, once per batch.",
+        "",
+        "This page is generated: edit `tpu_rl/rewards/verifiers.py` or the docstrings, then run",
+        "`python docs/method_pages.py`.",
+        "",
+        "| name | it gives | columns | votes | runs |",
+        "|---|---|---|---|---|",
+    ]
+    details = []
+    for name, row in sorted(rewards.BUILTIN.items()):
+        paragraphs = (inspect.getdoc(row.score) or "").partition("\n\nRaises:")[0].split("\n\n")
+        gives = escape(" ".join(paragraphs[0].split()).removeprefix("Return ").rstrip("."))
+        columns = ", ".join(f"`{column}`" for column in required_columns(row)) or "none"
+        votes = "yes" if any(row.readers) else "no"
+        lines.append(f"| `{name}` | {gives} | {columns} | {votes} | {place_of(row)} |")
+        if paragraphs[1:]:
+            details += [f"## {name}", *map(markdown, paragraphs[1:])]
+    return "\n\n".join(["\n".join(lines), *details]) + "\n"
+
+
+def required_columns(row: rewards.Verifier) -> list[str]:
+    """Return the columns of the data that a built-in reward needs."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(row.score).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
+
+
+def place_of(row: rewards.Verifier) -> str:
+    """Return when and where a built-in reward runs."""
+    time = "during sampling" if row.in_workers else "after sampling"
+    return f"{time}, in the sandbox" if row.needs_sandbox else time
+
+
 # --- measurements ---
 
 
@@ -287,7 +339,8 @@ def main() -> None:
             path.unlink()
     for name, text in texts.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
-    print(f"wrote {len(texts)} pages to {FOLDER.relative_to(DOCS.parent)}")
+    REWARDS_PAGE.write_text(rewards_page(), encoding="utf-8")
+    print(f"wrote {len(texts)} pages of methods and {REWARDS_PAGE.relative_to(DOCS.parent)}")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -44,6 +46,18 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which live to the end, out of garbage collections.
+
+    These take half a second each otherwise, and reading a checkpoint makes one.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+# Traces are many objects, and few of them are garbage.
+gc.set_threshold(50_000, 20, 50)
+
 MEMORY_MAPS = 30_000
 """Memory maps that a process may have after a test module without dropping compiled programs."""
 
@@ -70,15 +84,34 @@ def _drop_compiled_programs() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def _no_algorithm_of_a_file_stays_registered() -> Iterator[None]:
+    """Drop the algorithms that a test has registered by loading files of users."""
+    algos = sys.modules.get("tpu_rl.algos")
+    before = set(algos.ALGORITHMS) if algos else None
+    yield
+    if algos:
+        for config in set(algos.ALGORITHMS) - before:
+            del algos.ALGORITHMS[config]
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory) -> Path:
-    """Return the folder of a run of four steps of TINY that nothing disturbed. Do not change it."""
+    """The folder of a run of four steps of TINY that nothing disturbed. Do not change it.
+
+    The workers of pytest-xdist share it: the first that needs it makes it.
+    """
     # Imported here because it takes seconds, and most tests do not need it.
     from tests.fixtures.runs import TINY
     from tpu_rl.commands import run
 
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    assert run.main([*TINY, "--steps", "4", "--run-dir", str(run_dir)]) == 0
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with filelock.FileLock(folder / "whole.lock"):
+        run_dir = folder / "whole" / "run"
+        if not (run_dir / "summary.json").exists():
+            assert run.main([*TINY, "--steps", "4", "--run-dir", str(run_dir)]) == 0
     return run_dir
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import re
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 import tpu_rl
+from tests.fixtures.import_graph import tree_of
 from tpu_rl.commands import config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +95,7 @@ def test_files_that_are_named_exist(page):
 def declared_flags(path: Path) -> set[str]:
     """Return the names of all fields of classes, and of arguments, in a Python file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             fields = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
             names |= {field.id.replace("_", "-") for field in fields if isinstance(field, ast.Name)}
@@ -145,6 +147,7 @@ def test_selected_tests_exist(page):
 # --- troubleshooting ---
 
 
+@functools.cache
 def message_parts() -> list[list[str]]:
     """Return the constant parts of every string in the source, in order, without placeholders.
 
@@ -152,7 +155,7 @@ def message_parts() -> list[list[str]]:
     """
     parts = []
     for path in (ROOT / "tpu_rl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.JoinedStr):
                 values = [part for part in node.values if isinstance(part, ast.Constant)]
                 parts.append([str(part.value) for part in values])
@@ -241,6 +244,11 @@ def test_the_pages_of_methods_are_those_of_the_code():
     folder = ROOT / "docs" / "methods"
     written = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
     assert written == load("method_pages").pages(), "run: python docs/method_pages.py"
+
+
+def test_the_page_of_rewards_is_that_of_the_code():
+    written = (ROOT / "docs" / "reference" / "rewards.md").read_text(encoding="utf-8")
+    assert written == load("method_pages").rewards_page(), "run: python docs/method_pages.py"
 
 
 def test_every_flag_of_a_method_has_its_help():

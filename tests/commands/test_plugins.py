@@ -37,14 +37,6 @@ def halved(config: HalvedConfig, roles, sampling):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_algorithm_stays_registered():
-    before = dict(algos.ALGORITHMS)
-    yield
-    for kind in set(algos.ALGORITHMS) - set(before):
-        del algos.ALGORITHMS[kind]
-
-
 @pytest.fixture
 def halved(tmp_path):
     file = tmp_path / "my_method.py"

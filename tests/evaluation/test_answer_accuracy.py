@@ -145,7 +145,7 @@ def test_mean_of_graded_rewards_has_a_t_interval():
 
 # --- a policy that writes one of several texts ---
 
-TOKENIZER = tokenizers.characters(environments.ALPHABET)
+TOKENIZER = tokenizers.characters(f"{environments.ALPHABET}()AB")
 
 
 def scripted_policy(*texts: str) -> Policy:
@@ -246,6 +246,21 @@ def test_answers_of_a_problem_may_be_read_together():
     assert result.well_formed == pytest.approx(1 / 3)
     five_wins = 2 * first.answers.count(5) > 63
     assert answer_accuracy.majority_vote(result.problems).value == pytest.approx(five_wins / 3)
+
+
+def test_letters_of_multiple_choice_vote():
+    rows = [{"prompt": f"{n}+1=", "answer": "A"} for n in range(8)]
+    config = SamplerConfig(
+        max_new_tokens=6, stop_ids=TOKENIZER.eos_ids, samples_per_prompt=5, prompt_length=8
+    )
+    engine = scripted_engine(["(A)", "(B)"], {"choice": rewards.BUILTIN["choice"].score}, config)
+    result = evaluate(engine, {}, rows, rewards.answer_readers("choice"))
+    letters = [[text[1] for text in problem.completions] for problem in result.problems]
+    assert [problem.answers for problem in result.problems] == letters
+    shares = [group.count("A") / 5 for group in letters]
+    assert result.accuracy == pytest.approx(np.mean(shares))
+    votes = [share > 0.5 for share in shares]
+    assert 0 < answer_accuracy.majority_vote(result.problems).value == np.mean(votes) < 1
 
 
 def test_reward_may_fail_on_the_share_that_the_run_allows():

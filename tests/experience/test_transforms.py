@@ -143,5 +143,6 @@ def test_experts_join_each_group_in_every_source(source, tmp_path):
     ]
     experts = [sample for sample in samples if sample.get("source") == "expert"]
     assert len(experts) == 2 * 4
+    assert not any("log_prob" in sample["tokens"] for sample in experts)
     solutions = {row["solution"] for row in rows}
     assert {sample["completion"] for sample in experts} <= solutions

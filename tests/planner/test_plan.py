@@ -5,12 +5,8 @@ Where the TPU compiler is installed, every preset compiles for a TPU.
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -569,22 +565,14 @@ def test_tensor_parallelism_stops_growing_once_it_is_slower(monkeypatch):
 # --- the command ---
 
 
-def command(*flags: str) -> subprocess.CompletedProcess:
-    script = Path(plan.__file__)
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, script, *flags], env=env, capture_output=True, text=True, timeout=250
-    )
-
-
 @pytest.mark.slow
-def test_command_prints_tables_and_writes_json(tmp_path):
+def test_command_prints_tables_and_writes_json(monkeypatch, tmp_path, capsys):
+    # The command sets it.
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     flags = (*SMALL, "--sampling.max-new-tokens", "8", "--json", str(tmp_path / "plan.json"))
-    done = command(
-        "arithmetic_sft", "--topology", "cpu", "--batch.group-size", "1", *flags[:2], *flags[4:]
-    )
-    assert done.returncode == 0, done.stderr
-    assert "update" in done.stdout
+    command = ["arithmetic_sft", "--topology", "cpu", "--batch.group-size", "1"]
+    assert plan.main([*command, *flags[:2], *flags[4:]]) == 0
+    assert "update" in capsys.readouterr().out
     planned = json.loads((tmp_path / "plan.json").read_text())
     assert [step["step"] for step in planned["steps"]] == ["make_batch", "update"]
     assert planned["steps"][1]["flops"] > 0

@@ -57,6 +57,21 @@ def test_a_function_that_nobody_registered_is_asked_for(no_registered):
     assert error.value.what == "the reward mine was a Python function; pass it again"
 
 
+@pytest.mark.parametrize(("name", "near"), [("choise", "choice"), ("python_test", "python_tests")])
+def test_a_misspelled_reward_gets_the_nearest_name(name, near):
+    with pytest.raises(InputError, match="does not name a reward function") as error:
+        registry.resolve(name)
+    assert error.value.fix == f"did you mean {near}?"
+
+
+def test_rewards_whose_row_says_so_run_during_sampling():
+    names = {name for name, row in rewards.BUILTIN.items() if row.in_workers}
+    functions = registry.reward_functions(sorted(rewards.BUILTIN), rewards.DEFAULT_LIMITS, True)
+    assert names == {"math", "python_tests"}
+    assert {name for name in functions if rewards.runs_during_sampling(functions[name])} == names
+    assert rewards.runs_during_sampling(rewards.python_tests_unsandboxed)
+
+
 @pytest.mark.parametrize(
     ("name", "function", "what"),
     [

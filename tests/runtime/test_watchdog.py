@@ -160,7 +160,7 @@ def reward(prompts, completions, **columns):
         batches.append(None)
     if len(batches) == 3:
         time.sleep(1000)
-    return arithmetic(prompts, completions, **columns)
+    return arithmetic.score(prompts, completions, **columns)
 
 def make_update_step(*arguments):
     update = make(*arguments)

@@ -13,9 +13,11 @@ from tpu_rl.runtime.worker_child import shorten
 def right_letter(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """Return 1 for each completion that chooses the right letter of multiple choice, else 0.
+    r"""Return 1 for each completion that chooses the right letter of multiple choice, else 0.
 
-    `answer` is a letter, such as "B" or "(B)". See `read_letter` for the forms that count.
+    The last capital letter in \boxed{D}, "answer is B" or "Answer: C" counts. Without any, the last
+    one in parentheses counts, "(A)", or else a bare letter at the end. `answer` is a letter, "B" or
+    "(B)".
     """
     del prompts
     truths = [_TRUTH.fullmatch(str(text).strip()) for text in answer]
@@ -29,11 +31,7 @@ def right_letter(
 
 
 def read_letter(text: str) -> str | None:
-    r"""Return the capital letter that a completion chooses, or None.
-
-    It is the last one in \boxed{D}, "answer is B" or "Answer: C". Without any it is the last one in
-    parentheses, "(A)", or else a bare letter at the end.
-    """
+    """Return the letter that a completion chooses, or None; see `right_letter`."""
     stated = [boxed or said for boxed, said in _STATED.findall(text)]
     letters = stated or _IN_PARENTHESES.findall(text) or _AT_END.findall(text)
     return letters[-1] if letters else None

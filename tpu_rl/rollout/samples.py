@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.types import Rollout
+from tpu_rl.types import Rollout, RowSource
 
 MAX_TOKENS = 4096
 """The tokens of a step whose numbers are kept, at most. Later completions have none."""
@@ -64,8 +64,11 @@ def keep(
         record = {**records[index], "row": index}
         if index < len(places):
             rollout, row = places[index]
-            values = {LOG_PROB: np.asarray(rollout.log_probs[row])}
-            if rollout is rollouts[0]:
+            values: dict[str, np.ndarray] = {}
+            is_policy = rollout.source is None or rollout.source[row] == RowSource.POLICY
+            if is_policy:  # Nobody knows the sampler's log-probs of other rows.
+                values[LOG_PROB] = np.asarray(rollout.log_probs[row])
+            if is_policy and rollout is rollouts[0]:
                 values |= {name: array[row] for name, array in numbers.items()}
             ids = np.asarray(rollout.tokens[row])
             mask = np.asarray(rollout.action_mask[row])
