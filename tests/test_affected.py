@@ -17,11 +17,11 @@ ALWAYS = {*affected.DOCUMENTS, "tests/test_layers.py"}
         (
             "tpu_rl/losses/masked.py",
             {"tests/losses", "tests/algos/test_grpo.py", "tests/proofs/test_battery.py"},
-            {"tests/report", "tests/data", "tests/commands/test_resume.py"},
+            {"tests/report", "tests/data", "tests/commands/test_help.py"},
         ),
         ("tpu_rl/commands/run.py", {"tests/commands"}, {"tests/losses", "tests/models"}),
         ("launch/run.py", {"tests/commands"}, {"tests/losses"}),
-        ("tests/fixtures/source_lines.py", {"tests/runtime/test_debug_nans.py"}, {"tests/algos"}),
+        ("tests/fixtures/source_lines.py", {"tests/diagnosis/test_debug_nans.py"}, {"tests/algos"}),
         ("tests/algos/test_sft.py", {"tests/algos/test_sft.py"}, {"tests/algos/test_dpo.py"}),
         ("recipes/sapo.py", {"tests/recipes"}, {"tests/algos/test_sft.py"}),
     ],

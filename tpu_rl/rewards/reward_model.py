@@ -67,7 +67,7 @@ def write_reading(
 
 
 def read_reading(directory: str | Path) -> ScoreReadout:
-    """Return how scores are read; the defaults for a model without such a file.
+    """Read the way to read scores; the defaults for a model without such a file.
 
     Raises:
         InputError: if the file is not one of `write_reading`.
@@ -85,7 +85,7 @@ def read_reading(directory: str | Path) -> ScoreReadout:
 
 
 def read_chat(directory: str | Path, has_chat_template: bool) -> tokenizers.ChatSettings:
-    """Return how the texts that a reward model reads become conversations: as in its training.
+    """Read the way in which texts become conversations for a reward model: as in its training.
 
     A model of another library, without the file, reads conversations if it has a chat template.
 

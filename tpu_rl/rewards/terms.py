@@ -87,7 +87,7 @@ class RewardTerm:
         return dataclasses.replace(self, name=rename(self.name), gate=gate)
 
     def values(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return what the term adds to each total, [N] float32.
+        """Return the contribution of the term to each total, [N] float32.
 
         NaN where it does not count: where its reward or the gate's has no value, or if its weight
         is always 0.

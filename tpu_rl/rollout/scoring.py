@@ -324,7 +324,7 @@ def repeat_rows(rows: list[Row], group_size: int) -> tuple[list[Any], dict[str, 
 def rollout_columns(
     sampled: Sampled, functions: Iterable[rewards.Reward]
 ) -> dict[str, Sequence[Any]]:
-    """Return what the functions ask about the rollout by name: see `rewards.ROLLOUT_COLUMNS`."""
+    """Collect the columns of the rollout that functions request by name: see `rewards.ROLLOUT_COLUMNS`."""
     num_rows = len(sampled.completions)
     group_size = num_rows // len(sampled.rows)
     columns: dict[str, Callable[[], Sequence[Any]]] = {
@@ -540,7 +540,7 @@ def require_single_rows(scored: Scored) -> None:
 
 
 def group_size(scored: Scored) -> int:
-    """Return how many completions each prompt has.
+    """Return the number of completions of each prompt.
 
     Raises:
         InputError: see `require_single_rows`.
