@@ -324,7 +324,7 @@ def repeat_rows(rows: list[Row], group_size: int) -> tuple[list[Any], dict[str, 
 def rollout_columns(
     sampled: Sampled, functions: Iterable[rewards.Reward]
 ) -> dict[str, Sequence[Any]]:
-    """Collect the columns of the rollout that functions request by name: see `rewards.ROLLOUT_COLUMNS`."""
+    """Collect the columns of `rewards.ROLLOUT_COLUMNS` that functions request by name."""
     num_rows = len(sampled.completions)
     group_size = num_rows // len(sampled.rows)
     columns: dict[str, Callable[[], Sequence[Any]]] = {
