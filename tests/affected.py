@@ -78,4 +78,5 @@ def affected(changed: Iterable[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(affected(changed_files(sys.argv[1] if len(sys.argv) > 1 else "main"))))
+    for test in affected(changed_files(sys.argv[1] if len(sys.argv) > 1 else "main")):
+        print(test)

@@ -14,11 +14,12 @@ import pytest
 
 import tpu_rl
 from tests.fixtures.runs import rows_of
-from tpu_rl import metrics, rewards
+from tpu_rl import metrics
 from tpu_rl.commands import compose, config, run
 from tpu_rl.data import python_rows
 from tpu_rl.environments import named
 from tpu_rl.errors import InputError
+from tpu_rl.rewards import registry
 
 ROWS = [{"prompt": f"Repeat: word {i}", "answer": f"word {i}"} for i in range(8)]
 SMALL = {
@@ -79,7 +80,7 @@ def test_it_does_what_the_command_does_and_returns_it(checkpoint, tmp_path, caps
     assert len(set(digests)) == 1
 
     # Nothing stays: neither rewards nor rows, signal handlers, threads or a mesh.
-    assert not rewards._REGISTERED
+    assert not registry._REGISTERED
     assert not python_rows._ROWS
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert not {"watchdog", "signals"} & {thread.name for thread in threading.enumerate()}

@@ -13,6 +13,7 @@ from tests.fixtures.runs import TINY, digest, run_until
 from tpu_rl import report
 from tpu_rl.commands import config, finish, run
 from tpu_rl.commands import report as command
+from tpu_rl.report import page
 
 REFRESH = '<meta http-equiv="refresh"'
 
@@ -160,7 +161,7 @@ def test_a_run_that_was_stopped_has_a_page_and_is_not_finished(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(report, "build_page", fail)
+        patch.setattr(page, "build_page", fail)
         assert run.main(flags) == 0
     printed = capsys.readouterr()
     assert "done:" in printed.out

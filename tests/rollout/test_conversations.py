@@ -22,7 +22,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.rollout import conversations, records, sampled_json, scoring
+from tpu_rl.rollout import records, requests, sampled_json, scoring
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer, make_engine
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.sampler import SamplerConfig
@@ -333,7 +333,7 @@ def test_a_rewritten_history_is_a_row_of_its_own():
     )
     pool = EnvironmentPool(Echo, EnvironmentLimits(isolate=False))
     policy = RolloutPolicy(models.policy(model), lambda tree: tree, sharding.make_mesh())
-    environment = conversations.Environment(pool, 5, 60)
+    environment = requests.Environment(pool, 5, 60)
     decoding = Decoding(policy, settings, 32, environment=environment)
     engine = make_engine(decoding, Scorer(tokenizer))
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("go", "run")]

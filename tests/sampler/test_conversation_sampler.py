@@ -221,7 +221,7 @@ def test_several_devices_hold_the_same_conversations(llama):
     """On a mesh of four devices, with slots for all and with too few."""
     code = """
         import jax, numpy as np
-        from tests.sampler.test_live import converse, live_sampler, NUM_ROWS
+        from tests.sampler.test_conversation_sampler import converse, live_sampler, NUM_ROWS
         from tests.fixtures.sampling import decoder
         from tpu_rl.train import sharding
         model, params = decoder()
