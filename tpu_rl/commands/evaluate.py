@@ -84,7 +84,7 @@ class Flags:
     reported. The default are the rewards that the preset or run measures; for a model and a file
     with a column `answer`, gsm8k."""
     environment: str | None = None
-    """What answers the model; "" for nothing. The default is the preset's or run's."""
+    """The environment that answers the model; "" for none. The default is the preset's or run's."""
     stop_strings: tuple[str, ...] | None = None
     """The texts that end a turn. The default are the preset's or run's; with --environment ""
     there are none."""

@@ -62,8 +62,8 @@ def watch_batches(
             raise _unexplained(what)
         batch, _ = jax.jit(algorithm.make_batch)(repaired, params, state)
         for number in range(jax.tree.leaves(batch)[0].shape[0]):
-            one = update_step.minibatch(batch, number)
-            _require_finite_update(what, algorithm, trainable, params, one)
+            minibatch = update_step.minibatch(batch, number)
+            _require_finite_update(what, algorithm, trainable, params, minibatch)
         raise InputError(
             what,
             where="the experience itself",

@@ -49,7 +49,8 @@ def of_algorithm(spec: ExperienceSpec, tokenizer: Tokenizer) -> tuple[Transform,
 
     def transform_and_check(scored: Scored, step: int, state: TrainState) -> Scored:
         result = apply(chain, scored, step, state)
-        before, after = (_rows_per_group(batch) for batch in (scored, result))
+        before = _rows_per_group(scored)
+        after = _rows_per_group(result)
         if len(after) != len(before) or np.any(after - before != spec.rows_added):
             raise InputError(
                 f"transforms made {int(after.sum())} rows in {len(after)} groups of "
@@ -84,11 +85,11 @@ def prompt_baseline(engine: Engine, spec: PromptValue) -> Transform:
         rewards = sampled.rewards.reshape(-1, spec.samples)
         values = advantages.optimal_value(jnp.asarray(rewards), jnp.isfinite(rewards), spec.beta)
         baseline = np.repeat(np.asarray(values), _rows_per_group(scored)).astype(np.float32)
-        known = np.isfinite(baseline)
+        has_value = np.isfinite(baseline)
         rollout = replace(
             scored.rollout,
-            baseline=np.where(known, baseline, np.float32(0.0)),
-            scored=scored.rollout.scored & known,
+            baseline=np.where(has_value, baseline, np.float32(0.0)),
+            scored=scored.rollout.scored & has_value,
         )
         return replace(scored, rollout=rollout)
 

@@ -315,19 +315,21 @@ def only_predictions_of_learned_tokens_have_a_gradient(battery: Battery) -> None
     previous = np.zeros_like(learned)
     for k, r, s in np.argwhere(learned):
         previous[k, r, layout.previous[0, k, r, s]] = True
-    own = learned
+    own_tokens = learned
     if case.learned == "ends and starts":
-        own = learned.copy()
+        own_tokens = learned.copy()
         for k, r, s in np.argwhere(learned):
-            own[k, r, batch.starts[k, r, s]] = True
+            own_tokens[k, r, batch.starts[k, r, s]] = True
     has_gradient = step.probes > 0
     if case.learned == "some actions":
-        read, least = previous | own, 0.0
+        read = previous | own_tokens
+        least = 0.0
     else:
         reads = case.reads
         if reads == "either":
             reads = "previous" if not np.any(has_gradient & ~previous) else "own"
-        read, least = (previous if reads == "previous" else own), 0.3
+        read = previous if reads == "previous" else own_tokens
+        least = 0.3
     if np.any(has_gradient & ~read):
         _fail(contract, f"{np.sum(has_gradient & ~read)} states of other tokens have a gradient")
     share = np.mean(has_gradient[read])
@@ -336,10 +338,10 @@ def only_predictions_of_learned_tokens_have_a_gradient(battery: Battery) -> None
     for role, spec in case.config.roles.items():
         for leaf in jax.tree.leaves(step.gradients[role]):
             if leaf.any() != spec.trainable:
-                found = "a gradient" if leaf.any() else "a part without gradient"
+                observation = "a gradient" if leaf.any() else "a part without gradient"
                 _fail(
                     "frozen roles: exactly the roles whose RoleSpec is trainable have a gradient",
-                    f"the role {role} has {found}",
+                    f"the role {role} has {observation}",
                 )
 
 

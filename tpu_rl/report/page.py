@@ -230,7 +230,8 @@ def _loss_result(run: Run) -> str:
 
 def _facts(run: Run) -> str:
     """Return the run's key facts as HTML, without those that are unknown."""
-    first, last = run.rows[0], run.rows[-1]
+    first = run.rows[0]
+    last = run.rows[-1]
     memory = run.series("perf/peak_memory")
     planned_steps = run.config.get("steps", last["step"])
     is_done = last["step"] >= planned_steps
@@ -419,7 +420,8 @@ def _reward_histogram(run: Run) -> str:
 
 
 def _step_range(samples: list[dict[str, Any]]) -> str:
-    first, last = samples[0]["step"], samples[-1]["step"]
+    first = samples[0]["step"]
+    last = samples[-1]["step"]
     return f"{first}" if first == last else f"{first}–{last}"
 
 

@@ -1,4 +1,4 @@
-"""What engines are made of, and what they are asked: small values, before anything is sampled."""
+"""The parts of engines, and the requests that they answer."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Scorer(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What answers the policy, and how long."""
+    """The environment that answers the policy, and its limits."""
 
     pool: EnvironmentPool
     max_turns: int
@@ -155,7 +155,7 @@ class Decoding:
     """Random keys depend on the seed, the purpose and the step."""
     stop_strings: tuple[str, ...] = ()
     environment: Environment | None = None
-    """What answers the policy. None: a completion is a single turn."""
+    """The environment that answers the policy. None: a completion is a single turn."""
 
     @contextmanager
     def on_its_mesh(self) -> Iterator[None]:

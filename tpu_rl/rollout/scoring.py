@@ -339,8 +339,8 @@ def rollout_columns(
             else [None] * num_rows
         ),
     }
-    asked = {name for function in functions for name in rewards.requested_columns(function)}
-    return {name: column() for name, column in columns.items() if name in asked}
+    requested = {name for function in functions for name in rewards.requested_columns(function)}
+    return {name: column() for name, column in columns.items() if name in requested}
 
 
 def answers_of(sampled: Sampled) -> list[Any]:

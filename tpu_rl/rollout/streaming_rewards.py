@@ -65,8 +65,10 @@ class StreamingRewards:
             and not known_at_end & rewards.requested_columns(function)
         }
         self._step = step
-        asked = [rewards.requested_columns(function) for function in self._functions.values()]
-        self._is_truncated = is_truncated if any("truncated" in names for names in asked) else None
+        requested = [rewards.requested_columns(function) for function in self._functions.values()]
+        self._is_truncated = (
+            is_truncated if any("truncated" in names for names in requested) else None
+        )
         self._token_ids: dict[int, list[int]] = {}
         self._prompts = prompts
         self._columns = columns
