@@ -22,6 +22,8 @@ from tpu_rl.rewards import choice
         ("the answer is option D", "D"),
         ("The answer is Berlin", None),
         ("Answer: C", "C"),
+        ("<think>A or B?</think><answer> (C) Rome </answer>", "C"),
+        ("<answer>Berlin</answer>", None),
         ("ANSWER: C", "C"),
         ("**Answer:** C) Paris", "C"),
         ("Answer:\n\n$\\text{C}$", "C"),

@@ -15,9 +15,9 @@ def right_letter(
 ) -> list[float]:
     r"""Return 1 for each completion that chooses the right letter of multiple choice, else 0.
 
-    The last capital letter in \boxed{D}, "answer is B" or "Answer: C" counts. Without any, the last
-    one in parentheses counts, "(A)", or else a bare letter at the end. `answer` is a letter, "B" or
-    "(B)".
+    The last capital letter in \boxed{D}, "answer is B", "Answer: C" or "<answer>B</answer>" counts.
+    Without any, the last one in parentheses counts, "(A)", or else a bare letter at the end.
+    `answer` is a letter, "B" or "(B)".
     """
     del prompts
     truths = [_TRUTH.fullmatch(str(text).strip()) for text in answer]
@@ -41,8 +41,8 @@ _TRUTH = re.compile(r"\(?([A-Za-z])\)?")
 _STATED = re.compile(
     # "\boxed{\text{D}}", "\boxed{(D) 7}", but not "\boxed{A + B}".
     r"\\boxed\s*{\s*(?:\\\w+\s*{\s*)?\(?([A-Z])(?=\s*[}).:,])"
-    # "answer is **B**", "**Answer:** option C", but not "the answer is Berlin".
-    r"|\b(?i:answer)[*_]*(?:\s+(?i:is)|\s*:)[\s:*_$\"'(]*"
+    # "answer is **B**", "**Answer:** option C", "<answer>B</answer>", but not "the answer is Berlin".
+    r"|(?:<(?i:answer)>|\b(?i:answer)[*_]*(?:\s+(?i:is)|\s*:))[\s:*_$\"'(]*"
     r"(?:(?i:option|choice)\s+)?(?:\\\w+\s*{\s*)?\(?([A-Z])(?![\w'’+^=/])"
 )
 _IN_PARENTHESES = re.compile(r"(?<!\w)\(([A-Z])\)")
