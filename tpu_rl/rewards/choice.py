@@ -41,7 +41,7 @@ _TRUTH = re.compile(r"\(?([A-Za-z])\)?")
 _STATED = re.compile(
     # "\boxed{\text{D}}", "\boxed{(D) 7}", but not "\boxed{A + B}".
     r"\\boxed\s*{\s*(?:\\\w+\s*{\s*)?\(?([A-Z])(?=\s*[}).:,])"
-    # "answer is **B**", "**Answer:** option C", "<answer>B</answer>", but not "the answer is Berlin".
+    # "answer is **B**", "**Answer:** option C", "<answer>B</answer>"; not "the answer is Berlin".
     r"|(?:<(?i:answer)>|\b(?i:answer)[*_]*(?:\s+(?i:is)|\s*:))[\s:*_$\"'(]*"
     r"(?:(?i:option|choice)\s+)?(?:\\\w+\s*{\s*)?\(?([A-Z])(?![\w'’+^=/])"
 )
