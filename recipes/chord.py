@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
-from tpu_rl.experience.transforms import AddedRow, add_rows
+from tpu_rl.experience.transforms import add_rows, row_of_column
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import actions_of
 from tpu_rl.losses.policy_gradient import LossTerm, clipped_surrogate
@@ -27,10 +27,8 @@ def with_expert(tokenizer):
     """Build the transform that adds the row's `solution` to each group."""
 
     def add_expert(scored, step, state):
-        rows = []
-        for text in (row["solution"] for row in scored.rows):
-            rows.append([AddedRow([*tokenizer.encode(text), tokenizer.eos_ids[0]], text)])
-        return add_rows(scored, rows, RowSource.EXPERT)
+        experts = [[row_of_column(row, "solution", tokenizer)] for row in scored.rows]
+        return add_rows(scored, experts, RowSource.EXPERT)
 
     return (add_expert,)
 

@@ -79,6 +79,12 @@ def test_the_filter_keeps_experts_with_their_groups():
     np.testing.assert_array_equal(kept.rollout.source, [0, 0, 1] * 2)
 
 
+@pytest.mark.parametrize("row", [{"prompt": "12"}, {"prompt": "12", "solution": None}])
+def test_a_row_without_a_text_is_named(row):
+    with pytest.raises(InputError, match="`solution` holds no text"):
+        transforms.row_of_column(row, "solution", TOKENIZER)
+
+
 def test_rows_that_nobody_announced_are_refused():
     def add_one(scored: Any, step: int, state: Any) -> Any:
         return add_rows(scored, [[expert("1")]] * 3, RowSource.EXPERT)

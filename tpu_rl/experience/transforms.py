@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue
+from tpu_rl.data import Row
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.rollout import dynamic_sampling
@@ -117,6 +118,23 @@ class AddedRow:
     """The completion, with its end-of-sequence token."""
     text: str
     """The completion, for people."""
+
+
+def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
+    """Encode the completion that a data row has in a column, with its end-of-sequence token.
+
+    Raises:
+        InputError: if the column is missing or holds no text.
+    """
+    text = row.get(column)
+    if not isinstance(text, str) or not text:
+        raise InputError(
+            f"the column `{column}` holds no text",
+            where=f"the row with the prompt {str(row.get('prompt'))[:80]!r}",
+            why=f"it is {text!r}"[:120],
+            fix="write a text, or leave the row out",
+        )
+    return AddedRow([*tokenizer.encode(text), tokenizer.eos_ids[0]], text)
 
 
 def add_rows(
