@@ -85,7 +85,8 @@ placed by adding it.
 """
 
 ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
-    "config": {"config_checks", "help_text", "presets"},
+    "config": {"config_checks", "flag_names", "help_text", "presets"},
+    "flag_names": set(),
     "help_text": set(),
     "config_checks": set(),
     "presets": {"config"},

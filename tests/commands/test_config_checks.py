@@ -1,12 +1,14 @@
 """Settings that do not go together are refused before anything is loaded."""
 
+import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from tpu_rl.algos import GrpoConfig
-from tpu_rl.commands import config, preflight
+from tpu_rl.commands import config, flag_names, preflight
 from tpu_rl.commands.config import Phase
 from tpu_rl.errors import InputError
 from tpu_rl.plain_values import to_dict
@@ -177,6 +179,40 @@ def test_a_flag_of_an_earlier_version_names_the_new_one(old, new):
     with pytest.raises(InputError) as error:
         config.parse(["arithmetic_q_sharp", old])
     assert error.value.fix == f"did you mean {new}?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--learning_rate=1e-5", "--optimizer.learning-rate"),
+        ("--num_generations", "--batch.group-size"),
+        ("--per-device-train-batch-size", "--batch.prompts"),
+        ("--epochs", "--steps"),
+    ],
+)
+def test_words_of_trl_are_understood(typed, meant):
+    with pytest.raises(InputError) as error:
+        config.parse(["arithmetic_grpo", typed, "3"])
+    assert error.value.fix.startswith("TRL's ")
+    assert f" is {meant}" in error.value.fix
+
+
+def test_words_of_trl_name_flags_that_exist_and_hide_none():
+    named = set(re.findall(r"--([a-z][\w.-]*)", " ".join(flag_names.TRL.values())))
+    presets = [config.preset(name) for name in ("grpo", "dpo", "kto")]
+    flags = {name.replace("_", "-") for preset in presets for name in flattened(preset)}
+    switches = {"wandb", "trackio"}
+    assert named <= flags | switches | {"reward"}
+    assert not flags & flag_names.TRL.keys()
+
+
+def flattened(value, prefix=""):
+    """Yield the names of all settings below a configuration."""
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name)
+        yield prefix + field.name
+        if dataclasses.is_dataclass(part):
+            yield from flattened(part, f"{prefix}{field.name}.")
 
 
 def test_a_configuration_of_an_earlier_version_is_read(tmp_path):

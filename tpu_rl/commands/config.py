@@ -15,7 +15,6 @@ import importlib
 import io
 import itertools
 import json
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import yaml
 
 from tpu_rl import run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
-from tpu_rl.commands import config_checks, help_text
+from tpu_rl.commands import config_checks, flag_names, help_text
 from tpu_rl.environments.pool import EnvironmentLimits
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.experience.config import (
@@ -48,12 +47,6 @@ from tpu_rl.train.optimizers import OptimizerConfig
 
 DEFAULT_PRESET = "arithmetic_grpo"
 ALGORITHM_FLAG = "--algorithm"
-RENAMED_FLAGS = {
-    "--checkpoint-every": "--checkpoint.interval",
-    "--samples.every": "--samples.interval",
-    "--samples.most": "--samples.max-per-step",
-}
-"""Flags of earlier versions -> their names now."""
 
 
 @dataclass(frozen=True)
@@ -409,11 +402,10 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
         InputError: if a flag is unknown, or its value has another type.
     """
     for flag in flags:
-        name = flag.partition("=")[0]
-        new_name = re.sub(r"^(--phases\.\d+)\.forget$", r"\1.reset-roles", name)
-        new_name = RENAMED_FLAGS.get(name, new_name)
-        if new_name != name:
-            raise InputError(f"Unrecognized options: {name}", fix=f"did you mean {new_name}?")
+        remedy = flag_names.remedy(flag) if flag.startswith("--") else None
+        if remedy is not None:
+            name = flag.partition("=")[0]
+            raise InputError(f"Unrecognized options: {name}", fix=remedy)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), warnings.catch_warnings():

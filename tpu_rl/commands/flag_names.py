@@ -1,0 +1,72 @@
+"""Flags by the names that earlier versions and TRL gave them, for remedies of unknown flags.
+
+docs/reference/flags.md compares the names of TRL and verl in full.
+"""
+
+from __future__ import annotations
+
+import re
+
+EARLIER = {
+    "checkpoint-every": "--checkpoint.interval",
+    "samples.every": "--samples.interval",
+    "samples.most": "--samples.max-per-step",
+}
+"""Flags of earlier versions -> their names now."""
+
+TRL = {
+    "beta": "--algorithm.kl-loss-coef (GRPO) or --algorithm.beta (DPO, KTO)",
+    "bf16": "--model.dtype bfloat16",
+    "dataset-name": "--data.path",
+    "epochs": "--steps: one epoch has rows / --batch.prompts steps",
+    "epsilon": "--algorithm.clip-low and --algorithm.clip-high",
+    "epsilon-high": "--algorithm.clip-high",
+    "eval-steps": "--evaluation.interval",
+    "gradient-accumulation-steps": "--batch.prompts, which counts the prompts of a whole step",
+    "learning-rate": "--optimizer.learning-rate",
+    "logging-steps": "nothing: every step is in metrics.jsonl",
+    "lora-alpha": "--model.lora.alpha",
+    "lora-r": "--model.lora.rank",
+    "loss-type": "--algorithm.loss-aggregation (GRPO) or --algorithm.loss (DPO, KTO)",
+    "lr": "--optimizer.learning-rate",
+    "lr-scheduler-type": "--optimizer.schedule",
+    "max-completion-length": "--sampling.max-new-tokens",
+    "max-grad-norm": "--optimizer.max-grad-norm",
+    "max-length": "--batch.row-length",
+    "max-prompt-length": "--sampling.max-prompt-tokens",
+    "max-steps": "--steps",
+    "model-name-or-path": "--model.path",
+    "num-generations": "--batch.group-size",
+    "num-iterations": "--batch.ppo-epochs",
+    "num-train-epochs": "--steps: one epoch has rows / --batch.prompts steps",
+    "output-dir": "--run-dir",
+    "per-device-train-batch-size": "--batch.prompts (of a step), --batch.micro-batch-rows (in "
+    "memory at once)",
+    "report-to": "--wandb or --trackio",
+    "reward-funcs": "--reward",
+    "save-steps": "--checkpoint.interval",
+    "scale-rewards": "--algorithm.advantages",
+    "temperature": "--sampling.temperature",
+    "top-k": "--sampling.top-k",
+    "top-p": "--sampling.top-p",
+    "use-peft": "--model.lora.rank",
+    "warmup-steps": "--optimizer.warmup-steps",
+    "weight-decay": "--optimizer.weight-decay",
+}
+"""Names of TRL's settings, with - in place of _ -> the flags that mean the same here."""
+
+
+def remedy(flag: str) -> str | None:
+    """Return the remedy for a flag that has another name here, or None.
+
+    Args:
+        flag: as it was typed, such as "--learning_rate=1e-5".
+    """
+    typed = flag.partition("=")[0]
+    name = typed.removeprefix("--").replace("_", "-")
+    phase = re.fullmatch(r"phases\.(\d+)\.forget", name)
+    if phase:
+        return f"did you mean --phases.{phase[1]}.reset-roles?"
+    if name in EARLIER:
+        return f"did you mean {EARLIER[name]}?"
+    return f"TRL's {typed.removeprefix('--')} is {TRL[name]}" if name in TRL else None
