@@ -113,6 +113,25 @@ def test_bfloat16_model_with_key_tiles_is_lowered_for_cuda(monkeypatch):
     assert "@__cudnn$fmhaScaleBiasSoftmaxBackward(" in program
 
 
+@pytest.mark.parametrize(("tokens", "calls"), [(128, True), (96, False), (1, False)])
+def test_prefill_calls_cudnn_where_it_has_a_kernel(tokens, calls, monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    plain = tiny("llama3").model.config
+    config = dataclasses.replace(
+        plain, dtype="bfloat16", attention=dataclasses.replace(plain.attention, head_dim=16)
+    )
+    model = models.with_attention_kernel(models.decoder(config), "cudnn")
+
+    def extend(params):
+        rows = jnp.zeros((2, tokens), jnp.int32)
+        cache = model.init_cache(params, 2, 256)
+        return model.extend(params, cache, rows, rows, rows, jnp.ones(2, jnp.int32))
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    program = jax.jit(extend).trace(params).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@__cudnn$fmhaScaleBiasSoftmax(" in program) == calls
+
+
 def wanting(attention):
     given = configuration.preset("arithmetic_grpo")
     return dataclasses.replace(

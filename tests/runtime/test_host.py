@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.fixtures import several
@@ -72,3 +73,18 @@ def test_they_are_there_when_jax_starts(monkeypatch):
     monkeypatch.setattr(host.jax, "devices", lambda: seen.append(host.os.environ["PJRT_NPROC"]))
     host.claim_devices()
     assert seen == ["64"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "expected"),
+    [("gpu", None, "highest"), ("gpu", "tensorfloat32", "tensorfloat32"), ("cpu", None, None)],
+)
+def test_float32_products_on_gpus_are_float32(backend, precision, expected, monkeypatch):
+    before = jax.config.jax_default_matmul_precision
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    try:
+        jax.config.update("jax_default_matmul_precision", precision)
+        host.forbid_tensor_float32()
+        assert jax.config.jax_default_matmul_precision == expected
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)

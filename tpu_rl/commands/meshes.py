@@ -313,7 +313,7 @@ def _choose_apart(
 def _stages_that_sample(
     config: ExperimentConfig, model: Model, mesh: Mesh, sampler_devices: tuple[Any, ...] = ()
 ) -> list[StagePlan]:
-    # cuDNN's trial is left out: it runs on the device, and computes packed rows only.
+    # cuDNN's trial is left out: it runs on the device.
     plain = replace(config, model=replace(config.model, attention="xla"))
     stages = [
         plan_steps.plan_stage(plain, stage, mesh, model, sampler_devices) for stage in config.stages

@@ -33,7 +33,12 @@ from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import episodes
 from tpu_rl.runtime import compilation_cache, processes
-from tpu_rl.runtime.host import claim_devices, exact_settings, warn_of_unused_accelerators
+from tpu_rl.runtime.host import (
+    claim_devices,
+    exact_settings,
+    forbid_tensor_float32,
+    warn_of_unused_accelerators,
+)
 from tpu_rl.types import Model, QExamples
 
 
@@ -45,6 +50,8 @@ def prepare(config: ExperimentConfig) -> None:
     if config.model.exact_sampling:
         os.environ |= exact_settings(os.environ)
     claim_devices()
+    if config.model.dtype == "float32":
+        forbid_tensor_float32()
     host_agreement.require_same_devices()
     warn_of_unused_accelerators()
     base = models.from_config(roles.model_directory(config))

@@ -368,7 +368,7 @@ class AttentionConfig:
     """Attention kernels, where they support the shapes. "tpu": `flash_attention`, and with one new
     token per row `decode_attention`; a mixture of experts then multiplies few tokens by
     `moe.decode_kernel`. "interpreted": the same kernels on any backend, slowly, for tests.
-    "cudnn": `cudnn_attention`, without a cache only. "none": plain XLA."""
+    "cudnn": `cudnn_attention`, for packed rows and prefills. "none": plain XLA."""
     pairs_heads: bool = False
     """Cache the keys and values of two heads side by side. Two heads of 64 elements fill the 128
     lanes of a TPU's vectors, which the decode kernel reads."""

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tpu_rl.models import exact, kv_cache, layers, quantization
 from tpu_rl.models.attention import decode, delta_rule, flash, latent
 from tpu_rl.models.attention.cudnn import cudnn_attention
+from tpu_rl.models.attention.cudnn import is_supported as cudnn_supports
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.attention.flash_kernels import FlashConfig
@@ -628,7 +629,7 @@ class Layer(Weights):
         implementation = None
         if self.config.exact:
             implementation = exact.attention
-        elif config.kernel == "cudnn" and read_rows is None:
+        elif config.kernel == "cudnn" and cudnn_supports(query.shape[1], keys.shape[2]):
             implementation = cudnn_attention
         attend = functools.partial(
             layers.attention,

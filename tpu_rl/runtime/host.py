@@ -53,6 +53,16 @@ def seconds_since_start(root: Path = Path("/")) -> float:
 # --- devices ---
 
 
+def forbid_tensor_float32() -> None:
+    """Let GPUs multiply float32 arrays in float32, unless the user has set a precision.
+
+    XLA's default for them is TensorFloat-32, whose ten bits of mantissa made the log-probs of the
+    sampler and of the update differ by 1e-2 in place of 2e-5 (docs/reference/attention.md).
+    """
+    if jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None:
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 def unused_accelerator(root: Path = Path("/")) -> str | None:
     """Return advice if this machine has an accelerator that JAX does not use, else None."""
     if jax.default_backend() != "cpu":

@@ -1,6 +1,6 @@
 """Attention by cuDNN's flash kernel, for NVIDIA GPUs. It stores neither scores nor weights.
 
-No GPU has run this module yet. On CPUs, tests compare its operands with those of
+It computes packed rows and the prefill of prompts. On CPUs, tests compare its operands with those of
 `layers.dense_attention` and lower it for CUDA. A run first tries it on its own devices (see
 `cudnn_trial`). Letters in array shapes are those of `layers`.
 """
@@ -14,6 +14,9 @@ from tpu_rl.models.config import DecoderConfig
 from tpu_rl.models.layers import TokenIndex, attention_mask
 
 Array = jax.Array
+
+TOKEN_MULTIPLE = 64
+"""cuDNN's flash kernels take numbers of queries and of keys that are multiples of this."""
 
 
 def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> str:
@@ -45,7 +48,9 @@ def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> st
         f"the head dimension {head_dim} is not a multiple of 8 up to {max_head_dim}": (
             head_dim % 8 or head_dim > max_head_dim
         ),
-        f"rows of {row_length} tokens are not a multiple of 64": row_length % 64,
+        f"rows of {row_length} tokens are not a multiple of {TOKEN_MULTIPLE}": (
+            row_length % TOKEN_MULTIPLE
+        ),
         "it needs all tokens of a row on one device (--mesh.context 1)": (
             mesh.shape["context"] > 1
         ),
@@ -54,6 +59,12 @@ def unsupported_reason(config: DecoderConfig, row_length: int, mesh: Mesh) -> st
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def is_supported(num_queries: int, num_keys: int) -> bool:
+    """Return True if cuDNN has a kernel for T queries of S keys. One query of a decode step has
+    none."""
+    return num_queries % TOKEN_MULTIPLE == 0 and num_keys % TOKEN_MULTIPLE == 0
 
 
 def cudnn_attention(

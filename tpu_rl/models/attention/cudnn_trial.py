@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl.models import layers
-from tpu_rl.models.attention.cudnn import cudnn_attention
+from tpu_rl.models.attention.cudnn import TOKEN_MULTIPLE, cudnn_attention
 from tpu_rl.models.config import AttentionConfig
 from tpu_rl.models.layers import TokenIndex
 from tpu_rl.runtime import processes
@@ -126,7 +126,21 @@ def largest_error(config: AttentionConfig, seed: Array) -> Array:
             return (attended * output_gradient).astype(jnp.float32).sum(), attended
 
         gradients, attended = jax.grad(total, has_aux=True)(operands)
-        return [part.astype(jnp.float32) for part in (attended, *gradients)]
+        # A prefill attends from the last tokens to all, and has no gradient.
+        query, key, value = (part.astype(dtype) for part in operands)
+        last = slice(length - TOKEN_MULTIPLE, None)
+        prefill = layers.attention(
+            query[:, last],
+            key,
+            value,
+            TokenIndex(*(field[:, last] for field in token_index)),
+            token_index,
+            scale=config.scale,
+            sliding_window=sliding_window,
+            implementation=implementation,
+        )
+        results = (attended, prefill * is_token[:, last], *gradients)
+        return [part.astype(jnp.float32) for part in results]
 
     def error(sliding_window: int | None) -> Array:
         expected = outputs_and_gradients(layers.dense_attention, jnp.float32, sliding_window)
