@@ -36,6 +36,21 @@ from tpu_rl.train import sharding
 from tpu_rl.types import Policy, Purpose
 
 
+@pytest.mark.parametrize(
+    ("rewards", "is_graded"),
+    [
+        ([0, 1, 1], False),
+        ([1, 1], False),
+        ([-1, 1], False),
+        ([-1, 0, 1], True),
+        ([0.0, 0.51], True),
+        ([], False),
+    ],
+)
+def test_rewards_other_than_two_verdicts_are_grades(rewards, is_graded):
+    assert answer_accuracy._is_graded(np.array(rewards, np.float32)) == is_graded
+
+
 def test_wilson_interval_equals_published_values():
     # Newcombe, Statistics in Medicine 17, 1998, table I: 81 of 263 gives 0.2553 to 0.3662.
     np.testing.assert_allclose(wilson(81, 263), (0.2553, 0.3662), atol=5e-5)

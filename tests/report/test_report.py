@@ -236,6 +236,31 @@ def test_learning_curve_is_written_as_png(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_graded_rewards_have_their_mean_as_the_headline(tmp_path):
+    """Nobody said which of these answers are right, so no page may call a share of them accuracy.
+    At one step all rewards happened to be 0 or 1."""
+    folder = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    for index, row in enumerate(evaluated):
+        value = 0.2 + 0.05 * index
+        row |= {"eval/reward": value, "eval/reward_low": value - 0.1, "eval/reward_high": 0.9}
+        row |= {"eval/n": 50}
+        if index != 2:
+            for end in ("", "_low", "_high"):
+                del row[f"eval/accuracy{end}"]
+        for name in [name for name in row if name.startswith("eval/greedy")]:
+            del row[name]
+    write_lines(folder / "metrics.jsonl", rows)
+    text = page(folder)
+    last = 0.2 + 0.05 * (len(evaluated) - 1)
+    assert f"held-out mean reward before and after, {last - 0.2:+.3f}" in text
+    assert f"95 % intervals 0.100–0.900 and {last - 0.1:.3f}–0.900, 50 problems" in text
+    assert "Mean reward of held-out problems; band: 95 % interval." in text
+    assert "ccuracy" not in text
+    report.plot_learning_curve(folder, tmp_path / "curve.png")
+
+
 def test_a_folder_without_metrics_raises_input_error(tmp_path):
     with pytest.raises(InputError, match="nothing to report"):
         report.write_report(tmp_path)

@@ -1,6 +1,7 @@
 """Rewards: errors never become zeros, user code is named, and verifiers know equal answers."""
 
 import functools
+import itertools
 import math
 import sys
 from fractions import Fraction
@@ -129,7 +130,6 @@ def test_numbers_of_all_types_are_accepted(value):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda completions, **_: [1.0, 2.0], "it returned 2 values for 1 completions"),
         (lambda completions, **_: 1.0, "it returned 1.0 and not a list"),
         (lambda completions, **_: None, "it returned None and not a list"),
         (lambda completions, **_: "abcd", "it returned 'abcd' and not a list"),
@@ -153,9 +153,28 @@ def test_the_threshold_counts_rows():
         rewards.score({"f": faulty}, PROMPTS, COMPLETIONS, {}, max_fault_share=0.49)
 
 
-def test_a_wrong_number_of_values_is_repaired_row_by_row():
-    scores = score(lambda completions, **_: [float(text) for text in completions[:3]])
-    np.testing.assert_array_equal(scores.totals, float32([1, 2, 3, 4]))
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda completions: [1.0, 2.0], "it returned 2 values for 4 completions"),
+        (lambda completions: [], "it returned 0 values for 4 completions"),
+        (lambda completions: [1.0] * 8, "it returned 8 values for 4 completions"),
+        (lambda completions: itertools.repeat(1.0), "it returned more than 4 values for 4"),
+    ],
+)
+def test_a_wrong_number_of_values_is_an_error_and_costs_one_call(function, why):
+    """Nobody knows which value belongs to which completion, and a judge may cost money."""
+    calls = []
+
+    def counting(completions, **_):
+        calls.append(len(completions))
+        return function(completions)
+
+    with pytest.raises(InputError, match="a wrong number of values") as error:
+        score(counting)
+    assert why in error.value.why
+    assert error.value.where == "f"
+    assert calls == [4]
 
 
 def test_no_completions_are_no_fault():

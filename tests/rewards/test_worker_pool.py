@@ -27,7 +27,6 @@ FAULTS = {
     "raises": ("1 / 0", "ZeroDivisionError: division by zero (mine.py:"),
     "is None where a number is due": ("return 'nan'", "it returned 'nan' and not a list"),
     "no list": ("return None", "it returned None and not a list of numbers"),
-    "wrong length": ("return [1.0, 2.0, 3.0, 4.0, 5.0]", "it returned 5 values for 1 completions"),
     "a text": ("return ['1.0']", "it returned '1.0' and not a number"),
     "nan": ("return [float('nan')]", "it returned NaN; for what cannot be scored return None"),
     "inf": ("return [float('-inf')]", "it returned -inf, beyond a float32"),
@@ -40,10 +39,6 @@ FAULTS = {
     "exits": ("sys.exit('bye')", "SystemExit: bye"),
     "interrupts": ("raise KeyboardInterrupt", "its process was killed by SIGINT"),
     "takes all memory": ("return [float(len(bytearray(10 ** 10)))]", "MemoryError"),
-    "returns without end": (
-        "return itertools.repeat(1.0)",
-        "it returned 2 values for 1 completions",
-    ),
     "reads stdin": ("return [float(input())]", "EOFError"),
     "closes every file": ("os.closerange(0, 100)", "its process "),
 }
@@ -91,6 +86,16 @@ def test_a_fault_costs_its_own_row_only_and_no_more_than_the_deadline(tmp_path, 
     assert message in found.message
     again = rewards.score({"f": function}, ["7"], ["7"], {})
     assert again.totals == [7]
+    function.stop()
+
+
+@pytest.mark.parametrize("code", ["return [1.0] * 5", "return itertools.repeat(1.0)"])
+def test_a_wrong_number_of_values_is_an_error(tmp_path, code):
+    function = IsolatedReward(reward_file(tmp_path, code), LIMITS)
+    with pytest.raises(InputError, match="a wrong number of values") as error:
+        rewards.score({"f": function}, COMPLETIONS, COMPLETIONS, {})
+    assert " values for 4 completions" in error.value.why
+    assert error.value.where.endswith("mine.py:score")
     function.stop()
 
 

@@ -384,8 +384,7 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
 def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
     """Return the mean of each reward, if there are several or the only one is graded."""
     further = evaluators.further_rewards(scorer, result)
-    is_graded = abs(result.reward.value - result.accuracy) > 1e-6
-    return further or ({"reward": result.reward} if is_graded else {})
+    return further or ({"reward": result.reward} if result.is_graded else {})
 
 
 def report_loss(flags: Flags, estimate: Estimate) -> None:
@@ -453,6 +452,9 @@ def report_ranking(flags: Flags) -> None:
 def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Estimate]]:
     """Return (name, estimate) for each line of the table."""
     lines = []
+    greedy = results["greedy"]
+    if any(result.is_graded for result in results.values()):
+        return []  # Nothing says which answers are right; `report` prints the mean rewards.
     if "sampled" in results:
         sampled = results["sampled"]
         powers = [2**exponent for exponent in range(flags.samples.bit_length())]
@@ -465,5 +467,4 @@ def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Es
         ]
         if flags.samples > 1 and sampled.reads_answers:
             lines.append((f"maj@{flags.samples}", answer_accuracy.majority_vote(sampled.problems)))
-    greedy = results["greedy"]
     return [*lines, ("greedy", Estimate(greedy.accuracy, greedy.low, greedy.high, greedy.n))]

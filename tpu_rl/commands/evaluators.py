@@ -207,10 +207,12 @@ def _answer_metrics(
             f"the first: {result.errors[0]}",
             file=sys.stderr,
         )
-    measured = {
+    accuracy = {
         f"{prefix}accuracy": result.accuracy,
         f"{prefix}accuracy_low": result.low,
         f"{prefix}accuracy_high": result.high,
+    }
+    measured = ({} if result.is_graded else accuracy) | {
         f"{prefix}reward": result.reward.value,
         f"{prefix}reward_low": result.reward.low,
         f"{prefix}reward_high": result.reward.high,

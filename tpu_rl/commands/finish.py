@@ -141,7 +141,8 @@ def versions() -> dict[str, str]:
 def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the evaluation in a metrics row, with the greedy one inside; {} if there is none.
 
-    `loss`, `reward` and each of `rewards` are {value, low, high, n}.
+    `loss`, `reward` and each of `rewards` are {value, low, high, n}. There is no `accuracy` if the
+    reward is graded, since it does not say which answers are right.
     """
 
     def estimate(name: str, n_name: str | None = None) -> dict[str, Any]:
@@ -151,14 +152,14 @@ def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:
         return value | {"n": int(row[n_name or f"{name}_n"])}
 
     def read(prefix: str) -> dict[str, Any]:
-        if f"{prefix}accuracy" not in row:
-            return {}
-        accuracy = {
-            "accuracy": row[f"{prefix}accuracy"],
-            "low": row[f"{prefix}accuracy_low"],
-            "high": row[f"{prefix}accuracy_high"],
-            "n": int(row[f"{prefix}n"]),
-        }
+        accuracy = {}
+        if f"{prefix}accuracy" in row:
+            accuracy = {
+                "accuracy": row[f"{prefix}accuracy"],
+                "low": row[f"{prefix}accuracy_low"],
+                "high": row[f"{prefix}accuracy_high"],
+                "n": int(row[f"{prefix}n"]),
+            }
         start = f"{prefix}reward/"
         names = [name for name in row if name.startswith(start) and f"{name}_n" in row]
         parts = {

@@ -109,6 +109,14 @@ def results_table(results: dict[str, Any]) -> list[str]:
         cells = (escape(f"mean {name}"), mean(old), mean(new), str(problems))
         lines.append(f"| {' | '.join(cells)} |")
     for name, old, new in (
+        ("mean reward, sampled", before, after),
+        ("mean reward, greedy", before.get("greedy") or {}, after.get("greedy") or {}),
+    ):
+        old_reward, new_reward = old.get("reward") or {}, new.get("reward") or {}
+        if "accuracy" not in (new or old) and (old_reward or new_reward) and not names:
+            cells = (name, mean(old_reward), mean(new_reward), str((new_reward or old_reward)["n"]))
+            lines.append(f"| {' | '.join(cells)} |")
+    for name, old, new in (
         ("accuracy, sampled", before, after),
         ("accuracy, greedy", before.get("greedy") or {}, after.get("greedy") or {}),
     ):

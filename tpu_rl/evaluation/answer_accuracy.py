@@ -51,6 +51,9 @@ class Problem:
 class Evaluation:
     """The result of `evaluate`. A completion is correct if its first reward is above 0.5."""
 
+    is_graded: bool
+    """True if the first reward gave other values than 0 and 1, or -1 and 1. Then it says how good
+    a completion is and not whether it is right: report `reward`, not `accuracy`."""
     accuracy: float
     """Share of correct completions: pass@1."""
     low: float
@@ -131,6 +134,7 @@ def evaluate(
             )
     accuracy = estimate([float(np.mean(problem.correct)) for problem in problems])
     return Evaluation(
+        is_graded=_is_graded(judged[np.isfinite(judged)]),
         accuracy=accuracy.value,
         low=accuracy.low,
         high=accuracy.high,
@@ -145,6 +149,11 @@ def evaluate(
         problems=problems,
         rollout=scored.rollout,
     )
+
+
+def _is_graded(rewards: np.ndarray) -> bool:
+    """Return True unless all rewards are 0 or 1, or all are -1 or 1."""
+    return not (np.isin(rewards, (0, 1)).all() or np.isin(rewards, (-1, 1)).all())
 
 
 def _mean_reward(values: np.ndarray, group_size: int) -> Estimate:

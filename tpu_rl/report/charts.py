@@ -101,13 +101,14 @@ def line_chart(
     )
 
 
-def learning_curve(series: Series, pages: Sequence[int] = ()) -> str:
-    """Return a share with its interval: dots, a band, and the first and last value as labels.
+def learning_curve(series: Series, pages: Sequence[int] = (), *, percent: bool = True) -> str:
+    """Return values with their intervals: dots, a band, and the first and last value as labels.
 
-    For `pages` see `line_chart`.
+    For `pages` and `percent` see `line_chart`.
     """
     x_axis = axes.step_axis(series.x)
-    y_axis = axes.value_axis(series.values(), percent=True, from_zero=True)
+    from_zero = float(series.values().min()) >= 0
+    y_axis = axes.value_axis(series.values(), percent=percent, from_zero=from_zero)
     x, y = x_axis.place(series.x), y_axis.place(series.y)
     first, last = float(series.y[0]), float(series.y[-1])
     marks = [
@@ -117,10 +118,10 @@ def learning_curve(series: Series, pages: Sequence[int] = ()) -> str:
     ]
     if len(x) <= MAX_DOTS:
         marks.append(_dots(x, y, color_of(0)))
-    labels = [Label(f"{first:.1%}", float(y[0]), "")]
+    labels = [Label(_number(first, percent), float(y[0]), "")]
     if last != first:  # Equal values share a label.
-        labels.append(Label(f"{last:.1%}", float(y[-1]), color_of(0)))
-    hovers = _line_hovers([series], x_axis, percent=True, pages=pages)
+        labels.append(Label(_number(last, percent), float(y[-1]), color_of(0)))
+    hovers = _line_hovers([series], x_axis, percent=percent, pages=pages)
     return _chart(x_axis, y_axis, marks, labels, hovers, tall=True)
 
 

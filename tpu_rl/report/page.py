@@ -22,7 +22,7 @@ from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
 from tpu_rl.report import charts, completion_pages, html_page, plots
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
-from tpu_rl.report.run_data import PAIRS, PROBLEMS, STEPS, Run, read_run
+from tpu_rl.report.run_data import GRADES, PAIRS, PROBLEMS, STEPS, Run, metric_of, read_run
 from tpu_rl.report.series import Series
 
 FILE = "report.html"
@@ -36,11 +36,17 @@ REFRESH_SECONDS = 30
 
 
 class Measure(NamedTuple):
-    """The words for what eval/accuracy is."""
+    """The words for what evaluations of a kind measure."""
 
     title: str
     change: str
-    """Goes before the gain in points."""
+    """Goes before the gain."""
+    is_share: bool = True
+    """True for a share, shown in percent; False for a mean reward."""
+
+    def format(self, value: float) -> str:
+        """Return a value as text, without the unit."""
+        return f"{100 * value:.1f}" if self.is_share else f"{value:.3f}"
 
 
 MEASURES = {
@@ -52,6 +58,9 @@ MEASURES = {
     STEPS: Measure(
         "Share of held-out steps judged as labeled",
         "share of held-out steps judged as labeled, before and after",
+    ),
+    GRADES: Measure(
+        "Mean reward of held-out problems", "held-out mean reward before and after", is_share=False
     ),
 }
 
@@ -144,14 +153,14 @@ def plot_learning_curve(run_dir: str | os.PathLike[str], path_png: str | os.Path
         raise InputError(
             f"Run {run.name} has nothing to plot.",
             where=str(run_dir),
-            why="it has no eval/accuracy and no loss",
+            why="it has no evaluation and no loss",
         )
     if kind is None:
         figure = plots.line_chart([series], size=plots.WIDE)
     else:
         title = MEASURES[kind].title
         title = f"{run.name}: {title[0].lower()}{title[1:]}, 95 % interval"
-        figure = plots.learning_curve(series, title=title)
+        figure = plots.learning_curve(series, title=title, percent=MEASURES[kind].is_share)
     plots.save_png(figure, path_png)
 
 
@@ -176,31 +185,39 @@ def _headline(run: Run, refresh_seconds: int | None) -> str:
     if series is not None and kind is not None:
         caption = f"{MEASURES[kind].title}; band: 95 % interval."
         curve = html_page.figure_html(
-            "", caption, charts.learning_curve(series, run.page_steps), wide=True
+            "",
+            caption,
+            charts.learning_curve(series, run.page_steps, percent=MEASURES[kind].is_share),
+            wide=True,
         )
     elif series is not None:
         chart = charts.line_chart([series], tall=True, pages=run.page_steps)
         caption = "Held-out loss; band: 95 % interval." if series.low is not None else "Loss."
         curve = html_page.figure_html("", caption, chart, wide=True)
-    result = _accuracy_result(run, kind) or _loss_result(run)
+    result = _evaluation_result(run, kind) or _loss_result(run)
     heading = f"<h1>{html.escape(run.name)}</h1>"
     return f'<header id="charts">{heading}{note}{result}{_facts(run)}</header>{curve}'
 
 
-def _accuracy_result(run: Run, kind: str | None) -> str:
-    """Return the accuracy before and after training as HTML; empty if it was not evaluated."""
+def _evaluation_result(run: Run, kind: str | None) -> str:
+    """Return the accuracy, or the mean reward of graded answers, before and after training as
+    HTML; empty if it was not evaluated."""
     evaluations = run.evaluations()
     if evaluations is None:
         return ""
-    change = MEASURES[kind or PROBLEMS].change
+    measure = MEASURES[kind or PROBLEMS]
     before, after = evaluations
-    gain = 100 * (after["accuracy"] - before["accuracy"])
+    gain = after["value"] - before["value"]
+    difference = f"{100 * gain:+.1f} points" if measure.is_share else f"{gain:+.3f}"
     problems = f", {after['n']} problems" if after.get("n") else ""
+    unit = "<small>%</small>" if measure.is_share else ""
+    first, last = (f"{measure.format(result['value'])}{unit}" for result in evaluations)
+    intervals = " and ".join(_interval(result, measure) for result in evaluations)
     return html_page.result(
-        _percent(before),
-        _percent(after),
-        f"{change}, {gain:+.1f} points<br>95 % intervals"
-        f" {_interval(before)} and {_interval(after)}{problems}{_greedy(run)}",
+        first,
+        last,
+        f"{measure.change}, {difference}<br>95 % intervals {intervals}{problems}"
+        f"{_greedy(run, kind or PROBLEMS)}",
     )
 
 
@@ -257,7 +274,7 @@ def _headline_series(run: Run) -> tuple[Series | None, str | None]:
     loss, None); without that (None, None)."""
     kinds = run.evaluation_kinds()
     if kinds:
-        return run.evaluated(kinds[-1]).with_limits("eval/accuracy"), kinds[-1]
+        return run.evaluated(kinds[-1]).with_limits(metric_of(kinds[-1])), kinds[-1]
     held_out = run.with_limits(HELD_OUT_LOSS)
     if held_out is not None:
         return held_out, None
@@ -265,21 +282,20 @@ def _headline_series(run: Run) -> tuple[Series | None, str | None]:
     return next((series for series in losses if series is not None), None), None
 
 
-def _percent(evaluation: dict[str, Any]) -> str:
-    return f"{100 * evaluation['accuracy']:.1f}<small>%</small>"
-
-
-def _interval(evaluation: dict[str, Any]) -> str:
+def _interval(evaluation: dict[str, Any], measure: Measure) -> str:
     if evaluation.get("low") is None or evaluation.get("high") is None:
         return "unknown"
-    return f"{100 * evaluation['low']:.1f}–{100 * evaluation['high']:.1f}"
+    return f"{measure.format(evaluation['low'])}–{measure.format(evaluation['high'])}"
 
 
-def _greedy(run: Run) -> str:
-    greedy = run.series("eval/greedy_accuracy")
+def _greedy(run: Run, kind: str) -> str:
+    greedy = run.series(metric_of(kind).replace("eval/", "eval/greedy_"))
     if greedy is None or len(greedy.y) < 2:
         return ""
-    return f"<br>with greedy decoding: {100 * greedy.y[0]:.1f} → {100 * greedy.y[-1]:.1f} %"
+    measure = MEASURES[kind]
+    first, last = (measure.format(greedy.y[index]) for index in (0, -1))
+    unit = " %" if measure.is_share else ""
+    return f"<br>with greedy decoding: {first} → {last}{unit}"
 
 
 # --- charts ---
@@ -336,18 +352,23 @@ def _learning(run: Run) -> str:
 
 def _earlier_measure(run: Run, kind: str) -> str:
     """Return the evaluations of earlier stages, which measure something else than the last."""
-    series = run.evaluated(kind).with_limits("eval/accuracy")
+    series = run.evaluated(kind).with_limits(metric_of(kind))
     if series is None:
         return ""
-    drawing = charts.line_chart([series], percent=True, pages=run.page_steps)
+    drawing = charts.line_chart([series], percent=MEASURES[kind].is_share, pages=run.page_steps)
     return html_page.figure_html(MEASURES[kind].title, "Band: 95 % interval.", drawing)
 
 
 def _held_out_reward(run: Run) -> str:
-    """Return the mean reward of held-out problems; empty if it is the accuracy itself."""
+    """Return the mean reward of held-out problems; empty if it is the accuracy itself, or has a
+    chart as the evaluations of graded answers."""
     reward = run.with_limits("eval/reward")
     accuracy = run.series("eval/accuracy")
-    if reward is None or (accuracy is not None and np.array_equal(reward.y, accuracy.y)):
+    if (
+        reward is None
+        or GRADES in run.evaluation_kinds()
+        or (accuracy is not None and np.array_equal(reward.y, accuracy.y))
+    ):
         return ""
     note = "Mean over problems. Band: 95 % interval."
     drawing = charts.line_chart([reward], pages=run.page_steps)

@@ -105,8 +105,11 @@ def line_chart(
         return figure
 
 
-def learning_curve(series: Series, *, title: str = "") -> Figure:
-    """Plot a share with its interval: points, a band, and the first and last value as labels."""
+def learning_curve(series: Series, *, title: str = "", percent: bool = True) -> Figure:
+    """Plot values with their intervals: points, a band, and the first and last value as labels.
+
+    `percent` says that the values are shares.
+    """
     with _style():
         figure, axes = _new_figure(WIDE, labels=True)
         color = COLORS[0]
@@ -117,11 +120,14 @@ def learning_curve(series: Series, *, title: str = "") -> Figure:
                 axes.plot(np.repeat(x, 2), [low[0], high[0]], color=color, alpha=0.4)
         axes.axhline(y[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 4)))
         axes.plot(x, y, color=color, linewidth=2.2, **_POINTS)
-        _finish(axes, step_axis(x), value_axis(series.values(), percent=True, from_zero=True))
+        from_zero = float(series.values().min()) >= 0
+        y_axis = value_axis(series.values(), percent=percent, from_zero=from_zero)
+        _finish(axes, step_axis(x), y_axis)
         label_colors = {float(y[0]): MUTED}
         if len(y) > 1:
             label_colors[float(y[-1])] = color  # Equal values share a label.
-        labels = [_Label(f"{value:.1%}", value, ink) for value, ink in label_colors.items()]
+        text = "{:.1%}" if percent else "{:.4g}"
+        labels = [_Label(text.format(value), value, ink) for value, ink in label_colors.items()]
         _label_ends(axes, labels, size=11)
         axes.text(
             0.005, 0.985, title, transform=axes.transAxes, va="top", fontsize=10, parse_math=False

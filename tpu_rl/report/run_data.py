@@ -29,6 +29,10 @@ PAIRS = "pairs"
 STEPS = "steps"
 """What eval/accuracy is the share of: held-out problems that the model solves, held-out pairs that
 it ranks as their labels do, or held-out steps of solutions that it judges as their labels do."""
+GRADES = "grades"
+"""The kind of an evaluation whose reward grades answers: it has eval/reward and no accuracy."""
+EVALUATION = ("eval/accuracy", "eval/reward")
+"""Metrics that every evaluation of answers, pairs or steps has one of."""
 
 
 class Run(NamedTuple):
@@ -74,17 +78,26 @@ class Run(NamedTuple):
         return series._replace(low=low.y, high=high.y)
 
     def evaluation_kinds(self) -> list[str]:
-        """List the kinds of the evaluations: some of PROBLEMS, PAIRS and STEPS.
+        """List the kinds of the evaluations: some of PROBLEMS, PAIRS, STEPS and GRADES.
 
         Stages of a run may measure different things. The latest comes last.
         """
-        kinds = [_kind(row) for row in reversed(self.rows) if row.get("eval/accuracy") is not None]
-        return list(dict.fromkeys(kinds))[::-1]
+        return list(dict.fromkeys(kind for _, kind in reversed(self._evaluations())))[::-1]
 
     def evaluated(self, kind: str) -> Run:
         """Return the run with the rows that have an evaluation of a kind only."""
-        rows = [row for row in self.rows if row.get("eval/accuracy") is not None]
-        return self._replace(rows=[row for row in rows if _kind(row) == kind])
+        return self._replace(rows=[row for row, of in self._evaluations() if of == kind])
+
+    def _evaluations(self) -> list[tuple[dict[str, Any], str]]:
+        """Return the rows with evaluations, each with its kind.
+
+        A graded reward may give only zeros and ones at some steps: those are grades, too.
+        """
+        rows = [row for row in self.rows if any(row.get(name) is not None for name in EVALUATION)]
+        kinds = [_kind(row) for row in rows]
+        if GRADES in kinds:
+            kinds = [GRADES if kind == PROBLEMS else kind for kind in kinds]
+        return list(zip(rows, kinds, strict=True))
 
     def metric_names(self) -> list[str]:
         """Return the names of all metrics, in the order in which they first occur."""
@@ -98,7 +111,9 @@ class Run(NamedTuple):
         return "" if value is None else str(value)
 
     def evaluations(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return the first and the last evaluation, each {accuracy, low, high, n}, or None.
+        """Return the first and the last evaluation, each {value, low, high, n}, or None.
+
+        The value is an accuracy or, of graded answers, the mean reward.
 
         They come from the summary or, before the run has ended, from the metrics. Both measure
         what the last evaluation does.
@@ -108,12 +123,19 @@ class Run(NamedTuple):
         before = summary.get("before") or {}
         after = summary.get("after") or {}
         is_complete = before.get("accuracy") is not None and after.get("accuracy") is not None
-        if is_complete and len(kinds) <= 1:
-            return before, after
+        if is_complete and len(kinds) <= 1 and kinds != [GRADES]:
+            first, last = ({"value": one["accuracy"], **one} for one in (before, after))
+            return first, last
         rows = self.evaluated(kinds[-1]).rows if kinds else []
         if len(rows) < 2:
             return None
-        return _evaluation(rows[0]), _evaluation(rows[-1])
+        metric = metric_of(kinds[-1])
+        return _evaluation(rows[0], metric), _evaluation(rows[-1], metric)
+
+
+def metric_of(kind: str) -> str:
+    """Return the metric of a kind of evaluations."""
+    return "eval/reward" if kind == GRADES else "eval/accuracy"
 
 
 def _kind(row: dict[str, Any]) -> str:
@@ -122,14 +144,14 @@ def _kind(row: dict[str, Any]) -> str:
         return PAIRS
     if "eval/majority_accuracy" in row:
         return STEPS
-    return PROBLEMS
+    return GRADES if row.get("eval/accuracy") is None else PROBLEMS
 
 
-def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
+def _evaluation(row: dict[str, Any], metric: str) -> dict[str, Any]:
     return {
-        "accuracy": row["eval/accuracy"],
-        "low": row.get("eval/accuracy_low"),
-        "high": row.get("eval/accuracy_high"),
+        "value": row[metric],
+        "low": row.get(f"{metric}_low"),
+        "high": row.get(f"{metric}_high"),
         "n": int(row.get("eval/n") or 0),
     }
 

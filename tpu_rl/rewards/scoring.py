@@ -107,9 +107,9 @@ def score(
     its gate does not hold. It does not count where its value, or the value that its gate asks for,
     is missing.
 
-    A function that raises, returns the wrong number of values, or returns something that is not a
-    finite number, is called again row by row, so that one bad row does not spoil the others. A row
-    on which it still fails is a fault. That row has no total, because the sum of its remaining
+    A function that raises, or does not return a list, is called again row by row, so that one bad
+    row does not spoil the others. A row on which it still fails, or whose value is not a finite
+    number, is a fault. That row has no total, because the sum of its remaining
     parts would not compare with the totals of other rows.
 
     Args:
@@ -124,7 +124,8 @@ def score(
         rollout_columns: values [N] by names of `ROLLOUT_COLUMNS`.
 
     Raises:
-        InputError: if too many rows have a fault, or a function needs a column that the data lack.
+        InputError: if too many rows have a fault, a function needs a column that the data lack, or
+            it returns a wrong number of values.
     """
     rollout_columns = rollout_columns or {}
     for name, function in reward_functions.items():
@@ -182,6 +183,8 @@ def apply(
         if key in requested_columns(function) and key not in columns
     }
     values = _call(function, prompts, completions, columns, of_rollout)
+    if isinstance(values, RewardFailure):
+        worker_process.require_right_count(name, values)
     if isinstance(values, RewardFailure) and worker_process.sees_whole_batch(function):
         values = [values] * len(completions)
     elif isinstance(values, RewardFailure):
@@ -192,7 +195,10 @@ def apply(
             row_values = _call(
                 function, [prompts[i]], [completions[i]], row_columns, row_of_rollout
             )
-            values.append(row_values if isinstance(row_values, RewardFailure) else row_values[0])
+            if isinstance(row_values, RewardFailure):
+                worker_process.require_right_count(name, row_values)
+                row_values = [row_values]
+            values += row_values
     numbers = np.full(len(completions), np.nan, np.float32)
     faults = []
     for i, value in enumerate(values):

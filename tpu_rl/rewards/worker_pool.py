@@ -252,7 +252,11 @@ class IsolatedReward:
         return limited
 
     def __call__(self, *positional: list[Any], **columns: list[Any]) -> list[Any]:
-        """Return one value per completion, a RewardFailure where there is none."""
+        """Return one value per completion, a RewardFailure where there is none.
+
+        Raises:
+            InputError: if the function returns a wrong number of values.
+        """
         arguments = dict(zip(("prompts", "completions"), positional, strict=False)) | columns
         size = len(next(iter(arguments.values()), []))
         deadline = time.monotonic() + self._seconds
@@ -261,6 +265,7 @@ class IsolatedReward:
         if not isinstance(values, RewardFailure):
             return values
         whole_failure = values
+        worker_process.require_right_count(self._worker.path, whole_failure)
         if self.whole_batch:
             # Called for some rows only, it would return other values.
             return [whole_failure] * size
@@ -275,7 +280,10 @@ class IsolatedReward:
                 break
             row_arguments = {name: [column[row]] for name, column in arguments.items()}
             row_values = self._worker.call(row_arguments, 1, self._limits.row_seconds, deadline)
-            values += [row_values] if isinstance(row_values, RewardFailure) else row_values
+            if isinstance(row_values, RewardFailure):
+                worker_process.require_right_count(self._worker.path, row_values)
+                row_values = [row_values]
+            values += row_values
         return values
 
     def stop(self) -> None:
@@ -290,7 +298,9 @@ def _checked(reply: dict[str, Any], size: int) -> list[Any] | RewardFailure | No
     """Return the content of a reply, or None if it is not a valid reply."""
     match reply:
         case {"failure": [str() as message, str() as frames]}:
-            return RewardFailure(message, frames)
+            failure = RewardFailure(message, frames)
+            failure.is_wrong_count = reply.get("is_wrong_count") is True
+            return failure
         case {"values": list() as values} if len(values) == size:
             return [
                 RewardFailure(str(value["fault"])) if isinstance(value, dict) else value

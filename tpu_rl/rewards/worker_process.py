@@ -30,6 +30,9 @@ class RewardFailure(Exception):
         self.frames = frames
         self.no_memory = False
         """True if the function ran out of memory."""
+        self.is_wrong_count = False
+        """True if the function returned more or fewer values than completions. It did not fail on a
+        completion, and nobody knows which value belongs to which."""
 
 
 # --- the user's function ---
@@ -60,7 +63,8 @@ def call(
         ):
             return RewardFailure(f"it returned {shorten(values)} and not a list of numbers")
         # An iterator may be endless.
-        values = list(values) if isinstance(values, Sized) else list(islice(values, size + 1))
+        is_lazy = not isinstance(values, Sized)
+        values = list(islice(values, size + 1)) if is_lazy else list(values)
     except TpuRlError:
         raise
     # The user's program may raise anything, and the run must go on.
@@ -69,8 +73,22 @@ def call(
         failure.no_memory = isinstance(error, MemoryError)
         return failure
     if len(values) != size:
-        return RewardFailure(f"it returned {len(values)} values for {size} completions")
+        count = f"more than {size}" if len(values) > size and is_lazy else f"{len(values)}"
+        failure = RewardFailure(f"it returned {count} values for {size} completions")
+        failure.is_wrong_count = True
+        return failure
     return values
+
+
+def require_right_count(name: str, failure: RewardFailure) -> None:
+    """Raise InputError if a failure of the function `name` is a wrong number of values."""
+    if failure.is_wrong_count:
+        raise InputError(
+            "the reward function returned a wrong number of values",
+            where=name,
+            why=str(failure),
+            fix="return one number, or None, for each completion, in their order",
+        )
 
 
 # --- the process ---
@@ -82,8 +100,9 @@ def main(
     """Load the function, then answer each request (number, arguments, size).
 
     The first reply is {"parameters": [[name, kind, has a default], ...], "whole_batch": bool} or
-    {"input_error": [...]}. The others are {"values": [...]} or {"failure": [message, frames]}, with
-    the request's number, the bytes of the address space, and "no_memory".
+    {"input_error": [...]}. The others are {"values": [...]} or {"failure": [message, frames],
+    "is_wrong_count": bool}, with the request's number, the bytes of the address space, and
+    "no_memory".
 
     Args:
         requests: see `worker_child.begin`, as for the next four.
@@ -114,6 +133,7 @@ def main(
         if isinstance(values, RewardFailure):
             content: dict[str, Any] = {"failure": [str(values), values.frames]}
             content["no_memory"] = values.no_memory
+            content["is_wrong_count"] = values.is_wrong_count
         else:
             content = {"values": [_encode(value) for value in values], "no_memory": False}
         content |= {"number": number, "bytes": worker_child.address_space()}

@@ -1,6 +1,6 @@
 """Attention by cuDNN's flash kernel, for NVIDIA GPUs. It stores neither scores nor weights.
 
-It computes packed rows and the prefill of prompts. On CPUs, tests compare its operands with those of
+It computes packed rows and prefills of prompts. On CPUs, tests compare its operands with those of
 `layers.dense_attention` and lower it for CUDA. A run first tries it on its own devices (see
 `cudnn_trial`). Letters in array shapes are those of `layers`.
 """
