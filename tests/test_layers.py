@@ -85,8 +85,9 @@ placed by adding it.
 """
 
 ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
-    "config": {"config_checks", "flag_names", "help_text", "presets"},
+    "config": {"config_checks", "flag_names", "help_text", "presets", "yaml_flags"},
     "flag_names": set(),
+    "yaml_flags": {"flag_names"},
     "help_text": set(),
     "config_checks": set(),
     "presets": {"config"},
@@ -94,7 +95,7 @@ ALLOWED_IN_COMMANDS: dict[str, set[str]] = {
     "stages": {"config"},
     "compose": {"config", "roles"},
     "python_run": {"from_python"},
-    "from_python": {"config", "run"},
+    "from_python": {"config", "flag_names", "run"},
     "cli": {"presets", *cli.COMMANDS},
 }
 """Module of tpu_rl.commands -> what it may import of that folder. The other modules may import all

@@ -187,7 +187,7 @@ def test_a_flag_of_an_earlier_version_names_the_new_one(old, new):
         ("--learning_rate=1e-5", "--optimizer.learning-rate"),
         ("--num_generations", "--batch.group-size"),
         ("--per-device-train-batch-size", "--batch.prompts"),
-        ("--epochs", "--steps"),
+        ("--num_train_epochs", "--epochs"),
     ],
 )
 def test_words_of_trl_are_understood(typed, meant):
@@ -201,7 +201,7 @@ def test_words_of_trl_name_flags_that_exist_and_hide_none():
     named = set(re.findall(r"--([a-z][\w.-]*)", " ".join(flag_names.TRL.values())))
     presets = [config.preset(name) for name in ("grpo", "dpo", "kto")]
     flags = {name.replace("_", "-") for preset in presets for name in flattened(preset)}
-    switches = {"wandb", "trackio"}
+    switches = {"wandb", "trackio", config.EPOCHS_FLAG.removeprefix("--")}
     assert named <= flags | switches | {"reward"}
     assert not flags & flag_names.TRL.keys()
 

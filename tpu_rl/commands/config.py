@@ -15,6 +15,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ import yaml
 
 from tpu_rl import run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
-from tpu_rl.commands import config_checks, flag_names, help_text
+from tpu_rl.commands import config_checks, flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
 from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.experience import tasks
 from tpu_rl.experience.config import (
     BatchConfig,
     DataConfig,
@@ -47,6 +49,14 @@ from tpu_rl.train.optimizers import OptimizerConfig
 
 DEFAULT_PRESET = "arithmetic_grpo"
 ALGORITHM_FLAG = "--algorithm"
+CONFIG_FLAG = "--config"
+EPOCHS_FLAG = "--epochs"
+EXAMPLES = {
+    ALGORITHM_FLAG: "my_algorithm.py:factory",
+    CONFIG_FLAG: "settings.yaml",
+    EPOCHS_FLAG: "3",
+}
+"""Flags of the configuration as a whole -> an example of a value."""
 
 
 @dataclass(frozen=True)
@@ -317,9 +327,10 @@ class ExperimentConfig:
 
 
 def parse(argv: list[str]) -> ExperimentConfig:
-    """Return the configuration of [PRESET] [--algorithm NAME|FILE.py:FACTORY] [--flags].
+    """Return the configuration of [PRESET] [--config FILE.yaml] [--algorithm NAME|FILE.py:FACTORY]
+    [--epochs E] [--flags].
 
-    PRESET may be the config.yaml of an earlier run.
+    PRESET may be the config.yaml of an earlier run. For the file see `yaml_flags`.
 
     Raises:
         InputError: if flags do not go together.
@@ -328,10 +339,16 @@ def parse(argv: list[str]) -> ExperimentConfig:
     has_preset = bool(argv) and not argv[0].startswith("-")
     chosen = argv[0] if has_preset else DEFAULT_PRESET
     flags = argv[1:] if has_preset else argv
+    file, flags = take_flag(flags, CONFIG_FLAG)
+    if file is not None:
+        file_preset, file_flags = yaml_flags.read(Path(file))
+        chosen = chosen if has_preset else file_preset or chosen
+        flags = [*file_flags, *flags]
     default = load_file(Path(chosen)) if chosen.endswith((".yaml", ".yml")) else preset(chosen)
     name, flags = take_flag(flags, ALGORITHM_FLAG)
     if name is not None:
         default = with_algorithm(default, name)
+    epochs, flags = take_flag(flags, EPOCHS_FLAG)
     if not {"-h", "--help"}.isdisjoint(flags):
         print(help_text.short_help(chosen, default, preset_names()))
         raise SystemExit(0)
@@ -344,10 +361,41 @@ def parse(argv: list[str]) -> ExperimentConfig:
             fix=f"begin with a preset that reads one: {', '.join(readers)}",
         )
     config = parse_flags(default, chosen, flags)
+    if epochs is not None:
+        if any(flag.partition("=")[0] == "--steps" for flag in flags):
+            raise InputError("--epochs and --steps are two lengths of a run", fix="give one")
+        config = dataclasses.replace(config, steps=steps_of_epochs(config, epochs))
     run_dir = config.run_dir or str(Path("runs") / Path(chosen).stem)
     config = dataclasses.replace(config, run_dir=run_dir)
     require_trainable(config)
     return config
+
+
+def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
+    """Return the steps in which a run reads the training rows of its files `text` times.
+
+    Rows that are dropped later, since their prompts are too long, count too.
+
+    Raises:
+        InputError: if the text is no positive number, or the run reads no file.
+    """
+    try:
+        epochs = float(text)
+    except ValueError:
+        epochs = math.nan
+    if not 0 < epochs < math.inf:
+        raise InputError(f"{text} epochs", where=EPOCHS_FLAG, fix="give a number above 0")
+    if not isinstance(config.data, FileData) or config.data.path is None or config.phases:
+        raise InputError(
+            "epochs of this run cannot be counted",
+            where=EPOCHS_FLAG,
+            why="it has phases" if config.phases else "it reads no rows of --data.path",
+            fix="give --steps",
+        )
+    rows = tasks.file_rows(config.data, config.algorithm.experience, config.evaluation.rows)[0]
+    steps = max(1, round(epochs * len(rows) / config.batch.prompts))
+    print(f"{text} epochs of {len(rows):,} rows, {config.batch.prompts} a step: {steps:,} steps")
+    return steps
 
 
 def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
@@ -366,7 +414,7 @@ def take_flag(flags: list[str], flag: str) -> tuple[str | None, list[str]]:
             continue
         value = text if equals else next(remaining, "")
         if not value or value.startswith("-"):
-            raise InputError(f"{flag} has no value", fix=f"as in {flag} my_algorithm.py:factory")
+            raise InputError(f"{flag} has no value", fix=f"as in {flag} {EXAMPLES[flag]}")
     return value, others
 
 

@@ -1,4 +1,4 @@
-"""Flags by the names that earlier versions and TRL gave them, for remedies of unknown flags.
+"""Flags as command-line arguments, and by the names that earlier versions and TRL gave them.
 
 docs/reference/flags.md compares the names of TRL and verl in full.
 """
@@ -6,6 +6,7 @@ docs/reference/flags.md compares the names of TRL and verl in full.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 EARLIER = {
     "checkpoint-every": "--checkpoint.interval",
@@ -18,7 +19,6 @@ TRL = {
     "beta": "--algorithm.kl-loss-coef (GRPO) or --algorithm.beta (DPO, KTO)",
     "bf16": "--model.dtype bfloat16",
     "dataset-name": "--data.path",
-    "epochs": "--steps: one epoch has rows / --batch.prompts steps",
     "epsilon": "--algorithm.clip-low and --algorithm.clip-high",
     "epsilon-high": "--algorithm.clip-high",
     "eval-steps": "--evaluation.interval",
@@ -38,7 +38,7 @@ TRL = {
     "model-name-or-path": "--model.path",
     "num-generations": "--batch.group-size",
     "num-iterations": "--batch.ppo-epochs",
-    "num-train-epochs": "--steps: one epoch has rows / --batch.prompts steps",
+    "num-train-epochs": "--epochs",
     "output-dir": "--run-dir",
     "per-device-train-batch-size": "--batch.prompts (of a step), --batch.micro-batch-rows (in "
     "memory at once)",
@@ -54,6 +54,16 @@ TRL = {
     "weight-decay": "--optimizer.weight-decay",
 }
 """Names of TRL's settings, with - in place of _ -> the flags that mean the same here."""
+
+
+def arguments(flag: str, value: Any) -> list[str]:
+    """Return the command-line arguments that set one flag to a Python value."""
+    if isinstance(value, bool):
+        parents, dot, leaf = flag.rpartition(".")
+        return [f"--{flag}" if value else f"--{parents}{dot}no-{leaf}"]
+    if isinstance(value, list | tuple):
+        return [f"--{flag}", *map(str, value)]
+    return [f"--{flag}={value}"]
 
 
 def remedy(flag: str) -> str | None:

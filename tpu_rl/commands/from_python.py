@@ -9,7 +9,7 @@ from typing import Any
 
 from tpu_rl import rewards as reward_registry
 from tpu_rl.commands import config as configuration
-from tpu_rl.commands import run
+from tpu_rl.commands import flag_names, run
 from tpu_rl.data import files, python_rows
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.environments import named
@@ -82,18 +82,10 @@ def flags(overrides: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
             )
         given[flag] = value
     return [
-        text for flag, value in (given | dict(passed)).items() for text in flag_texts(flag, value)
+        text
+        for flag, value in (given | dict(passed)).items()
+        for text in flag_names.arguments(flag, value)
     ]
-
-
-def flag_texts(flag: str, value: Any) -> list[str]:
-    """Return the command-line arguments that set one flag to a Python value."""
-    if isinstance(value, bool):
-        parents, dot, leaf = flag.rpartition(".")
-        return [f"--{flag}" if value else f"--{parents}{dot}no-{leaf}"]
-    if isinstance(value, list | tuple):
-        return [f"--{flag}", *map(str, value)]
-    return [f"--{flag}={value}"]
 
 
 def reward_terms(rewards: Iterable[Any]) -> tuple[list[str], dict[str, Callable[..., Any]]]:

@@ -51,7 +51,8 @@ def short_help(chosen: str, default: Any, others: list[str]) -> str:
         others: the names of all presets.
     """
     lines = [
-        "usage: python launch/run.py [PRESET] [--algorithm NAME|FILE.py:factory] [--flags]",
+        "usage: python launch/run.py [PRESET] [--config FILE.yaml] [--flags]",
+        "       [--algorithm NAME|FILE.py:factory] [--epochs E, in place of --steps]",
         "",
         f"Your data: {' '.join(name for name in METHODS if name in others)}",
         f"All {len(others)} presets: tpu-rl presets. Without one: arithmetic_grpo.",

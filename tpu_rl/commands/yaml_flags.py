@@ -1,0 +1,89 @@
+"""Flags in a short YAML file, `--config FILE.yaml`:
+
+    preset: grpo
+    model.path: models/smollm2
+    data: {path: train.jsonl}
+    reward: [0.5*gsm8k, my_reward.py:score]
+    optimizer.learning-rate: 1e-5
+    wandb: true
+
+Keys are the names of flags without dashes, nested or with dots. Flags on the command line come
+after those of the file, and win. A run's own config.yaml, which has every setting, takes the place
+of a preset instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tpu_rl.commands import flag_names
+from tpu_rl.errors import InputError
+from tpu_rl.runtime.worker_child import shorten
+
+PRESET = "preset"
+FIX = "see docs/reference/flags.md for the names of flags"
+
+
+def read(path: Path) -> tuple[str | None, list[str]]:
+    """Return (the preset that the file names or None, the arguments that its other keys stand for).
+
+    Raises:
+        InputError: if there is no such file, or it is not a mapping of flags to values.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "the configuration cannot be read", where=f"--config {path}", why=str(error)
+        ) from None
+    except yaml.YAMLError as error:
+        raise InputError(
+            "the configuration is no YAML",
+            where=f"--config {path}",
+            why=" ".join(str(error).split()),
+            fix="write one `flag: value` a line",
+        ) from None
+    if not isinstance(content, dict) or not content:
+        raise InputError(
+            "the configuration has no flags",
+            where=f"--config {path}",
+            why=f"it is {shorten(content)}",
+            fix="write one `flag: value` a line",
+        )
+    preset = content.pop(PRESET, None)
+    if preset is not None and not isinstance(preset, str):
+        raise InputError(f"{PRESET}: {preset} is no name", where=f"--config {path}")
+    return preset, list(_arguments(content, "", path))
+
+
+def _arguments(content: Mapping[Any, Any], parents: str, path: Path) -> Iterator[str]:
+    """Yield the arguments of a mapping, whose flags begin with `parents`."""
+    for key, value in content.items():
+        if not isinstance(key, str) or not key.strip():
+            raise InputError(f"{key!r} is no flag", where=f"--config {path}", fix=FIX)
+        flag = parents + key.removeprefix("--")
+        if isinstance(value, Mapping):
+            yield from _arguments(value, f"{flag}.", path)
+            continue
+        if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+            raise InputError(
+                f"{flag} is a list of lists or mappings", where=f"--config {path}", fix=FIX
+            )
+        yield from flag_names.arguments(flag, value)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML whose repeated keys are errors; PyYAML's own loader keeps the last in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {repeated!r} stands twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
