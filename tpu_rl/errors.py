@@ -7,6 +7,8 @@ that reaches the user is a bug and keeps its traceback.
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 from tpu_rl.redaction import redact
 
@@ -20,6 +22,16 @@ _CONTROLS = re.compile(
 def printable(text: str) -> str:
     """Return a text of a user's program without what a terminal would obey."""
     return _CONTROLS.sub("", text)
+
+
+def typed_command(name: str) -> str:
+    """Return a command as the user of this process types it.
+
+    That is `python launch/NAME.py` in a process which began so, else `tpu-rl NAME`, which works
+    from every folder and without a checkout.
+    """
+    is_script = Path(sys.argv[0]).parent.name == "launch"
+    return f"python launch/{name}.py" if is_script else f"tpu-rl {name}"
 
 
 class TpuRlError(Exception):

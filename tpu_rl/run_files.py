@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import yaml
 
-from tpu_rl.errors import DamagedDataError, MachineError, TpuRlError
+from tpu_rl.errors import DamagedDataError, MachineError, TpuRlError, typed_command
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -39,7 +39,7 @@ def damage(path: Path, why: str, fix: str = "") -> DamagedDataError:
         why=why,
         fix=fix
         or "put a good copy back, or start again in another --run-dir; "
-        "python launch/verify.py RUN_DIR names all faults",
+        f"{typed_command('verify')} RUN_DIR names all faults",
     )
 
 

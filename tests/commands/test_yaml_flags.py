@@ -90,3 +90,16 @@ def test_epochs_that_count_nothing_are_refused(flags, message):
     with pytest.raises(InputError) as error:
         configuration.parse(flags)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("steps", "ends"), [("2", [1]), ("100", [50]), ("101", [100])])
+def test_phases_keep_their_shares_of_a_run_that_ends_before_them(steps, ends, capsys):
+    config = configuration.parse(["q_sharp", "--steps", steps])
+    assert [phase.until for phase in config.phases] == ends
+    assert config.steps == int(steps)
+    assert ("phases end with step" in capsys.readouterr().err) == (steps != "101")
+
+
+def test_phases_without_room_are_refused():
+    with pytest.raises(InputError, match="at least --steps 2"):
+        configuration.parse(["q_sharp", "--steps", "1"])

@@ -18,6 +18,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,25 @@ def _locked(path: Path) -> TextIO:
     return file
 
 
+def require_writable(run_dir: Path) -> None:
+    """Raise MachineError if the run folder cannot be made or written. It leaves no trace."""
+    folder = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(run_dir, error) from error
+
+
+def _not_writable(run_dir: Path, error: OSError) -> MachineError:
+    return MachineError(
+        "the run folder cannot be written",
+        where=str(run_dir),
+        why=error.strerror or str(error),
+        fix="use another --run-dir",
+    )
+
+
 def _open(path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,12 +113,7 @@ def _open(path: Path) -> TextIO:
                 why="two folders would share a lock, or a file that is no lock would be emptied",
                 fix="delete the link, or use another --run-dir",
             ) from error
-        raise MachineError(
-            "the run folder cannot be written",
-            where=str(path.parent),
-            why=error.strerror or str(error),
-            fix="use another --run-dir",
-        ) from error
+        raise _not_writable(path.parent, error) from error
     return os.fdopen(descriptor, "r+", encoding="utf-8")
 
 

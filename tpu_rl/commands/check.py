@@ -19,7 +19,7 @@ import jax
 import tyro
 
 from tpu_rl.algos import ALGORITHMS, plugins
-from tpu_rl.errors import TpuRlError
+from tpu_rl.errors import TpuRlError, typed_command
 from tpu_rl.proofs import PROOFS, Battery, case_of
 from tpu_rl.redaction import redact
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     flags, settings = tyro.cli(
         Flags,
         args=argv,
-        prog="launch/check.py",
+        prog=typed_command("check"),
         description=__doc__,
         return_unknown_args=True,
     )
@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         config_class = plugins.find(flags.algorithm)
-        config = tyro.cli(config_class, args=settings, prog=f"launch/check.py {flags.algorithm}")
+        config = tyro.cli(
+            config_class, args=settings, prog=f"{typed_command('check')} {flags.algorithm}"
+        )
         battery = Battery(case_of(ALGORITHMS[config_class], config))
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)

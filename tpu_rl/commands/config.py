@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from tpu_rl import run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
 from tpu_rl.commands import config_checks, flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
-from tpu_rl.errors import DamagedDataError, InputError
+from tpu_rl.errors import DamagedDataError, InputError, typed_command
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import (
     BatchConfig,
@@ -55,6 +56,7 @@ EXAMPLES = {
     ALGORITHM_FLAG: "my_algorithm.py:factory",
     CONFIG_FLAG: "settings.yaml",
     EPOCHS_FLAG: "3",
+    "--steps": "100",
 }
 """Flags of the configuration as a whole -> an example of a value."""
 
@@ -360,6 +362,7 @@ def parse(argv: list[str]) -> ExperimentConfig:
             where="--data.path",
             fix=f"begin with a preset that reads one: {', '.join(readers)}",
         )
+    default = with_shorter_phases(default, flags)
     config = parse_flags(default, chosen, flags)
     if epochs is not None:
         if any(flag.partition("=")[0] == "--steps" for flag in flags):
@@ -369,6 +372,28 @@ def parse(argv: list[str]) -> ExperimentConfig:
     config = dataclasses.replace(config, run_dir=run_dir)
     require_trainable(config)
     return config
+
+
+def with_shorter_phases(default: ExperimentConfig, flags: list[str]) -> ExperimentConfig:
+    """Return the preset with phases that keep their shares of the run, if --steps is so small that
+    its last phase would not end before the run does. Flags of phases leave them as they are."""
+    if not default.phases:
+        return default
+    text, others = take_flag(flags, "--steps")
+    steps = int(text) if text is not None and text.isdecimal() else 0
+    ends = [phase.until for phase in default.phases]
+    if not len(ends) < steps <= max(ends, default=0) or any("--phases." in flag for flag in others):
+        return default
+    phases = []
+    for index, phase in enumerate(default.phases):
+        # At least one step for each phase, and one for each stage that follows.
+        least = phases[-1].until + 1 if phases else 1
+        most = steps - (len(ends) - index)
+        until = min(max(least, round(phase.until * steps / default.steps)), most)
+        phases.append(dataclasses.replace(phase, until=until))
+    shares = ", ".join(str(phase.until) for phase in phases)
+    print(f"note: of {steps} steps, phases end with step {shares}", file=sys.stderr)
+    return dataclasses.replace(default, phases=tuple(phases), steps=steps)
 
 
 def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
@@ -463,7 +488,7 @@ def parse_flags(default: ExperimentConfig, chosen: str, flags: list[str]) -> Exp
                 ExperimentConfig,
                 default=default,
                 args=["--help" if flag == "--help-all" else flag for flag in flags],
-                prog=f"launch/run.py {chosen}",
+                prog=f"{typed_command('run')} {chosen}",
                 description=f"Preset {chosen}. All presets: {', '.join(preset_names())}. "
                 f"{cluster.HELP}.",
                 config=(tyro.conf.AvoidSubcommands,),

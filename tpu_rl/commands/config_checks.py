@@ -46,7 +46,8 @@ def check_phases(last_steps: Sequence[int], num_steps: int) -> None:
         raise InputError(
             f"phases end with steps {', '.join(map(str, ends[1:]))}",
             where="--phases, --steps",
-            fix="let each end after the one before it",
+            fix=f"let each end after the one before it (--phases.0.until), and give at least "
+            f"--steps {len(ends) - 1}",
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import tyro
 
 from tpu_rl.diagnosis import machine
+from tpu_rl.errors import typed_command
 from tpu_rl.redaction import redact
 
 
@@ -24,7 +25,7 @@ class Flags:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    flags = tyro.cli(Flags, args=argv, prog="launch/doctor.py", description=__doc__)
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("doctor"), description=__doc__)
     failed = []
     for finding in machine.examine(flags.run_dir):
         mark = "ok  "

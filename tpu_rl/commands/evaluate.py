@@ -31,7 +31,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
 from tpu_rl.commands.saved_run import load_language, load_run
 from tpu_rl.data import Row
-from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.evaluation import answer_accuracy, guided_accuracy, held_out_loss
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.experience import tasks, text_log_probs
@@ -112,7 +112,7 @@ class Flags:
 
 
 def main(argv: list[str]) -> int:
-    flags = tyro.cli(Flags, args=argv, prog="launch/evaluate.py", description=__doc__)
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("evaluate"), description=__doc__)
     try:
         check(flags)
         config = load_settings(flags)

@@ -18,7 +18,7 @@ from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import roles
 from tpu_rl.commands.roles import Language
 from tpu_rl.commands.saved_run import load_run
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, typed_command
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.evaluation.guided_accuracy import Guided, Line
 from tpu_rl.models import Select
@@ -45,7 +45,7 @@ def load(
         raise InputError(
             "not a run of Q#",
             where=f"--guide {q_run}",
-            fix="train one: launch/run.py arithmetic_q_sharp",
+            fix=f"train one: {typed_command('run')} arithmetic_q_sharp",
         )
     if candidate_mass is not None:
         algorithm = replace(algorithm, candidate_mass=candidate_mass)

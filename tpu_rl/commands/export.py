@@ -21,7 +21,7 @@ from tpu_rl.commands import model_card, roles
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.commands.saved_run import load_run
-from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.models.hf import hub
 from tpu_rl.rewards import reward_model
 from tpu_rl.types import Params
@@ -79,7 +79,7 @@ class Files(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    flags = tyro.cli(Flags, args=argv, prog="launch/export.py", description=__doc__)
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("export"), description=__doc__)
     try:
         max_shard_bytes = check(flags)
         context, params, step = load_run(flags.run_dir)

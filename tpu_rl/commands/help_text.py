@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpu_rl.errors import typed_command
+
 METHODS = (
     "sft",
     "rft",
@@ -51,7 +53,7 @@ def short_help(chosen: str, default: Any, others: list[str]) -> str:
         others: the names of all presets.
     """
     lines = [
-        "usage: python launch/run.py [PRESET] [--config FILE.yaml] [--flags]",
+        f"usage: {typed_command('run')} [PRESET] [--config FILE.yaml] [--flags]",
         "       [--algorithm NAME|FILE.py:factory] [--epochs E, in place of --steps]",
         "",
         f"Your data: {' '.join(name for name in METHODS if name in others)}",
@@ -67,7 +69,7 @@ def short_help(chosen: str, default: Any, others: list[str]) -> str:
     lines += [
         f"  {'--dry-run':28} {'':>12}  check everything, print one example, and stop",
         "",
-        f"All flags: python launch/run.py {chosen} --help-all",
+        f"All flags: {typed_command('run')} {chosen} --help-all",
         "Several processes: --coordinator-address, --num-processes, --process-id (detected",
         "under SLURM and on TPU pods).",
     ]

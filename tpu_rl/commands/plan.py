@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 # `prepare` chooses the platform before jax is imported: modules that import jax are imported in
 # functions.
 from tpu_rl.cost_model import Topology, topologies
-from tpu_rl.errors import InputError, MachineError, TpuRlError
+from tpu_rl.errors import InputError, MachineError, TpuRlError, typed_command
 
 if TYPE_CHECKING:
     from tpu_rl.commands.config import ExperimentConfig
@@ -58,11 +59,11 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of plan.py, and the other arguments, which are those of run.py."""
     parser = argparse.ArgumentParser(
-        prog="launch/plan.py",
+        prog=typed_command("plan"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="For all other flags see: python launch/run.py PRESET --help-all",
+        epilog=f"For all other flags see: {typed_command('run')} PRESET --help-all",
     )
     parser.add_argument(
         "--topology",
@@ -103,10 +104,11 @@ def prepare(flags: argparse.Namespace) -> None:
         return
     topologies.parse(flags.topology, flags.slices)
     if importlib.util.find_spec("libtpu") is None:
+        version = importlib.metadata.version("jax")
         raise MachineError(
             "the TPU compiler is not installed",
             where="--topology",
-            fix='pip install -e ".[plan]" (libtpu, 0.7 GB)',
+            fix=f'pip install "jax[tpu]=={version}" (libtpu, 0.7 GB)',
         )
     os.environ.update(ENVIRONMENT)
 

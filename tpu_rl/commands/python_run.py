@@ -8,7 +8,7 @@ Nothing here imports JAX before a run starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,9 +37,9 @@ class Run:
     """The results of a run, as its folder holds them."""
 
     run_dir: Path
-    metrics: list[dict[str, Any]]
+    metrics: list[dict[str, Any]] = field(repr=False)
     """The rows of metrics.jsonl, one per step. Step 0 is the evaluation before the first step."""
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
     """summary.json."""
     model_dir: Path
     """The Hugging Face directory of the trained model. A run in a bucket has it there only."""

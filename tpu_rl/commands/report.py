@@ -19,7 +19,7 @@ import tyro
 
 from tpu_rl import report
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
@@ -38,7 +38,7 @@ class Flags:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    flags = tyro.cli(Flags, args=argv, prog="launch/report.py", description=__doc__)
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("report"), description=__doc__)
     try:
         if flags.serve:
             serve(flags.run_dir, flags.port)

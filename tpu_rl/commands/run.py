@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import metrics, report, run_files
-from tpu_rl.checkpoint import identity, manager, train_state_io
+from tpu_rl.checkpoint import identity, lock, manager, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.commands import (
     compose,
@@ -46,7 +46,7 @@ from tpu_rl.diagnosis import debug_nans, host_agreement
 from tpu_rl.diagnosis.nan_recovery import NanRecovery
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.diagnosis.training_health import HealthMonitor
-from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable
+from tpu_rl.errors import DamagedDataError, InputError, TpuRlError, printable, typed_command
 from tpu_rl.experience.layout import AttentionIndex, pack_experience
 from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.models import Select
@@ -73,7 +73,7 @@ CODE_FOLDER = Path(__file__).parents[1]
 
 
 def main(argv: list[str]) -> int:
-    command = f"python launch/run.py {shlex.join(argv)}"
+    command = f"{typed_command('run')} {shlex.join(argv)}"
     try:
         refuse_secrets(argv)
         member, flags = cluster.find(argv)
@@ -105,6 +105,7 @@ def start(
     host_agreement.require_same_run(to_dict(config), code)
     if config.dry_run:
         if not gcs.is_address(config.run_dir):
+            lock.require_writable(Path(config.run_dir))
             require_same_configuration(config, Path(config.run_dir), config.run_dir)
         dry_run.inspect(config)
         return

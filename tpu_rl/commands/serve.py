@@ -32,7 +32,7 @@ from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, roles, saved_run
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
-from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
 from tpu_rl.serving import app, server
@@ -72,7 +72,7 @@ class Flags:
 
 
 def main(argv: list[str]) -> int:
-    flags = tyro.cli(Flags, args=argv, prog="launch/serve.py", description=__doc__)
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("serve"), description=__doc__)
     try:
         check(flags)
         server.require_uvicorn()

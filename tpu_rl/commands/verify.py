@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import tyro
 
 from tpu_rl.checkpoint import run_checks
-from tpu_rl.errors import DamagedDataError, TpuRlError
+from tpu_rl.errors import DamagedDataError, TpuRlError, typed_command
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Flags:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    flags = tyro.cli(Flags, args=argv, prog="launch/verify.py", description=__doc__)
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("verify"), description=__doc__)
     try:
         findings = run_checks.verify(flags.run_dir)
     except TpuRlError as error:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_rl import run_files
-from tpu_rl.errors import InputError
+from tpu_rl.errors import InputError, typed_command
 from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
 from tpu_rl.report import charts, completion_pages, html_page, plots
@@ -84,7 +84,7 @@ def write_failure(run_dir: str | os.PathLike[str], error: Exception) -> None:
     body = (
         "<h1>There is no report</h1><p class='note'>The run is complete. Its report failed:"
         f" {html.escape(redact(f'{type(error).__name__}: {error}'))}</p>"
-        "<p><code>python launch/report.py RUN_DIR</code> builds it again.</p>"
+        f"<p><code>{typed_command('report')} RUN_DIR</code> builds it again.</p>"
     )
     _write(Path(run_dir), _page("no report", body))
 

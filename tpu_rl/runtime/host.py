@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from tpu_rl.errors import MachineError
+from tpu_rl.errors import MachineError, typed_command
 
 TPU_DEVICES = ("/dev/accel", "/dev/vfio/")
 THREADS_PER_DEVICE = 16
@@ -59,7 +59,7 @@ def forbid_tensor_float32() -> None:
     XLA's default for them is TensorFloat-32, whose ten bits of mantissa made the log-probs of the
     sampler and of the update differ by 1e-2 in place of 2e-5 (docs/reference/attention.md).
     """
-    if jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None:
+    if jax.default_backend() == "gpu" and jax.config.values["jax_default_matmul_precision"] is None:
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
@@ -68,10 +68,13 @@ def unused_accelerator(root: Path = Path("/")) -> str | None:
     if jax.default_backend() != "cpu":
         return None
     if (root / "proc/driver/nvidia/version").exists():
-        return 'an NVIDIA GPU is here but jax uses the CPU: pip install -e ".[cuda]"'
-    if any((root / "dev").glob("accel[0-9]*")) or any((root / "dev/vfio").glob("[0-9]*")):
-        return 'a TPU is here but jax uses the CPU: pip install -e ".[tpu]"'
-    return None
+        extra, accelerator = "cuda13", "an NVIDIA GPU"
+    elif any((root / "dev").glob("accel[0-9]*")) or any((root / "dev/vfio").glob("[0-9]*")):
+        extra, accelerator = "tpu", "a TPU"
+    else:
+        return None
+    package = f"jax[{extra}]=={jax.__version__}"
+    return f'{accelerator} is here but jax uses the CPU: pip install "{package}"'
 
 
 def warn_of_unused_accelerators() -> None:
@@ -132,7 +135,7 @@ def claim_devices(root: Path = Path("/")) -> None:
     except RuntimeError as error:
         platforms = os.environ.get("JAX_PLATFORMS")
         holders = processes_with_tpu(root)
-        fix = "python launch/doctor.py"
+        fix = typed_command("doctor")
         if holders:
             fix = f"end the process that holds the TPU: {', '.join(holders)}"
         raise MachineError(

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, typed_command
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
@@ -96,7 +96,7 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise MachineError("the server does not start", fix="python launch/doctor.py")
+                raise MachineError("the server does not start", fix=typed_command("doctor"))
             time.sleep(0.01)
 
     def stop(self) -> None:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tpu_rl.errors import InputError, MachineError
+from tpu_rl.errors import InputError, MachineError, typed_command
 
 CPU_SECONDS = 3
 """Processor time for one conversation, which usually takes a millisecond."""
@@ -197,7 +197,7 @@ def _limit_error(template: str, exit_code: int) -> InputError | MachineError:
         return MachineError(
             "the process that renders chat templates ended",
             why=f"exit code {exit_code}",
-            fix="python launch/doctor.py",
+            fix=typed_command("doctor"),
         )
     return InputError(
         "the chat template does not come to an end",
