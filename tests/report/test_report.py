@@ -222,7 +222,7 @@ def test_completions_without_a_reward_are_left_out(tmp_path):
         for line in (folder / "samples.jsonl").read_text().splitlines()
     ]
     write_lines(folder / "samples.jsonl", rows)
-    assert "<h2>Completions" not in page(folder)
+    assert "<table class='samples'" not in page(folder)
 
 
 def test_page_is_deterministic(tmp_path):
@@ -341,7 +341,7 @@ def test_points_of_curves_lead_to_steps_and_these_to_completions(tmp_path):
     assert links == [f"step-{step}" for step in range(1, 13)]
     assert 'href="#step-4-2"' in page_of(text, "step-4")
     completion = page_of(text, "step-4-2")
-    assert "&lt;|user|&gt;25 + 47" in completion
+    assert "&lt;|user|&gt;23 + 41" in completion
     assert '<div class="tokens A3"><i title="log-prob -0 · entropy 0">ans</i>' in completion
     last = 'class="l2 e2 g3" title="log-prob -0.3 · entropy 0.3 · sampler-trainer gap 0.001"'
     assert f"<i {last}>&lt;eos&gt;</i>" in completion
@@ -350,6 +350,28 @@ def test_points_of_curves_lead_to_steps_and_these_to_completions(tmp_path):
     # Every link leads somewhere.
     targets = set(re.findall(r'\bid="([^"]*)"', text))
     assert set(re.findall(r'href="#([^"]*)"', text)) <= targets
+
+
+def test_groups_stand_side_by_side_and_completions_are_found(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    rows = []
+    for group in (0, 5):
+        for place in range(4):
+            tokens = ["a"] * (1 + place + group)
+            row = with_tokens(sample(1, group, 1), tokens) | {"reward": place / 4 + group / 100}
+            rows.append(row | {"group": group})
+    write_lines(folder / "samples.jsonl", rows)
+    text = page(folder)
+    step = page_of(text, "step-1")
+    first, second = step.split('<h3 class="group">')[1:]
+    assert first.startswith("17 + 23 - 5")
+    assert second.startswith("22 + 38 - 10")
+    assert re.findall(r'href="#step-1-([0-9])"', first + second) == list("01234567")
+    assert "advantage -0.8, 4 tokens" in first
+    found = text.partition("<table class='plain found'>")[2].partition("</table>")[0]
+    order = [re.findall(r'href="#step-1-([0-9])"', line) for line in found.split("<tr>")[1:]]
+    assert order == [list("73625"), list("04152"), list("76543"), list("01234")]
+    assert "step 1: 0.8, 9 tokens" in found
 
 
 def test_pages_of_long_completions_are_few_and_bounded(tmp_path):

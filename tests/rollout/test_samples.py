@@ -17,6 +17,23 @@ def test_steps_and_rows_are_chosen_evenly():
     assert samples.evenly(3, 0) == []
 
 
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [
+        ((4, 4, 4, 4), 8, [0, 1, 2, 3, 8, 9, 10, 11]),
+        ((4, 4, 4, 4), 11, [0, 1, 2, 3, 8, 9, 10, 11]),
+        ((2, 4, 1), 4, [0, 1]),
+        ((8, 8), 4, [0, 2, 4, 6]),
+        ((1, 1, 1, 1), 2, [0, 2]),
+        ((), 4, []),
+        ((2, 2), 0, []),
+    ],
+)
+def test_groups_are_kept_whole(sizes, most, expected):
+    group_ids = [group for group, size in enumerate(sizes) for _ in range(size)]
+    assert samples.of_whole_groups(group_ids, most) == expected
+
+
 @pytest.fixture
 def experience():
     scored = score_prompts(["12", "34"], {"digit": digit}, group_size=2)
@@ -53,7 +70,7 @@ def test_only_so_many_tokens_have_numbers(experience, monkeypatch):
     monkeypatch.setattr(samples, "MAX_TOKENS", 3)
     lengths = [len(record.get("tokens", {}).get("id", [])) for record in kept(experience)]
     assert lengths == [2, 1, 0, 0]
-    assert [record["row"] for record in kept(experience, most=2)] == [0, 2]
+    assert [record["row"] for record in kept(experience, most=3)] == [0, 1]
 
 
 def test_tokens_between_two_actions_have_no_numbers(experience):

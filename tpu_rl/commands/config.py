@@ -118,7 +118,8 @@ class SamplesConfig:
     interval: int = 1
     """Steps between those whose completions samples.jsonl keeps. Step 1 is one of them."""
     max_per_step: int = 32
-    """Completions that it keeps of such a step, evenly chosen over the batch; 0 keeps none."""
+    """Completions that it keeps of such a step: whole groups, evenly chosen over the batch; 0 keeps
+    none."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ from typing import Any, NamedTuple, TypeGuard
 
 from tpu_rl.report import html_page
 
-MAX_STEPS = 24
+MAX_STEPS = 18
 """Steps with a page, at most."""
 MIN_STEPS = 6
 """Steps with a page however long completions are, at least."""
 LATEST_STEPS = 4
 """So many of them are the latest ones of the run."""
-COMPLETIONS = 6
+COMPLETIONS = 8
 """Completions of a step with a page, at most."""
+FOUND = 5
+"""Completions that the report lists at each end of an order, such as the longest."""
 MAX_TOKENS = 9000
 """Tokens with numbers on all pages together, at most."""
 TOKENS_OF_COMPLETION = 500
@@ -164,10 +166,32 @@ def choose(steps: Sequence[Samples]) -> list[Samples]:
 
 
 def _completions(samples: Samples) -> Samples:
-    """Return some completions of a step, evenly; those with numbers if there are any."""
+    """Return some completions of a step; those with numbers if there are any.
+
+    They are whole groups. Of a larger group they are its first completions, and without groups some
+    at equal distances.
+    """
     measured = [sample for sample in samples if sample.get("tokens")] or samples
     count = min(COMPLETIONS, len(measured))
-    return [measured[i * len(measured) // count] for i in range(count)]
+    groups = _groups(measured)
+    if len(groups) == len(measured):
+        return [measured[i * len(measured) // count] for i in range(count)]
+    chosen: Samples = []
+    for group in groups:
+        if not chosen or len(chosen) + len(group) <= COMPLETIONS:
+            chosen += group[:COMPLETIONS]
+    return chosen
+
+
+def _groups(samples: Samples) -> list[Samples]:
+    """Return the completions of a step by group; one without a group is its own."""
+
+    def key(pair: tuple[int, dict[str, Any]]) -> tuple[str, Any]:
+        index, sample = pair
+        return ("group", sample["group"]) if "group" in sample else ("alone", index)
+
+    grouped = itertools.groupby(enumerate(samples), key)
+    return [[sample for _, sample in members] for _, members in grouped]
 
 
 def _num_tokens(sample: dict[str, Any]) -> int:
@@ -217,6 +241,48 @@ def step_links(steps: Sequence[int]) -> str:
     return f"<p class='lead links'>Steps with completions to look at: {links}</p>" if links else ""
 
 
+def found(steps: Sequence[Samples]) -> str:
+    """Return links to the completions at both ends of an order by reward and by length."""
+    pages = [
+        (samples[0]["step"], place, sample)
+        for samples in steps
+        for place, sample in enumerate(samples)
+    ]
+    rewarded = [page for page in pages if _is_number(page[2].get("reward"))]
+    by_reward = sorted(rewarded, key=lambda page: page[2]["reward"])
+    by_length = sorted(pages, key=lambda page: _num_tokens_or_characters(page[2]))
+    lines = []
+    for name, order in (
+        ("highest reward", by_reward[::-1]),
+        ("lowest reward", by_reward),
+        ("longest", by_length[::-1]),
+        ("shortest", by_length),
+    ):
+        links = " ".join(
+            f'<a href="#step-{step}-{place}">step {step}: '
+            f"{html_page.number(sample.get('reward'))}, {_length(sample)}</a>"
+            for step, place, sample in order[:FOUND]
+        )
+        if links:
+            lines.append(f"<tr><td>{name}</td><td class='links'>{links}</td></tr>")
+    return f"<table class='plain found'>{''.join(lines)}</table>" if lines else ""
+
+
+def _num_tokens_or_characters(sample: dict[str, Any]) -> int:
+    return len(_texts(sample)) or len(sample["completion"])
+
+
+def _length(sample: dict[str, Any]) -> str:
+    unit = "tokens" if _texts(sample) else "characters"
+    return f"{_num_tokens_or_characters(sample)} {unit}"
+
+
+def _advantage(sample: dict[str, Any]) -> str:
+    tokens = sample.get("tokens")
+    advantage = tokens.get("advantage") if isinstance(tokens, dict) else None
+    return f"advantage {html_page.number(advantage)}, " if _is_number(advantage) else ""
+
+
 def nearest(steps: Sequence[int], step: float) -> int:
     """Return the step with a page that is nearest to a step."""
     return min(steps, key=lambda other: abs(other - step))
@@ -225,21 +291,27 @@ def nearest(steps: Sequence[int], step: float) -> int:
 def _step_page(samples: Samples, neighbors: Sequence[int | None]) -> str:
     step = samples[0]["step"]
     middle = _middle(samples)
-    items = []
-    for place, sample in enumerate(samples):
-        completion = _line(sample["completion"], CHARACTERS_IN_LIST) or "(empty)"
-        prompt = _line(str(sample.get("prompt", "")), CHARACTERS_IN_LIST // 2)
-        items.append(
-            f'<li><a href="#step-{step}-{place}">{_reward(sample, middle)} '
-            f"<small>{prompt}</small> <span>{completion}</span></a></li>"
-        )
+    lists = []
+    place = 0
+    for group in _groups(samples):
+        items = []
+        for sample in group:
+            completion = _line(sample["completion"], CHARACTERS_IN_LIST) or "(empty)"
+            items.append(
+                f'<li><a href="#step-{step}-{place}">{_reward(sample, middle)} '
+                f"<small>{_advantage(sample)}{_length(sample)}</small> "
+                f"<span>{completion}</span></a></li>"
+            )
+            place += 1
+        prompt = _line(str(group[0].get("prompt", "")), CHARACTERS_IN_LIST)
+        lists.append(f'<h3 class="group">{prompt}</h3><ul class="list">{"".join(items)}</ul>')
     links = [
         f'<a href="#step-{other}">step {other}</a>' for other in neighbors if other is not None
     ]
     return (
         f'<article class="page" id="step-{step}">{_navigation(links)}<h2>Step {step}</h2>'
-        f"<p class='lead'>Some completions of this step, not chosen by reward.</p>"
-        f'<ul class="list">{"".join(items)}</ul></article>'
+        f"<p class='lead'>Some prompts of this step with their completions, not chosen by"
+        f" reward.</p>{''.join(lists)}</article>"
     )
 
 
@@ -400,6 +472,8 @@ body:has(.page:target) main > :not(.pages) { display: none; }
 }
 .list a:hover { background: var(--code); } .list b { margin-right: 10px; font-size: 13px; }
 .list small { color: var(--muted); }
+.group { font-size: 14px; margin: 22px 0 4px; overflow-wrap: anywhere; }
+.found { margin: 6px 0 14px; font-size: 13px; } .found a { white-space: nowrap; }
 .list span, .list small {
   font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px;
 }

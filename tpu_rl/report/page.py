@@ -110,7 +110,7 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         _headline(run, refresh_seconds),
         _learning(run),
         _guided(run),
-        _completions(run),
+        _completions(run, completion_pages.found(steps)),
         html_page.section("Optimization", optimization),
         _performance(run),
         _faults(run),
@@ -494,14 +494,15 @@ def _time_chart(run: Run) -> str:
 # --- completions ---
 
 
-def _completions(run: Run) -> str:
-    """Return a table of completions, early and late, as HTML.
+def _completions(run: Run, found: str) -> str:
+    """Return links to completions (`found`) and a table of early and late ones, as HTML.
 
     It has the same prompts on both sides where prompts recur, and otherwise prompts of the first
     and of the last steps.
     """
+    links = completion_pages.step_links(run.page_steps)
     if not run.early:
-        return ""
+        return f"<section><h2>Completions</h2>{links}{found}</section>" if links else ""
     early = {sample["prompt"]: sample for sample in reversed(run.early)}
     late = {sample["prompt"]: sample for sample in run.late}
     shared = _evenly([prompt for prompt in early if prompt in late])
@@ -516,8 +517,8 @@ def _completions(run: Run) -> str:
     middle = (min(rewards) + max(rewards)) / 2
     rows = "".join(f"<tr>{_cell(first, middle)}{_cell(last, middle)}</tr>" for first, last in pairs)
     table = f"<table class='samples'><tr><th>early</th><th>late</th></tr>{rows}</table>"
-    links = completion_pages.step_links(run.page_steps)
-    return f"<section><h2>Completions</h2>{links}<p class='lead'>{note}</p>{table}</section>"
+    note = f"<p class='lead'>{note}</p>"
+    return f"<section><h2>Completions</h2>{links}{found}{note}{table}</section>"
 
 
 def _evenly(values: list[Any]) -> list[Any]:

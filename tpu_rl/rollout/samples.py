@@ -1,12 +1,14 @@
 """The completions of a step that samples.jsonl keeps, with what was measured of their tokens.
 
-All of a batch would fill a disk. So a step keeps some of its completions, evenly chosen and not by
-reward, and numbers of a limited number of their tokens.
+All of a batch would fill a disk. So a step keeps some of its groups, evenly chosen and not by
+reward, and numbers of a limited number of their tokens. Groups are kept whole, because an advantage
+means nothing without the completions that it compares.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,26 @@ def evenly(count: int, most: int) -> list[int]:
     return [number * count // most for number in range(most)]
 
 
+def of_whole_groups(group_ids: Sequence[int], most: int) -> list[int]:
+    """Return the indices of at most `most` completions: whole groups at equal distances.
+
+    Of a group that alone has more, some completions are chosen evenly.
+
+    Args:
+      group_ids: the group of each completion; those of a group follow each other.
+      most: the number of completions.
+    """
+    groups = [
+        [index for index, _ in members]
+        for _, members in itertools.groupby(enumerate(group_ids), key=lambda pair: pair[1])
+    ]
+    largest = max(map(len, groups), default=1)
+    if largest > most:
+        group = groups[0]
+        return [group[place] for place in evenly(len(group), most)]
+    return [index for place in evenly(len(groups), most // largest) for index in groups[place]]
+
+
 def keep(
     records: Sequence[Mapping[str, Any]],
     rollouts: Sequence[Rollout],
@@ -45,7 +67,8 @@ def keep(
 ) -> list[dict[str, Any]]:
     """Return the objects for samples.jsonl of a step.
 
-    To a record it adds `row`, its place in the batch; `rendered`, the exact prompt that the model
+    To a record it adds `row`, its place in the batch; `group`, the number that the completions of
+    a prompt share; `rendered`, the exact prompt that the model
     read, control tokens included; and `tokens`, lists with one entry per token from the first
     action to the last: `id`, `text`, and numbers, which are None where the model chose no token. An
     advantage that is the same everywhere is one number.
@@ -58,10 +81,15 @@ def keep(
       numbers: name -> [N, T] of the rows of the first rollout, NaN where unknown.
     """
     places = [(rollout, row) for rollout in rollouts for row in range(len(rollout.tokens))]
+    # A record without a rollout is a group of its own.
+    group_ids = [int(rollout.group_id[row]) for rollout, row in places]
+    group_ids += [-1 - index for index in range(len(group_ids), len(records))]
     tokens_left = MAX_TOKENS
     objects = []
-    for index in evenly(len(records), most):
+    for index in of_whole_groups(group_ids[: len(records)], most):
         record = {**records[index], "row": index}
+        if group_ids[index] >= 0:
+            record["group"] = group_ids[index]
         if index < len(places):
             rollout, row = places[index]
             values: dict[str, np.ndarray] = {}
