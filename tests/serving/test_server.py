@@ -20,7 +20,8 @@ from tpu_rl.serving.record import Call, Record, call_key
 
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'][0] }}"
-    "{% for c in m.get('tool_calls', []) %}{{ c['function']['name'] }}{% endfor %}"
+    "{% for c in m.get('tool_calls', []) %}<tool_call> {{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}"
     "{{ m['content'] or '' }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>a{% endif %}"
 )
 TOKENIZER = tokenizers.characters('abcdefghijklmnopqrstuvwxyz <>/_{}":,', TEMPLATE)

@@ -510,9 +510,10 @@ def _as_reply(reply: Mapping[str, Any]) -> Reply:
         ValueError: if a reward is no finite number.
     """
     state = dict(reply.get("state", {}))
-    fault = str(reply.get("fault", ""))
+    fault = contract.without_surrogates(str(reply.get("fault", "")))
     if fault:
-        return Reply(fault=fault, frames=str(reply.get("frames", "")), state=state)
+        frames = contract.without_surrogates(str(reply.get("frames", "")))
+        return Reply(fault=fault, frames=frames, state=state)
     text = reply.get("text")
     results = tuple(
         ToolResult(str(name), str(content), bool(is_error))
