@@ -433,3 +433,52 @@ def test_long_texts_of_marks_take_linear_time(name):
         turn = tool_calls.parse(text, name, tools)
         json.dumps(turn.message)
     assert time.process_time() - began < 5
+
+
+# --- what follows a call ---
+
+MISTRAL_RESULTS = TEMPLATES["mistral"][1].replace(
+    "{% else %}<bos>{{ m.role }}",
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9"
+    " %}{{ raise_exception('no id') }}{% endif %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}<bos>{{ m.role }}",
+)
+HARMONY = (
+    "{% set last = namespace(call=none) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('marks in the content') }}{% endif %}"
+    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}{% set last.call = f.name %}"
+    "{% if m.content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>"
+    "{% endif %}<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    "{{ f.arguments | tojson }}<eos>{% else %}<|start|>assistant<|channel|>final<|message|>"
+    "{{ m.content }}{{ '<eos>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% elif m.role == 'tool' %}{% if not last.call %}{{ raise_exception('no call') }}{% endif %}"
+    "<|start|>functions.{{ last.call }} to=assistant<|message|>{{ m.content }}<|end|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_mistral_answers_have_ids():
+    tokenizer = tokenizer_of(MISTRAL_RESULTS)
+    ids = tokenizer.encode_observation([{"role": "tool", "name": "f", "content": "7"}], True)
+    text = tokenizer.decode(ids, skip_special=False)
+    assert text == "[TOOL_RESULTS]7[/TOOL_RESULTS]<bos>assistant\n"
+
+
+def test_harmony_goes_on_after_good_and_bad_calls():
+    tokenizer = tokenizer_of(HARMONY)
+    assert tokenizer.tool_format([]) == "harmony"
+    prompt = [{"role": "user", "content": "q"}]
+    thought = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+    call = " to=functions.now<|channel|>commentary json<|message|>"
+    result = [{"role": "tool", "name": "now", "content": "7"}]
+    for arguments, follows in [
+        ("{}", "<|start|>functions.now to=assistant<|message|>7<|end|><|start|>assistant"),
+        ("{", "<|start|>user<|message|>7<|end|><|start|>assistant"),
+    ]:
+        ids = [*tokenizer.encode(thought + call + arguments), tokenizer.eos_ids[0]]
+        turn = tokenizer.parse_turn(ids, [NOW_TOOL], True)
+        history = tokenizer.encode_rewritten([*prompt, turn.message], result, [NOW_TOOL])
+        assert history is not None
+        assert tokenizer.decode(history, skip_special=False).endswith(follows)
+        assert turn.content == "Think."

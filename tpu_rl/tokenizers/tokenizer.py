@@ -8,6 +8,7 @@ control tokens.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -517,12 +518,17 @@ class Tokenizer:
             text = _joined(messages)
             _require_encodable(text)
             return self._encode_after(text, follows_control=True)
-        try:
-            return self._encode_next_turn(list(messages), ended)
-        except InputError:
-            if all(message["role"] == "user" for message in messages):
-                raise
-        return self._encode_next_turn([{"role": "user", "content": _joined(messages)}], ended)
+        # Mistral's templates want ids of nine characters.
+        with_ids = [
+            {**message, "tool_call_id": f"call{number:05d}"}
+            for number, message in enumerate(messages)
+        ]
+        if any(message["role"] != "user" for message in messages):
+            for tried in (list(messages), with_ids):
+                with contextlib.suppress(InputError):
+                    return self._encode_next_turn(tried, ended)
+            messages = _as_user(messages)
+        return self._encode_next_turn(list(messages), ended)
 
     def _encode_next_turn(self, messages: list[Message], ended: bool) -> list[int]:
         conversation = self._conversation([*TURN, *messages], None)
@@ -565,7 +571,12 @@ class Tokenizer:
             before = conversation.render(count - len(messages), False).text
             after = conversation.render(count, True).text
         except InputError:
-            return None
+            # Some (gpt-oss) want a call before each message of a tool, and a call that cannot be
+            # read is none. Those that only append do not need the earlier messages.
+            is_tools = any(message["role"] != "user" for message in messages)
+            if not is_tools or self._appends:
+                return None
+            return self.encode_rewritten(earlier, _as_user(messages), tools)
         ends = [text for text, token_id in self.control.items() if token_id in self.eos_ids]
         has_end = any(end in before for end in ends)
         if not has_end or (after.startswith(before) and self._appends):
@@ -726,6 +737,11 @@ TRIED_SCHEMA = {
     },
 }
 """The tool that it calls."""
+
+
+def _as_user(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as one of the user."""
+    return [{"role": "user", "content": _joined(messages)}]
 
 
 def _joined(messages: Sequence[Message]) -> str:

@@ -269,7 +269,7 @@ def _read_block(text: str, start: int, row: Format, parameters: Parameters) -> t
     stop = len(text) if close < 0 else close
     is_good = all(isinstance(call, ToolCall) for call in calls)
     if is_good and text[end:stop].strip():
-        calls = [BadCall(f"there is text between the JSON and {row.closing}")]
+        calls[:] = [BadCall(f"there is text between the JSON and {row.closing}")]
     return calls, min(stop + len(row.closing), len(text))
 
 
@@ -595,7 +595,7 @@ def _read_mistral(
         following = text.find("[TOOL_CALLS]", end)
     stop = len(text) if following < 0 else following
     if text[end:stop].strip(" \n;") and all(isinstance(call, ToolCall) for call in calls):
-        calls = [BadCall("it is no JSON: there is text after it")]
+        calls[:] = [BadCall("it is no JSON: there is text after it")]
     return calls, stop
 
 
