@@ -246,6 +246,7 @@ def test_what_a_template_writes_is_read_back(name):
         turn = tokenizer.parse_turn(whole[len(prompt) :], tools, True)
         assert turn.calls == [ToolCall("look_up", arguments)], kind
         (read,) = turn.calls
+        assert isinstance(read, ToolCall)
         assert type(read.arguments["x"]) is type(value), kind
 
 
@@ -482,3 +483,77 @@ def test_harmony_goes_on_after_good_and_bad_calls():
         assert history is not None
         assert tokenizer.decode(history, skip_special=False).endswith(follows)
         assert turn.content == "Think."
+
+
+# --- forms of public reports: the project and the number of the issue or pull request ---
+
+PUBLISHED = {
+    "unsloth 10019": (
+        "hermes",
+        "<tool_call>\n<function=look_up>\n<parameter=x>\nFalse\n</parameter>\n</function>\n"
+        "</tool_call>",
+        [{"x": False}],
+    ),
+    "mlx-vlm 2207": (
+        "hermes",
+        "<tool_call>look_up\n<arg_key>zip</arg_key><arg_value>10001</arg_value>\n<arg_key>items"
+        "</arg_key><arg_value>[]</arg_value></tool_call>",
+        [{"zip": "10001", "items": []}],
+    ),
+    "lmstudio 1592": ("hermes", "<think>use <tool_call> or <function=...></think>\n42", []),
+    "omlx 2143": (
+        "harmony",
+        '<|channel|>analysis to=functions.look_up<|message|>{"x": true}<|end|><|start|>assistant'
+        "<|channel|>final<|message|>no",
+        [],
+    ),
+    "vmlx-swift 88": (
+        "mistral",
+        '[TOOL_CALLS]look_up[ARGS]{"x": true}[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{}',
+        [{"x": True}, {}],
+    ),
+    "Rapid-MLX 1102": (
+        "gemma4",
+        '<|tool_call>call:look_up{o:{m:<|"|>a, b}<|"|>,l:[1,{a:true}]},n:2}<tool_call|>',
+        [{"o": {"m": "a, b}", "l": [1, {"a": True}]}, "n": 2}],
+    ),
+    "vllm 48678": (
+        "gemma4",
+        '<|tool_call>call:look_up{zip:<|"|>f(<|"|><|"|> S <|"|>).g()<|"|>}<tool_call|>',
+        [{"zip": 'f("" S ").g()'}],
+    ),
+    "vllm 26143": (
+        "olmo",
+        "<function_calls>look_up(x=true, y=null)\nlook_up(x=false)</function_calls>",
+        [{"x": True, "y": None}, {"x": False}],
+    ),
+    "unsloth 5624": (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n"
+        '{"x": true}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [{"x": True}],
+    ),
+    "Foundry-Local": (
+        "granite",
+        'functools[{"name": "look_up", "arguments": {"n": 7.0}}]',
+        [{"n": 7.0}],
+    ),
+    "agent-os 1950": (
+        "hermes",
+        '<tool_call>{"name": "look_up", "arguments": null}</tool_call>'
+        '<tool_call>{"name": "look_up", "arguments": ""}</tool_call>'
+        '<tool_call>{"name": "look_up", "arguments": "null"}</tool_call>',
+        [{}, {}, {}],
+    ),
+    "hipfire 111": ("hermes", "<tool_call>\n" * 100, [None]),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_forms_are_read(name):
+    format_name, text, wanted = PUBLISHED[name]
+    types = {"x": "boolean", "y": "string", "zip": "string", "items": "array", "n": "number"}
+    tools = [schema({key: {"type": kind} for key, kind in types.items()})]
+    turn = tool_calls.parse(text, format_name, tools)
+    read = [call.arguments if isinstance(call, ToolCall) else None for call in turn.calls]
+    assert read == wanted

@@ -279,6 +279,12 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
+def _after(text: str, position: int) -> str:
+    """Return the next character that is no space; "" at the end."""
+    begin = _skip_space(text, position)
+    return text[begin : begin + 1]
+
+
 def _close(text: str, start: int, closing: str | None) -> int:
     """Return where the body of a block ends if it has no quotation marks."""
     end = -1 if closing is None else text.find(closing, start)
@@ -552,10 +558,14 @@ def _gemma4_word(text: str, position: int) -> tuple[Any, int]:
     """Return the text, number or word at a place, and where it ends."""
     for quote in _QUOTES:
         if text.startswith(quote, position):
-            end = text.find(quote, position + len(quote))
+            begin = position + len(quote)
+            end = text.find(quote, begin)
+            # Models write the same mark for quotation marks inside: the last one has an end after.
+            while end >= 0 and _after(text, end + len(quote)) not in ",:]}":
+                end = text.find(quote, end + len(quote))
             if end < 0:
                 raise _Unreadable(f"a text does not end with {quote}")
-            return text[position + len(quote) : end], end + len(quote)
+            return text[begin:end].replace(quote, '"'), end + len(quote)
     if text.startswith('"', position):
         try:
             return _DECODER.raw_decode(text, position)
