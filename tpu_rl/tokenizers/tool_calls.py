@@ -362,8 +362,10 @@ def _read_tagged(body: str, tags: _Tags, parameters: Parameters) -> ToolCall | B
         if not rest.startswith(tags.parameter, position) or -1 in (key_end, end) or not begin:
             return BadCall(f"its parameters are not all {tags.parameter}...{tags.parameter_end}")
         key = rest[position + len(tags.parameter) : key_end].strip()
-        # One line break at each end belongs to the tags.
-        value = rest[begin:end].removeprefix("\n").removesuffix("\n")
+        value = rest[begin:end]
+        if tags is FUNCTION_TAGS:
+            # One line break at each end belongs to the tags.
+            value = value.removeprefix("\n").removesuffix("\n")
         try:
             arguments[key] = _as_typed(value, parameters.get(name, {}).get(key))
         except ValueError as error:
@@ -549,7 +551,7 @@ def _gemma4_key(text: str, position: int) -> tuple[str, int]:
         colon = _skip_space(text, position)
         if text.startswith(":", colon):
             return str(key), colon + 1
-    elif match := re.compile(r"[^:{}\[\],<>]{1,200}(?=:)").match(text, position):
+    elif match := re.compile(r"[^:{}<]{0,200}(?=:)").match(text, position):
         return match[0].strip(), match.end() + 1
     raise _Unreadable("a key does not end with a colon")
 
