@@ -399,6 +399,16 @@ def test_tools_whose_calls_cannot_be_read_are_refused(running):
     assert "nothing tells the model how to call" in error["message"]
 
 
+@pytest.mark.parametrize("token_id", [-1, TOKENIZER.vocab_size, 20, 2**63, 10**400])
+def test_ids_beyond_the_vocabulary_are_refused(running, token_id, monkeypatch):
+    running.begin()
+    application = running.server._server.config.app
+    monkeypatch.setattr(application, "limits", LIMITS._replace(vocab_size=20))
+    status, error = running.ask("/inference/v1/generate", {"token_ids": [5, token_id]})
+    assert (status, error["message"][-26:]) == (400, "is no token id of the model"[-26:])
+    assert running.ask("/inference/v1/generate", {"token_ids": [5, 19]})[0] == 200
+
+
 def test_a_failure_of_one_request_is_its_own(running, monkeypatch):
     running.begin()
 

@@ -162,7 +162,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
         pump,
         language.tokenizer,
         Path(flags.model).name or flags.model,
-        app.Limits(length, length),
+        app.Limits(length, length, language.model.config.vocab.size),
         default,
         find_account,
         is_open=key is None,

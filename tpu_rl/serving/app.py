@@ -183,6 +183,8 @@ class Limits(NamedTuple):
     """Prompt and completion."""
     max_new_tokens: int
     """One completion."""
+    vocab_size: int | None = None
+    """Rows of the model's embedding, if they may be fewer than the tokenizer's ids."""
 
 
 @dataclass
@@ -401,9 +403,12 @@ class App:
                 f"conversations have at most {self.limits.max_model_len}",
                 code="context_length_exceeded",
             )
-        unknown = [i for i in prompt if not 0 <= i < self.tokenizer.vocab_size]
+        sizes = (self.tokenizer.vocab_size, self.limits.vocab_size)
+        vocab_size = min(size for size in sizes if size is not None)
+        unknown = [i for i in prompt if not 0 <= i < vocab_size]
         if unknown:
-            raise ApiError(400, f"{unknown[0]} is no token id of the model")
+            shown = str(unknown[0])[: protocol.MAX_TEXT]
+            raise ApiError(400, f"{shown} is no token id of the model")
 
     def _find_end(self, options: Options) -> Callable[[list[int]], int | None]:
         """Return a function that returns how many tokens a completion has, or None: all."""
