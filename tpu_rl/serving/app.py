@@ -230,7 +230,7 @@ class App:
         else:
             parts = [json.dumps(answer).encode()]
         headers = [(b"content-type", kind)]
-        if status in (408, 413):
+        if status == 408:
             # The rest of the body is not read.
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -245,6 +245,8 @@ class App:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         method, path = scope["method"], scope["path"]
+        # Also of a request that is refused: who sends while the connection closes reads no answer.
+        body = await _receive_body(receive) if method == "POST" else b""
         host = re.sub(r":\d+$", "", headers.get("host", ""))
         if self.is_open and host not in LOOPBACK_NAMES:
             raise ApiError(403, "a server without a key answers requests to a loopback name only")
@@ -267,7 +269,7 @@ class App:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "GET":
             return handler()
-        return await handler(account, await _read_json(headers, receive))
+        return await handler(account, _read_json(headers, body))
 
     # --- routes ---
 
@@ -457,26 +459,36 @@ def _api_key(headers: Mapping[str, str]) -> str | None:
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-async def _read_json(headers: Mapping[str, str], receive: Receive) -> Any:
-    """Return the body. Browsers send other kinds of content without asking first."""
+def _read_json(headers: Mapping[str, str], body: bytes) -> Any:
+    """Return the value of a body. Browsers send other kinds of content without asking first."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the content type is not application/json")
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            body = await _read_body(receive)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     return protocol.parse_json(body, "the body")
 
 
-async def _read_body(receive: Receive) -> bytearray:
+async def _receive_body(receive: Receive) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: if it is too long, or does not arrive in time.
+    """
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client has gone")
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        if not message.get("more_body"):
-            return body
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "the client has gone")
+                piece = message.get("body", b"")
+                size += len(piece)
+                # The rest of a body that is too long is dropped as it comes.
+                if size <= MAX_BODY_BYTES:
+                    body += piece
+                if not message.get("more_body"):
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
