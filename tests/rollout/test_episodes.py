@@ -324,3 +324,25 @@ def test_no_answer_of_a_tool_ends_an_episode():
         (result,) = episodes.results().values()
     assert (result.fault, len(answers[0])) == ("", len(words) + 1)
     json.dumps(result._asdict(), ensure_ascii=False).encode("utf-8")
+
+
+def test_a_template_whose_calls_cannot_be_read_is_refused_before_the_run():
+    pool = EnvironmentPool(Store, EnvironmentLimits(isolate=False))
+    unknown = characters(string.printable, TEMPLATE.replace("<tool_call>", "<<"))
+    silent = characters(string.printable, TEMPLATE.replace("m.tool_calls or []", "[]"))
+    with pytest.raises(InputError, match="cannot be read in the form"):
+        require_fit(unknown, pool, is_chat=True)
+    with pytest.raises(InputError, match="nothing tells the model how to call"):
+        require_fit(silent, pool, True, [{"role": "user", "content": "who?"}])
+    require_fit(silent, pool, True, f"Search, as in {call('a')}. Who?")
+    # What `reset` returns may explain the calls; if it does not, each episode says why it ended.
+    require_fit(silent, pool, True)
+    for first, fault in [("", "nothing tells the model how to call"), (f" As {call('a')}.", "")]:
+        rows = [{"prompt": [{"role": "user", "content": "who?"}], "found": "x", "first": first}]
+        with episodes_of(Store, rows, silent) as episodes:
+            episodes.begin()
+            play(episodes, {0: [call("b"), "x"]}, silent)
+            (result,) = episodes.results().values()
+        assert result.fault.startswith(fault)
+        assert bool(result.fault) == bool(fault)
+        assert result.tool_calls == (not fault)

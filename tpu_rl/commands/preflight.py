@@ -89,6 +89,8 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     warnings += check_tokenizer(config, tokenizer, model, rows)
     environment = compose.environment(config)
     prompts = [row["prompt"] for row in rows if "prompt" in row]
+    if environment is not None and not prompts:
+        episodes.require_fit(tokenizer, environment.pool, tokenizer.has_chat_template)
     if environment is not None and prompts:
         is_chat = not isinstance(prompts[0], str) or tokenizer.wraps(prompts[0])
         episodes.require_fit(tokenizer, environment.pool, is_chat, prompts[0])

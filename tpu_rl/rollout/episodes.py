@@ -554,7 +554,8 @@ def require_fit(
     """Raise InputError if the tokenizer cannot write what environments answer, or read its calls.
 
     Call this before a device is claimed. `is_chat` says whether prompts are conversations, and
-    `prompt` is the first of them, which may explain how tools are called.
+    `prompt` is the first of them, which may explain how tools are called. Without it, what `reset`
+    returns may do so.
     """
     if not is_chat:
         return
@@ -563,8 +564,9 @@ def require_fit(
         messages = [{"role": role, "name": "tool", "content": "answer"}]
         if tokenizer.encode_rewritten(QUESTION, messages, description.tools) is None:
             tokenizer.encode_observation(messages, True)
-        if description.tools:
-            first = prompt or QUESTION[0]["content"]
-            if isinstance(first, str):
-                first = [{"role": "user", "content": first}]
-            tokenizer.tool_format(tokenizer.encode_prompt(first, description.tools))
+        if not description.tools:
+            continue
+        tokenizer.require_readable_calls()
+        if prompt:
+            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            tokenizer.tool_format(tokenizer.encode_prompt(messages, description.tools))

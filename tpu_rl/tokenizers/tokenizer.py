@@ -388,21 +388,10 @@ class Tokenizer:
         Raises:
             InputError: if no format reads what the template writes, or nothing tells the format.
         """
+        self.require_readable_calls()
         form = self._call_form
         if form.format_name is not None:
             return form.format_name
-        fix = (
-            "give a template whose calls have one of the formats of the how-to "
-            "writing_an_environment: --tokenizer.chat-template FILE"
-        )
-        if form.written:
-            raise InputError(
-                "calls of tools cannot be read in the form in which the chat template writes them",
-                where=f"chat template: {form.written[:200]!r}",
-                why="no known format reads the same call back, so that no tool would ever be called"
-                " as the model means it",
-                fix=fix,
-            )
         explained = tool_calls.explained_in(self.decode(prompt_ids, skip_special=False))
         if explained is None:
             raise InputError(
@@ -411,9 +400,21 @@ class Tokenizer:
                 why="the template writes no calls, and the prompt shows no form of them",
                 fix="describe the tools and the form of a call, such as "
                 '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, in --data.system; or '
-                + fix,
+                + FIX_TEMPLATE,
             )
         return explained
+
+    def require_readable_calls(self) -> None:
+        """Raise InputError if the chat template writes calls, but no format reads them back."""
+        form = self._call_form
+        if form.written and form.format_name is None:
+            raise InputError(
+                "calls of tools cannot be read in the form in which the chat template writes them",
+                where=f"chat template: {form.written[:200]!r}",
+                why="no known format reads the same call back, so that no tool would ever be called"
+                " as the model means it",
+                fix=FIX_TEMPLATE,
+            )
 
     def parse_turn(
         self,
@@ -702,6 +703,10 @@ class _CallForm(NamedTuple):
     """What it writes for a call; "" if it writes none."""
 
 
+FIX_TEMPLATE = (
+    "give a template whose calls have one of the formats of the how-to writing_an_environment: "
+    "--tokenizer.chat-template FILE"
+)
 TRIED_TOOL = "look_up"
 TRIED_ARGUMENTS = {
     "text": 'a "b" <c>\né',
