@@ -247,6 +247,10 @@ def test_forms_of_headers_and_files_are_hidden(form):
         "12:30:45 a:b:c:d:e",
         "--sampling.stop-strings authorization",
         "design: signature of a function",
+        "signature: compute_score(data_source, solution)",
+        "Solve basic arithmetic problems",
+        "Solve Basic Arithmetic problems",
+        "EOS_TOKEN = tokenizer.eos_token",
     ],
 )
 def test_other_texts_stay(text):
@@ -290,3 +294,6 @@ def test_named_secrets_are_no_settings(words):
         secret_settings.refuse_secrets(words)
     assert "Zq7" not in str(error.value)
     secret_settings.refuse_secrets(["--data.system", "<|im_end|>", "eos_token:", "12345678"])
+    secret_settings.refuse_secrets(
+        ["asked", "for", "a", "password:", "politely", "decline", "basic", "arithmetic"]
+    )

@@ -58,20 +58,23 @@ _NAMES = (
     r"password|passwd|pwd|passphrase|accountkey|sharedaccesskey(?:name)?|_?auth_?token|_password"
     r"|(?:[a-z]{1,20}[_-]){0,3}(?:api[_-]?key|access[_-]?token|refresh[_-]?token|id[_-]?token"
     r"|security[_-]?token|session[_-]?token|client[_-]?secret|secret[_-]?(?:access[_-]?)?key"
-    r"|auth[_-]token|private[_-]token|vault[_-]token|signature|hmac)|sig"
+    r"|auth[_-]token|private[_-]token|vault[_-]token)|x-(?:amz|goog|ms)-signature|sig"
 )
 """Names behind which a secret stands, in any letters."""
 _QUOTE = r"""\\?["']?"""
+_DIGIT = r"(?=\S{0,99}\d)"
+"""What words of a language lack, as in "basic arithmetic"."""
 _VALUE = r"""[^\s;,&'"<>\\]{8,}"""
 NAMED_SECRETS = re.compile(
     # Connection strings, queries, JSON, YAML, INI, headers.
     rf"((?i:(?<![a-z0-9])(?:{_NAMES}){_QUOTE}\s*[:=]\s*{_QUOTE}))(?!//){_VALUE}"
     # Lines of .env, and of a shell.
-    rf"|(\b[A-Z][A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)\s*=\s*{_QUOTE}){_VALUE}"
+    rf"|(\b[A-Z][A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)\s*=\s*{_QUOTE})"
+    rf"{_DIGIT}{_VALUE}"
     # The schemes of headers, and cookies, which go on to the end of the line.
-    rf"|((?i:\b(?:bearer|basic) ){_QUOTE}){_VALUE}"
-    rf"|((?i:\bauthorization{_QUOTE}\s*[:=]\s*{_QUOTE}(?:token|digest|apikey|negotiate)? ?))"
-    rf"(?!(?i:bearer|basic)){_VALUE}"
+    rf"|((?i:\b(?:bearer|basic) ){_QUOTE}){_DIGIT}{_VALUE}"
+    rf"|((?i:\bauthorization{_QUOTE}\s*[:=]\s*{_QUOTE}"
+    rf"(?:(?:bearer|basic|token|digest|apikey) )?)){_VALUE}"
     r"""|((?i:\bcookie["']?: *["']?))[^\r\n"'<>]{8,}"""
     # .netrc; .pgpass; Docker's config.json; kaggle.json.
     rf"|(\blogin\s+\S+\s+password\s+){_VALUE}"

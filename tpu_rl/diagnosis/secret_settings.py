@@ -23,7 +23,9 @@ def refuse_secrets(words: Sequence[str], where: str = "") -> None:
         is_secret_flag = is_flag and redaction.SECRET_NAMES.search(flag)
         previous = words[number - 1] if number else ""
         before = "" if is_flag else f"{previous} "
-        # As in "Bearer SECRET", or "password: SECRET" in a line of a file.
+        # As in "Bearer SECRET", or "password: SECRET" in a line of a file. Words of prompts follow
+        # such names, too, and have no digits.
+        before *= any(letter.isdigit() for letter in word)
         is_named = redaction.redact(before + word) != redaction.redact(before) + word
         if not is_secret_flag and not is_named:
             continue
