@@ -10,6 +10,7 @@ import pytest
 
 from tpu_rl import metrics, redaction
 from tpu_rl.commands import run
+from tpu_rl.diagnosis import secret_settings
 from tpu_rl.errors import InputError
 
 SECRET = "Pa55phrase-of-the-hub"
@@ -191,3 +192,108 @@ def test_dry_run_holds_none(monkeypatch, capsys):
     assert run.main(["--dry-run"]) == 0
     assert SECRET not in capsys.readouterr().out
     assert not Path(SECRET).exists()
+
+
+FORMS = [
+    "api_key: {}",
+    '{{"api_key": "{}"}}',
+    "{{'client_secret': '{}'}}",
+    '{{\\"password\\": \\"{}\\"}}',
+    "aws_secret_access_key = {}",
+    "aws_session_token={}",
+    "machine api.example login me password {}",
+    "db.example:5432:main:me:{}",
+    "//registry.example/:_authToken={}",
+    '{{"auths": {{"index.example": {{"auth": "{}"}}}}}}',
+    "export SERVICE_TOKEN={}",
+    'OTHER_API_KEY="{}"',
+    "X-Api-Key: {}",
+    "X-Auth-Token: {}",
+    "PRIVATE-TOKEN: {}",
+    "x-goog-api-key: {}",
+    "api-key: {}",
+    "Authorization: Basic {}",
+    "Authorization: Token {}",
+    "authorization={}",
+    "Proxy-Authorization: Basic {}",
+    "{{'Authorization': 'Bearer {}'}}",
+    "Cookie: a=b; session={}",
+    "Set-Cookie: id={}; Path=/",
+    "https://bucket.example/x?X-Amz-Signature={}&a=b",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\n{}\n-----END PGP PRIVATE KEY BLOCK-----",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_headers_and_files_are_hidden(form):
+    value = "Zq7Lm2Xw9Rt4Yp1K"
+    text = f"before\n{form.format(value)}\nafter 8 words"
+    shown = redaction.redact(text)
+    assert value not in shown
+    assert shown.startswith("before\n")
+    assert shown.endswith("\nafter 8 words")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eos_token: <|endoftext|>",
+        "pad_token=<|im_end|>",
+        "max_new_tokens: 12345678",
+        "file.py:12:34: password protected archive",
+        "tokens: 1234567890",
+        "the key=somewhere/else is a setting",
+        "api_key: null",
+        "12:30:45 a:b:c:d:e",
+        "--sampling.stop-strings authorization",
+        "design: signature of a function",
+        "signature: compute_score(data_source, solution)",
+        "Solve basic arithmetic problems",
+        "Solve Basic Arithmetic problems",
+        "EOS_TOKEN = tokenizer.eos_token",
+    ],
+)
+def test_other_texts_stay(text):
+    assert redaction.redact(text) == text
+
+
+def test_a_value_without_its_line_end_is_hidden(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", f"{SECRET}\n")
+    assert redaction.redact(f"a {SECRET} b") == "a <secret: HF_TOKEN> b"
+    monkeypatch.setenv("HF_TOKEN", f" {SECRET}\r\n")
+    for text in (SECRET, json.dumps({SECRET: 1}), base64.b64encode(SECRET.encode()).decode()):
+        assert "<secret: HF_TOKEN>" in redaction.redact(text)
+    monkeypatch.setenv("HF_TOKEN", "\n" * 9 + "short")
+    assert redaction.redact("too short") == "too short"
+
+
+def test_keys_of_dicts_are_hidden(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    config = {SECRET: 1, "headers": {"X-Api-Key": "Zq7Lm2Xw9Rt4", "eos_token": "<|im_end|>"}}
+    assert metrics.without_secrets(config) == {
+        "<secret: HF_TOKEN>": 1,
+        "headers": {"X-Api-Key": "<secret>", "eos_token": "<|im_end|>"},
+    }
+    rows = metrics.JsonLines(tmp_path / "samples.jsonl")
+    rows.append({"step": 1, "parts": {SECRET: 0.5}})
+    rows.close()
+    assert SECRET not in (tmp_path / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.header", "Bearer", "Zq7Lm2Xw9Rt4"],
+        ["headers:", "{X-Api-Key:", "Zq7Lm2Xw9Rt4}"],
+        ["password:", "Zq7Lm2Xw9Rt4"],
+        ["--url", "https://x.example/?api_key=Zq7Lm2Xw9Rt4"],
+    ],
+)
+def test_named_secrets_are_no_settings(words):
+    with pytest.raises(InputError, match="a secret was given") as error:
+        secret_settings.refuse_secrets(words)
+    assert "Zq7" not in str(error.value)
+    secret_settings.refuse_secrets(["--data.system", "<|im_end|>", "eos_token:", "12345678"])
+    secret_settings.refuse_secrets(
+        ["asked", "for", "a", "password:", "politely", "decline", "basic", "arithmetic"]
+    )

@@ -32,7 +32,7 @@ import yaml
 
 from tpu_rl import run_files
 from tpu_rl.errors import MachineError
-from tpu_rl.redaction import redact, redact_environment
+from tpu_rl.redaction import REPLACEMENT, redact, redact_environment
 
 METRICS_FILE = run_files.METRICS
 SAMPLES_FILE = run_files.SAMPLES
@@ -203,7 +203,9 @@ def _json_safe(value: Any) -> Any:
         return redact_environment(value)
     if isinstance(value, Mapping):
         return {
-            key: redact(item) if key == "error" and isinstance(item, str) else _json_safe(item)
+            redact_environment(key) if isinstance(key, str) else key: redact(item)
+            if key == "error" and isinstance(item, str)
+            else _json_safe(item)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -217,9 +219,19 @@ def _json_safe(value: Any) -> Any:
 
 
 def without_secrets(config: Any) -> Any:
-    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts."""
+    """Return a configuration of dicts, lists and scalars with `redact` applied to its texts.
+
+    Keys are texts, too. A text is a secret if it is one behind its key.
+    """
     if isinstance(config, Mapping):
-        return {str(key): without_secrets(value) for key, value in config.items()}
+        shown = {}
+        for key, value in config.items():
+            name = redact(str(key))
+            is_named = (
+                isinstance(value, str) and redact(f"{key}={value}") != f"{name}={redact(value)}"
+            )
+            shown[name] = REPLACEMENT if is_named else without_secrets(value)
+        return shown
     if isinstance(config, (list, tuple)):
         return [without_secrets(value) for value in config]
     if config is None or isinstance(config, (bool, int, float)):

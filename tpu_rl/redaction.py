@@ -46,19 +46,43 @@ SECRET_PATTERNS = re.compile(
     r"|\bSG\.[\w-]{16,}\.[\w-]{16,}|\b\d{8,10}:AA[\w-]{30,}"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
     r"|(?<=//hooks\.slack\.com/)\S+|(?<=/api/webhooks/)\S+|(?<=\.webhook\.office\.com/)\S+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:.|\n)*?"
+    r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|$)"
     r"|(?<=://)[^\s/:@]*:[^\s/]+(?=@)"
 )
 """Tokens of Hugging Face, GitHub, GitLab, OpenAI and similar services, Weights & Biases, AWS,
 Google, Slack, npm, PyPI, Docker and Telegram; JSON web tokens; webhooks; private keys; the user and
 password in a URL."""
 
-NAMED_SECRETS = re.compile(
-    r"(\b(?:password|passwd|pwd|accountkey|sharedaccesskey|api_?key|access_?token|client_?secret"
-    r"|secret_?access_?key|sig)=|\b(?:bearer|basic) )[^\s;,&'\"<>]{8,}",
-    re.IGNORECASE,
+_NAMES = (
+    r"password|passwd|pwd|passphrase|accountkey|sharedaccesskey(?:name)?|_?auth_?token|_password"
+    r"|(?:[a-z]{1,20}[_-]){0,3}(?:api[_-]?key|access[_-]?token|refresh[_-]?token|id[_-]?token"
+    r"|security[_-]?token|session[_-]?token|client[_-]?secret|secret[_-]?(?:access[_-]?)?key"
+    r"|auth[_-]token|private[_-]token|vault[_-]token)|x-(?:amz|goog|ms)-signature|sig"
 )
-"""Secrets behind their names, as in connection strings, queries and headers."""
+"""Names behind which a secret stands, in any letters."""
+_QUOTE = r"""\\?["']?"""
+_DIGIT = r"(?=\S{0,99}\d)"
+"""What words of a language lack, as in "basic arithmetic"."""
+_VALUE = r"""[^\s;,&'"<>\\]{8,}"""
+NAMED_SECRETS = re.compile(
+    # Connection strings, queries, JSON, YAML, INI, headers.
+    rf"((?i:(?<![a-z0-9])(?:{_NAMES}){_QUOTE}\s*[:=]\s*{_QUOTE}))(?!//){_VALUE}"
+    # Lines of .env, and of a shell.
+    rf"|(\b[A-Z][A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)\s*=\s*{_QUOTE})"
+    rf"{_DIGIT}{_VALUE}"
+    # The schemes of headers, and cookies, which go on to the end of the line.
+    rf"|((?i:\b(?:bearer|basic) ){_QUOTE}){_DIGIT}{_VALUE}"
+    rf"|((?i:\bauthorization{_QUOTE}\s*[:=]\s*{_QUOTE}"
+    rf"(?:(?:bearer|basic|token|digest|apikey) )?)){_VALUE}"
+    r"""|((?i:\bcookie["']?: *["']?))[^\r\n"'<>]{8,}"""
+    # .netrc; .pgpass; Docker's config.json; kaggle.json.
+    rf"|(\blogin\s+\S+\s+password\s+){_VALUE}"
+    rf"|(\b[\w.-]{{1,100}}:(?:\d{{2,5}}|\*):[^:\s]+:[^:\s/]+:)(?!//){_VALUE}"
+    r"""|("auth"\s*:\s*")[\w+/=]{8,}"""
+    r"""|("key"\s*:\s*")[0-9a-f]{32}\b"""
+)
+"""Secrets behind their names: connection strings, queries, headers, and files of credentials."""
 
 REPLACEMENT = "<secret>"
 
@@ -66,7 +90,7 @@ REPLACEMENT = "<secret>"
 def redact(text: str) -> str:
     """Return the text with "<secret>" or "<secret: VARIABLE>" in place of every secret."""
     text = SECRET_PATTERNS.sub(REPLACEMENT, redact_environment(text))
-    return NAMED_SECRETS.sub(rf"\1{REPLACEMENT}", text)
+    return NAMED_SECRETS.sub(lambda match: f"{match[match.lastindex or 0]}{REPLACEMENT}", text)
 
 
 def redact_environment(text: str) -> str:
@@ -85,21 +109,27 @@ def redact_environment(text: str) -> str:
 
 @functools.lru_cache
 def _forms(value: str) -> tuple[str, ...]:
-    """Return a value as texts may have it: as it is, quoted, and in base64 at any position."""
-    forms = [value, repr(value)[1:-1], json.dumps(value)[1:-1], urllib.parse.quote(value, safe="")]
-    data = value.encode(errors="surrogateescape")
-    for shift in range(3):
-        # Characters that also depend on the bytes before or after are left out.
-        first = (8 * shift + 5) // 6
-        last = 8 * (shift + len(data)) // 6
-        encoded = base64.b64encode(bytes(shift) + data).decode()[first:last]
-        forms += [encoded, encoded.replace("+", "-").replace("/", "_")]
+    """Return a value as texts may have it: as it is, quoted, and in base64 at any position.
+
+    A value that was read from a file often ends with a line end, which those who use it strip.
+    """
+    forms: list[str] = []
+    for text in dict.fromkeys((value, value.rstrip("\r\n"), value.strip())):
+        forms += [text, repr(text)[1:-1], json.dumps(text)[1:-1]]
+        forms.append(urllib.parse.quote(text.encode(errors="surrogateescape"), safe=""))
+        data = text.encode(errors="surrogateescape")
+        for shift in range(3):
+            # Characters that also depend on the bytes before or after are left out.
+            first = (8 * shift + 5) // 6
+            last = 8 * (shift + len(data)) // 6
+            encoded = base64.b64encode(bytes(shift) + data).decode()[first:last]
+            forms += [encoded, encoded.replace("+", "-").replace("/", "_")]
     return tuple(dict.fromkeys(forms))
 
 
 @functools.lru_cache
 def _is_secret(name: str, value: str) -> bool:
-    if len(value) < MIN_SECRET_LENGTH:
+    if len(value.strip()) < MIN_SECRET_LENGTH:
         return False
     if not SECRET_NAMES.search(name) and not MORE_NAMES.search(name):
         return False

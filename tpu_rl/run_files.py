@@ -7,9 +7,12 @@ nothing that takes time.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +58,19 @@ def has_checkpoints(run_dir: Path) -> bool:
     return any(name.isdecimal() for name in names)
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read it.
+
+    Raises:
+        OSError: if it cannot be read, or is a pipe or a device, which may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file of at most `MAX_BYTES`."""
     return _decode(path, read_bytes(path))
@@ -63,7 +79,7 @@ def read_text(path: Path) -> str:
 def read_bytes(path: Path) -> bytes:
     """Return the content of a file of at most `MAX_BYTES`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -88,6 +104,21 @@ def _unreadable(path: Path, error: OSError) -> TpuRlError:
             fix="give this user the right to read it",
         )
     return damage(path, error.strerror or str(error))
+
+
+def unlink_copies(run_dir: Path) -> None:
+    """Give the files of a run folder inodes of their own, before the run writes them in place.
+
+    A folder that was copied with hard links (cp -al, rsync --link-dest) shares them with its
+    original, in which they would change, too. Checkpoints and models are never written in place.
+    """
+    for path in [*run_dir.glob("*"), *run_dir.glob("tensorboard/**/*")]:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink == 1:
+            continue
+        copy = path.with_name(f"{path.name}.tmp")
+        shutil.copy2(path, copy)
+        copy.replace(path)
 
 
 # --- objects ---
@@ -167,7 +198,7 @@ def read_rows(path: Path, keys: tuple[str, ...] = ("step",)) -> Iterator[dict[st
     """
     if exists(path):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 yield from rows_of(path, lines(path, file), keys)
         except OSError as error:
             raise _unreadable(path, error) from error

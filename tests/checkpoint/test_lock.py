@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu_rl.checkpoint import lock
+from tpu_rl import run_files
+from tpu_rl.checkpoint import lock, run_dir
 from tpu_rl.errors import InputError, MachineError
 
 HOLDER = """
@@ -174,3 +175,37 @@ def test_of_simultaneous_starters_one_gets_in(tmp_path):
 def test_of_fifty_simultaneous_starters_one_gets_in_every_time(tmp_path):
     for number in range(5):
         assert race(tmp_path / str(number), 50).count("in") == 1
+
+
+def test_a_copy_with_hard_links_has_a_lock_of_its_own(tmp_path):
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    holder = start(HOLDER, first)
+    assert first_line(holder) == "holds"
+    copy.mkdir()
+    os.link(first / lock.LOCK_FILE, copy / lock.LOCK_FILE)
+    # The link alone lets no second job into the first folder.
+    with pytest.raises(InputError, match="another job"), lock.hold(first):
+        pass
+    with lock.hold(copy) as confirm:
+        confirm()
+        with pytest.raises(InputError, match="another job"), lock.hold(first):
+            pass
+    holder.communicate("")
+    assert holder.returncode == 0
+
+
+def test_a_copy_of_a_finished_run_does_not_change_its_original(tmp_path):
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    names = ["metrics.jsonl", "tensorboard/events", lock.LOCK_FILE]
+    for name in names:
+        (first / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (first / name).write_text('{"step": 0}\n{"step": 1}\n')
+        os.link(first / name, copy / name)
+    with run_dir.open_run_folder(str(copy), lambda reason: None):
+        run_files.truncate_after(copy / "metrics.jsonl", 0)
+    for name in names:
+        assert (first / name).read_text() == '{"step": 0}\n{"step": 1}\n'
+        assert not os.path.samefile(first / name, copy / name)
+    assert (copy / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert (copy / "tensorboard/events").read_text() == (first / "metrics.jsonl").read_text()

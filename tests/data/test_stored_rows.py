@@ -108,3 +108,17 @@ def test_short_prompts_of_large_data_need_not_be_encoded(monkeypatch):
     assert prompts.drop_misfits(rows, tokenizer, 100) == expected
     assert len(encoded) == 1 + len(rows) + 50
     assert "25 of 100 prompts dropped" in expected[1]
+
+
+def test_a_row_with_as_many_other_bytes_is_said(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'{{"prompt": "question {n}"}}\n' for n in range(5)))
+    rows = data.read(file)
+    assert rows[3]["prompt"] == "question 3"
+    file.write_text(file.read_text().replace("question 3", "question 9"))
+    assert rows[2]["prompt"] == "question 2"
+    with pytest.raises(InputError, match="changed since the run read it") as error:
+        rows[3]
+    assert error.value.where == f"{file}, row 4"
+    with pytest.raises(InputError, match="changed since the run read it"):
+        list(rows)

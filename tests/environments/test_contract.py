@@ -204,6 +204,8 @@ def test_reset_gets_the_columns_that_it_names():
             ("a", 1.0, False),
         ),
         ({"observation": None, "reward": 0.0, "done": True}, ("", 0.0, True)),
+        (("x" * 1_000_001, 0.0, True, {}), ("x" * 1_000_000 + "...[cut]", 0.0, True)),
+        (("\ud800a", 0.0, True, {}), ("\ufffda", 0.0, True)),
     ],
 )
 def test_every_form_of_a_step_is_read(value, expected):
@@ -217,7 +219,6 @@ def test_every_form_of_a_step_is_read(value, expected):
         ("text", "`step` returned 'text' and not"),
         (("text", float("nan"), True, {}), "it returned NaN"),
         ({"reward": 1.0, "observation": ""}, "`step` returned a mapping without 'done'"),
-        (("x" * 1_000_001, 0.0, True, {}), "an observation has 1,000,001 characters"),
     ],
 )
 def test_a_step_that_returns_something_else_says_so(value, message):

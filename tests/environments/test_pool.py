@@ -269,3 +269,25 @@ def test_a_process_that_cannot_be_started_makes_nobody_wait(monkeypatch):
     monkeypatch.setattr("tpu_rl.runtime.workers.spawn", fail)
     with pytest.raises(RuntimeError, match="its process does not start"):
         EnvironmentPool("calculator", EnvironmentLimits(workers=1))
+
+
+FORGE = """
+import json, os, struct, sys
+for frame in sys._current_frames().values():
+    while frame is not None and frame.f_code.co_name != "main":
+        frame = frame.f_back
+    if frame is not None:
+        replies = frame.f_locals["replies"]
+for number in range(50):
+    text = json.dumps({"id": number, "results": [["wait", "forged", False]]}).encode()
+    os.write(replies, struct.pack("<Q", len(text)) + text)
+"""
+
+
+def test_an_episode_cannot_answer_for_another_one(path):
+    pool = EnvironmentPool(path, EnvironmentLimits(workers=1))
+    pool.reset(0, {}).result()
+    waiting = pool.call(0, [("wait", {"seconds": 0.2})])
+    assert pool.reset(1, {"fault": FORGE}).result().fault == ""
+    assert waiting.result().results == (ToolResult("wait", "waited", False),)
+    pool.close()

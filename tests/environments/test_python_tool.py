@@ -15,8 +15,9 @@ from tpu_rl.rollout.episodes import Episodes
 from tpu_rl.tokenizers import characters
 
 TEMPLATE = (
-    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<eos>\n{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
 TURNS = [
     ("print(sum(range(101)))", "5050"),

@@ -1,5 +1,6 @@
 """Episodes with a scripted policy: what follows each turn, and what becomes of each episode."""
 
+import json
 import string
 import time
 
@@ -12,8 +13,9 @@ from tpu_rl.tokenizers import Tokenizer, characters
 
 TEMPLATE = (
     "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
-    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<eos>\n{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
 CHAT = characters(string.printable, TEMPLATE)
 PLAIN = characters(string.printable)
@@ -194,13 +196,12 @@ def test_a_turn_that_is_cut_off_ends_the_episode():
         ({"first": "x" * 300}, ["hello"], "the text that `reset` returned: a prompt has "),
         ({"found": "nan"}, [call("a"), "end"], "it returned NaN"),
         ({"found": "x" * 61}, [call("a")], "an observation has 86 tokens, and 60 are allowed"),
-        ({"found": "\ud800"}, [call("a")], "an observation cannot be written: the text holds half"),
     ],
 )
 def test_a_fault_ends_its_own_episode_without_a_reward(row, turns, fault):
     prompt = [{"role": "user", "content": "?"}]
     rows = [{"prompt": prompt, **row}, {"prompt": prompt, "found": "x"}]
-    with episodes_of(Store, rows) as episodes:
+    with episodes_of(Store, rows, refuses_long=True) as episodes:
         episodes.begin()
         play(episodes, {0: turns, 1: [call("a"), "end"]})
         results = episodes.results()
@@ -243,3 +244,105 @@ def test_what_does_not_fit_is_refused_before_a_run():
     require_fit(PLAIN, pool, is_chat=False)
     with pytest.raises(InputError, match="rewrites the assistant's turns"):
         require_fit(endless, pool, is_chat=True)
+
+
+# --- long answers, and texts of tools ---
+
+
+@pytest.mark.parametrize("length", [61, 5_000, 1_000_000])
+def test_a_long_answer_is_cut(length):
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "found": "x" * length}]
+    with episodes_of(Store, rows) as episodes:
+        episodes.begin()
+        answers = play(episodes, {0: [call("a"), "end"]})
+        (result,) = episodes.results().values()
+    assert answers[0] == [f"\n<bos>tool\na is {'x' * 27}...[cut]<eos>\n<bos>assistant\n"]
+    # Reward functions see what the policy has read.
+    assert result.messages[1]["content"] == f"a is {'x' * 27}...[cut]"
+    assert (result.fault, result.observation_tokens, result.reward) == ("", 60, 1.0)
+
+
+def test_of_several_answers_the_long_ones_are_cut():
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "found": "x"}]
+    turn = call("a") + call("b" * 100) + call("c" * 80) + "<tool_call>{</tool_call>"
+    with episodes_of(Store, rows, max_observation_tokens=120) as episodes:
+        episodes.begin()
+        answers = play(episodes, {0: [turn, "end"]})
+        (result,) = episodes.results().values()
+    first, second, third, error = [message["content"] for message in result.messages[1:5]]
+    assert first == "a is x"
+    assert second.endswith("b...[cut]")
+    assert third.endswith("c...[cut]")
+    assert abs(len(second) - len(third)) <= 1
+    # Our own message counts as short: it is whole, and not a part of the limit.
+    assert error.startswith("{'error': 'The call cannot be read: it is no JSON")
+    assert len(answers[0]) == 1
+    assert 100 <= result.observation_tokens - len(error) <= 120
+
+
+class Loud:
+    """Tools that answer what JSON or UTF-8 cannot write."""
+
+    def reset(self, **row):
+        self.state = {"half": "\ud800"}
+
+    def say(self, what: str):
+        """Say something.
+
+        Args:
+            what: What.
+        """
+        answers = {
+            "half": "\ud800",
+            "bytes": b"\xff",
+            "nothing": None,
+            "number": float("nan"),
+            "dots": ...,
+            "keys": {(1, 2): object},
+            "deep": eval("[" * 90 + "]" * 90),
+        }
+        if what == "raise":
+            raise RuntimeError("\ud800")
+        if what == "worse":
+            raise Unprintable
+        return answers[what]
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_no_answer_of_a_tool_ends_an_episode():
+    rows = [{"prompt": [{"role": "user", "content": "?"}]}]
+    words = ["half", "bytes", "nothing", "number", "dots", "keys", "deep", "raise", "worse", "?"]
+    turns = [call(word).replace("search", "say").replace("query", "what") for word in words]
+    unknown = '<tool_call>{"name": "%s", "arguments": {"\\u0000": []}}</tool_call>' % ("x" * 500)
+    with episodes_of(Loud, rows, max_turns=20) as episodes:
+        episodes.begin()
+        answers = play(episodes, {0: [*turns, unknown, "end"]})
+        (result,) = episodes.results().values()
+    assert (result.fault, len(answers[0])) == ("", len(words) + 1)
+    json.dumps(result._asdict(), ensure_ascii=False).encode("utf-8")
+
+
+def test_a_template_whose_calls_cannot_be_read_is_refused_before_the_run():
+    pool = EnvironmentPool(Store, EnvironmentLimits(isolate=False))
+    unknown = characters(string.printable, TEMPLATE.replace("<tool_call>", "<<"))
+    silent = characters(string.printable, TEMPLATE.replace("m.tool_calls or []", "[]"))
+    with pytest.raises(InputError, match="cannot be read in the form"):
+        require_fit(unknown, pool, is_chat=True)
+    with pytest.raises(InputError, match="nothing tells the model how to call"):
+        require_fit(silent, pool, True, [{"role": "user", "content": "who?"}])
+    require_fit(silent, pool, True, f"Search, as in {call('a')}. Who?")
+    # What `reset` returns may explain the calls; if it does not, each episode says why it ended.
+    require_fit(silent, pool, True)
+    for first, fault in [("", "nothing tells the model how to call"), (f" As {call('a')}.", "")]:
+        rows = [{"prompt": [{"role": "user", "content": "who?"}], "found": "x", "first": first}]
+        with episodes_of(Store, rows, silent) as episodes:
+            episodes.begin()
+            play(episodes, {0: [call("b"), "x"]}, silent)
+            (result,) = episodes.results().values()
+        assert result.fault.startswith(fault)
+        assert bool(result.fault) == bool(fault)
+        assert result.tool_calls == (not fault)

@@ -166,6 +166,9 @@ def test_inversion_finds_the_interval_that_holds_the_uniform():
     lower = upper - np.take_along_axis(mass, token[:, None], axis=1)[:, 0] / mass.sum(axis=1)
     assert ((lower - 1e-6 <= uniform) & (uniform <= upper + 1e-6)).all()
     assert (token // 128).max() > 3
+    # After NaN, the token is any, but one of the vocabulary.
+    nothing = jax.jit(invert_cdf)(jnp.full(mass.shape, jnp.nan), jnp.asarray(uniform))
+    assert np.asarray(nothing).max() < 1000
 
 
 def test_ties_at_the_threshold_stay_and_the_likeliest_token_always_does():

@@ -1,7 +1,9 @@
 """The server with a sampler that writes fixed texts: routes, keys, errors and what is recorded."""
 
+import dataclasses
 import itertools
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -12,7 +14,7 @@ import pytest
 from tpu_rl import tokenizers
 from tpu_rl.commands import serve
 from tpu_rl.errors import InputError
-from tpu_rl.sampler import Turn
+from tpu_rl.sampler import Turn, TurnRequest
 from tpu_rl.serving import app, chat, server
 from tpu_rl.serving.protocol import Options
 from tpu_rl.serving.pump import Distribution, Pump
@@ -20,7 +22,8 @@ from tpu_rl.serving.record import Call, Record, call_key
 
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'][0] }}"
-    "{% for c in m.get('tool_calls', []) %}{{ c['function']['name'] }}{% endfor %}"
+    "{% for c in m.get('tool_calls', []) %}<tool_call> {{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}"
     "{{ m['content'] or '' }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>a{% endif %}"
 )
 TOKENIZER = tokenizers.characters('abcdefghijklmnopqrstuvwxyz <>/_{}":,', TEMPLATE)
@@ -315,3 +318,183 @@ def test_a_template_that_rewrites_turns_makes_a_new_history():
     history.add([user("ab")], None, {"role": "assistant", "content": "c"}, [*prompt, 6, 2])
     said = {"role": "assistant", "content": "c"}
     assert history.encode([user("ab"), said, user("d")], None) == tokenizer.encode("abd")
+
+
+# --- requests that would end or hold a server ---
+
+DEEP = "[" * 5000 + "]" * 5000
+LAMP = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"x": 5}}}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        '"temperature": 1' + "0" * 400,
+        '"temperature": 1e-40',
+        '"temperature": -0.5',
+        '"temperature": NaN',
+        f'"top_k": {2**31}',
+        '"top_k": -2',
+        '"top_p": 1e-40',
+        '"min_p": 1e-300',
+        f'"stop": {DEEP}',
+        f'"metadata": {DEEP}',
+        '"seed": ' + "9" * 5000,
+        '"stop_token_ids": [' + "1" * 500 + ', "a"]',
+        '"max_tokens": 0',
+        '"stop": ["\\ud800", 5]',
+    ],
+)
+def test_a_request_out_of_range_is_refused(running, options):
+    body = '{"messages": [{"role": "user", "content": "hello"}], ' + options + "}"
+    assert running.ask("/v1/chat/completions", body.encode())[0] == 400
+    assert running.ask("/health", None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ({"role": "user", "content": "\ud800"}, 400),
+        ({"role": "user", "content": "a" * 8 * 2**20}, 413),
+        ({"role": "user", "content": "a" * 2**20}, 400),
+        ({"role": "user", "content": [{"type": "text", "text": "a" * 2**20}]}, 400),
+        ({"role": "\ud800", "content": "a"}, 400),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_refused(running, message, status):
+    running.begin()
+    assert running.chat([message])[0] == status
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 300 + "1" + "}" * 300, "{", "\ud800"])
+def test_deep_arguments_are_refused(running, text):
+    running.begin()
+    calls = [{"type": "function", "function": {"name": "look", "arguments": text}}]
+    status, error = running.chat([user("a"), {"role": "assistant", "tool_calls": calls}, user("b")])
+    assert status == 400
+    assert "arguments is " in error["message"]
+
+
+def test_a_long_prompt_is_encoded_in_a_thread(running, monkeypatch):
+    running.begin()
+    monkeypatch.setattr(app, "LONG_TEXT", 0)
+    assert running.chat([user("hello")])[0] == 200
+    status, error = running.ask("/v1/completions", {"prompt": "a" * 121})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+def test_tools_whose_calls_cannot_be_read_are_refused(running):
+    running.begin()
+    assert running.chat([user("hello t")], tools=[LAMP])[0] == 200
+    silent = dataclasses.replace(TOKENIZER, chat_template=TEMPLATE.replace("tool_calls", "none"))
+    application = dataclasses.replace(running.server._server.config.app, tokenizer=silent)
+    other = server.Server(application, server.bind("127.0.0.1", 0))
+    other.start()
+    root = running.server
+    running.server = other
+    status, error = running.chat([user("hello t")], tools=[LAMP])
+    running.server = root
+    other.stop()
+    assert status == 400
+    assert "nothing tells the model how to call" in error["message"]
+
+
+@pytest.mark.parametrize("token_id", [-1, TOKENIZER.vocab_size, 20, 2**63, 10**400])
+def test_ids_beyond_the_vocabulary_are_refused(running, token_id, monkeypatch):
+    running.begin()
+    application = running.server._server.config.app
+    monkeypatch.setattr(application, "limits", LIMITS._replace(vocab_size=20))
+    status, error = running.ask("/inference/v1/generate", {"token_ids": [5, token_id]})
+    assert (status, error["message"][-26:]) == (400, "is no token id of the model"[-26:])
+    assert running.ask("/inference/v1/generate", {"token_ids": [5, 19]})[0] == 200
+
+
+def test_a_failure_of_one_request_is_its_own(running, monkeypatch):
+    running.begin()
+
+    def fail(*_):
+        raise OverflowError("int too large")
+
+    monkeypatch.setattr(running.pump, "_sampler", fail)
+    status, error = running.chat([user("hello")])
+    assert (status, error["message"]) == (500, "the request failed: OverflowError")
+    monkeypatch.undo()
+    assert running.chat([user("hello")])[0] == 200
+
+
+def test_a_failure_of_the_sampler_is_that_of_its_calls(capsys):
+    pump = Pump(Writer)
+    requests = [TurnRequest(number, [5], np.zeros(2, np.uint32), 4) for number in range(2)]
+    pump.ask(HOT, requests[0])
+    serve.decode(pump)
+    sampler = pump._samplers[HOT]
+    sampler.step = lambda: 1 / 0
+    future = pump.ask(HOT, requests[1])
+    serve.decode(pump)
+    assert isinstance(future.exception(0), ZeroDivisionError)
+    assert "error: ZeroDivisionError" in capsys.readouterr().err
+    again = pump.ask(HOT, requests[0])
+    serve.decode(pump)
+    assert again.result(0).tokens
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer episode"
+        b'\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"a',
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /hea",
+    ],
+)
+def test_a_request_that_does_not_end_is_ended(running, sent, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
+    address = running.server._bound.getsockname()[:2]
+    with socket.create_connection(address, timeout=5) as client:
+        client.sendall(sent)
+        answer = b""
+        while piece := client.recv(1 << 16):
+            answer += piece
+    assert (b"408" in answer) == (b"Length" in sent)
+
+
+def test_fuzzed_requests_end_no_server(running):
+    random = np.random.default_rng(0)
+    values = [None, True, -1, 0, 2**63, 1e308, 1e-320, "", "\ud800", "a", [], {}, [[]], {"a": []}]
+    names = [
+        "messages",
+        "tools",
+        "stop",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "prompt",
+    ]
+    names += ["token_ids", "max_tokens", "stream", "logprobs", "n", "stop_token_ids", "role"]
+    names += ["content", "tool_calls", "function", "arguments", "name", "type", "stream_options"]
+
+    def pick(items):
+        return items[int(random.integers(len(items)))]
+
+    def value(depth):
+        kind = random.integers(4)
+        if depth and kind == 0:
+            return [value(depth - 1) for _ in range(random.integers(4))]
+        if depth and kind == 1:
+            return {pick(names): value(depth - 1) for _ in range(random.integers(4))}
+        return pick([*values, [user("hello t")], [LAMP]])
+
+    paths = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"]
+    statuses = set()
+    for _ in range(200):
+        running.begin()
+        body = {"messages": [user("hello")], pick(names): value(3), pick(names): value(3)}
+        body = body if random.integers(3) else value(4)
+        status, _ = running.ask(pick(paths), body if body is not None else b"")
+        statuses.add(status)
+    assert statuses <= {200, 400}
+    assert running.chat([user("hello")])[0] in (200, 403)

@@ -169,8 +169,9 @@ def test_bad_calls_stand_beside_good_ones():
 
 CHAT_ML = (
     "{% if tools %}<bos>{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<eos>\n{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
 """Like ChatML, with <bos> and <eos> in place of its marks."""
 MERGING = (
@@ -234,7 +235,9 @@ def test_a_template_without_tools_gets_the_users_message():
 
 @pytest.mark.parametrize("written", ["{{ m.content[:3] }}<eos>", "{{ m.content }}"])
 def test_a_template_that_loses_the_assistants_turn_is_refused(written):
-    tokenizer = characters(ALPHABET, CHAT_ML.replace("{{ m.content }}<eos>", written))
+    template = CHAT_ML.replace("{{ m.content }}", written.removesuffix("<eos>"))
+    template = template if "<eos>" in written else template.replace("<eos>", "")
+    tokenizer = characters(ALPHABET, template)
     with pytest.raises(InputError, match="rewrites the assistant's turns"):
         tokenizer.encode_observation([{"role": "user", "content": "a<eos>"}], ended=True)
 
@@ -262,7 +265,7 @@ def test_plain_text_is_encoded_as_it_is():
         ("<|start_header_id|>", "llama"),
         ("[TOOL_CALLS]", "mistral"),
         ("<start_of_turn>model", "gemma"),
-        ("<|im_start|>", "hermes"),
+        ("<|im_start|>", None),
     ],
 )
 def test_the_template_says_the_format(template, name):

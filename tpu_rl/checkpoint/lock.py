@@ -67,15 +67,23 @@ def _locked(path: Path) -> TextIO:
         try:
             _acquire(path, file)
         except InputError:
+            is_of_original = _is_linked(file) and _folder_of(file) not in (None, _folder(path))
             file.close()
-            raise
-        if _is_at(file, path):
+            if not is_of_original:
+                raise
+            # A copy with hard links: the job works in the other folder.
+            path.unlink(missing_ok=True)
+            continue
+        if _is_at(file, path) and not _is_linked(file):
             break
+        if _is_at(file, path):
+            path.unlink(missing_ok=True)
         file.close()  # It was deleted before it was locked.
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "folder": _folder(path),
     }
     _write(file, json.dumps(holder) + "\n")
     return file
@@ -115,6 +123,20 @@ def _open(path: Path) -> TextIO:
             ) from error
         raise _not_writable(path.parent, error) from error
     return os.fdopen(descriptor, "r+", encoding="utf-8")
+
+
+def _is_linked(file: TextIO) -> bool:
+    """Return True if the lock file has another name, in a copy of the folder with hard links."""
+    return os.fstat(file.fileno()).st_nlink > 1
+
+
+def _folder(path: Path) -> str:
+    return str(path.parent.resolve())
+
+
+def _folder_of(file: TextIO) -> str | None:
+    """Return the folder in which the holder of a lock works, if it says so."""
+    return (_read(file) or {}).get("folder")
 
 
 def _is_at(file: TextIO, path: Path) -> bool:

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpu_rl import run_files
+from tpu_rl.errors import TpuRlError
+
 MANIFEST = "manifest.json"
 _UNFINISHED = "manifest.tmp"
 
@@ -44,10 +47,10 @@ def compare(folder: Path) -> Differences | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = path.read_bytes()
+        content = run_files.read_bytes(path)
         files = json.loads(content)["files"]
         is_intact = content == _serialize(files).encode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (TpuRlError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:
         return Differences([MANIFEST], [], [])

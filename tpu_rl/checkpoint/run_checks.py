@@ -64,6 +64,12 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
 
 def check_checkpoint(path: Path) -> Iterator[Finding]:
     """Compare the files of one checkpoint with its manifest, or else its arrays."""
+    # Reading a pipe may never end. A link is judged by what it leads to.
+    irregular = [file for file in path.rglob("*") if not file.is_file() and not file.is_dir()]
+    if irregular:
+        for file in irregular:
+            yield Finding(f"checkpoint {path.name}: no regular file {file}")
+        return
     differences = manifests.compare(path)
     if differences is None:
         yield Finding(
@@ -152,7 +158,7 @@ def _faults(read: Callable[[], Any]) -> Iterator[Finding]:
 def _is_whole_archive(path: Path) -> bool:
     """Return True if the parts of an .npz file have their checksums."""
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with run_files.open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return archive.testzip() is None
     # zipfile and zlib each raise their own errors for damaged files.
     except Exception:
@@ -193,7 +199,8 @@ def read_rows(path: Path) -> Rows:
     """Read a file of rows."""
     rows = Rows(path.name, [], [], [])
     if not path.is_file():
-        rows.findings.append(Finding(f"{path.name} is missing"))
+        state = "no regular file" if run_files.exists(path) else "missing"
+        rows.findings.append(Finding(f"{path.name} is {state}"))
         return rows
     try:
         with path.open("rb") as file:
@@ -264,7 +271,7 @@ def check_samples(rows: Rows, metrics_steps: list[int]) -> Iterator[Finding]:
 
 
 def check_summary(run_dir: Path, metrics_steps: list[int]) -> Iterator[Finding]:
-    """Check that the last step of a finished run is in metrics.jsonl."""
+    """Check that the last step of a finished run is the last one of metrics.jsonl."""
     try:
         summary = run_files.read_summary(run_dir)
     except DamagedDataError as error:
@@ -276,3 +283,16 @@ def check_summary(run_dir: Path, metrics_steps: list[int]) -> Iterator[Finding]:
     last = max(metrics_steps, default=-1)
     if last < steps:
         yield Finding(f"{SUMMARY} says {steps} steps, {METRICS} ends at step {last}")
+    elif last > steps:
+        text = f"{SUMMARY} says {steps} steps, {METRICS} goes on to step {last}"
+        is_continued = _planned_steps(run_dir) > steps
+        yield Finding(text + ": the run was continued" * is_continued, is_fault=not is_continued)
+
+
+def _planned_steps(run_dir: Path) -> int:
+    """Return the number of steps of the configuration; 0 if it cannot be read."""
+    try:
+        steps = run_files.read_config(run_dir / run_files.CONFIG)[0].get("steps")
+    except DamagedDataError:
+        return 0  # `check_identity` says so.
+    return steps if isinstance(steps, int) else 0

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from tpu_rl import run_files
 from tpu_rl.checkpoint import gcs_lock, lock
 from tpu_rl.checkpoint.remote_run import (
     CHECKPOINTS,
@@ -92,6 +93,8 @@ def open_run_folder(address: str, on_lost: Callable[[str], None]) -> Iterator[Ru
     if not gcs.is_address(address):
         held = lock.hold(Path(address)) if is_first else nullcontext(lambda: None)
         with held as confirm_lock:
+            if is_first:
+                run_files.unlink_copies(Path(address))
             yield RunFolder(Path(address), confirm_lock)
         return
     store = Store(address, gcs.SHORT_RETRIES)

@@ -195,7 +195,13 @@ def environment(config: ExperimentConfig) -> Environment | None:
     # A cache has no dicts as keys.
     given = tuple(given.items()) if isinstance(given, Mapping) else given
     pool = _environment_pool(given, config.environment_limits)
-    return Environment(pool, config.sampling.max_turns, config.sampling.max_observation_tokens)
+    sampling = config.sampling
+    return Environment(
+        pool,
+        sampling.max_turns,
+        sampling.max_observation_tokens,
+        refuses_long=sampling.long_observations == "refuse",
+    )
 
 
 def is_judged(config: ExperimentConfig) -> bool:

@@ -89,9 +89,11 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     warnings += check_tokenizer(config, tokenizer, model, rows)
     environment = compose.environment(config)
     prompts = [row["prompt"] for row in rows if "prompt" in row]
+    if environment is not None and not prompts:
+        episodes.require_fit(tokenizer, environment.pool, tokenizer.has_chat_template)
     if environment is not None and prompts:
         is_chat = not isinstance(prompts[0], str) or tokenizer.wraps(prompts[0])
-        episodes.require_fit(tokenizer, environment.pool, is_chat)
+        episodes.require_fit(tokenizer, environment.pool, is_chat, prompts[0])
         has_tools = any(known.tools for known in environment.pool.descriptions.values())
         if is_chat and has_tools and compose.tool_tokens(environment, tokenizer) == 0:
             warnings.append(

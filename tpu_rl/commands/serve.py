@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -35,7 +36,7 @@ from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
-from tpu_rl.serving import app, server
+from tpu_rl.serving import app, protocol, server
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params
@@ -102,9 +103,13 @@ def check(flags: Flags) -> None:
         flag = f"--{name.replace('_', '-')}"
         if value is not None and value < 1 + (name == "max_model_len"):
             raise InputError(f"{flag} is {value}", where=flag, fix="give a larger number")
-    if flags.temperature < 0:
+    least, most = protocol.TEMPERATURES
+    if flags.temperature != 0 and not least <= flags.temperature <= most:
         raise InputError(
-            f"--temperature is {flags.temperature}", where="--temperature", fix="use at least 0"
+            f"--temperature is {flags.temperature}",
+            where="--temperature",
+            why="other temperatures make numbers that float32 cannot hold",
+            fix=f"use 0, or {least:g} to {most:g}",
         )
     if not server.is_loopback(flags.host) and api_key(flags) is None:
         raise InputError(
@@ -157,7 +162,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
         pump,
         language.tokenizer,
         Path(flags.model).name or flags.model,
-        app.Limits(length, length),
+        app.Limits(length, length, language.model.config.vocab.size),
         default,
         find_account,
         is_open=key is None,
@@ -168,10 +173,19 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     is_over = watch_signals(pump.wake)
     try:
         while not is_over():
-            pump.step(POLL_SECONDS)
+            decode(pump)
     finally:
         pump.end(InputError("the server ends"))
         running.stop()
+
+
+def decode(pump: Pump) -> None:
+    """Decode one segment. If that fails, as without memory for it, its calls get the error."""
+    try:
+        pump.step(POLL_SECONDS)
+    except Exception as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        pump.fail(error)
 
 
 def sampler_factory(
@@ -180,6 +194,9 @@ def sampler_factory(
     """Return a function that makes the sampler of a distribution."""
     mesh = compose.make_mesh(MeshConfig())
     policy = models.policy(language.model)
+    tokenizer = language.tokenizer
+    # Rows of the embedding that no token has are never sampled.
+    unused = range(tokenizer.vocab_size, language.model.config.vocab.size)
 
     def make(distribution: Distribution) -> ConversationSampler:
         settings = SamplerConfig(
@@ -188,8 +205,9 @@ def sampler_factory(
             top_k=distribution.top_k,
             top_p=distribution.top_p,
             min_p=distribution.min_p,
-            stop_ids=language.tokenizer.eos_ids,
-            pad_id=language.tokenizer.pad_id,
+            logit_bias=tuple((token_id, -math.inf) for token_id in unused),
+            stop_ids=tokenizer.eos_ids,
+            pad_id=tokenizer.pad_id,
         )
         with jax.set_mesh(mesh):
             return ConversationSampler(

@@ -347,7 +347,7 @@ class JsonLines(Records):
 
     def __init__(self, file: Path):
         self._path = file
-        super().__init__(os.open(file, os.O_RDONLY), self._decode_line)
+        super().__init__(os.open(file, os.O_RDONLY), self._decode_line, str(file))
 
     def scan(self) -> Iterator[tuple[str, Row]]:
         with open(os.dup(self._file), "rb") as opened:

@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 import weakref
+import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,26 +46,48 @@ class Source(Protocol):
 
 
 class Records:
-    """Rows that are stretches of a file."""
+    """Rows that are stretches of a file. They are refused once they have changed there."""
 
-    def __init__(self, file: int, decode: Callable[[bytes], Row]):
-        """Own the file descriptor."""
+    is_private = False
+    """True if nobody else can change the file."""
+
+    def __init__(self, file: int, decode: Callable[[bytes], Row], where: str = ""):
+        """Own the file descriptor. `where` names the file in errors."""
+        self._where = where
         self._file = file
         self._decode = decode
         self._starts = array("q")
         self._lengths = array("q")
+        self._checksums = array("L")
         weakref.finalize(self, os.close, file)
 
     def add(self, start: int, length: int) -> None:
         """Say where the next row is."""
         self._starts.append(start)
         self._lengths.append(length)
+        if not self.is_private:
+            self._checksums.append(zlib.crc32(os.pread(self._file, length, start)))
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Row:
-        return self._decode(os.pread(self._file, self._lengths[index], self._starts[index]))
+        return self._row(index, os.pread(self._file, self._lengths[index], self._starts[index]))
+
+    def _row(self, index: int, content: bytes) -> Row:
+        """Return a row of which this is the content now.
+
+        Raises:
+            InputError: if it is not what `scan` has read.
+        """
+        if not self.is_private and zlib.crc32(content) != self._checksums[index]:
+            raise InputError(
+                "the data file changed since the run read it",
+                where=f"{self._where}, row {index + 1}",
+                why="its bytes are others",
+                fix="start the command again, and leave the file alone while it runs",
+            )
+        return self._decode(content)
 
     def many(self, indices: list[int]) -> Iterator[Row]:
         """Yield the rows with these numbers. Neighbors are read together."""
@@ -77,11 +100,13 @@ class Records:
         block = os.pread(self._file, size, first)
         for index in indices:
             start = self._starts[index] - first
-            yield self._decode(block[start : start + self._lengths[index]])
+            yield self._row(index, block[start : start + self._lengths[index]])
 
 
 class Spool(Records):
     """Rows that are written to a temporary file as they are scanned. Nobody else sees the file."""
+
+    is_private = True
 
     def __init__(self, rows: Numbered):
         self._rows = rows

@@ -21,9 +21,14 @@ def refuse_secrets(words: Sequence[str], where: str = "") -> None:
         is_flag = word.startswith("--")
         flag = word.partition("=")[0] if is_flag else ""
         is_secret_flag = is_flag and redaction.SECRET_NAMES.search(flag)
-        if not is_secret_flag and redaction.redact(word) == word:
-            continue
         previous = words[number - 1] if number else ""
+        before = "" if is_flag else f"{previous} "
+        # As in "Bearer SECRET", or "password: SECRET" in a line of a file. Words of prompts follow
+        # such names, too, and have no digits.
+        before *= any(letter.isdigit() for letter in word)
+        is_named = redaction.redact(before + word) != redaction.redact(before) + word
+        if not is_secret_flag and not is_named:
+            continue
         if not flag and previous.startswith("--"):
             flag = previous
         raise InputError(

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -54,7 +55,9 @@ Factories = Mapping[str | None, Factory]
 """Value of the column `environment` -> factory. A single environment has the key None."""
 
 MAX_OBSERVATION_CHARACTERS = 1_000_000
-"""The longest text of one observation. Limits in tokens are far lower."""
+"""The longest text of one turn's observations. Limits in tokens are far lower."""
+CUT = "...[cut]"
+"""The end of an observation that was too long."""
 MAX_STATE_CHARACTERS = 10_000
 """The longest JSON of an attribute that reward functions see."""
 
@@ -172,25 +175,30 @@ def call(
 ) -> list[tuple[str, str, bool]]:
     """Call tools one after the other, and return (name, observation, is an error) of each.
 
-    Raises:
-        ValueError: if the observations are too long.
+    Observations that are far too long lose their ends.
     """
     results = []
     for name, arguments in calls:
         try:
             if name not in tools:
-                raise ValueError(f"Tool {name} not found.")
+                raise ValueError(f"Tool {worker_child.shorten(name)[1:-1]} not found.")
             value = _finished(getattr(instance, name)(**arguments))
             results.append((name, as_text(value), False))
         except MemoryError:
             raise
         # The model reads what went wrong, and may try again.
         except Exception as error:
-            results.append((name, as_text({"error": str(error)}), True))
-    characters = sum(len(content) for _, content, _ in results)
-    if characters > MAX_OBSERVATION_CHARACTERS:
-        raise ValueError(f"the observations of a turn have {characters:,} characters")
-    return results
+            results.append((name, as_text({"error": _message(error)}), True))
+    most = MAX_OBSERVATION_CHARACTERS // max(len(results), 1)
+    return [(name, _cut(content, most), is_error) for name, content, is_error in results]
+
+
+def _message(error: Exception) -> str:
+    """Return the message of an exception, which may not have one that can be written."""
+    try:
+        return str(error)
+    except Exception:  # A user's __str__ may raise anything.
+        return type(error).__name__
 
 
 def step(instance: Any, text: str, ended: bool = True) -> tuple[str, float | None, bool]:
@@ -249,7 +257,8 @@ def state_of(instance: Any) -> dict[str, Any]:
         if name.startswith("_"):
             continue
         try:
-            text = json.dumps(value, allow_nan=False)
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+            text.encode("utf-8")
         except (TypeError, ValueError, RecursionError):
             continue
         if len(text) <= MAX_STATE_CHARACTERS:
@@ -260,15 +269,22 @@ def state_of(instance: Any) -> dict[str, Any]:
 def as_text(value: Any) -> str:
     """Return an observation as text. Messages and blocks of content give their texts.
 
-    Raises:
-        ValueError: if it is too long.
+    Halves of surrogate pairs, which UTF-8 cannot write, become U+FFFD. A text that is far too long
+    loses its end.
     """
     if isinstance(value, (list, tuple)) and value and all(map(_is_block, value)):
         value = "\n".join(str(block.get("content", block.get("text"))) for block in value)
-    text = str(value)
-    if len(text) > MAX_OBSERVATION_CHARACTERS:
-        raise ValueError(f"an observation has {len(text):,} characters")
-    return text
+    return without_surrogates(_cut(str(value), MAX_OBSERVATION_CHARACTERS))
+
+
+def without_surrogates(text: str) -> str:
+    """Return a text with U+FFFD in place of halves of surrogate pairs."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def _cut(text: str, characters: int) -> str:
+    """Return a text, whose end says so if some of it was left out."""
+    return text if len(text) <= characters else text[:characters] + CUT
 
 
 def _is_block(value: Any) -> bool:

@@ -20,6 +20,7 @@ import math
 import os
 import pickle
 import queue
+import secrets
 import select
 import struct
 import threading
@@ -287,6 +288,12 @@ def _stop_all(running: list[_Worker | _Local]) -> None:
 # --- workers ---
 
 
+def _nonce() -> int:
+    """Return the id of a request. No environment can guess that of another episode's request, and
+    answer it in its place."""
+    return secrets.randbits(63)
+
+
 class _Ask(NamedTuple):
     """A request that waits for its reply."""
 
@@ -413,7 +420,6 @@ class _Worker:
 
     def _serve(self, process: workers.Process) -> str:
         """Answer requests until the process ends. Return the reason of its end."""
-        ids = itertools.count()
         while True:
             now = time.monotonic()
             deadline = min(self._deadlines.values(), default=math.inf)
@@ -433,7 +439,7 @@ class _Worker:
                 ask = self._asks.get()
                 if ask is None:
                     return "it was stopped"
-                if not self._send(process, next(ids), ask):
+                if not self._send(process, _nonce(), ask):
                     return self._reason(process, WRITE_SECONDS, False)[0]
             for number in self._late():
                 if number in self._overdue:
@@ -443,7 +449,7 @@ class _Worker:
                         seconds = self._pending[late].seconds
                         self._fail(late, self._reason(process, seconds, False)[0])
                     return "its process was stopped, because another episode did not answer"
-                question = next(ids)
+                question = _nonce()
                 self._overdue[question] = number
                 self._deadlines[number] = math.inf
                 future: Future[Reply] = Future()
@@ -510,9 +516,10 @@ def _as_reply(reply: Mapping[str, Any]) -> Reply:
         ValueError: if a reward is no finite number.
     """
     state = dict(reply.get("state", {}))
-    fault = str(reply.get("fault", ""))
+    fault = contract.without_surrogates(str(reply.get("fault", "")))
     if fault:
-        return Reply(fault=fault, frames=str(reply.get("frames", "")), state=state)
+        frames = contract.without_surrogates(str(reply.get("frames", "")))
+        return Reply(fault=fault, frames=frames, state=state)
     text = reply.get("text")
     results = tuple(
         ToolResult(str(name), str(content), bool(is_error))

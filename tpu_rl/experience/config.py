@@ -114,7 +114,9 @@ class SamplingConfig:
     """Turns of the policy in an episode. Only with --environment; with --agent, the calls of the
     policy that an episode may make."""
     max_observation_tokens: int = 256
-    """Tokens of one answer of the environment. A longer one is a fault of its episode."""
+    """Tokens of one answer of the environment. See `long_observations`."""
+    long_observations: Literal["cut", "refuse"] = "cut"
+    """Longer answers are cut, and end with "...[cut]"; or they are faults of their episodes."""
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None

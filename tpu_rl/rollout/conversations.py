@@ -121,6 +121,7 @@ def generate(
             scorer.tokenizer,
             max_turns=environment.max_turns,
             max_observation_tokens=environment.max_observation_tokens,
+            refuses_long=environment.refuses_long,
             max_prompt_tokens=decoding.max_prompt_tokens,
             local=scoring.local_rows(num_rows, group_size),
             step=request.step,

@@ -8,12 +8,14 @@ A turn is the policy's tokens up to its stop. What follows it:
     the turn was cut off      the episode ends: nothing follows a turn without an end
     max_turns                 the last turn still acts, but nothing follows it
 
-An observation longer than `max_observation_tokens` is a fault, as is everything that
-`environments.pool` calls one. An episode with a fault is over; it has a reason and no reward.
+An observation longer than `max_observation_tokens` is cut, or is a fault (`refuses_long`), as is
+everything that `environments.pool` calls one. Messages about calls that cannot be read count as
+short. An episode with a fault is over; it has a reason and no reward.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpu_rl.data import Row
+from tpu_rl.environments.contract import CUT
 from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts
@@ -36,6 +39,8 @@ _pool_ids = itertools.count()
 """Ids of episodes in pools: evaluations and trainings may share a pool."""
 
 Message = dict[str, Any]
+MOST_CHARACTERS = 128
+"""Characters for each token of the limit beyond which an answer is cut before it is encoded."""
 QUESTION: list[Message] = [
     {"role": "user", "content": "a question"},
     {"role": "assistant", "content": "<think>a thought</think>an answer"},
@@ -83,6 +88,8 @@ class _Episode:
     is_chat: bool
     tools: list[dict[str, Any]]
     prompt: str | list[Message]
+    call_format: str | None = None
+    """The format of its calls, after a chat template."""
     waits_for: str = "reset"
     """What `pending` is the answer to; "" while the policy writes, or after the end."""
     pending: Future[Reply] | None = None
@@ -116,6 +123,7 @@ class Episodes:
         *,
         max_turns: int,
         max_observation_tokens: int,
+        refuses_long: bool = False,
         max_prompt_tokens: int,
         step: int,
         local: slice | None = None,
@@ -133,6 +141,7 @@ class Episodes:
             tokenizer: reads turns and writes observations.
             max_turns: turns of the policy in an episode, at least 1.
             max_observation_tokens: tokens that may follow a turn.
+            refuses_long: whether longer observations are faults. By default they are cut.
             max_prompt_tokens: tokens of a prompt, with the first observation.
             step: the step of the run. Seeds depend on it.
             local: the episodes, in whole groups, that this process runs; by default all.
@@ -150,6 +159,7 @@ class Episodes:
         self._group_size = group_size
         self._max_turns = max_turns
         self._max_observation_tokens = max_observation_tokens
+        self._refuses_long = refuses_long
         self._max_prompt_tokens = max_prompt_tokens
         self._stop_strings = stop_strings
         self._is_evaluation = is_evaluation
@@ -201,14 +211,14 @@ class Episodes:
                 self._max_turns,
                 self._is_evaluation,
             )
-        known: dict[tuple[int, str | None], tuple[Any, list[int], str]] = {}
+        known: dict[tuple[int, str | None], tuple[Any, list[int], str | None, str]] = {}
         prompt_ids = {}
         for row, episode in self._episodes.items():
             reply = _reply(episode)
             key = (row // self._group_size, reply.text)
             if key not in known:
                 known[key] = self._first_prompt(episode, reply.text)
-            episode.prompt, token_ids, fault = known[key]
+            episode.prompt, token_ids, episode.call_format, fault = known[key]
             episode.fault = reply.fault or fault
             prompt_ids[row] = list(token_ids)
         return prompt_ids
@@ -280,7 +290,9 @@ class Episodes:
 
     def _begin_calls(self, episode: _Episode, token_ids: Sequence[int], stopped: bool) -> None:
         """Call the tools that a turn asks for, or end the episode."""
-        turn = self._tokenizer.parse_turn(token_ids, episode.tools, episode.is_chat)
+        turn = self._tokenizer.parse_turn(
+            token_ids, episode.tools, episode.is_chat, episode.call_format
+        )
         episode.messages.append(turn.message)
         if not stopped or not turn.calls:
             self._begin_reward(episode)
@@ -350,7 +362,9 @@ class Episodes:
         if reply.done or len(episode.turn_rewards) >= self._max_turns:
             self._begin_reward(episode)
             return None
-        return self._encode_observation(episode, earlier, messages)
+        token_ids, seen = self._encode_observation(episode, earlier, messages)
+        episode.messages[len(earlier) :] = seen
+        return token_ids
 
     def _tool_messages(
         self, episode: _Episode, results: Sequence[ToolResult]
@@ -370,8 +384,47 @@ class Episodes:
 
     def _encode_observation(
         self, episode: _Episode, earlier: list[Message], messages: list[Message]
-    ) -> list[int] | None:
-        """Return the ids of an observation; None if it ends the episode by a fault."""
+    ) -> tuple[list[int] | None, list[Message]]:
+        """Return the ids of an observation, and its messages, which may have been cut.
+
+        The ids are None if the observation ends the episode by a fault.
+        """
+        limit = self._max_observation_tokens
+        if not self._refuses_long:
+            messages = [_bounded(message, MOST_CHARACTERS * limit) for message in messages]
+        seen = messages
+        # Messages about bad calls are ours, and count as short.
+        limit += sum(
+            len(self._tokenizer.encode(message["content"]))
+            for message in messages
+            if _is_ours(message)
+        )
+        try:
+            token_ids, history = self._written(episode, earlier, seen)
+            # Texts have other ids together than apart, so that the second cut may be too long, too.
+            excess = 0
+            while len(token_ids) > limit and not self._refuses_long:
+                excess += len(token_ids) - limit
+                shortened = self._shortened(messages, excess)
+                if shortened == seen:
+                    break
+                seen = shortened
+                token_ids, history = self._written(episode, earlier, seen)
+        except InputError as error:
+            episode.fault = f"an observation cannot be written: {error.what}"
+            self._begin_reward(episode)
+            return None, messages
+        if len(token_ids) > limit:
+            episode.fault = f"an observation has {len(token_ids)} tokens, and {limit} are allowed"
+            self._begin_reward(episode)
+            return None, messages
+        episode.observation_tokens += len(token_ids)
+        return token_ids if history is None else History(history), seen
+
+    def _written(
+        self, episode: _Episode, earlier: list[Message], messages: list[Message]
+    ) -> tuple[list[int], list[int] | None]:
+        """Return the ids of an observation, and those of the whole text if it is rewritten."""
         history = None
         if not isinstance(episode.prompt, str):
             conversation = [*episode.prompt, *earlier]
@@ -381,39 +434,62 @@ class Episodes:
                 {**message, "content": tool_calls.RESULT.format(message["content"])}
                 for message in messages
             ]
-        try:
-            if history is None:
-                token_ids = self._tokenizer.encode_observation(
-                    messages, episode.ended, episode.is_chat
-                )
-            else:
-                token_ids = self._tokenizer.encode_observation(messages, True, is_chat=False)
-        except InputError as error:
-            episode.fault = f"an observation cannot be written: {error.what}"
-            self._begin_reward(episode)
-            return None
-        if len(token_ids) > self._max_observation_tokens:
-            episode.fault = (
-                f"an observation has {len(token_ids)} tokens, and "
-                f"{self._max_observation_tokens} are allowed"
-            )
-            self._begin_reward(episode)
-            return None
-        episode.observation_tokens += len(token_ids)
-        return token_ids if history is None else History(history)
+        if history is None:
+            ended = episode.ended
+            return self._tokenizer.encode_observation(messages, ended, episode.is_chat), None
+        return self._tokenizer.encode_observation(messages, True, is_chat=False), history
+
+    def _shortened(self, messages: list[Message], excess: int) -> list[Message]:
+        """Return the messages with about `excess` tokens less: the longest ones lose most."""
+        ids = [
+            [] if _is_ours(message) else self._tokenizer.encode(message["content"])
+            for message in messages
+        ]
+        excess += len(self._tokenizer.encode(CUT)) * len(messages)
+        longest = max(map(len, ids), default=0)
+
+        def left_out(most: int) -> int:
+            return sum(max(len(part) - most, 0) for part in ids)
+
+        # The largest length of a content such that enough is left out.
+        cut = bisect.bisect_left(
+            range(longest), excess, key=lambda fewer: left_out(longest - fewer)
+        )
+        most = longest - cut
+        return [
+            {**message, "content": self._cut(part, most)} if len(part) > most else message
+            for message, part in zip(messages, ids, strict=True)
+        ]
+
+    def _cut(self, token_ids: list[int], length: int) -> str:
+        """Return the text of the first tokens, and the mark."""
+        # The last token may be a part of a character.
+        return self._tokenizer.decode(token_ids[:length]).rstrip("\ufffd") + CUT
 
     def _first_prompt(
         self, episode: _Episode, text: str | None
-    ) -> tuple[str | list[Message], list[int], str]:
-        """Return an episode's prompt with the text that `reset` returned, its ids, and a fault."""
+    ) -> tuple[str | list[Message], list[int], str | None, str]:
+        """Return an episode's prompt with the text that `reset` returned, its ids, the format of
+        its calls, and a fault."""
         fault = ""
+        prompt = episode.prompt
+        token_ids = None
         if text is not None:
-            prompt = _with_text(episode.prompt, text)
+            prompt = _with_text(prompt, text)
             try:
-                return prompt, self._encode_prompt(episode, prompt), ""
+                token_ids = self._encode_prompt(episode, prompt)
             except InputError as error:
                 fault = f"the text that `reset` returned: {error.what}"
-        return episode.prompt, self._encode_prompt(episode, episode.prompt), fault
+                prompt = episode.prompt
+        if token_ids is None:
+            token_ids = self._encode_prompt(episode, prompt)
+        call_format = None
+        if episode.is_chat and episode.tools:
+            try:
+                call_format = self._tokenizer.tool_format(token_ids)
+            except InputError as error:
+                fault = fault or f"{error.what}: {error.why}"
+        return prompt, token_ids, call_format, fault
 
     def _encode_prompt(self, episode: _Episode, prompt: str | list[Message]) -> list[int]:
         """Return the ids of a prompt, with the tools that it shows."""
@@ -425,6 +501,19 @@ class Episodes:
             row["tools"] = episode.tools
         (token_ids,) = prompts.encode([row], self._tokenizer, self._max_prompt_tokens)
         return token_ids
+
+
+def _bounded(message: Message, characters: int) -> Message:
+    """Return a message with at most so many characters, so that encoding it takes little time."""
+    content = message["content"]
+    if len(content) <= characters:
+        return message
+    return {**message, "content": content[:characters] + CUT}
+
+
+def _is_ours(message: Message) -> bool:
+    """Return True for the message about a call that cannot be read: it names no tool."""
+    return message.get("name") == ""
 
 
 def _answered(reply: Reply) -> Future[Reply]:
@@ -459,10 +548,14 @@ def _seed(seed: int, step: int, group_id: int) -> int:
     return zlib.crc32(f"{seed} {step} {group_id}".encode()) & 0x7FFFFFFF
 
 
-def require_fit(tokenizer: Tokenizer, pool: EnvironmentPool, is_chat: bool) -> None:
-    """Raise InputError if the tokenizer cannot write what environments answer.
+def require_fit(
+    tokenizer: Tokenizer, pool: EnvironmentPool, is_chat: bool, prompt: Any = None
+) -> None:
+    """Raise InputError if the tokenizer cannot write what environments answer, or read its calls.
 
-    Call this before a device is claimed. `is_chat` says whether prompts are conversations.
+    Call this before a device is claimed. `is_chat` says whether prompts are conversations, and
+    `prompt` is the first of them, which may explain how tools are called. Without it, what `reset`
+    returns may do so.
     """
     if not is_chat:
         return
@@ -471,3 +564,9 @@ def require_fit(tokenizer: Tokenizer, pool: EnvironmentPool, is_chat: bool) -> N
         messages = [{"role": role, "name": "tool", "content": "answer"}]
         if tokenizer.encode_rewritten(QUESTION, messages, description.tools) is None:
             tokenizer.encode_observation(messages, True)
+        if not description.tools:
+            continue
+        tokenizer.require_readable_calls()
+        if prompt:
+            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            tokenizer.tool_format(tokenizer.encode_prompt(messages, description.tools))

@@ -130,6 +130,8 @@ class Environment(NamedTuple):
     """Turns of the policy in an episode."""
     max_observation_tokens: int
     """Tokens of one observation."""
+    refuses_long: bool = False
+    """Longer observations are faults; otherwise they are cut."""
 
     @property
     def is_scored(self) -> bool:

@@ -200,6 +200,8 @@ def invert_cdf(mass: Array, uniform: Array) -> Array:
     mass_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     shard, block_of_shard = jnp.divmod(block, blocks.shape[1] // shards)
     token_of_shard = block_of_shard * BLOCK + _invert_level(mass_in_block, remainder)[0]
+    # Without any mass, as after NaN, the last place is the padding's.
+    token_of_shard = jnp.minimum(token_of_shard, shard_tokens - 1)
     return shard * shard_tokens + token_of_shard
 
 

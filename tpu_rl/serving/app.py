@@ -13,8 +13,10 @@ one for each episode.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
+import logging
 import re
 import secrets
 import time
@@ -32,9 +34,15 @@ from tpu_rl.serving import chat, protocol
 from tpu_rl.serving.protocol import ApiError, Options
 from tpu_rl.serving.pump import Closed, Conversations, Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
-from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers import Tokenizer, conversations
 
 MAX_BODY_BYTES = 8 * 2**20
+BODY_SECONDS = 30.0
+"""Time in which a body must arrive."""
+MAX_TOKEN_CHARACTERS = 128
+"""Characters for each token of a conversation beyond which a text is not even encoded."""
+LONG_TEXT = 20_000
+"""Characters from which on a text is encoded in a thread of its own, so that nobody waits."""
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MOST_EXCHANGES = 256
 """Exchanges that a server without episodes remembers."""
@@ -175,6 +183,8 @@ class Limits(NamedTuple):
     """Prompt and completion."""
     max_new_tokens: int
     """One completion."""
+    vocab_size: int | None = None
+    """Rows of the model's embedding, if they may be fewer than the tokenizer's ids."""
 
 
 @dataclass
@@ -208,15 +218,22 @@ class App:
             status, answer = 400, ApiError(400, str(error)).body
         except Closed:
             status, answer = 410, ApiError(410, "the episode is over", code="closed").body
+        # No request may end the server, whatever it makes a library raise.
+        except Exception as error:
+            logging.getLogger(__name__).exception("a request failed")
+            name = type(error).__name__
+            status, answer = 500, ApiError(500, f"the request failed: {name}").body
         kind = b"application/json"
         parts = answer
         if isinstance(answer, list):
             kind = b"text/event-stream"
         else:
             parts = [json.dumps(answer).encode()]
-        await send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
-        )
+        headers = [(b"content-type", kind)]
+        if status == 408:
+            # The rest of the body is not read.
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
@@ -228,6 +245,8 @@ class App:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         method, path = scope["method"], scope["path"]
+        # Also of a request that is refused: who sends while the connection closes reads no answer.
+        body = await _receive_body(receive) if method == "POST" else b""
         host = re.sub(r":\d+$", "", headers.get("host", ""))
         if self.is_open and host not in LOOPBACK_NAMES:
             raise ApiError(403, "a server without a key answers requests to a loopback name only")
@@ -250,7 +269,7 @@ class App:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "GET":
             return handler()
-        return await handler(account, await _read_json(headers, receive))
+        return await handler(account, _read_json(headers, body))
 
     # --- routes ---
 
@@ -265,9 +284,16 @@ class App:
     async def _chat(self, account: Account, body: Any) -> dict[str, Any] | list[bytes]:
         request = protocol.parse_chat(body)
         options = request.options
-        prompt = account.history.encode(request.messages, request.tools)
+        texts = conversations.strings([request.messages, request.tools or []], roles=True)
+        prompt = await self._encoded(
+            sum(map(len, texts)),
+            functools.partial(account.history.encode, request.messages, request.tools),
+        )
+        call_format = self.tokenizer.tool_format(prompt) if request.tools else None
         turn = await self._turn(account, prompt, options)
-        message = chat.as_message(self.tokenizer, turn.tokens, options.stop, request.tools)
+        message = chat.as_message(
+            self.tokenizer, turn.tokens, options.stop, request.tools, call_format
+        )
         account.history.add(request.messages, request.tools, message, prompt + turn.tokens)
         finish = _finish_reason(turn)
         shown = {"content": None, "tool_calls": None, **message}
@@ -289,7 +315,8 @@ class App:
             raise ApiError(400, "completions of texts are not streamed", "stream")
         prompt = request.prompt
         if isinstance(prompt, str):
-            prompt = [*self.tokenizer.prefix_ids, *self.tokenizer.encode(prompt)]
+            encode = functools.partial(self.tokenizer.encode, prompt)
+            prompt = [*self.tokenizer.prefix_ids, *await self._encoded(len(prompt), encode)]
         turn = await self._turn(account, prompt, request.options)
         message = chat.as_message(self.tokenizer, turn.tokens, request.options.stop, None)
         choice = {"index": 0, "text": message["content"], "finish_reason": _finish_reason(turn)}
@@ -326,6 +353,24 @@ class App:
             "usage": protocol.usage(prompt, turn),
         }
 
+    async def _encoded(self, characters: int, encode: Callable[[], list[int]]) -> list[int]:
+        """Return the ids of a text with this number of characters.
+
+        Raises:
+            ApiError: if it is longer than any text that could be read.
+        """
+        most = MAX_TOKEN_CHARACTERS * self.limits.max_model_len
+        if characters > most:
+            raise ApiError(
+                400,
+                f"the prompt has {characters} characters, but conversations have at most "
+                f"{self.limits.max_model_len} tokens",
+                code="context_length_exceeded",
+            )
+        if characters < LONG_TEXT:
+            return encode()
+        return await asyncio.to_thread(encode)
+
     # --- turns ---
 
     async def _turn(self, account: Account, prompt: list[int], options: Options) -> Turn:
@@ -360,9 +405,12 @@ class App:
                 f"conversations have at most {self.limits.max_model_len}",
                 code="context_length_exceeded",
             )
-        unknown = [i for i in prompt if not 0 <= i < self.tokenizer.vocab_size]
+        sizes = (self.tokenizer.vocab_size, self.limits.vocab_size)
+        vocab_size = min(size for size in sizes if size is not None)
+        unknown = [i for i in prompt if not 0 <= i < vocab_size]
         if unknown:
-            raise ApiError(400, f"{unknown[0]} is no token id of the model")
+            shown = str(unknown[0])[: protocol.MAX_TEXT]
+            raise ApiError(400, f"{shown} is no token id of the model")
 
     def _find_end(self, options: Options) -> Callable[[list[int]], int | None]:
         """Return a function that returns how many tokens a completion has, or None: all."""
@@ -411,21 +459,36 @@ def _api_key(headers: Mapping[str, str]) -> str | None:
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-async def _read_json(headers: Mapping[str, str], receive: Receive) -> Any:
-    """Return the body. Browsers send other kinds of content without asking first."""
+def _read_json(headers: Mapping[str, str], body: bytes) -> Any:
+    """Return the value of a body. Browsers send other kinds of content without asking first."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the content type is not application/json")
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client has gone")
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        if not message.get("more_body"):
-            break
+    return protocol.parse_json(body, "the body")
+
+
+async def _receive_body(receive: Receive) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: if it is too long, or does not arrive in time.
+    """
+    body = bytearray()
+    size = 0
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON") from None
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "the client has gone")
+                piece = message.get("body", b"")
+                size += len(piece)
+                # The rest of a body that is too long is dropped as it comes.
+                if size <= MAX_BODY_BYTES:
+                    body += piece
+                if not message.get("more_body"):
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)

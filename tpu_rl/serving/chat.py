@@ -44,9 +44,10 @@ class History:
         Raises:
             InputError: if the messages cannot be rendered.
         """
+        # A copy: this may run in a thread of its own.
         known = [
             exchange
-            for exchange in self._exchanges
+            for exchange in list(self._exchanges)
             if exchange.tools == tools
             and len(exchange.messages) < len(messages)
             and messages[: len(exchange.messages)] == exchange.messages
@@ -85,17 +86,19 @@ def as_message(
     token_ids: Sequence[int],
     stop: Sequence[str],
     tools: Sequence[dict[str, Any]] | None,
+    call_format: str | None = None,
 ) -> Message:
     """Return a completion as a message: text up to a stop string, and calls of tools.
 
-    A call that cannot be read stays text.
+    A call that cannot be read stays text. `call_format` is that of `Tokenizer.tool_format`.
     """
     text = tokenizer.decode(token_ids)
     places = [text.index(string) for string in stop if string in text]
     text = text[: min(places)] if places else text
     calls = []
     if tools:
-        turn = tokenizer.parse_turn(token_ids, [_with_properties(tool) for tool in tools], True)
+        schemas = [_with_properties(tool) for tool in tools]
+        turn = tokenizer.parse_turn(token_ids, schemas, True, call_format)
         calls = [call for call in turn.calls if isinstance(call, ToolCall)]
         if len(calls) == len(turn.calls) > 0:
             text = turn.content

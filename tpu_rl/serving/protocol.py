@@ -7,7 +7,6 @@ caller believes in.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,13 @@ from tpu_rl.tokenizers import Tokenizer
 MAX_STOPS = 16
 MAX_TEXT = 300
 """Characters of a value that error messages repeat."""
+MAX_DEPTH = 64
+"""The deepest nesting of a body, and of arguments in it."""
+TEMPERATURES = (1e-4, 1e4)
+"""The smallest temperature but 0, and the largest one, for which logits stay finite numbers."""
+MAX_TOP_K = 2**30
+MIN_SHARE = 1e-30
+"""The smallest top_p and min_p that float32 tells from 0."""
 
 
 class ApiError(Exception):
@@ -86,6 +92,29 @@ class TextRequest:
 
 
 # --- requests ---
+
+
+def parse_json(text: str | bytes | bytearray, place: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ApiError: if it is none, or nested so deeply that functions which walk it would fail.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ApiError(400, f"{place} is not JSON") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for container in level
+            if isinstance(container, (dict, list))
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+        if not level:
+            return value
+    raise ApiError(400, f"{place} is nested more than {MAX_DEPTH} deep")
 
 
 class _Fields:
@@ -207,10 +236,12 @@ def _options(fields: _Fields, logprobs: bool | None = None) -> Options:
     number = (int, float)
     options = Options(
         max_tokens=_max_tokens(fields),
-        temperature=fields.take("temperature", number, lambda x: 0 <= x < math.inf),
-        top_k=fields.take("top_k", int, lambda k: k >= -1),
-        top_p=fields.take("top_p", number, lambda p: 0 < p <= 1),
-        min_p=fields.take("min_p", number, lambda p: 0 <= p <= 1),
+        temperature=fields.take(
+            "temperature", number, lambda x: x == 0 or TEMPERATURES[0] <= x <= TEMPERATURES[1]
+        ),
+        top_k=fields.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K),
+        top_p=fields.take("top_p", number, lambda p: MIN_SHARE <= p <= 1),
+        min_p=fields.take("min_p", number, lambda p: p == 0 or MIN_SHARE <= p <= 1),
         stop=stops,
         stop_token_ids=tuple(_ids(fields.take("stop_token_ids", list) or [], "stop_token_ids")),
         seed=fields.take("seed", int),
@@ -286,10 +317,7 @@ def _call(value: Any, place: str) -> dict[str, Any]:
     arguments = function.take("arguments", (str, dict)) or {}
     function.finish()
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise ApiError(400, f"{place}.function.arguments is not JSON", place) from None
+        arguments = parse_json(arguments, f"{place}.function.arguments")
     fields.only("type", "function")
     fields.ignore("index")
     call_id = fields.take("id", str)

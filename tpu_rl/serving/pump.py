@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from tpu_rl.errors import TpuRlError
 from tpu_rl.sampler import ConversationSampler, Turn, TurnRequest
 from tpu_rl.sampler.conversation_sampler import common_prefix
 
@@ -123,6 +122,10 @@ class Pump:
         """Answer all calls with an error, also those to come, and free the caches."""
         with self._lock:
             self._error = error
+        self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Answer all calls so far with an error, after a failure of `step`, and free the caches."""
         self._drain(0.0)
         for future in self._futures.values():
             future.set_exception(error)
@@ -159,7 +162,8 @@ class Pump:
         conversation = ask.request.conversation
         try:
             self._sampler(ask).submit([ask.request])
-        except TpuRlError as error:
+        # What one request asks for may not end the server: no program may compile for it.
+        except Exception as error:
             future = self._futures.pop(conversation, None)
             if future is not None:
                 future.set_exception(error)

@@ -14,6 +14,8 @@ from tpu_rl.errors import InputError, MachineError, typed_command
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
+HEAD_SECONDS = 30.0
+"""Time in which the head of a request must arrive."""
 END_SECONDS = 3.0
 """Time for the answers that are under way when the server ends."""
 
@@ -61,6 +63,38 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _protocol() -> type:
+    """Return uvicorn's protocol with a time limit for the head of a request."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """Closes connections whose next request does not begin, or whose head does not end."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait_for_head()
+
+        def data_received(self, data: bytes) -> None:
+            was_idle = self.conn.their_state is h11.IDLE
+            super().data_received(data)
+            # The first bytes after a request end uvicorn's own limit for idle connections.
+            if was_idle and self.timeout_keep_alive_task is None:
+                self._wait_for_head()
+
+        def _wait_for_head(self) -> None:
+            if getattr(self, "_head_timer", None) is None:
+                self._head_timer = self.loop.call_later(HEAD_SECONDS, self._end_wait)
+
+        def _end_wait(self) -> None:
+            self._head_timer = None
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            if self.conn.their_state is h11.IDLE and not is_answering:
+                self.transport.close()
+
+    return Protocol
+
+
 class Server:
     """Answers requests in a thread of its own."""
 
@@ -73,7 +107,7 @@ class Server:
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http="h11",
+                http=_protocol(),
                 ws="none",
                 lifespan="off",
                 log_level="warning",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,23 @@ class _HuggingFace:
     """Backend of `Tokenizer`."""
 
     tokenizer: Any
+    lock: Any = field(default_factory=threading.Lock, compare=False, repr=False)
+    """Held while the library encodes: whether it splits special tokens is a state of its object,
+    which threads would change for each other."""
 
     def encode_text(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        with self.lock:
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def encode_control(self, text: str) -> list[int] | None:
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+        with self.lock:
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        with self.lock:
+            return self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
 
     def parse_response(self, text: str, prefix: str, tools: list[Any]) -> dict[str, Any] | None:
         if getattr(self.tokenizer, "response_template", None) is None:
@@ -84,7 +91,7 @@ class _HuggingFace:
     def with_template(self, template: str) -> _HuggingFace:
         tokenizer = copy.copy(self.tokenizer)
         tokenizer.chat_template = template
-        return _HuggingFace(tokenizer)
+        return _HuggingFace(tokenizer, self.lock)
 
     def save(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)

@@ -8,6 +8,8 @@ control tokens.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import json
 import re
@@ -274,8 +276,13 @@ class Tokenizer:
             fix="leave `weight` out, or correct the template (--tokenizer.chat-template)",
         )
 
-    def _conversation(self, messages: list[Message], tools: Tools | None) -> Conversation:
-        """Return the conversation, with the system message of the settings if it has none."""
+    def _conversation(
+        self, messages: list[Message], tools: Tools | None, rewrite: bool = True
+    ) -> Conversation:
+        """Return the conversation, with the system message of the settings if it has none.
+
+        With `rewrite`, the arguments of calls are given as the template wants them.
+        """
         if self.chat_template is None:
             raise InputError(
                 "the tokenizer has no chat template, but the data hold messages",
@@ -290,6 +297,8 @@ class Tokenizer:
             {key: value for key, value in message.items() if key != "weight"}
             for message in messages
         ]
+        if rewrite and any(message.get("tool_calls") for message in messages):
+            messages = self._with_arguments(messages)
         if self.chat.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.chat.system}, *messages]
         parsed_tools = conversations.parse_tools(tools)
@@ -299,6 +308,18 @@ class Tokenizer:
         return conversations.hide(
             self.chat_template, messages, parsed_tools, variables, self.control
         )
+
+    def _with_arguments(self, messages: list[Message]) -> list[Message]:
+        """Return messages whose calls have arguments as JSON text, if the template wants that."""
+        if not self._call_form.as_text:
+            return messages
+        changed = copy.deepcopy(messages)
+        for message in changed:
+            for call in message.get("tool_calls") or []:
+                function = call.get("function", call) if isinstance(call, dict) else {}
+                if isinstance(function.get("arguments"), dict):
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return changed
 
     def _refuse_system(self) -> None:
         """Raise InputError if a plain text should follow a system message."""
@@ -358,8 +379,49 @@ class Tokenizer:
         """True if the chat template tells the model about tools."""
         return self.chat_template is not None and "tools" in self.chat_template
 
+    def tool_format(self, prompt_ids: Sequence[int]) -> str:
+        """Return the format in which the model calls tools after a chat prompt.
+
+        It is the format that reads back a call that the chat template writes. If the template
+        writes none, the prompt must explain a format, as SmolLM3's and Phi-4-mini's templates do.
+
+        Raises:
+            InputError: if no format reads what the template writes, or nothing tells the format.
+        """
+        self.require_readable_calls()
+        form = self._call_form
+        if form.format_name is not None:
+            return form.format_name
+        explained = tool_calls.explained_in(self.decode(prompt_ids, skip_special=False))
+        if explained is None:
+            raise InputError(
+                "nothing tells the model how to call the tools",
+                where="chat template, --data.system",
+                why="the template writes no calls, and the prompt shows no form of them",
+                fix="describe the tools and the form of a call, such as "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, in --data.system; or '
+                + FIX_TEMPLATE,
+            )
+        return explained
+
+    def require_readable_calls(self) -> None:
+        """Raise InputError if the chat template writes calls, but no format reads them back."""
+        form = self._call_form
+        if form.written and form.format_name is None:
+            raise InputError(
+                "calls of tools cannot be read in the form in which the chat template writes them",
+                where=f"chat template: {form.written[:200]!r}",
+                why="no known format reads the same call back, so that no tool would ever be called"
+                " as the model means it",
+                fix=FIX_TEMPLATE,
+            )
+
     def parse_turn(
-        self, token_ids: Sequence[int], tools: tool_calls.Tools, is_chat: bool
+        self,
+        token_ids: Sequence[int],
+        tools: tool_calls.Tools,
+        is_chat: bool,
+        format_name: str | None = None,
     ) -> tool_calls.ParsedTurn:
         """Return a turn that the model wrote, and the calls of tools in it.
 
@@ -368,20 +430,71 @@ class Tokenizer:
             tools: the schemas of the tools.
             is_chat: whether the turn follows a chat template. Otherwise the plain protocol of
                 `tool_calls` is read.
+            format_name: the format of calls (`tool_format`). By default that of the chat template;
+                nothing is read if it has none.
         """
         ids = list(token_ids)
         while ids and ids[-1] in self.eos_ids:
             ids.pop()
         # Some marks of calls are control tokens.
         text = self.decode(ids, skip_special=False)
-        message = None
-        if is_chat:
-            message = self.backend.parse_response(text, self._turn_prompt, [*tools])
+        if not is_chat:
+            turn = tool_calls.parse(text, "plain", tools)
+        else:
+            turn = self._parse_chat(text, tools, format_name or self._call_form.format_name)
+        return turn if turn.calls else turn._replace(content=self.decode(ids))
+
+    def _parse_chat(
+        self, text: str, tools: tool_calls.Tools, format_name: str | None
+    ) -> tool_calls.ParsedTurn:
+        """Return a turn after a chat template: as the tokenizer's own files say, or in a format."""
+        message = self.backend.parse_response(text, self._turn_prompt, [*tools])
         if message is not None:
             return tool_calls.from_message(message)
-        format_name = tool_calls.format_of(self.chat_template) if is_chat else "plain"
-        turn = tool_calls.parse(text, format_name, tools)
-        return turn if turn.calls else turn._replace(content=self.decode(ids))
+        if format_name is None:
+            return tool_calls.ParsedTurn(text.strip(), [])
+        in_thought = tool_calls.begins_thought(self._turn_prompt)
+        return tool_calls.parse(text, format_name, tools, in_thought)
+
+    @functools.cached_property
+    def _call_form(self) -> _CallForm:
+        """How the chat template writes calls, tried with a call of many types of values.
+
+        Templates expect arguments as an object, or (DeepSeek V3) as its JSON text.
+        """
+        written = ""
+        for as_text in (False, True):
+            arguments: Any = json.dumps(TRIED_ARGUMENTS) if as_text else TRIED_ARGUMENTS
+            text = self._written_call(arguments)
+            if TRIED_TOOL not in text:
+                continue
+            wanted = [tool_calls.ToolCall(TRIED_TOOL, TRIED_ARGUMENTS)]
+            marked = tool_calls.formats_of(self.chat_template or "")
+            for name in dict.fromkeys([*marked, *tool_calls.FORMATS]):
+                if self._parse_chat(text, [TRIED_SCHEMA], name).calls == wanted:
+                    return _CallForm(name, as_text, text)
+            written = written or text
+        return _CallForm(None, False, written)
+
+    def _written_call(self, arguments: Any) -> str:
+        """Return what the template writes for a turn with a call; "" if it refuses it."""
+        call = {"name": TRIED_TOOL, "arguments": arguments}
+        # Mistral's templates want ids of nine characters.
+        calls = [{"id": "call00001", "type": "function", "function": call}]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            conversation = self._conversation([TURN[0], answer], [TRIED_SCHEMA], rewrite=False)
+            count = len(conversation.messages)
+            before = conversation.render(count - 1, False).text
+            prompt = conversation.render(count - 1, True).text
+            whole = conversation.render(count, False).text
+        except InputError:
+            return ""
+        start = prompt if whole.startswith(prompt) else before
+        written = whole.removeprefix(start)
+        ends = [text for text, token_id in self.control.items() if token_id in self.eos_ids]
+        places = [written.rfind(end) for end in ends]
+        return written[: max(places)] if max(places, default=-1) > 0 else written
 
     def encode_observation(
         self, messages: Sequence[Message], ended: bool, is_chat: bool = True
@@ -406,12 +519,17 @@ class Tokenizer:
             text = _joined(messages)
             _require_encodable(text)
             return self._encode_after(text, follows_control=True)
-        try:
-            return self._encode_next_turn(list(messages), ended)
-        except InputError:
-            if all(message["role"] == "user" for message in messages):
-                raise
-        return self._encode_next_turn([{"role": "user", "content": _joined(messages)}], ended)
+        # Mistral's templates want ids of nine characters.
+        with_ids = [
+            {**message, "tool_call_id": f"call{number:05d}"}
+            for number, message in enumerate(messages)
+        ]
+        if any(message["role"] != "user" for message in messages):
+            for tried in (list(messages), with_ids):
+                with contextlib.suppress(InputError):
+                    return self._encode_next_turn(tried, ended)
+            messages = _as_user(messages)
+        return self._encode_next_turn(list(messages), ended)
 
     def _encode_next_turn(self, messages: list[Message], ended: bool) -> list[int]:
         conversation = self._conversation([*TURN, *messages], None)
@@ -454,7 +572,12 @@ class Tokenizer:
             before = conversation.render(count - len(messages), False).text
             after = conversation.render(count, True).text
         except InputError:
-            return None
+            # Some (gpt-oss) want a call before each message of a tool, and a call that cannot be
+            # read is none. Those that only append do not need the earlier messages.
+            is_tools = any(message["role"] != "user" for message in messages)
+            if not is_tools or self._appends:
+                return None
+            return self.encode_rewritten(earlier, _as_user(messages), tools)
         ends = [text for text, token_id in self.control.items() if token_id in self.eos_ids]
         has_end = any(end in before for end in ends)
         if not has_end or (after.startswith(before) and self._appends):
@@ -567,6 +690,63 @@ TURN: list[Message] = [
     {"role": "assistant", "content": "answer-of-the-assistant"},
 ]
 """A conversation whose last turn stands for any turn of the model."""
+
+
+class _CallForm(NamedTuple):
+    """How a chat template writes calls of tools."""
+
+    format_name: str | None
+    """The format that reads them back; None if none does, or the template writes none."""
+    as_text: bool
+    """True if the template wants arguments as JSON text."""
+    written: str
+    """What it writes for a call; "" if it writes none."""
+
+
+FIX_TEMPLATE = (
+    "give a template whose calls have one of the formats of the how-to writing_an_environment: "
+    "--tokenizer.chat-template FILE"
+)
+TRIED_TOOL = "look_up"
+TRIED_ARGUMENTS = {
+    "text": 'a "b" <c>\né',
+    "digits": "12",
+    "count": 5,
+    "share": 2.5,
+    "flag": True,
+    "items": ["x", 1],
+    "nested": {"key": [False]},
+}
+"""The arguments of a call that a template must write such that it can be read back."""
+TRIED_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": TRIED_TOOL,
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                name: {"type": kind, "description": f"The {name}."}
+                for name, kind in {
+                    "text": "string",
+                    "digits": "string",
+                    "count": "integer",
+                    "share": "number",
+                    "flag": "boolean",
+                    "items": "array",
+                    "nested": "object",
+                }.items()
+            },
+            "required": list(TRIED_ARGUMENTS),
+        },
+    },
+}
+"""The tool that it calls."""
+
+
+def _as_user(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as one of the user."""
+    return [{"role": "user", "content": _joined(messages)}]
 
 
 def _joined(messages: Sequence[Message]) -> str:
