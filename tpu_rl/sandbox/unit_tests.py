@@ -56,6 +56,8 @@ IMPORTABLE = MODULES | {
 """Modules of the standard library that a test may import."""
 TEST_NAMES = MODULES | set(vars(builtins))
 """Names that a test has without the program."""
+EVALUATORS = {"eval", "exec", "compile", "__import__", "__builtins__", "__loader__", "breakpoint"}
+"""Builtins that could run a text of the program on the test's side."""
 
 
 def passes(
@@ -121,6 +123,7 @@ def prepare(test: str) -> Prepared:
     defined = {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
     names = _global_names(table) - defined - TEST_NAMES
     _require_separable(tree, names)
+    _require_no_evaluators(tree, defined)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
     if not num_asserts:
         raise ValueError(f"the test {test!r:.100} asserts nothing")
@@ -182,6 +185,13 @@ def _require_separable(tree: ast.Module, program_names: set[str]) -> None:
             raise _refusal(node, "a class of the program cannot be judged apart from it")
 
 
+def _require_no_evaluators(tree: ast.Module, defined: set[str]) -> None:
+    """Raise ValueError if the test could run a text of the program."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in EVALUATORS - defined:
+            raise _refusal(node, "it could run a text of the program on the test's side")
+
+
 def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
     """Raise ValueError if an assert at the top of the test does not depend on the program."""
     dependent = set(program_names)
@@ -240,13 +250,18 @@ def _seeds(tree: ast.Module) -> list[ast.stmt]:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Makes asserts and calls for their effect into calls of `channel.judge`'s functions."""
+    """Makes asserts, calls for their effect, handlers and `with` into calls of `channel.judge`'s
+    functions."""
 
     def __init__(self):
         self.num_asserts = 0
         """Asserts that must be reached: those of constants, as `assert False`, need not."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        for part in ast.walk(node.test):
+            # Here a missing attribute is an answer, and no failure of the program.
+            if isinstance(part, ast.Name) and part.id == "hasattr":
+                part.id = "<hasattr>"
         self.generic_visit(node)
         number = -1
         if not isinstance(node.test, ast.Constant):
@@ -264,6 +279,17 @@ class _Rewrite(ast.NodeTransformer):
             node.value = ast.copy_location(
                 ast.Call(function, [call.func, *call.args], call.keywords), call
             )
+        return node
+
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        self.generic_visit(node)
+        node.body.insert(0, ast.Expr(ast.Call(ast.Name("<caught>", ast.Load()), [], [])))
+        return node
+
+    def visit_withitem(self, node: ast.withitem) -> ast.AST:
+        self.generic_visit(node)
+        node.context_expr = ast.Call(ast.Name("<context>", ast.Load()), [node.context_expr], [])
         return node
 
 
