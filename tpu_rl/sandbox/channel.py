@@ -409,6 +409,8 @@ class End:
 
     def number_of(self, proxy: Any) -> str:
         """Return the number of an object of the other end."""
+        if id(proxy) not in self._proxy_numbers:
+            raise Closed("an object of the program was made on this side")
         return self._proxy_numbers[id(proxy)]
 
 
@@ -623,6 +625,7 @@ def serve(program: str, incoming: int, outgoing: int) -> None:
         "operator": lambda name, *values: getattr(_operator, name)(*values),
         "enter": lambda manager: type(manager).__enter__(manager),
         "exit": _exit,
+        "copy": lambda value, function: getattr(_module("copy"), function)(value),
         "plain": _as_plain,
         "state": _state,
         "name of": _name_of,
@@ -996,6 +999,21 @@ class Remote(Proxy):
 
     def __subclasscheck__(self, value: Any) -> bool:
         return self.end[0].ask("is subclass", value, self) is True
+
+    def __copy__(self) -> Any:
+        return self._copied_by("copy")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._copied_by("deepcopy")
+
+    def _copied_by(self, function: str) -> Any:
+        copy = self.end[0].ask("copy", self, function)
+        if not isinstance(copy, Remote):
+            raise Closed("a copy of the program's object is none")
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an object of the program has no pickle")
 
     def __hash__(self) -> int:
         plain = _plain(self)

@@ -199,7 +199,11 @@ def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
     while size != len(dependent):
         size = len(dependent)
         for statement in tree.body:
-            if _loaded_names(statement) & dependent:
+            names = _loaded_names(statement)
+            if _has_function(statement):
+                # The program may call a function that it was given.
+                names |= _bound_names(statement)
+            if names & dependent:
                 dependent |= _bound_names(statement)
     for statement in tree.body:
         if isinstance(statement, ast.Assert) and not _loaded_names(statement) & dependent:
@@ -218,6 +222,11 @@ def _loaded_names(node: ast.AST) -> set[str]:
         for part in ast.walk(node)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
     }
+
+
+def _has_function(statement: ast.stmt) -> bool:
+    functions = (ast.Lambda, ast.FunctionDef, ast.ClassDef)
+    return any(isinstance(part, functions) for part in ast.walk(statement))
 
 
 def _bound_names(statement: ast.stmt) -> set[str]:
