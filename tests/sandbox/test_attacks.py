@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.fixtures.sandboxes import confined
-from tests.sandbox.attacks import ATTACKS, HONEST
+from tests.sandbox.corpus import ATTACKS, HONEST
 from tpu_rl import sandbox
 from tpu_rl.sandbox import unit_tests
 

@@ -613,7 +613,7 @@ def serve(program: str, incoming: int, outgoing: int) -> None:
         pass
     sys.setrecursionlimit(max(sys.getrecursionlimit(), MAX_RECURSION))
     operations = OPERATIONS | {
-        "name": scope.__getitem__,
+        "name": lambda name: (scope[name],) if name in scope else (),
         "set": setattr,
         "delete": delattr,
         "set item": _operator.setitem,
@@ -866,7 +866,9 @@ def judge(
 
         def __missing__(self, name: str) -> Any:
             if name in program_names:
-                return end.ask("name", name)
+                match end.ask("name", name):
+                    case (value,):
+                        return value
             raise KeyError(name)
 
     names = Names(vars(builtins))
@@ -908,7 +910,7 @@ class Context:
             return Proxy.end[0].ask("exit", self._manager, error) is True
         suppressed = bool(type(self._manager).__exit__(self._manager, kind, error, traceback))
         if suppressed:
-            Proxy.end[0].handle(error)
+            Remote.end[0].handle(error)
         return suppressed
 
 
@@ -1038,10 +1040,9 @@ class Remote(Proxy):
             return True
         _compared.append(pair)
         try:
-            return (
-                self.end[0].ask("compare", "eq", self, other) is True
-                and self.end[0].ask("state", self) == self.end[0].ask("state", other)
-            )
+            return self.end[0].ask("compare", "eq", self, other) is True and self.end[0].ask(
+                "state", self
+            ) == self.end[0].ask("state", other)
         finally:
             _compared.remove(pair)
 

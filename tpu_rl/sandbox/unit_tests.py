@@ -120,8 +120,8 @@ def prepare(test: str) -> Prepared:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"the test {test!r:.100} is not Python: {error}") from None
     _require_known_imports(tree)
-    defined = {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
-    names = _global_names(table) - defined - TEST_NAMES
+    defined = _defined_names(table)
+    names = free_names(table)
     _require_separable(tree, names)
     _require_no_evaluators(tree, defined)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
@@ -139,6 +139,15 @@ def prepare(test: str) -> Prepared:
 
 def _refusal(node: ast.stmt | ast.expr | ast.excepthandler, why: str) -> ValueError:
     return ValueError(f"line {node.lineno} of the test, {ast.unparse(node)!r:.100}: {why}")
+
+
+def free_names(table: symtable.SymbolTable) -> set[str]:
+    """Return the names that a test asks of the program: those that it does not define."""
+    return _global_names(table) - _defined_names(table) - TEST_NAMES
+
+
+def _defined_names(table: symtable.SymbolTable) -> set[str]:
+    return {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
 
 
 def _is_defined(symbol: symtable.Symbol) -> bool:
@@ -290,7 +299,6 @@ class _Rewrite(ast.NodeTransformer):
             )
         return node
 
-
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(node)
         node.body.insert(0, ast.Expr(ast.Call(ast.Name("<caught>", ast.Load()), [], [])))
@@ -317,38 +325,86 @@ def tests_of(column: Any) -> list[Any]:
     """Return the tests of a row as a list of tests for `passes`.
 
     Args:
-        column: such a list, {"inputs": [...], "outputs": [...]}, or either as JSON.
+        column: such a list, {"inputs": [...], "outputs": [...]}, or either as JSON. With "fn_name"
+            the inputs are arguments of that function, see `problems.call_test`.
 
     Raises:
         ValueError: for anything else, and if there are no tests.
     """
     match json.loads(column) if isinstance(column, str) else column:
-        case {"inputs": list() as inputs, "outputs": list() as outputs} if (
+        case {"inputs": list() as inputs, "outputs": list() as outputs, **rest} if (
             len(inputs) == len(outputs) > 0
         ):
             return [
-                {"input": stdin, "output": output}
-                for stdin, output in zip(inputs, outputs, strict=True)
+                _plain_test({"input": given, "output": output} | rest)
+                for given, output in zip(inputs, outputs, strict=True)
             ]
         case list() as tests if tests:
-            return tests
+            return [_plain_test(test) for test in tests]
     raise ValueError(f"no tests: {column!r:.100}")
 
 
-def check_tests(column: Any) -> None:
-    """Check a row's tests without running anything.
+def _plain_test(test: Any) -> Any:
+    """Return the text of a test that names a function, and any other test as it is."""
+    match test:
+        case {"input": given, "output": output, "fn_name": str() as name}:
+            return call_test(name, given, output)
+        case {"testtype": "functional"}:
+            raise ValueError(
+                f"a functional test needs `fn_name`, its function's name: {test!r:.100}"
+            )
+    return test
+
+
+def call_test(name: str, arguments: Any, output: Any) -> str:
+    """Return a test that calls a function, or a method of the class Solution, with values.
+
+    APPS, TACO and LiveCodeBench have such tests. As there, tuples are equal to lists, and a list of
+    one value to the value.
+
+    Args:
+        name: the function's.
+        arguments: a list of values, or a text with one JSON value on each line.
+        output: the result, as a value or as JSON.
 
     Raises:
-        ValueError: if `passes` could not judge a program by one of them.
+        ValueError: if they are no JSON values.
     """
-    for test in tests_of(column):
-        match test:
-            case {"input": str(), "output": str()}:
-                continue
-            case str():
-                prepare(test)
-            case _:
-                raise _not_a_test(test)
+    if not name.isidentifier():
+        raise ValueError(f"fn_name must be a function's name, not {name!r:.100}")
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        output = json.loads(output) if isinstance(output, str) else output
+    if not isinstance(arguments, list):
+        raise ValueError(f"inputs of {name} must be lists of arguments, not {arguments!r:.100}")
+    return f"""import json
+
+def plain(value):
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+try:
+    function = {name}
+except NameError:
+    function = Solution().{name}
+want = json.loads({json.dumps(output)!r})
+got = plain(function(*json.loads({json.dumps(arguments)!r})))
+assert got == want or [got] == want
+"""
+
+
+def check_test(test: Any) -> None:
+    """Check a test without running anything.
+
+    Raises:
+        ValueError: if `passes` could not judge a program by it.
+    """
+    match test:
+        case {"input": str(), "output": str()}:
+            pass
+        case str():
+            prepare(test)
+        case _:
+            raise _not_a_test(test)
 
 
 def all_pass(
