@@ -268,7 +268,7 @@ def _seeds(tree: ast.Module) -> list[ast.stmt]:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Makes asserts, calls for their effect, handlers and `with` into calls of `channel.judge`'s
+    """Makes asserts, calls for their effect, handlers and `with` into calls of `judge_end.judge`'s
     functions."""
 
     def __init__(self):
