@@ -48,8 +48,17 @@ class JudgeEnd(End):
         """What the program last said of its objects. It holds until the program runs again."""
         self.attributes: dict[int, tuple[Any, Remote, str]] = {}
         """Id of a container -> it, and the object and the attribute that it is a copy of."""
+        self.num_checks = 0
+        """Asserts that were evaluated."""
+        self._program_errors: set[int] = set()
+        """Ids of all exceptions of the program. They are kept in `_kept`."""
+        self._kept: list[BaseException] = []
+        self._checks_before: list[int] = []
+        """`num_checks` when each request of the program that is under way began."""
         self._statements = 0
         """Calls for their effect that are under way."""
+        self._shown: set[int] = set()
+        """Ids of the test's objects that the program saw since the outermost of these began."""
 
     def ask(
         self,
@@ -61,6 +70,8 @@ class JudgeEnd(End):
         """Return the program's answer: see `End.ask`."""
         if operation not in READS:
             self.views.clear()
+        if back and not self._statements:
+            self._shown.clear()
         self._statements += back
         try:
             value = super().ask(operation, *arguments, keywords=keywords, back=back)
@@ -84,7 +95,32 @@ class JudgeEnd(End):
         """Raise the program's exception. A handler that the test has written must catch it."""
         if isinstance(error, Exception):
             self.unhandled[id(error)] = error
+            self._program_errors.add(id(error))
+            self._kept.append(error)
         raise error
+
+    def raise_again(self, error: BaseException | None) -> None:
+        """Record that a handler of the test passes an exception on."""
+        if error is not None and id(error) in self._program_errors:
+            self.unhandled[id(error)] = error
+
+    def answer(self, request: Any) -> None:
+        """Answer a request of the program: see `End.answer`."""
+        self._checks_before.append(self.num_checks)
+        try:
+            super().answer(request)
+        finally:
+            self._checks_before.pop()
+
+    def send_error(self, error: BaseException) -> None:
+        """Send an exception of a function of the test to the program.
+
+        It is the program's to handle: it need not have called the function. But asserts of it that
+        were evaluated are not cut short.
+        """
+        if self.num_checks == self._checks_before[-1]:
+            self.handle(error)
+        super().send_error(error)
 
     def handle(self, error: BaseException | None) -> None:
         """Record that the test has caught an exception, and those that led to it."""
@@ -110,6 +146,8 @@ class JudgeEnd(End):
 
     def refer(self, value: Any) -> tuple[bytes, str]:
         """Return the tag and content of an object, which has a name if it is Python's own."""
+        if id(value) not in self._proxy_numbers:
+            self._shown.add(id(value))
         if not callable(value) or id(value) in self._proxy_numbers:
             return super().refer(value)
         if name := name_of(value):
@@ -147,7 +185,8 @@ class JudgeEnd(End):
 
     def _set(self, value: Any, name: str, item: Any) -> None:
         # In any other call the test keeps its own values.
-        if not (self._statements and _is_of_test(value) and _is_public(name)):
+        changes = self._statements and id(value) in self._shown
+        if not (changes and _is_of_test(value) and _is_public(name)):
             raise AttributeError(f"an object of the test does not change in this call: {name}")
         setattr(value, name, item)
 
@@ -189,6 +228,7 @@ def judge(
     def check(number: int, value: Any) -> None:
         # Constants have the number -1.
         reached.update({number} - {-1})
+        end.num_checks += 1
         # Not an exception: the test could catch it.
         if isinstance(value, Remote) and not _plain(value):
             raise Closed("an assert is about an object of the program")
@@ -201,14 +241,17 @@ def judge(
         owner = end.attributes.get(id(getattr(function, "__self__", None)))
         if isinstance(function, Remote):
             end.ask("call", function, *arguments, keywords=keywords, back=True)
-        elif owner:
-            # As in `s.items.append(x)`: the container of the program changes, not its copy.
+            return
+        function(*arguments, **keywords)
+        if owner:
+            # As in `s.items.append(x)`: the container of the program changes like its copy.
             end.ask("method", *owner[1:], function.__name__, *arguments, keywords=keywords)
-        else:
-            function(*arguments, **keywords)
 
     def caught() -> None:
         end.handle(sys.exc_info()[1])
+
+    def raised(error: Any = None) -> None:
+        end.raise_again(error or sys.exc_info()[1])
 
     def advance(iterator: Any, *default: Any) -> Any:
         try:
@@ -237,7 +280,7 @@ def judge(
 
     names = Names(vars(builtins))
     names |= {"next": advance, "callable": is_callable}
-    names |= {"<check>": check, "<discard>": discard, "<caught>": caught}
+    names |= {"<check>": check, "<discard>": discard, "<caught>": caught, "<raised>": raised}
     names |= {"<hasattr>": has_attribute, "<context>": Context}
     failure = ""
     try:

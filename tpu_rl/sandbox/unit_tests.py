@@ -304,6 +304,14 @@ class _Rewrite(ast.NodeTransformer):
         node.body.insert(0, ast.Expr(ast.Call(ast.Name("<caught>", ast.Load()), [], [])))
         return node
 
+    def visit_Raise(self, node: ast.Raise) -> ast.AST | list[ast.AST]:
+        self.generic_visit(node)
+        if node.exc is not None and not isinstance(node.exc, ast.Name):
+            return node
+        # A handler may pass on what it has caught.
+        arguments: list[ast.expr] = [node.exc] if node.exc else []
+        return [ast.Expr(ast.Call(ast.Name("<raised>", ast.Load()), arguments, [])), node]
+
     def visit_withitem(self, node: ast.withitem) -> ast.AST:
         self.generic_visit(node)
         node.context_expr = ast.Call(ast.Name("<context>", ast.Load()), [node.context_expr], [])
