@@ -235,17 +235,17 @@ def judge(
         if not value:
             raise Closed("an assert is false")
 
-    def discard(function: Any, *arguments: Any, **keywords: Any) -> None:
-        # A call as a statement is made for its effect, so the program's changes of the arguments
-        # count. In any other call the test keeps its own values.
-        owner = end.attributes.get(id(getattr(function, "__self__", None)))
+    def effect(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        # A call for its effect, so the program's changes of the arguments count. In any other call
+        # the test keeps its own values.
         if isinstance(function, Remote):
-            end.ask("call", function, *arguments, keywords=keywords, back=True)
-            return
-        function(*arguments, **keywords)
+            return end.ask("call", function, *arguments, keywords=keywords, back=True)
+        owner = end.attributes.get(id(getattr(function, "__self__", None)))
+        value = function(*arguments, **keywords)
         if owner:
             # As in `s.items.append(x)`: the container of the program changes like its copy.
             end.ask("method", *owner[1:], function.__name__, *arguments, keywords=keywords)
+        return value
 
     def caught() -> None:
         end.handle(sys.exc_info()[1])
@@ -280,7 +280,7 @@ def judge(
 
     names = Names(vars(builtins))
     names |= {"next": advance, "callable": is_callable}
-    names |= {"<check>": check, "<discard>": discard, "<caught>": caught, "<raised>": raised}
+    names |= {"<check>": check, "<effect>": effect, "<caught>": caught, "<raised>": raised}
     names |= {"<hasattr>": has_attribute, "<context>": Context}
     failure = ""
     try:

@@ -130,7 +130,7 @@ def prepare(test: str) -> Prepared:
     _require_questions(tree, names)
     used = _global_names(table) & MODULES - defined
     imports = [ast.Import([ast.alias(name)]) for name in sorted(used)]
-    rewrite = _Rewrite()
+    rewrite = _Rewrite(in_place_calls(tree, names))
     judged = rewrite.visit(tree)
     judged.body = [*imports, *_seeds(tree), *judged.body]
     code = compile(ast.fix_missing_locations(judged), "test", "exec")
@@ -267,11 +267,97 @@ def _seeds(tree: ast.Module) -> list[ast.stmt]:
     return ast.parse("__import__('random').seed(0)").body if "random" in roots else []
 
 
+# --- calls that change their arguments ---
+
+
+def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
+    """Return calls as in `k = f(xs)` after which the test reads what became of the arguments.
+
+    It does if it uses an argument in comparisons with values of its own only: `xs[:k] == [1, 2]`.
+    If it compares one with an answer of the program, the argument must stay the test's.
+    """
+    derived = _derived_names(tree, program_names)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    calls = {
+        node.value: {part.id for part in node.value.args if isinstance(part, ast.Name)} - derived
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _value_names(node.value.func) & derived
+    }
+
+    def is_read(name: ast.Name) -> bool | None:
+        """Return True for a comparison with the test's own value, None for an argument."""
+        node: ast.AST = name
+        while not isinstance(node, ast.stmt):
+            parent = parents[node]
+            if parent in calls and node in calls_arguments(parent):
+                return None
+            if isinstance(parent, ast.Compare):
+                others = [part for part in (parent.left, *parent.comparators) if part is not node]
+                return not any(_value_names(part) & (derived | {name.id}) for part in others)
+            node = parent
+        return False
+
+    def calls_arguments(call: ast.AST) -> list[ast.expr]:
+        return call.args if isinstance(call, ast.Call) else []
+
+    uses: dict[str, set[bool | None]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            uses.setdefault(node.id, set()).add(is_read(node))
+    return {
+        call
+        for call, names in calls.items()
+        if names and all(uses[n] == {True, None} for n in names)
+    }
+
+
+def _derived_names(tree: ast.Module, program_names: set[str]) -> set[str]:
+    """Return names whose values may be the program's: its own, parameters, what comes of them."""
+    derived = program_names | {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
+    size = -1
+    while size != len(derived):
+        size = len(derived)
+        for node in ast.walk(tree):
+            match node:
+                case (
+                    ast.Assign(value=source)
+                    | ast.AnnAssign(value=source)
+                    | ast.AugAssign(value=source)
+                    | ast.NamedExpr(value=source)
+                    | ast.For(iter=source)
+                    | ast.comprehension(iter=source)
+                    | ast.withitem(context_expr=source)
+                ):
+                    target = getattr(node, "targets", None) or [
+                        getattr(node, "target", None) or getattr(node, "optional_vars", None)
+                    ]
+                case ast.FunctionDef(name=name):
+                    source, target = node, [ast.Name(name)]
+                case _:
+                    continue
+            if source is not None and _value_names(source) & derived:
+                parts = [part for root in target if root for part in ast.walk(root)]
+                derived |= {part.id for part in parts if isinstance(part, ast.Name)}
+    return derived
+
+
+def _value_names(node: ast.AST) -> set[str]:
+    """Return the names that a value is made of, without those of indices."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    parts = [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
+    return set[str]().union(*map(_value_names, parts))
+
+
 class _Rewrite(ast.NodeTransformer):
     """Makes asserts, calls for their effect, handlers and `with` into calls of `judge_end.judge`'s
     functions."""
 
-    def __init__(self):
+    def __init__(self, in_place: set[ast.Call]):
+        """Take the calls for their effect whose value is used as well."""
+        self._in_place = in_place
         self.num_asserts = 0
         """Asserts that must be reached: those of constants, as `assert False`, need not."""
 
@@ -290,14 +376,18 @@ class _Rewrite(ast.NodeTransformer):
         return ast.copy_location(ast.Expr(call), node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        self.generic_visit(node)
         if isinstance(node.value, ast.Call):
-            call = node.value
-            function = ast.Name("<discard>", ast.Load())
-            node.value = ast.copy_location(
-                ast.Call(function, [call.func, *call.args], call.keywords), call
-            )
+            self._in_place.add(node.value)
+        self.generic_visit(node)
         return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if node not in self._in_place:
+            return node
+        function = ast.Name("<effect>", ast.Load())
+        call = ast.Call(function, [node.func, *node.args], node.keywords)
+        return ast.copy_location(call, node)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(node)
