@@ -40,4 +40,4 @@ def test_honest_programs_pass():
 
 
 def test_there_are_many_attacks():
-    assert (len(ATTACKS), sum(map(len, ATTACKS.values())), len(HONEST)) == (14, 172, 41)
+    assert (len(ATTACKS), sum(map(len, ATTACKS.values())), len(HONEST)) == (14, 175, 41)

@@ -134,8 +134,11 @@ class Writer:
             tag, items = tag_and_items
             self._put_items(tag, items(value))
             return self._open.remove(id(value))
-        if kind is range:
-            return self._put_items(b"r", (value.start, value.stop, value.step))
+        if kind is range or kind is slice:
+            tag = b"r" if kind is range else b"S"
+            return self._put_items(tag, (value.start, value.stop, value.step))
+        if value is Ellipsis:
+            return self._put(b"E")
         if isinstance(value, BaseException):
             self._put(b"e")
             self.value([base.__name__ for base in kind.__mro__])
@@ -224,6 +227,7 @@ SIMPLE: dict[bytes, Callable[[bytes], Any]] = {
     b"N": lambda _: None,
     b"1": lambda _: True,
     b"0": lambda _: False,
+    b"E": lambda _: Ellipsis,
     b"u": lambda content: content.decode("utf-8", "surrogatepass"),
     b"b": lambda content: content,
     b"B": bytearray,
@@ -238,6 +242,7 @@ MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"z": frozenset,
     b"d": pairs_of,
     b"r": lambda items: range(*items),
+    b"S": lambda items: slice(*items),
     b"K": lambda items: dict.fromkeys(items).keys(),
     b"V": lambda items: dict(enumerate(items)).values(),
     b"I": lambda items: pairs_of(items).items(),
