@@ -530,6 +530,9 @@ def _is_ordered(name: str, left: Any, right: Any) -> bool:
 def _operator_of(name: str, is_reflected: bool) -> Callable[..., Any]:
     def operate(self: Any, *others: Any) -> Any:
         operands = (*others, self) if is_reflected else (self, *others)
+        plain = [_plain(operand) for operand in operands]
+        if all(plain):
+            return getattr(_operator, name)(*(copy for (copy,) in plain))
         if _plain(self):
             raise TypeError(f"an object of the program has no {name}")
         result = ENDS[0].ask("operator", name, *operands)
