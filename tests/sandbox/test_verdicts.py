@@ -74,6 +74,6 @@ def test_tests_that_cannot_be_judged_are_refused_by_their_line(test, why):
 
 
 @confined
-def test_test_that_gives_the_program_an_object_of_its_own_is_refused():
-    with pytest.raises(ValueError, match="an object of Node, which is no plain value"):
-        unit_tests.passes("def f(x): return 1", "class Node: pass\nassert f(Node()) == 1")
+def test_test_that_gives_the_program_what_cannot_be_sent_is_refused():
+    with pytest.raises(ValueError, match="an object of Pattern, which is no plain value"):
+        unit_tests.passes("def f(x): return 1", "import re\nassert f(re.compile('a')) == 1")

@@ -22,7 +22,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience import dataset_identity
 from tpu_rl.experience.config import DataConfig, FileData
 from tpu_rl.rollout import prompts
-from tpu_rl.sandbox import unit_tests
+from tpu_rl.sandbox import problems as programming
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Completions, Demonstrations, Pairs, Rollout
 
@@ -254,7 +254,8 @@ def read_rows(
     elif files.format == "gsm8k_solutions":
         rows = read(("question", "ground_truth"), _graded_problem).map(_graded_problem)
     elif files.format == "code":
-        rows = read((*spec.columns, "tests"), _check_tests)
+        columns = programming.columns_of(data.first_row(path, split, files.config))
+        rows = read((*spec.columns, *columns), programming.check).map(programming.with_tests)
     elif spec.columns == ("messages",) and not _has_messages(files, path, split):
         rows = read(("prompt", "completion"))
     else:
@@ -274,10 +275,6 @@ def _has_messages(files: FileData, path: str, split: str | None) -> bool:
 
 def _graded_problem(row: Row) -> Row:
     return data.gsm8k({"question": row["question"], "answer": row["ground_truth"]})
-
-
-def _check_tests(row: Row) -> None:
-    unit_tests.check_tests(row["tests"])
 
 
 def _with_instruction(row: Row, instruction: str) -> Row:

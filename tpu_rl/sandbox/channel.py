@@ -1,22 +1,35 @@
-"""Both ends of the channel between a test and the program that it judges.
+"""The channel between a test and the program that it judges.
 
-The test runs in one process (`judge`) and the program in another (`serve`). Between them go plain
-values, encoded here, and nothing else: numbers, texts, containers of them. Objects of the program
-stay in its process; the test holds a `Remote` for each. So nothing that the program defines, not
-even an `__eq__`, takes part in a comparison.
+The test runs in one process (`judge_end.py`) and the program in another (`program_end.py`). Between
+them go plain values, encoded here, and nothing else: numbers, texts, containers of them. Everything
+else stays in its process, and the other one holds a `Proxy` that asks for each operation. So
+nothing that the program defines, not even an `__eq__`, runs in the judge, and no callable of the
+program is called there: a proxy stands for it, a builtin function too.
+
+A message is one of these tuples. Requests nest like calls: a function of the test that the program
+calls may itself ask the program.
+
+    ("ask", operation, arguments, keywords, whether to return the changed arguments)
+    ("value", value, None or (arguments, keywords))
+    ("error", exception)
 
 `child.py` loads this file's code in its confined process. It uses the standard library only.
 """
 
+import _operator
+import _thread
 import builtins
 import os
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, NoReturn
 
-MAX_BYTES = 4 << 20
+MAX_BYTES = 32 << 20
 """Bytes of one message. A longer one is no answer."""
-BUILTINS = {id(value): name for name, value in vars(builtins).items() if callable(value)}
+MAX_RECURSION = 4000
+"""Recursion limit of both ends: a call across the channel takes several frames of each."""
+TEST = "test"
+"""Name of the test's module."""
 SCALARS: tuple[tuple[type, bytes, Callable[[Any], str]], ...] = (
     (int, b"i", lambda value: format(int(value), "x")),
     (float, b"f", float.__repr__),
@@ -39,13 +52,26 @@ NAMED: dict[tuple[str, str], tuple[bytes, Callable[[Any], Iterable[Any]]]] = {
     ("collections", "defaultdict"): (b"d", CONTAINERS[dict][1]),
     ("fractions", "Fraction"): (b"F", lambda value: (value.numerator, value.denominator)),
     ("decimal", "Decimal"): (b"D", lambda value: (str(value),)),
+    ("datetime", "date"): (b"a", lambda value: (value.isoformat(),)),
+    ("datetime", "time"): (b"h", lambda value: (value.isoformat(),)),
+    ("datetime", "datetime"): (b"w", lambda value: (value.isoformat(),)),
+    ("datetime", "timedelta"): (
+        b"p",
+        lambda value: (value.days, value.seconds, value.microseconds),
+    ),
 }
 """Containers and numbers of modules, which are imported only where they are used."""
 END = b"."
+VISIBLE = {"__name__", "__qualname__", "__doc__", "__wrapped__", "__dict__"}
+"""Attributes between double underscores that an object of the other end answers."""
 
 
 class NotPlain(Exception):
     """A value that cannot go through the channel."""
+
+
+class TooLarge(NotPlain):
+    """A value whose encoding is too long or too deep."""
 
 
 class Closed(BaseException):
@@ -59,7 +85,7 @@ class Closed(BaseException):
     def __init__(self, reason: str):
         """Record the reason."""
         super().__init__(reason)
-        self.reasons.append(reason)
+        self.reasons.append(reason[:500])
 
 
 # --- values as bytes ---
@@ -68,17 +94,16 @@ class Closed(BaseException):
 class Writer:
     """Encodes one message."""
 
-    def __init__(self, refer: Callable[[Any], tuple[bytes, int]]):
-        """`refer` returns the tag and the number of an object that is no plain value."""
-        self.parts: list[bytes] = []
-        self._size = 0
+    def __init__(self, refer: Callable[[Any], tuple[bytes, str]]):
+        """`refer` returns the tag and the content of an object that is no plain value."""
+        self.data = bytearray()
         self._refer = refer
+        self._open: set[int] = set()
 
     def _put(self, tag: bytes, content: bytes = b"") -> None:
-        self._size += 5 + len(content)
-        if self._size > MAX_BYTES:
-            raise NotPlain(f"a value of more than {MAX_BYTES} bytes")
-        self.parts.append(tag + len(content).to_bytes(4, "big") + content)
+        self.data += tag + len(content).to_bytes(4, "big") + content
+        if len(self.data) > MAX_BYTES:
+            raise TooLarge(f"a value of more than {MAX_BYTES} bytes")
 
     def _put_items(self, tag: bytes, items: Iterable[Any]) -> None:
         self._put(tag)
@@ -103,26 +128,36 @@ class Writer:
                 return self._put(tag, text(value).encode())
         tag_and_items = CONTAINERS.get(kind) or NAMED.get((kind.__module__, kind.__name__))
         if tag_and_items:
+            if id(value) in self._open:
+                raise NotPlain("a value that contains itself")
+            self._open.add(id(value))
             tag, items = tag_and_items
-            return self._put_items(tag, items(value))
-        if kind is range:
-            return self._put_items(b"r", (value.start, value.stop, value.step))
-        if isinstance(value, Remote):
-            return self._put(b"R", str(_numbers[id(value)]).encode())
-        # Iterators of the language and its library, but not of classes with other methods.
-        if hasattr(kind, "__next__") and kind.__module__ != "__main__":
-            return self._put_items(b"n", value)
-        if id(value) in BUILTINS:
-            return self._put(b"x", BUILTINS[id(value)].encode())
-        tag, number = self._refer(value)
-        return self._put(tag, str(number).encode())
+            self._put_items(tag, items(value))
+            return self._open.remove(id(value))
+        if kind is range or kind is slice:
+            tag = b"r" if kind is range else b"S"
+            return self._put_items(tag, (value.start, value.stop, value.step))
+        if value is Ellipsis:
+            return self._put(b"E")
+        if isinstance(value, BaseException):
+            self._put(b"e")
+            self.value([base.__name__ for base in kind.__mro__])
+            self.value(_arguments_of(value))
+            # Each end finds its own exceptions again when they come back.
+            self._put_object(vars(value).get("_origin", value))
+            return self._put(END)
+        return self._put_object(value)
+
+    def _put_object(self, value: Any) -> None:
+        tag, content = self._refer(value)
+        self._put(tag, content.encode())
 
 
 class Reader:
-    """Decodes one message. It builds plain values only, whatever the bytes are."""
+    """Decodes one message. It builds plain values and proxies, whatever the bytes are."""
 
-    def __init__(self, data: bytes, resolve: Callable[[bytes, int], Any]):
-        """`resolve` returns the object of a tag and a number of `Writer`'s `refer`."""
+    def __init__(self, data: bytes, resolve: Callable[[bytes, str], Any]):
+        """`resolve` returns the object of a tag and a content of `Writer`'s `refer`."""
         self._data = data
         self._position = 0
         self._resolve = resolve
@@ -142,7 +177,7 @@ class Reader:
                 items.append(self.value())
             self._take()
             return MAKERS[tag](items)
-        return self._resolve(tag, int(content))
+        return self._resolve(tag, content.decode())
 
     def _take(self) -> tuple[bytes, bytes]:
         start = self._position + 5
@@ -153,60 +188,151 @@ class Reader:
         return tag, self._data[start : self._position]
 
 
-def _module(name: str) -> Any:
-    return __import__(name)
+def module_named(name: str) -> Any:
+    __import__(name)
+    return sys.modules[name]
 
 
-def _pairs(items: list[Any]) -> dict[Any, Any]:
+def pairs_of(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _arguments_of(error: BaseException) -> tuple[Any, ...]:
+    """Return arguments with which a builtin class makes an exception of the same text."""
+    kind = type(error)
+    base = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    return error.args if kind.__str__ is base.__str__ else (str(error)[:2000],)
+
+
+def _exception(items: list[Any]) -> BaseException:
+    """Return an exception of the first class that is built in, or the one that came from here."""
+    names, arguments, origin = items
+    if isinstance(origin, Exception):
+        return origin
+    for name in names:
+        kind = vars(builtins).get(name) if isinstance(name, str) else None
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                error = kind(*arguments)
+            except (TypeError, ValueError):
+                # Some need arguments of their own.
+                continue
+            if isinstance(origin, Proxy):
+                vars(error)["_origin"] = origin
+            return error
+    return Closed(f"the program ended with {names!r:.100}: {arguments!r:.300}")
 
 
 SIMPLE: dict[bytes, Callable[[bytes], Any]] = {
     b"N": lambda _: None,
     b"1": lambda _: True,
     b"0": lambda _: False,
+    b"E": lambda _: Ellipsis,
     b"u": lambda content: content.decode("utf-8", "surrogatepass"),
     b"b": lambda content: content,
     b"B": bytearray,
     b"i": lambda content: int(content, 16),
     b"f": float,
     b"c": lambda content: complex(content.decode()),
-    b"x": lambda content: vars(builtins)[content.decode()],
 }
 MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"l": list,
     b"t": tuple,
     b"s": set,
     b"z": frozenset,
-    b"n": iter,
-    b"d": _pairs,
+    b"d": pairs_of,
     b"r": lambda items: range(*items),
+    b"S": lambda items: slice(*items),
     b"K": lambda items: dict.fromkeys(items).keys(),
     b"V": lambda items: dict(enumerate(items)).values(),
-    b"I": lambda items: _pairs(items).items(),
-    b"q": lambda items: _module("collections").deque(items),
-    b"C": lambda items: _module("collections").Counter(_pairs(items)),
-    b"O": lambda items: _module("collections").OrderedDict(_pairs(items)),
-    b"F": lambda items: _module("fractions").Fraction(*items),
-    b"D": lambda items: _module("decimal").Decimal(*items),
+    b"I": lambda items: pairs_of(items).items(),
+    b"q": lambda items: module_named("collections").deque(items),
+    b"C": lambda items: module_named("collections").Counter(pairs_of(items)),
+    b"O": lambda items: module_named("collections").OrderedDict(pairs_of(items)),
+    b"F": lambda items: module_named("fractions").Fraction(*map(int, items)),
+    b"D": lambda items: module_named("decimal").Decimal(*items),
+    b"a": lambda items: module_named("datetime").date.fromisoformat(*items),
+    b"h": lambda items: module_named("datetime").time.fromisoformat(*items),
+    b"w": lambda items: module_named("datetime").datetime.fromisoformat(*items),
+    b"p": lambda items: module_named("datetime").timedelta(*items),
+    b"e": _exception,
 }
 
 
-class Channel:
-    """Messages over two pipes."""
+class End:
+    """One end of the channel: it asks the other one, and meanwhile answers what that asks."""
 
     def __init__(
         self,
         incoming: int,
         outgoing: int,
-        refer: Callable[[Any], tuple[bytes, int]],
-        resolve: Callable[[bytes, int], Any],
+        operations: dict[str, Callable[..., Any]],
+        proxy: type["Proxy"],
     ):
-        """Take descriptors of the pipes; `refer` and `resolve` are those of Writer and Reader."""
+        """Take descriptors of the pipes, answers to the other end, and the class of its objects."""
         self._incoming = incoming
         self._outgoing = outgoing
-        self._refer = refer
-        self._resolve = resolve
+        self._operations = operations
+        self._proxy = proxy
+        self._own: list[Any] = []
+        """This end's objects that the other one knows, by number."""
+        self._own_numbers: dict[int, int] = {}
+        self._proxies: dict[str, Any] = {}
+        """The other end's objects, by number. They are kept, so that no id is used twice."""
+        self._proxy_numbers: dict[int, str] = {}
+        self.lock = _thread.RLock()
+        """Threads of a program wait until the exchange of another one is over."""
+
+    def ask(
+        self,
+        operation: str,
+        *arguments: Any,
+        keywords: dict[str, Any] | None = None,
+        back: bool = False,
+    ) -> Any:
+        """Return the other end's answer. With `back`, containers among the arguments are changed
+        as it changed its copies.
+
+        Raises:
+            Exception: that of the other end, of the first class that is built in.
+            Closed: if it does not answer.
+        """
+        keywords = keywords or {}
+        with self.lock:
+            self.send(("ask", operation, arguments, keywords, back))
+            while True:
+                match self.receive():
+                    case ("ask", str(), tuple(), dict(), bool()) as request:
+                        self.answer(request)
+                    case ("value", value, after):
+                        if back:
+                            _update(arguments, keywords, after)
+                        return value
+                    case ("error", BaseException() as error):
+                        self.raise_(error)
+                    case _:
+                        raise Closed("the program breaks the protocol")
+
+    def answer(self, request: Any) -> None:
+        """Answer a request of the other end."""
+        _, operation, arguments, keywords, back = request
+        try:
+            value = self._operations[operation](*arguments, **keywords)
+            self.send(("value", value, (arguments, keywords) if back else None))
+        except Exception as error:
+            self.send_error(error)
+
+    def raise_(self, error: BaseException) -> NoReturn:
+        """Raise the other end's exception."""
+        raise error
+
+    def send_error(self, error: BaseException) -> None:
+        """Send an exception in place of an answer."""
+        try:
+            self.send(("error", error))
+        except NotPlain:
+            error.args = (str(error)[:2000],)
+            self.send(("error", error))
 
     def send(self, message: Any) -> None:
         """Send a value.
@@ -215,16 +341,16 @@ class Channel:
             NotPlain: before anything is sent.
             Closed: if nobody reads.
         """
-        writer = Writer(self._refer)
+        writer = Writer(self.refer)
         try:
             writer.value(message)
         except RecursionError:
-            raise NotPlain("a value that contains itself") from None
-        data = b"".join(writer.parts)
-        rest = memoryview(len(data).to_bytes(8, "big") + data)
+            raise TooLarge("a value of too many levels") from None
+        rest = memoryview(len(writer.data).to_bytes(8, "big") + writer.data)
         try:
-            while rest:
-                rest = rest[os.write(self._outgoing, rest) :]
+            with self.lock:
+                while rest:
+                    rest = rest[os.write(self._outgoing, rest) :]
         except OSError as error:
             raise Closed(str(error)) from None
 
@@ -234,9 +360,9 @@ class Channel:
         if size > MAX_BYTES:
             raise Closed("a message is too long")
         try:
-            return Reader(self._read(size), self._resolve).value()
-        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
-            raise Closed(f"not a value: {error}") from None
+            return Reader(self._read(size), self.resolve).value()
+        except Exception as error:
+            raise Closed(f"not a value: {type(error).__name__}") from None
 
     def _read(self, size: int) -> bytes:
         data = bytearray()
@@ -247,319 +373,210 @@ class Channel:
             data += part
         return bytes(data)
 
+    # Tags of objects: "y" for yours (of the end that reads), "m" for mine, "g" for a function of
+    # mine, and "x" for a function or class of Python's own by its name.
 
-# --- the program's end ---
+    def refer(self, value: Any) -> tuple[bytes, str]:
+        """Return the tag and the content of an object."""
+        if id(value) in self._proxy_numbers:
+            return b"y", self._proxy_numbers[id(value)]
+        self.check_own(value)
+        number = self._own_numbers.get(id(value))
+        if number is None:
+            number = self._own_numbers[id(value)] = len(self._own)
+            self._own.append(value)
+        return b"m", str(number)
 
+    def check_own(self, value: Any) -> None:
+        """Raise NotPlain if the other end must not get a proxy of an object."""
 
-def serve(program: str, incoming: int, outgoing: int) -> None:
-    """Run the program as __main__, then answer what the test asks.
-
-    A request is (operation, arguments, keyword arguments, whether to return changed arguments). The
-    answer is ("value", value, arguments) or ("error", names of its classes, message).
-    """
-    scope: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
-    try:  # noqa: SIM105  # contextlib takes milliseconds to import
-        exec(compile(program, "program.py", "exec"), scope)
-    except SystemExit:
-        pass
-    objects: list[Any] = []
-    numbers: dict[int, int] = {}
-
-    def refer(value: Any) -> tuple[bytes, int]:
-        if id(value) not in numbers:
-            numbers[id(value)] = len(objects)
-            objects.append(value)
-        return b"R", numbers[id(value)]
-
-    def resolve(tag: bytes, number: int) -> Any:
-        return objects[number] if tag == b"R" else callback(number)
-
-    def callback(number: int) -> Callable[..., Any]:
-        def ask(*arguments: Any, **keywords: Any) -> Any:
-            channel.send(("callback", number, arguments, keywords))
-            kind, value = channel.receive()
-            if kind == "error":
-                raise _error(*value)
-            return value
-
-        return ask
-
-    def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-        return function(*arguments, **keywords)
-
-    def set_item(value: Any, key: Any, item: Any) -> None:
-        value[key] = item
-
-    def delete_item(value: Any, key: Any) -> None:
-        del value[key]
-
-    operations: dict[str, Callable[..., Any]] = {
-        "name": scope.__getitem__,
-        "call": call,
-        "get": getattr,
-        "set": setattr,
-        "item": lambda value, key: value[key],
-        "set item": set_item,
-        "delete item": delete_item,
-        "length": len,
-        "iterate": iter,
-        "text": str,
-        "repr": repr,
-        "is instance": isinstance,
-        "plain": _as_plain,
-    }
-    channel = Channel(incoming, outgoing, refer, resolve)
-    while True:
-        try:
-            operation, arguments, keywords, returns_arguments = channel.receive()
-        except Closed:
-            sys.stdout.flush()
-            return
-        try:
-            value = operations[operation](*arguments, **keywords)
-            if operation == "iterate":
-                value = list(value)
-            channel.send(("value", value, arguments if returns_arguments else ()))
-        except Closed:
-            return
-        except BaseException as error:
-            names = [base.__name__ for base in type(error).__mro__]
-            channel.send(("error", names, str(error)[:2000]))
-
-
-def _as_plain(value: Any) -> Any:
-    """Return the container that an object of a subclass of it is equal to."""
-    for base, (_, items) in CONTAINERS.items():
-        if isinstance(value, base):
-            values = list(items(value))
-            return _pairs(values) if base is dict else base(values)
-    raise TypeError(f"{type(value).__name__} is no plain value")
-
-
-# --- the test's end ---
-
-
-def judge(
-    code: Any, program_names: set[str], num_asserts: int, incoming: int, outgoing: int
-) -> str:
-    """Run a test, and return "passed" or the reason why the program does not pass.
-
-    A reason that begins with "refused" means that the test cannot be judged at all.
-
-    Args:
-        code: see `unit_tests.prepare`, as for the next two.
-        program_names: names that the program defines.
-        num_asserts: asserts that must be reached.
-        incoming: descriptor of the pipe with the program's answers.
-        outgoing: descriptor of the pipe for requests.
-    """
-    functions: list[Any] = []
-    reached: set[int] = set()
-
-    def refer(value: Any) -> tuple[bytes, int]:
-        if not callable(value):
-            raise NotPlain(f"an object of {type(value).__name__}")
-        functions.append(value)
-        return b"G", len(functions) - 1
-
-    def resolve(tag: bytes, number: int) -> Any:
-        if tag != b"R":
+    def resolve(self, tag: bytes, content: str) -> Any:
+        """Return the object of a tag and a content, or a proxy of it."""
+        number, _, function = content.partition(" ")
+        if tag == b"y":
+            return self._own[int(number)]
+        if tag not in (b"m", b"g"):
             raise ValueError(f"tag {tag!r}")
-        remote = object.__new__(Remote)
-        _numbers[id(remote)] = number
-        _kept.append(remote)
-        return remote
+        number = str(int(number))
+        if number not in self._proxies:
+            proxy = self.make_proxy(function if tag == b"g" else None)
+            self._proxies[number] = proxy
+            self._proxy_numbers[id(proxy)] = number
+        return self._proxies[number]
 
-    channel = Channel(incoming, outgoing, refer, resolve)
-    refusals: list[str] = []
+    def make_proxy(self, function: str | None) -> Any:
+        """Return a new proxy. Of a function the name and the docstring are known."""
+        del function
+        return object.__new__(self._proxy)
 
-    def send(message: Any) -> None:
-        try:
-            channel.send(message)
-        except NotPlain as error:
-            refusals.append(str(error))
-            raise
-
-    def ask(
-        operation: str, *arguments: Any, keywords: dict[str, Any] | None = None, back: bool = False
-    ) -> Any:
-        send((operation, arguments, keywords or {}, back))
-        while True:
-            match channel.receive():
-                case ("value", value, tuple() as after):
-                    for old, new in zip(arguments, after, strict=False):
-                        _replace(old, new)
-                    return value
-                case ("error", list() as names, str() as message):
-                    raise _error(names, message)
-                case ("callback", int() as number, tuple() as given, dict() as named) if (
-                    0 <= number < len(functions)
-                ):
-                    try:
-                        answer = ("value", functions[number](*given, **named))
-                    except Exception as error:
-                        names = [base.__name__ for base in type(error).__mro__]
-                        answer = ("error", (names, str(error)[:2000]))
-                    send(answer)
-                case _:
-                    raise Closed("the program breaks the protocol")
-
-    def check(number: int, value: Any) -> None:
-        # Constants have the number -1.
-        reached.update({number} - {-1})
-        if not value:
-            # Not an exception: the test could catch it.
-            raise Closed("an assert is false")
-
-    def discard(function: Any, *arguments: Any, **keywords: Any) -> None:
-        # A call as a statement is made for its effect, so the program's changes of the arguments
-        # count. In any other call the test keeps its own values.
-        if isinstance(function, Remote):
-            ask("call", function, *arguments, keywords=keywords, back=True)
-        else:
-            function(*arguments, **keywords)
-
-    class Names(dict[str, Any]):
-        """Names that the test does not define: builtins first, then the program's."""
-
-        def __missing__(self, name: str) -> Any:
-            if name in program_names:
-                return ask("name", name)
-            raise KeyError(name)
-
-    _connection.append(ask)
-    names = Names(vars(builtins))
-    names |= {"<check>": check, "<discard>": discard}
-    failure = ""
-    try:
-        exec(code, {"__name__": "test", "__builtins__": names})
-    except BaseException as error:
-        failure = f"{type(error).__name__}: {error}"[:500]
-    if refusals:
-        return f"refused: the test gives the program {refusals[0]}, which is no plain value"
-    if Closed.reasons or failure:
-        return f"failed: {(Closed.reasons or [failure])[0]}"
-    if len(reached) < num_asserts or not num_asserts:
-        return "failed: not all asserts were reached"
-    return "passed"
+    def number_of(self, proxy: Any) -> str:
+        """Return the number of an object of the other end."""
+        if id(proxy) not in self._proxy_numbers:
+            raise Closed("an object of the program was made on this side")
+        return self._proxy_numbers[id(proxy)]
 
 
-_connection: list[Any] = []
-"""`ask` of the judge."""
-_numbers: dict[int, int] = {}
-"""Id of a Remote -> number of its object in the program's process."""
-_kept: list[Any] = []
-"""All Remotes, so that no id is used twice."""
+def _update(arguments: tuple[Any, ...], keywords: dict[str, Any], after: Any) -> None:
+    """Give the containers among arguments the content of the other end's copies."""
+    match after:
+        case (tuple() as new_arguments, dict() as new_keywords):
+            pairs = [*zip(arguments, new_arguments, strict=False)]
+            pairs += [(keywords[name], new_keywords.get(name)) for name in keywords]
+        case _:
+            raise Closed("the program breaks the protocol")
+    for old, new in pairs:
+        if type(old) is not type(new):
+            continue
+        if isinstance(old, list | bytearray):
+            old[:] = new
+        elif isinstance(old, dict | set):
+            old.clear()
+            old.update(new)
+        elif type(old).__name__ == "deque":
+            old.clear()
+            old.extend(new)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Give a container of the test the content that the program gave its copy."""
-    if type(old) is type(new) is list:
-        old[:] = new
-    elif type(old) is type(new) and isinstance(old, dict | set):
-        old.clear()
-        old.update(new)
+# --- objects of the other end ---
+
+ENDS: list[Any] = []
+"""The end of this process."""
 
 
-def _error(names: Any, message: str) -> BaseException:
-    """Return an exception of the first class that is built in."""
-    for name in names:
-        kind = vars(builtins).get(name) if isinstance(name, str) else None
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                return kind(message)
-            except TypeError:
-                # Some need more arguments than a message.
-                continue
-    return Closed(f"the program ended with {message}")
+class Proxy:
+    """An object of the other end. Each operation asks for it there."""
 
-
-class Remote:
-    """An object of the program, held by the test.
-
-    Containers are compared by a plain copy. Other objects are equal to nothing and true for nobody:
-    the program's own methods would decide.
-    """
+    __slots__ = ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return _connection[0]("call", self, *arguments, keywords=keywords)
+        return ENDS[0].ask("call", self, *arguments, keywords=keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in VISIBLE:
             raise AttributeError(name)
-        return _connection[0]("get", self, name)
+        return ENDS[0].ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _connection[0]("set", self, name, value)
+        ENDS[0].ask("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        ENDS[0].ask("delete", self, name)
 
     def __getitem__(self, key: Any) -> Any:
-        plain = _plain_or_none(self)
-        return _connection[0]("item", self, key) if plain is None else plain[key]
+        return ENDS[0].ask("item", self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _connection[0]("set item", self, key, value)
+        ENDS[0].ask("set item", self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        _connection[0]("delete item", self, key)
+        ENDS[0].ask("delete item", self, key)
 
     def __len__(self) -> int:
-        plain = _plain_or_none(self)
-        return _connection[0]("length", self) if plain is None else len(plain)
+        return ENDS[0].ask("length", self)
 
-    def __iter__(self) -> Any:
-        plain = _plain_or_none(self)
-        return iter(_connection[0]("iterate", self) if plain is None else plain)
+    def __iter__(self) -> Iterator[Any]:
+        items = ENDS[0].ask("iterate", self)
+        return items if isinstance(items, Proxy) else iter(items)
+
+    def __next__(self) -> Any:
+        items, _ = ENDS[0].ask("next", self, 1)
+        if not items:
+            raise StopIteration
+        return items[0]
 
     def __contains__(self, item: Any) -> bool:
-        return item in _plain(self)
+        return ENDS[0].ask("contains", self, item)
 
     def __bool__(self) -> bool:
-        return bool(_plain(self))
+        return ENDS[0].ask("truth", self)
 
     def __str__(self) -> str:
-        return _connection[0]("text", self)
+        return ENDS[0].ask("text", self)
 
     def __repr__(self) -> str:
-        return _connection[0]("repr", self)
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Remote) and _connection[0]("is instance", value, self)
+        return ENDS[0].ask("repr", self)
 
     def __hash__(self) -> int:
         return id(self)
 
     def __eq__(self, other: object) -> bool:
-        return _plain(self) == _plain(other)
+        return self is other or ENDS[0].ask("compare", "eq", self, other)
 
     def __ne__(self, other: object) -> bool:
-        return _plain(self) != _plain(other)
+        return not self == other
 
     def __lt__(self, other: Any) -> bool:
-        return _plain(self) < _plain(other)
+        return ENDS[0].ask("compare", "lt", self, other)
 
     def __le__(self, other: Any) -> bool:
-        return _plain(self) <= _plain(other)
+        return ENDS[0].ask("compare", "le", self, other)
 
     def __gt__(self, other: Any) -> bool:
-        return _plain(self) > _plain(other)
+        return ENDS[0].ask("compare", "gt", self, other)
 
     def __ge__(self, other: Any) -> bool:
-        return _plain(self) >= _plain(other)
+        return ENDS[0].ask("compare", "ge", self, other)
 
 
-def _plain_or_none(value: Any) -> Any:
-    """Return a plain copy of the program's object, None if there is none."""
-    if not isinstance(value, Remote):
-        return value
-    try:
-        copy = _connection[0]("plain", value)
-    except TypeError:
-        return None
-    return None if isinstance(copy, Remote) else copy
+def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
 
 
-def _plain(value: Any) -> Any:
-    copy = _plain_or_none(value)
-    if copy is None and value is not None:
-        raise Closed("an object of the program is no plain value")
-    return copy
+def _compare(name: str, left: Any, right: Any) -> bool:
+    return bool(COMPARISONS[name](left, right))
+
+
+def _iterate(value: Any) -> Any:
+    """Return the items of an object that has a length, and an iterator of any other."""
+    return list(value) if hasattr(type(value), "__len__") else iter(value)
+
+
+def _next_items(iterator: Any, count: int) -> tuple[list[Any], bool]:
+    """Return up to `count` items, and True if these are all. An exception comes after them."""
+    if id(iterator) in _late:
+        raise _late.pop(id(iterator))
+    items: list[Any] = []
+    while len(items) < count:
+        try:
+            items.append(next(iterator))
+        except StopIteration:
+            return items, True
+        except BaseException as error:
+            if not items:
+                raise
+            _late[id(iterator)] = error
+            break
+    return items, False
+
+
+COMPARISONS = {name: getattr(_operator, name) for name in ("eq", "lt", "le", "gt", "ge")}
+_late: dict[int, BaseException] = {}
+"""Exceptions of iterators whose items before them are sent first."""
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": _call,
+    "get": getattr,
+    "item": _operator.getitem,
+    "length": len,
+    "iterate": _iterate,
+    "next": _next_items,
+    "contains": _operator.contains,
+    "truth": bool,
+    "text": str,
+    "repr": repr,
+    "compare": _compare,
+}
+"""What both ends answer about their objects."""
+
+
+def name_of(value: Any) -> str:
+    """Return the name by which the other end finds a function or class of Python's own, or ""."""
+    owner = getattr(value, "__objclass__", value)
+    module = sys.modules.get(str(getattr(owner, "__module__", "")))
+    path = str(getattr(value, "__qualname__", ""))
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    own = ("", "__main__", TEST)
+    if found is not value or not callable(value) or module is None or module.__name__ in own:
+        return ""
+    return f"{module.__name__}:{path}"

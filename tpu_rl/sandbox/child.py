@@ -165,7 +165,7 @@ def main() -> None:
         os._exit(1)
     os.write(PROTOCOL, CONFINED)
     if request["role"]:
-        converse(request["channel"], request["role"], request["arguments"])
+        converse(request["modules"], request["role"], request["arguments"])
     else:
         run(request["program"])
 
@@ -183,11 +183,12 @@ def run(program: str) -> None:
     sys.stdout.flush()
 
 
-def converse(code, role: str, arguments) -> None:
-    """Call a function of `channel.py`, whose compiled code this is, and report what it returns."""
-    scope = {"__name__": "channel", "__builtins__": __builtins__}
-    exec(code, scope)
-    verdict = scope[role](*arguments)
+def converse(modules, role: str, arguments) -> None:
+    """Call a function of the channel's modules, by their names and code; report what it returns."""
+    for name, code in modules:
+        module = sys.modules[name] = type(sys)(name)
+        exec(code, vars(module))
+    verdict = getattr(module, role)(*arguments)
     if verdict is not None:
         os.write(PROTOCOL, verdict.encode("unicode_escape") + b"\n")
         # Threads of a test have nothing to say any more.

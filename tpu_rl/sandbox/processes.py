@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, Self
 from tpu_rl.errors import MachineError
 
 CHILD = Path(__file__).with_name("child.py")
-CHANNEL = Path(__file__).with_name("channel.py")
 START_SECONDS = 20.0
 """Time for the process to start and confine itself."""
 
@@ -54,7 +53,7 @@ class Outcome(NamedTuple):
     errors: str
     """The end of what it wrote to stderr."""
     verdict: str = ""
-    """Of a test: see `channel.judge`."""
+    """Of a test: see `judge_end.judge`."""
 
 
 class Refused(Exception):
@@ -93,7 +92,7 @@ def judge(
 ) -> str:
     """Run a test of a program in a process of its own, and return the verdict.
 
-    It is "passed" or a reason (see `channel.judge`). All together has the time of one program.
+    It is "passed" or a reason (see `judge_end.judge`). All together has the time of one program.
 
     Args:
         program: Python source.
@@ -110,9 +109,11 @@ def judge(
     requests, to_program = os.pipe()
     answers, to_judge = os.pipe()
     arguments = (program, requests, to_judge)
-    serve = {"stdin": "", "role": "serve", "arguments": arguments, "channel": _channel_code()}
+    serve = {"stdin": "", "role": "serve", "arguments": arguments}
+    serve |= {"modules": _code_of("channel", "program_end")}
     arguments = (test, set(program_names), num_asserts, answers, to_program)
     ask = serve | {"role": "judge", "arguments": arguments}
+    ask |= {"modules": _code_of("channel", "judge_end")}
     with (
         _Run(ask, (answers, to_program), limits, confine) as judging,
         _Run(serve, (requests, to_judge), limits, confine) as running,
@@ -168,8 +169,13 @@ _confined: list[bool] = []
 
 
 @cache
-def _channel_code() -> CodeType:
-    return compile(CHANNEL.read_text(encoding="utf-8"), "channel", "exec")
+def _code_of(*names: str) -> list[tuple[str, CodeType]]:
+    """Return modules of this package, by name, as the child process loads them."""
+    sources = ((f"{__package__}.{name}", CHILD.with_name(f"{name}.py")) for name in names)
+    return [
+        (name, compile(path.read_text(encoding="utf-8"), path.name, "exec"))
+        for name, path in sources
+    ]
 
 
 class _Run:

@@ -56,6 +56,8 @@ IMPORTABLE = MODULES | {
 """Modules of the standard library that a test may import."""
 TEST_NAMES = MODULES | set(vars(builtins))
 """Names that a test has without the program."""
+EVALUATORS = {"eval", "exec", "compile", "__import__", "__builtins__", "__loader__", "breakpoint"}
+"""Builtins that could run a text of the program on the test's side."""
 
 
 def passes(
@@ -118,16 +120,17 @@ def prepare(test: str) -> Prepared:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"the test {test!r:.100} is not Python: {error}") from None
     _require_known_imports(tree)
-    defined = {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
-    names = _global_names(table) - defined - TEST_NAMES
+    defined = _defined_names(table)
+    names = free_names(table)
     _require_separable(tree, names)
+    _require_no_evaluators(tree, defined)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
     if not num_asserts:
         raise ValueError(f"the test {test!r:.100} asserts nothing")
     _require_questions(tree, names)
     used = _global_names(table) & MODULES - defined
     imports = [ast.Import([ast.alias(name)]) for name in sorted(used)]
-    rewrite = _Rewrite()
+    rewrite = _Rewrite(in_place_calls(tree, names))
     judged = rewrite.visit(tree)
     judged.body = [*imports, *_seeds(tree), *judged.body]
     code = compile(ast.fix_missing_locations(judged), "test", "exec")
@@ -136,6 +139,15 @@ def prepare(test: str) -> Prepared:
 
 def _refusal(node: ast.stmt | ast.expr | ast.excepthandler, why: str) -> ValueError:
     return ValueError(f"line {node.lineno} of the test, {ast.unparse(node)!r:.100}: {why}")
+
+
+def free_names(table: symtable.SymbolTable) -> set[str]:
+    """Return the names that a test asks of the program: those that it does not define."""
+    return _global_names(table) - _defined_names(table) - TEST_NAMES
+
+
+def _defined_names(table: symtable.SymbolTable) -> set[str]:
+    return {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
 
 
 def _is_defined(symbol: symtable.Symbol) -> bool:
@@ -182,6 +194,13 @@ def _require_separable(tree: ast.Module, program_names: set[str]) -> None:
             raise _refusal(node, "a class of the program cannot be judged apart from it")
 
 
+def _require_no_evaluators(tree: ast.Module, defined: set[str]) -> None:
+    """Raise ValueError if the test could run a text of the program."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in EVALUATORS - defined:
+            raise _refusal(node, "it could run a text of the program on the test's side")
+
+
 def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
     """Raise ValueError if an assert at the top of the test does not depend on the program."""
     dependent = set(program_names)
@@ -189,7 +208,11 @@ def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
     while size != len(dependent):
         size = len(dependent)
         for statement in tree.body:
-            if _loaded_names(statement) & dependent:
+            names = _loaded_names(statement)
+            if _has_function(statement):
+                # The program may call a function that it was given.
+                names |= _bound_names(statement)
+            if names & dependent:
                 dependent |= _bound_names(statement)
     for statement in tree.body:
         if isinstance(statement, ast.Assert) and not _loaded_names(statement) & dependent:
@@ -208,6 +231,11 @@ def _loaded_names(node: ast.AST) -> set[str]:
         for part in ast.walk(node)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
     }
+
+
+def _has_function(statement: ast.stmt) -> bool:
+    functions = (ast.Lambda, ast.FunctionDef, ast.ClassDef)
+    return any(isinstance(part, functions) for part in ast.walk(statement))
 
 
 def _bound_names(statement: ast.stmt) -> set[str]:
@@ -239,14 +267,105 @@ def _seeds(tree: ast.Module) -> list[ast.stmt]:
     return ast.parse("__import__('random').seed(0)").body if "random" in roots else []
 
 
-class _Rewrite(ast.NodeTransformer):
-    """Makes asserts and calls for their effect into calls of `channel.judge`'s functions."""
+# --- calls that change their arguments ---
 
-    def __init__(self):
+
+def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
+    """Return calls as in `k = f(xs)` after which the test reads what became of the arguments.
+
+    It does if it uses an argument in comparisons with values of its own only: `xs[:k] == [1, 2]`.
+    If it compares one with an answer of the program, the argument must stay the test's.
+    """
+    derived = _derived_names(tree, program_names)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    calls = {
+        node.value: {part.id for part in node.value.args if isinstance(part, ast.Name)} - derived
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _value_names(node.value.func) & derived
+    }
+
+    def is_read(name: ast.Name) -> bool | None:
+        """Return True for a comparison with the test's own value, None for an argument."""
+        node: ast.AST = name
+        while not isinstance(node, ast.stmt):
+            parent = parents[node]
+            if parent in calls and node in calls_arguments(parent):
+                return None
+            if isinstance(parent, ast.Compare):
+                others = [part for part in (parent.left, *parent.comparators) if part is not node]
+                return not any(_value_names(part) & (derived | {name.id}) for part in others)
+            node = parent
+        return False
+
+    def calls_arguments(call: ast.AST) -> list[ast.expr]:
+        return call.args if isinstance(call, ast.Call) else []
+
+    uses: dict[str, set[bool | None]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            uses.setdefault(node.id, set()).add(is_read(node))
+    return {
+        call
+        for call, names in calls.items()
+        if names and all(uses[n] == {True, None} for n in names)
+    }
+
+
+def _derived_names(tree: ast.Module, program_names: set[str]) -> set[str]:
+    """Return names whose values may be the program's: its own, parameters, what comes of them."""
+    derived = program_names | {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
+    size = -1
+    while size != len(derived):
+        size = len(derived)
+        for node in ast.walk(tree):
+            match node:
+                case (
+                    ast.Assign(value=source)
+                    | ast.AnnAssign(value=source)
+                    | ast.AugAssign(value=source)
+                    | ast.NamedExpr(value=source)
+                    | ast.For(iter=source)
+                    | ast.comprehension(iter=source)
+                    | ast.withitem(context_expr=source)
+                ):
+                    target = getattr(node, "targets", None) or [
+                        getattr(node, "target", None) or getattr(node, "optional_vars", None)
+                    ]
+                case ast.FunctionDef(name=name):
+                    source, target = node, [ast.Name(name)]
+                case _:
+                    continue
+            if source is not None and _value_names(source) & derived:
+                parts = [part for root in target if root for part in ast.walk(root)]
+                derived |= {part.id for part in parts if isinstance(part, ast.Name)}
+    return derived
+
+
+def _value_names(node: ast.AST) -> set[str]:
+    """Return the names that a value is made of, without those of indices."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    parts = [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
+    return set[str]().union(*map(_value_names, parts))
+
+
+class _Rewrite(ast.NodeTransformer):
+    """Makes asserts, calls for their effect, handlers and `with` into calls of `judge_end.judge`'s
+    functions."""
+
+    def __init__(self, in_place: set[ast.Call]):
+        """Take the calls for their effect whose value is used as well."""
+        self._in_place = in_place
         self.num_asserts = 0
         """Asserts that must be reached: those of constants, as `assert False`, need not."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        for part in ast.walk(node.test):
+            # Here a missing attribute is an answer, and no failure of the program.
+            if isinstance(part, ast.Name) and part.id == "hasattr":
+                part.id = "<hasattr>"
         self.generic_visit(node)
         number = -1
         if not isinstance(node.test, ast.Constant):
@@ -257,13 +376,35 @@ class _Rewrite(ast.NodeTransformer):
         return ast.copy_location(ast.Expr(call), node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        self.generic_visit(node)
         if isinstance(node.value, ast.Call):
-            call = node.value
-            function = ast.Name("<discard>", ast.Load())
-            node.value = ast.copy_location(
-                ast.Call(function, [call.func, *call.args], call.keywords), call
-            )
+            self._in_place.add(node.value)
+        self.generic_visit(node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if node not in self._in_place:
+            return node
+        function = ast.Name("<effect>", ast.Load())
+        call = ast.Call(function, [node.func, *node.args], node.keywords)
+        return ast.copy_location(call, node)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        self.generic_visit(node)
+        node.body.insert(0, ast.Expr(ast.Call(ast.Name("<caught>", ast.Load()), [], [])))
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST | list[ast.AST]:
+        self.generic_visit(node)
+        if node.exc is not None and not isinstance(node.exc, ast.Name):
+            return node
+        # A handler may pass on what it has caught.
+        arguments: list[ast.expr] = [node.exc] if node.exc else []
+        return [ast.Expr(ast.Call(ast.Name("<raised>", ast.Load()), arguments, [])), node]
+
+    def visit_withitem(self, node: ast.withitem) -> ast.AST:
+        self.generic_visit(node)
+        node.context_expr = ast.Call(ast.Name("<context>", ast.Load()), [node.context_expr], [])
         return node
 
 
@@ -282,38 +423,86 @@ def tests_of(column: Any) -> list[Any]:
     """Return the tests of a row as a list of tests for `passes`.
 
     Args:
-        column: such a list, {"inputs": [...], "outputs": [...]}, or either as JSON.
+        column: such a list, {"inputs": [...], "outputs": [...]}, or either as JSON. With "fn_name"
+            the inputs are arguments of that function, see `problems.call_test`.
 
     Raises:
         ValueError: for anything else, and if there are no tests.
     """
     match json.loads(column) if isinstance(column, str) else column:
-        case {"inputs": list() as inputs, "outputs": list() as outputs} if (
+        case {"inputs": list() as inputs, "outputs": list() as outputs, **rest} if (
             len(inputs) == len(outputs) > 0
         ):
             return [
-                {"input": stdin, "output": output}
-                for stdin, output in zip(inputs, outputs, strict=True)
+                _plain_test({"input": given, "output": output} | rest)
+                for given, output in zip(inputs, outputs, strict=True)
             ]
         case list() as tests if tests:
-            return tests
+            return [_plain_test(test) for test in tests]
     raise ValueError(f"no tests: {column!r:.100}")
 
 
-def check_tests(column: Any) -> None:
-    """Check a row's tests without running anything.
+def _plain_test(test: Any) -> Any:
+    """Return the text of a test that names a function, and any other test as it is."""
+    match test:
+        case {"input": given, "output": output, "fn_name": str() as name}:
+            return call_test(name, given, output)
+        case {"testtype": "functional"}:
+            raise ValueError(
+                f"a functional test needs `fn_name`, its function's name: {test!r:.100}"
+            )
+    return test
+
+
+def call_test(name: str, arguments: Any, output: Any) -> str:
+    """Return a test that calls a function, or a method of the class Solution, with values.
+
+    APPS, TACO and LiveCodeBench have such tests. As there, tuples are equal to lists, and a list of
+    one value to the value.
+
+    Args:
+        name: the function's.
+        arguments: a list of values, or a text with one JSON value on each line.
+        output: the result, as a value or as JSON.
 
     Raises:
-        ValueError: if `passes` could not judge a program by one of them.
+        ValueError: if they are no JSON values.
     """
-    for test in tests_of(column):
-        match test:
-            case {"input": str(), "output": str()}:
-                continue
-            case str():
-                prepare(test)
-            case _:
-                raise _not_a_test(test)
+    if not name.isidentifier():
+        raise ValueError(f"fn_name must be a function's name, not {name!r:.100}")
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        output = json.loads(output) if isinstance(output, str) else output
+    if not isinstance(arguments, list):
+        raise ValueError(f"inputs of {name} must be lists of arguments, not {arguments!r:.100}")
+    return f"""import json
+
+def plain(value):
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+try:
+    function = {name}
+except NameError:
+    function = Solution().{name}
+want = json.loads({json.dumps(output)!r})
+got = plain(function(*json.loads({json.dumps(arguments)!r})))
+assert got == want or [got] == want
+"""
+
+
+def check_test(test: Any) -> None:
+    """Check a test without running anything.
+
+    Raises:
+        ValueError: if `passes` could not judge a program by it.
+    """
+    match test:
+        case {"input": str(), "output": str()}:
+            pass
+        case str():
+            prepare(test)
+        case _:
+            raise _not_a_test(test)
 
 
 def all_pass(

@@ -1,0 +1,551 @@
+"""The test's end of the channel: run the test, and give the verdict.
+
+`child.py` loads this file's code in its confined process, after that of `channel.py`.
+"""
+
+import _operator
+import builtins
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from tpu_rl.sandbox.channel import (
+    CONTAINERS,
+    ENDS,
+    MAX_RECURSION,
+    OPERATIONS,
+    TEST,
+    Closed,
+    End,
+    NotPlain,
+    Proxy,
+    TooLarge,
+    name_of,
+)
+
+SINGLE_ITEMS = 64
+"""Items of an iterator of the program that are fetched one by one. Further ones are fetched in
+growing batches."""
+MAX_BATCH = 4096
+
+
+class JudgeEnd(End):
+    """The end whose process runs the test. It shows of the test what that gives away.
+
+    That are functions, iterators, and instances of the test's own classes, with their public
+    attributes.
+    """
+
+    def __init__(self, incoming: int, outgoing: int):
+        """Take descriptors of the pipes."""
+        operations = {name: self._guarded(name) for name in OPERATIONS} | {"set": self._set}
+        super().__init__(incoming, outgoing, operations, Remote)
+        self.refusals: list[str] = []
+        """Objects that the test must not give to a program."""
+        self.named: set[int] = set()
+        """Ids of the program's objects that the test has by name."""
+        self.unhandled: dict[int, BaseException] = {}
+        """Exceptions of the program that no handler of the test has caught so far."""
+        self.views: dict[tuple[str, str], Any] = {}
+        """What the program last said of its objects. It holds until the program runs again."""
+        self.attributes: dict[int, tuple[Any, Remote, str]] = {}
+        """Id of a container -> it, and the object and the attribute that it is a copy of."""
+        self.num_checks = 0
+        """Asserts that were evaluated."""
+        self._program_errors: set[int] = set()
+        """Ids of all exceptions of the program. They are kept in `_kept`."""
+        self._kept: list[BaseException] = []
+        self._checks_before: list[int] = []
+        """`num_checks` when each request of the program that is under way began."""
+        self._statements = 0
+        """Calls for their effect that are under way."""
+        self._shown: set[int] = set()
+        """Ids of the test's objects that the program saw since the outermost of these began."""
+
+    def ask(
+        self,
+        operation: str,
+        *arguments: Any,
+        keywords: dict[str, Any] | None = None,
+        back: bool = False,
+    ) -> Any:
+        """Return the program's answer: see `End.ask`."""
+        if operation not in READS:
+            self.views.clear()
+        if back and not self._statements:
+            self._shown.clear()
+        self._statements += back
+        try:
+            value = super().ask(operation, *arguments, keywords=keywords, back=back)
+            if operation == "get" and type(value) in (list, dict, set):
+                self.attributes[id(value)] = (value, *arguments)  # type: ignore[assignment]
+            return value
+        finally:
+            self._statements -= back
+            if operation not in READS:
+                self.views.clear()
+
+    def view(self, operation: str, remote: "Remote") -> Any:
+        """Return what the program says of an object, the same as long as nothing changes it."""
+        key = (operation, self.number_of(remote))
+        if key not in self.views:
+            answer = self.ask(operation, remote)
+            self.views[key] = answer
+        return self.views[key]
+
+    def raise_(self, error: BaseException) -> NoReturn:
+        """Raise the program's exception. A handler that the test has written must catch it."""
+        if isinstance(error, Exception):
+            self.unhandled[id(error)] = error
+            self._program_errors.add(id(error))
+            self._kept.append(error)
+        raise error
+
+    def raise_again(self, error: BaseException | None) -> None:
+        """Record that a handler of the test passes an exception on."""
+        if error is not None and id(error) in self._program_errors:
+            self.unhandled[id(error)] = error
+
+    def answer(self, request: Any) -> None:
+        """Answer a request of the program: see `End.answer`."""
+        self._checks_before.append(self.num_checks)
+        try:
+            super().answer(request)
+        finally:
+            self._checks_before.pop()
+
+    def send_error(self, error: BaseException) -> None:
+        """Send an exception of a function of the test to the program.
+
+        It is the program's to handle: it need not have called the function. But asserts of it that
+        were evaluated are not cut short.
+        """
+        if self.num_checks == self._checks_before[-1]:
+            self.handle(error)
+        super().send_error(error)
+
+    def handle(self, error: BaseException | None) -> None:
+        """Record that the test has caught an exception, and those that led to it."""
+        seen: set[int] = set()
+        todo = [error]
+        while todo:
+            error = todo.pop()
+            if error is None or id(error) in seen:
+                continue
+            seen.add(id(error))
+            self.unhandled.pop(id(error), None)
+            todo += [error.__cause__, error.__context__]
+
+    def send(self, message: Any) -> None:
+        """Send a value. A test that must not give it away cannot be judged.
+
+        But where the program's answer is what gets it, a right program might have given another.
+        """
+        try:
+            super().send(message)
+        except NotPlain as error:
+            is_answers = False
+            if message[0] == "ask":
+                _, operation, arguments, *_ = message
+                is_answers = operation != "call" or id(arguments[0]) not in self.named
+            if not is_answers and not isinstance(error, TooLarge):
+                self.refusals.append(str(error))
+            raise Closed(str(error)) from None
+
+    def refer(self, value: Any) -> tuple[bytes, str]:
+        """Return the tag and content of an object, which has a name if it is Python's own."""
+        if id(value) not in self._proxy_numbers:
+            self._shown.add(id(value))
+        if not callable(value) or id(value) in self._proxy_numbers:
+            return super().refer(value)
+        if name := name_of(value):
+            return b"x", name
+        tag, number = super().refer(value)
+        if not hasattr(value, "__name__"):
+            return tag, number
+        return b"g", f"{number} {value.__name__} {value.__doc__ or ''}"
+
+    def check_own(self, value: Any) -> None:
+        """Raise NotPlain for what the test must not give away."""
+        shared = callable(value) or hasattr(type(value), "__next__") or _is_of_test(value)
+        if not shared and not isinstance(value, BaseException):
+            raise NotPlain(f"an object of {type(value).__name__}")
+
+    def _guarded(self, name: str) -> Callable[..., Any]:
+        """Return an operation that is refused for what the test did not give away."""
+        operation = OPERATIONS[name]
+
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            value = arguments[1 if name == "compare" else 0]
+            is_own = self._own_numbers.get(id(value)) is not None
+            allowed = {
+                "call": callable(value),
+                "next": hasattr(type(value), "__next__"),
+                "iterate": hasattr(type(value), "__iter__"),
+            }.get(name, _is_of_test(value))
+            if name == "get":
+                allowed = allowed and _is_public(*arguments[1:])
+            if not is_own or not allowed:
+                raise TypeError(f"an object of the test does not answer {name!r}")
+            return operation(*arguments, **keywords)
+
+        return guarded
+
+    def _set(self, value: Any, name: str, item: Any) -> None:
+        # In any other call the test keeps its own values.
+        changes = self._statements and id(value) in self._shown
+        if not (changes and _is_of_test(value) and _is_public(name)):
+            raise AttributeError(f"an object of the test does not change in this call: {name}")
+        setattr(value, name, item)
+
+
+READS = {
+    *("name", "get", "has", "item", "length", "iterate", "truth", "text", "repr", "compare"),
+    *("callable", "is instance", "is subclass", "plain", "state", "name of"),
+}
+"""Requests that change nothing in the program."""
+
+
+def _is_public(name: Any) -> bool:
+    return type(name) is str and not name.startswith("_")
+
+
+def _is_of_test(value: Any) -> bool:
+    return type(value).__module__ == TEST and not isinstance(value, type)
+
+
+def judge(
+    code: Any, program_names: set[str], num_asserts: int, incoming: int, outgoing: int
+) -> str:
+    """Run a test, and return "passed" or the reason why the program does not pass.
+
+    A reason that begins with "refused" means that the test cannot be judged at all.
+
+    Args:
+        code: see `unit_tests.prepare`, as for the next two.
+        program_names: names that the program defines.
+        num_asserts: asserts that must be reached.
+        incoming: descriptor of the pipe with the program's answers.
+        outgoing: descriptor of the pipe for requests.
+    """
+    end = JudgeEnd(incoming, outgoing)
+    ENDS.append(end)
+    reached: set[int] = set()
+    sys.setrecursionlimit(MAX_RECURSION)
+
+    def check(number: int, value: Any) -> None:
+        # Constants have the number -1.
+        reached.update({number} - {-1})
+        end.num_checks += 1
+        # Not an exception: the test could catch it.
+        if isinstance(value, Remote) and not _plain(value):
+            raise Closed("an assert is about an object of the program")
+        if not value:
+            raise Closed("an assert is false")
+
+    def effect(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        # A call for its effect, so the program's changes of the arguments count. In any other call
+        # the test keeps its own values.
+        if isinstance(function, Remote):
+            return end.ask("call", function, *arguments, keywords=keywords, back=True)
+        owner = end.attributes.get(id(getattr(function, "__self__", None)))
+        value = function(*arguments, **keywords)
+        if owner:
+            # As in `s.items.append(x)`: the container of the program changes like its copy.
+            end.ask("method", *owner[1:], function.__name__, *arguments, keywords=keywords)
+        return value
+
+    def caught() -> None:
+        end.handle(sys.exc_info()[1])
+
+    def raised(error: Any = None) -> None:
+        end.raise_again(error or sys.exc_info()[1])
+
+    def advance(iterator: Any, *default: Any) -> Any:
+        try:
+            return next(iterator, *default)
+        except StopIteration as error:
+            # Only an iterator of the test may end because another one does.
+            if sys._getframe(1).f_code.co_name != "__next__":
+                end.unhandled[id(error)] = error
+            raise
+
+    def has_attribute(value: Any, name: str) -> bool:
+        return end.ask("has", value, name) if isinstance(value, Remote) else hasattr(value, name)
+
+    def is_callable(value: Any) -> bool:
+        return end.ask("callable", value) if isinstance(value, Remote) else callable(value)
+
+    class Names(dict[str, Any]):
+        """Names that the test does not define: builtins first, then the program's."""
+
+        def __missing__(self, name: str) -> Any:
+            if name in program_names:
+                match end.ask("name", name):
+                    case (value,):
+                        if isinstance(value, Remote):
+                            end.named.add(id(value))
+                        return value
+            raise KeyError(name)
+
+    names = Names(vars(builtins))
+    names |= {"next": advance, "callable": is_callable}
+    names |= {"<check>": check, "<effect>": effect, "<caught>": caught, "<raised>": raised}
+    names |= {"<hasattr>": has_attribute, "<context>": Context}
+    failure = ""
+    try:
+        exec(code, {"__name__": TEST, "__builtins__": names})
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"[:500]
+    if end.refusals:
+        return f"refused: the test gives the program {end.refusals[0]}, which is no plain value"
+    if Closed.reasons or failure:
+        return f"failed: {(Closed.reasons or [failure])[0]}"
+    if end.unhandled:
+        (error, *_) = end.unhandled.values()
+        return f"failed: the program's {type(error).__name__} ended a part of the test"
+    if len(reached) < num_asserts or not num_asserts:
+        return "failed: not all asserts were reached"
+    return "passed"
+
+
+class Context:
+    """A context manager of the test: what it suppresses is caught."""
+
+    def __init__(self, manager: Any):
+        """Take the manager."""
+        self._manager = manager
+
+    def __enter__(self) -> Any:
+        if isinstance(self._manager, Remote):
+            return ENDS[0].ask("enter", self._manager)
+        return type(self._manager).__enter__(self._manager)
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        if isinstance(self._manager, Remote):
+            # What a manager of the program suppresses is not caught by the test.
+            return ENDS[0].ask("exit", self._manager, error) is True
+        suppressed = bool(type(self._manager).__exit__(self._manager, kind, error, traceback))
+        if suppressed:
+            ENDS[0].handle(error)
+        return suppressed
+
+
+class Remote(Proxy):
+    """An object of the program, held by the test.
+
+    Containers are read as a plain copy. Other objects are equal to nothing but objects of the
+    program: its methods would decide.
+    """
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        plain = _plain(self) if name in PLAIN_METHODS else ()
+        return getattr(plain[0], name) if plain else super().__getattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        plain = _plain(self)
+        if plain:
+            try:
+                return plain[0][key]
+            except LookupError:
+                # Its class may know more keys.
+                pass
+        return super().__getitem__(key)
+
+    def __len__(self) -> int:
+        plain = _plain(self)
+        if plain:
+            return len(plain[0])
+        if not _has_length(self):
+            # Python asks before it makes a list of an iterator, and ignores this.
+            raise TypeError("an object of the program has no length")
+        length = ENDS[0].view("length", self)
+        _check_length(self)
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        plain = _plain(self)
+        if plain:
+            return iter(plain[0])
+        items = ENDS[0].view("iterate", self)
+        if isinstance(items, Remote):
+            # A new iterator each time.
+            del ENDS[0].views["iterate", ENDS[0].number_of(self)]
+            return items
+        _check_length(self)
+        return iter(items)
+
+    def __next__(self) -> Any:
+        items, ended, given = _batches.get(id(self), ([], False, 0))
+        if not items and not ended:
+            count = 1 if given < SINGLE_ITEMS else min(given, MAX_BATCH)
+            match ENDS[0].ask("next", self, count):
+                case (list() as items, bool() as ended):
+                    items.reverse()
+                case _:
+                    raise Closed("the program breaks the protocol")
+        _batches[id(self)] = (items, ended, given + 1)
+        if not items:
+            raise StopIteration
+        return items.pop()
+
+    def __contains__(self, item: Any) -> bool:
+        return any(item is other or item == other for other in self)
+
+    def __bool__(self) -> bool:
+        """Objects are true, except for those that have a length of 0."""
+        plain = _plain(self)
+        if plain:
+            return bool(plain[0])
+        return not _has_length(self) or len(self) != 0
+
+    def __str__(self) -> str:
+        return ENDS[0].view("text", self)
+
+    def __repr__(self) -> str:
+        return ENDS[0].view("repr", self)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return ENDS[0].ask("is instance", value, self) is True
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return ENDS[0].ask("is subclass", value, self) is True
+
+    def __copy__(self) -> Any:
+        return _copy(self, "copy")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copy(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an object of the program has no pickle")
+
+    def __hash__(self) -> int:
+        plain = _plain(self)
+        return hash(plain[0]) if plain else id(self)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        left, right = _plain(self), _plain(other)
+        if left and right:
+            return left[0] == right[0]
+        if left or right:
+            # A builtin function or class is the one of its name.
+            name = name_of(other) if not left and callable(other) else ""
+            return bool(name) and ENDS[0].ask("name of", self) == name
+        return _have_same_state(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: Any) -> bool:
+        return _is_ordered("lt", self, other)
+
+    def __le__(self, other: Any) -> bool:
+        return _is_ordered("le", self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return _is_ordered("gt", self, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return _is_ordered("ge", self, other)
+
+
+_batches: dict[int, tuple[list[Any], bool, int]] = {}
+"""Id of an iterator -> items that were fetched ahead, in reverse; True after the last ones; items
+that it has given."""
+_compared: list[tuple[int, int]] = []
+"""Objects whose attributes are being compared, which may lead back to them."""
+PLAIN_METHODS = {"keys", "values", "items"}
+"""Methods of containers that are read from their plain copy."""
+
+
+def _plain(value: Any) -> Any:
+    """Return (a plain copy of a value,), () if it is an object that has none."""
+    if not isinstance(value, Remote):
+        return (value,)
+    copy = ENDS[0].view("plain", value)
+    if copy != () and (type(copy) is not tuple or type(copy[0]) not in CONTAINERS):
+        raise Closed("the program breaks the protocol")
+    return copy[:1]
+
+
+def _has_length(remote: Remote) -> bool:
+    return ENDS[0].ask("has", remote, "__len__") is True
+
+
+def _check_length(remote: Remote) -> None:
+    """Raise Closed if an object has fewer items than its length.
+
+    Loops of the test over such an object would be too short.
+    """
+    number = ENDS[0].number_of(remote)
+    length = ENDS[0].views.get(("length", number))
+    items = ENDS[0].views.get(("iterate", number))
+    if isinstance(items, list) and isinstance(length, int) and len(items) < length:
+        raise Closed("an object of the program has fewer items than its length")
+
+
+def _copy(remote: Remote, function: str) -> Remote:
+    copy = ENDS[0].ask("copy", remote, function)
+    if not isinstance(copy, Remote):
+        raise Closed("a copy of the program's object is none")
+    return copy
+
+
+def _have_same_state(left: Remote, right: Any) -> bool:
+    """Return True if the program says so, and both have the same class and attributes."""
+    pair = (id(left), id(right))
+    if pair in _compared:
+        return True
+    ask = ENDS[0].ask
+    _compared.append(pair)
+    try:
+        is_equal = ask("compare", "eq", left, right) is True
+        return is_equal and ask("state", left) == ask("state", right)
+    finally:
+        _compared.remove(pair)
+
+
+def _is_ordered(name: str, left: Any, right: Any) -> bool:
+    """Compare two values of the program by its own order, which must be one.
+
+    An object of the program and a value of the test have none: the program would see the value.
+    """
+    plain_left, plain_right = _plain(left), _plain(right)
+    if plain_left and plain_right:
+        return getattr(_operator, name)(plain_left[0], plain_right[0])
+    if plain_left or plain_right:
+        raise Closed("an object of the program is no plain value")
+    ask = ENDS[0].ask
+    answer = ask("compare", name, left, right) is True
+    if answer and name in ("lt", "gt") and ask("compare", name, right, left) is True:
+        raise Closed("the program's objects have no order")
+    return answer
+
+
+def _operator_of(name: str, is_reflected: bool) -> Callable[..., Any]:
+    def operate(self: Any, *others: Any) -> Any:
+        operands = (*others, self) if is_reflected else (self, *others)
+        plain = [_plain(operand) for operand in operands]
+        if all(plain):
+            return getattr(_operator, name)(*(copy for (copy,) in plain))
+        if _plain(self):
+            raise TypeError(f"an object of the program has no {name}")
+        result = ENDS[0].ask("operator", name, *operands)
+        if any(map(_plain, others)) and _plain(result):
+            # The program saw the test's value, and could answer with what is expected.
+            raise Closed("an operator of the program's object gives a plain value")
+        return result
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_", "or_", "xor"):
+    setattr(Remote, f"__{_name.rstrip('_')}__", _operator_of(_name, is_reflected=False))
+    setattr(Remote, f"__r{_name.rstrip('_')}__", _operator_of(_name, is_reflected=True))
+Remote.__neg__ = _operator_of("neg", is_reflected=False)  # type: ignore[attr-defined]
+Remote.__doc__ = property(lambda self: ENDS[0].ask("get", self, "__doc__"))  # type: ignore
