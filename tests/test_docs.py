@@ -110,7 +110,9 @@ def flags() -> set[str]:
     """The flags of every preset and program, and of others that the documents name."""
     presets = [settings(config.preset(name)) for name in config.preset_names()]
     files = [path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py")]
-    return set().union(*presets, *map(declared_flags, files), *FOREIGN_FLAGS.values())
+    of_configuration = {flag.removeprefix("--") for flag in config.EXAMPLES}
+    declared = map(declared_flags, files)
+    return of_configuration.union(*presets, *declared, *FOREIGN_FLAGS.values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"error: {error}", file=sys.stderr)
         return error.code
+    if name == "run" and not {"-h", "--help"}.isdisjoint(arguments):
+        # The help of `run` needs none of the modules that train.
+        name = "config"
     return importlib.import_module(f"tpu_rl.commands.{name}").main(arguments)
 
 

@@ -397,6 +397,16 @@ def with_shorter_phases(default: ExperimentConfig, flags: list[str]) -> Experime
     return dataclasses.replace(default, phases=tuple(phases), steps=steps)
 
 
+def main(argv: list[str]) -> int:
+    """Print the help that the arguments ask for, or the error in them, and return the exit code."""
+    try:
+        parse(argv)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
 def steps_of_epochs(config: ExperimentConfig, text: str) -> int:
     """Return the steps in which a run reads the training rows of its files `text` times.
 
