@@ -3,10 +3,16 @@
 import os
 import sys
 
+
+def main(argv: list[str]) -> int:
+    """Run the command with these arguments, and return its exit code."""
+    from tpu_rl.commands import cli
+
+    return cli.main(["run", *argv])
+
+
 if __name__ == "__main__":
     # Python puts this folder on the path, where `import evaluate` would find that file here.
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path = [folder for folder in sys.path if folder != here]
-    from tpu_rl.commands import cli
-
-    sys.exit(cli.main(["run", *sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))
