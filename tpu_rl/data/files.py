@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tpu_rl.data import formats, python_rows, stored_rows
+from tpu_rl.data import formats, python_rows, shapes, stored_rows
 from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows, half_a_character
 from tpu_rl.errors import InputError
 from tpu_rl.storage import gcs, local_copies
@@ -73,7 +73,7 @@ def read(
             row = _normalized(where, original, columns)
             _check_row(where, original, row, columns, kinds)
             try:
-                formats.check_together(row, columns)
+                shapes.check_together(row, columns)
                 if check is not None:
                     check(row)
             except ValueError as error:
@@ -94,7 +94,7 @@ def read(
             fix="give another file, dataset or --data.split",
         )
     rows = StoredRows(joined, columns=tuple(names))
-    rows = rows.map(functools.partial(formats.normalize, columns=tuple(columns)))
+    rows = rows.map(functools.partial(shapes.normalize, columns=tuple(columns)))
     if len(rows) >= MIN_KEPT_ROWS:
         _READ[key] = rows
         while len(_READ) > MAX_KEPT:
@@ -145,7 +145,7 @@ def _check_row(
     """
     _check_columns(where, row, columns)
     # The prompt of a row that is learned as a whole is empty.
-    is_text = formats.is_plain_text(original)
+    is_text = shapes.is_plain_text(original)
     for column in columns:
         if column == "prompt" and is_text:
             continue
@@ -162,9 +162,9 @@ def _check_row(
 
 
 def _normalized(where: str, row: Row, columns: Sequence[str]) -> Row:
-    """Return `formats.normalize` of a row. Raises InputError if it does not fit its shape."""
+    """Return `shapes.normalize` of a row. Raises InputError if it does not fit its shape."""
     try:
-        return formats.normalize(row, columns)
+        return shapes.normalize(row, columns)
     except ValueError as error:
         raise InputError(
             "a row does not fit its shape",
