@@ -22,7 +22,14 @@ from typing import IO, Any
 import numpy as np
 
 from tpu_rl.data import formats, python_rows, shapes, stored_rows
-from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows, half_a_character
+from tpu_rl.data.stored_rows import (
+    MAX_ROW_BYTES,
+    Records,
+    Source,
+    Spool,
+    StoredRows,
+    half_a_character,
+)
 from tpu_rl.errors import InputError
 from tpu_rl.storage import gcs, local_copies
 
@@ -33,8 +40,6 @@ TEXT_OR_MESSAGES = frozenset({"prompt", "completion", "chosen", "rejected"})
 TEXTS = frozenset({"question"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. A chat template may know only some of them."""
-MAX_ROW_BYTES = 10_000_000
-"""Bytes of a line. No model reads a longer text, so a longer line is a mistake."""
 
 
 def read(

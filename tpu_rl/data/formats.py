@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered
+from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, require_plain
 from tpu_rl.errors import InputError, MachineError
 
 Row = dict[str, Any]
@@ -141,6 +141,7 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
                 why=f"this is {type(row).__name__}",
                 fix='as in [{"prompt": "..."}]',
             )
+        require_plain(row, where)
         yield where, row
         position = skip(position)
         separator = text[position : position + 1]
@@ -186,6 +187,14 @@ def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
             why=str(error).splitlines()[0],
             fix="copy or download it again",
         ) from error
+    names = table.column_names
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InputError(
+            f"the table has the column `{repeated}` twice",
+            where=str(file),
+            fix="give each column a name of its own",
+        )
     return ArrowRows(table.to_batches(), f"{_escaped(file)}, row {{}}")
 
 
@@ -278,4 +287,4 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Given:
     split = choose_split([str(each) for each in splits], split, name)
     where = f"{_escaped(name)}, row {{}} of split {_escaped(split)}"
     rows: Any = splits[split]
-    return Given(rows, where, lambda row, where: None)
+    return Given(rows, where, require_plain)

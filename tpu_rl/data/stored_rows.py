@@ -6,6 +6,7 @@ refuse it. From then on the source gives any row by number. It holds no row as a
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -20,6 +21,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
+from tpu_rl.data.messages import without_nulls
 from tpu_rl.errors import InputError
 
 Row = dict[str, Any]
@@ -139,25 +141,60 @@ class Given:
         for number, row in enumerate(self._rows, start=1):
             where = self._where.format(number)
             self._check(row, where)
-            yield where, dict(row)
+            yield where, self._read(row)
+
+    def _read(self, row: Any) -> Row:
+        # `datasets` keeps rows as Arrow.
+        return _without_added_nulls(dict(row)) if hasattr(self._rows, "features") else dict(row)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return dict(self._rows[index])
+        return self._read(self._rows[index])
 
 
-def require_finite(row: Mapping[str, Any], where: str) -> None:
-    """Raise InputError if a column holds a number that is not finite."""
+MAX_ROW_BYTES = 10_000_000
+"""Bytes of a row. No model reads a longer text, so a longer row is a mistake."""
+
+
+def require_plain(row: Mapping[str, Any], where: str) -> None:
+    """Check that a row holds no more than a line of JSON could.
+
+    Raises:
+        InputError: if a number is not finite, at any depth; if a text holds half a character; or if
+            the row is too long.
+    """
     for column, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        number = _not_finite(value)
+        if number is not None:
             raise InputError(
-                f"`{column}` is {value}",
+                f"`{column}` is {number}" if number is value else f"`{column}` holds {number}",
                 where=where,
                 why="it is not a finite number",
                 fix="give a number, or drop the row",
             )
+    try:
+        size = len(json.dumps(dict(row), ensure_ascii=False, default=repr).encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise half_a_character(error, where) from error
+    if size > MAX_ROW_BYTES:
+        raise InputError(
+            f"a row has {size:,} bytes",
+            where=where,
+            why=f"the limit is {MAX_ROW_BYTES:,}, because no model reads a longer text",
+            fix="cut or drop longer rows",
+        )
+
+
+def _not_finite(value: Any) -> float | None:
+    """Return a number in a value that is not finite, or None."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(items, str | bytes) or not isinstance(value, Mapping | list | tuple):
+        return None
+    return next((number for item in items if (number := _not_finite(item)) is not None), None)
 
 
 def half_a_character(error: UnicodeEncodeError, where: str) -> InputError:
@@ -183,8 +220,16 @@ class ArrowRows:
     def scan(self) -> Numbered:
         for index in range(len(self)):
             where = self._where.format(index + 1)
-            row = self[index]
-            require_finite(row, where)
+            try:
+                row = self[index]
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8",
+                    where=where,
+                    why=error.reason,
+                    fix="write the text as UTF-8",
+                ) from error
+            require_plain(row, where)
             yield where, row
 
     def __len__(self) -> int:
@@ -199,9 +244,26 @@ class ArrowRows:
         number = bisect_right(self._ends, index)
         batch = self._batches[number]
         offset = index - (self._ends[number] - batch.num_rows)
-        rows = batch.slice(offset, count).to_pylist()
+        rows = [_without_added_nulls(row) for row in batch.slice(offset, count).to_pylist()]
         self._chunk = (index, rows)
         return dict(rows[0])
+
+
+CHAT_COLUMNS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"),
+    *("tools", "answers"),
+)
+"""Columns whose structs are messages, calls and descriptions of tools."""
+
+
+def _without_added_nulls(row: Row) -> Row:
+    """Return a row of Arrow whose messages and tools have no keys that are null."""
+    changed = {
+        column: without_nulls(row[column])
+        for column in CHAT_COLUMNS
+        if isinstance(row.get(column), list | dict)
+    }
+    return row | changed if changed else row
 
 
 class Joined:
