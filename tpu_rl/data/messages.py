@@ -86,7 +86,7 @@ def _message(message: Message, place: str) -> Message:
     if content is not None:
         result["content"] = _text(content, place)
     elif not calls:
-        raise ValueError(f"{place} has no content: it is null or missing")
+        raise ValueError(f"{place} has no content; it has `role` and `content`, or calls of tools")
     if calls:
         result["tool_calls"] = calls
     return result | _with_weight(message, place)

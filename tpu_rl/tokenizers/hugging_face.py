@@ -164,9 +164,10 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
     plain = tokenizer.encode("a", add_special_tokens=False)
     wrapped = tokenizer.encode("a", add_special_tokens=True)
     starts = [k for k in range(len(wrapped)) if wrapped[k : k + len(plain)] == plain]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
+    template = templates.get("default")
     return Tokenizer(
         backend=_HuggingFace(tokenizer),
         eos_ids=eos_ids,
@@ -176,4 +177,5 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
         prefix_ids=tuple(wrapped[: starts[0]]) if starts else (),
         control=control,
         chat_template=template or None,
+        tool_template=templates.get("tool_use") if template else None,
     )
