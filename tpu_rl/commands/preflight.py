@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,10 +245,7 @@ def check_tokenizer(
             why=f"it has -inf for all {vocab_size} tokens of the vocabulary",
             fix="leave at least one",
         )
-    beyond = [text for text, token_id in tokenizer.control.items() if token_id >= vocab_size]
-    warnings = []
-    if beyond:
-        warnings.append(f"control tokens beyond the embedding: {', '.join(beyond[:5])}")
+    warnings = check_embedding(tokenizer, vocab_size)
     if note_wrapped_prompts(tokenizer, prompt_rows):
         return warnings
     is_plain = any(isinstance(row["prompt"], str) and row["prompt"] for row in prompt_rows)
@@ -258,6 +255,38 @@ def check_tokenizer(
             "conversations; --data.chat auto wraps prompts"
         )
     return warnings
+
+
+def check_embedding(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> list[str]:
+    """Return warnings about control tokens without a row in the embedding.
+
+    Raises InputError if one of them ends a completion, or if the chat template writes one.
+    """
+    beyond = {i: text for text, i in tokenizer.control.items() if i >= vocab_size}
+    if not beyond:
+        return []
+    written = [tokenizer.eos_ids[0], tokenizer.turn_end]
+    if tokenizer.has_chat_template:
+        question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        for messages in ([question], [question, answer]):
+            with suppress(InputError):
+                written += tokenizer.render(messages)
+    needed = [beyond[i] for i in dict.fromkeys(written) if i in beyond]
+    if needed:
+        raise embedding_error(needed, vocab_size)
+    return [f"control tokens beyond the embedding: {', '.join([*beyond.values()][:5])}"]
+
+
+def embedding_error(tokens: Sequence[str], vocab_size: int) -> InputError:
+    """Return the error of tokens without a row in the embedding."""
+    return InputError(
+        f"{', '.join(tokens[:5])} lie beyond the model's embedding",
+        where="--model.path",
+        why=f"the embedding has {vocab_size} rows, and the tokenizer has larger ids: the "
+        "tokens were added, and the model was not resized",
+        fix="save the model again after resize_token_embeddings(len(tokenizer)) of transformers, "
+        "or use a tokenizer and a template of the model's own tokens",
+    )
 
 
 def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) -> bool:

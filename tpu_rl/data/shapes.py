@@ -37,8 +37,10 @@ class Shape(NamedTuple):
     """Columns that ours take the place of. Rewards may read the others."""
 
 
-def normalize(row: Row, columns: Sequence[str]) -> Row:
+def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Row:
     """Return the row with the columns that an algorithm reads, if its shape implies them.
+
+    `names` gives columns by other names, as NAME=COLUMN.
 
     Columns of published shapes (`SHAPES`) become `messages`, `prompt` and `completion`. `text`
     becomes an empty prompt and a completion. The beginning that `chosen` and `rejected` share
@@ -48,6 +50,15 @@ def normalize(row: Row, columns: Sequence[str]) -> Row:
     Raises:
         ValueError: if the shape is clear but the row does not fit it.
     """
+    for name in names:
+        column, equals, source = name.partition("=")
+        if not equals or source not in row:
+            raise ValueError(
+                f"--data.columns {name}: the row has no column `{source}`; it has {', '.join(row)}"
+                if equals
+                else f"--data.columns {name} is not of the form NAME=COLUMN"
+            )
+        row = row | {column: row[source]}
     shape = shape_of(row)
     if shape is not None:
         others = {name: value for name, value in row.items() if name not in shape.replaced}
@@ -171,6 +182,18 @@ def _check_steps(steps: Any, labels: Any) -> None:
             f"`completions` has {len(steps)} steps and `labels` has {len(labels)}; "
             "there is one label for each step"
         )
+
+
+def with_separators(row: Row, separator: str) -> Row:
+    """Return the row with a separator after each step but the last, as in TRL's rows of steps.
+
+    Steps with white space between them are joined as they are.
+    """
+    steps = row["completions"]
+    borders = zip(steps, steps[1:], strict=False)
+    if any(before[-1:].isspace() or after[:1].isspace() for before, after in borders):
+        return row
+    return row | {"completions": [*(step + separator for step in steps[:-1]), steps[-1]]}
 
 
 def is_plain_text(row: Row) -> bool:

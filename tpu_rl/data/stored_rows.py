@@ -43,6 +43,10 @@ class Source(Protocol):
 
     def __getitem__(self, index: int, /) -> Row: ...
 
+    def where(self, index: int) -> str:
+        """Return where the row is, as `scan` says it."""
+        ...
+
 
 # --- sources ---
 
@@ -113,16 +117,19 @@ class Spool(Records):
     def __init__(self, rows: Numbered):
         self._rows = rows
         with tempfile.TemporaryFile() as file:
-            super().__init__(os.dup(file.fileno()), pickle.loads)
+            super().__init__(os.dup(file.fileno()), lambda content: pickle.loads(content)[1])
 
     def scan(self) -> Numbered:
         with open(os.dup(self._file), "wb") as file:
             start = 0
             for where, row in self._rows:
-                content = pickle.dumps(row)
+                content = pickle.dumps((where, row))
                 self.add(start, file.write(content))
                 start += len(content)
                 yield where, row
+
+    def where(self, index: int) -> str:
+        return pickle.loads(os.pread(self._file, self._lengths[index], self._starts[index]))[0]
 
 
 class Given:
@@ -142,6 +149,9 @@ class Given:
             where = self._where.format(number)
             self._check(row, where)
             yield where, self._read(row)
+
+    def where(self, index: int) -> str:
+        return self._where.format(index + 1)
 
     def _read(self, row: Any) -> Row:
         # `datasets` keeps rows as Arrow.
@@ -219,7 +229,7 @@ class ArrowRows:
 
     def scan(self) -> Numbered:
         for index in range(len(self)):
-            where = self._where.format(index + 1)
+            where = self.where(index)
             try:
                 row = self[index]
             except UnicodeDecodeError as error:
@@ -231,6 +241,9 @@ class ArrowRows:
                 ) from error
             require_plain(row, where)
             yield where, row
+
+    def where(self, index: int) -> str:
+        return self._where.format(index + 1)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -281,6 +294,11 @@ class Joined:
         part = self._parts[number]
         return part[index - self._ends[number] + len(part)]
 
+    def where(self, index: int) -> str:
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        return where_of(part, index - self._ends[number] + len(part))
+
 
 class WithNumber:
     """Rows with a further column: their number, from 0."""
@@ -294,6 +312,9 @@ class WithNumber:
 
     def __getitem__(self, index: int) -> Row:
         return self._rows[index] | {self._column: int(index)}
+
+    def where(self, index: int) -> str:
+        return where_of(self._rows, index)
 
 
 # --- what others see ---
@@ -324,6 +345,10 @@ class StoredRows(Sequence[Row]):
         """Return the rows with these numbers, from 0."""
         chosen = np.asarray(self._indices)[indices]
         return StoredRows(self._source, chosen, self._functions, self.columns)
+
+    def where(self, index: int) -> str:
+        """Return the file and the line, or the like, of a row."""
+        return where_of(self._source, int(self._indices[index]))
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -359,6 +384,12 @@ class StoredRows(Sequence[Row]):
         return all(row == other_row for row, other_row in zip(self, other, strict=True))
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  (equality is that of the rows)
+
+
+def where_of(rows: Any, index: int) -> str:
+    """Return where a row was read, or its number if it was made."""
+    find = getattr(rows, "where", None)
+    return find(index) if find is not None else f"row {index + 1}"
 
 
 def take(rows: Sequence[Row], indices: np.ndarray) -> Sequence[Row]:

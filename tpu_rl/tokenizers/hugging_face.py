@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,12 @@ def load(directory: Path) -> Tokenizer:
             fix="download its files again",
         ) from error
     eos_ids = end_of_sequence.listed(directory, _vocab_size(tokenizer))
-    return _from_hugging_face(tokenizer, eos_ids, str(directory))
+    result = _from_hugging_face(tokenizer, eos_ids, str(directory))
+    rows = end_of_sequence.embedding_rows(directory)
+    if rows is not None and result.pad_id >= rows:
+        # Padding is masked everywhere, but the embedding reads it.
+        return replace(result, pad_id=result.eos_ids[0])
+    return result
 
 
 def _vocab_size(tokenizer: Any) -> int:
