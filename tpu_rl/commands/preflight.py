@@ -22,7 +22,7 @@ import yaml
 
 from tpu_rl import data, metrics, models, rewards, tokenizers
 from tpu_rl.algorithm_spec import SourceName
-from tpu_rl.commands import compose, config_checks, meshes, roles
+from tpu_rl.commands import compose, config_checks, meshes, roles, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
@@ -86,6 +86,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     tokenizer = roles.load_tokenizer(config, directory)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
+    warnings += row_checks.check(config, tokenizer, model.config.vocab.size)
     warnings += check_tokenizer(config, tokenizer, model, rows)
     environment = compose.environment(config)
     prompts = [row["prompt"] for row in rows if "prompt" in row]
@@ -273,20 +274,8 @@ def check_embedding(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> list[st
                 written += tokenizer.render(messages)
     needed = [beyond[i] for i in dict.fromkeys(written) if i in beyond]
     if needed:
-        raise embedding_error(needed, vocab_size)
+        raise row_checks.embedding_error(needed, vocab_size)
     return [f"control tokens beyond the embedding: {', '.join([*beyond.values()][:5])}"]
-
-
-def embedding_error(tokens: Sequence[str], vocab_size: int) -> InputError:
-    """Return the error of tokens without a row in the embedding."""
-    return InputError(
-        f"{', '.join(tokens[:5])} lie beyond the model's embedding",
-        where="--model.path",
-        why=f"the embedding has {vocab_size} rows, and the tokenizer has larger ids: the "
-        "tokens were added, and the model was not resized",
-        fix="save the model again after resize_token_embeddings(len(tokenizer)) of transformers, "
-        "or use a tokenizer and a template of the model's own tokens",
-    )
 
 
 def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) -> bool:

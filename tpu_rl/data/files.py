@@ -124,6 +124,19 @@ def first_row(
     return {}
 
 
+def first_shape(
+    path: str | Path,
+    split: str | None = None,
+    config: str | None = None,
+    column_names: Sequence[str] = (),
+) -> shapes.Shape | None:
+    """Return the published shape of the first row, or None if it has our columns."""
+    for source in _sources(path, split, config):
+        for _, row in source.scan():
+            return shapes.shape_of(shapes.renamed(row, column_names))
+    return None
+
+
 MIN_KEPT_ROWS = 10_000
 MAX_KEPT = 4
 _READ: dict[Any, StoredRows] = {}
@@ -376,7 +389,8 @@ class JsonLines(Records):
             os.pread(self._file, min(stored_rows.MAX_BLOCK, start - place), place)
             for place in places
         )
-        return f"{self._path}:{1 + sum(block.count(b'\n') for block in blocks)}"
+        lines_before = sum(block.count(b"\n") for block in blocks)
+        return f"{self._path}:{lines_before + 1}"
 
     def _decode_line(self, line: bytes) -> Row:
         try:

@@ -50,15 +50,7 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     Raises:
         ValueError: if the shape is clear but the row does not fit it.
     """
-    for name in names:
-        column, equals, source = name.partition("=")
-        if not equals or source not in row:
-            raise ValueError(
-                f"--data.columns {name}: the row has no column `{source}`; it has {', '.join(row)}"
-                if equals
-                else f"--data.columns {name} is not of the form NAME=COLUMN"
-            )
-        row = row | {column: row[source]}
+    row = renamed(row, names)
     shape = shape_of(row)
     if shape is not None:
         others = {name: value for name, value in row.items() if name not in shape.replaced}
@@ -69,6 +61,24 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     if "tools" in row and "tools" not in columns:
         row = row | {"tools": message_forms.canonical_tools(row["tools"])}
     return _with_system(_with_columns(row, columns), columns)
+
+
+def renamed(row: Row, names: Sequence[str]) -> Row:
+    """Return the row with columns by other names, NAME=COLUMN, beside their own.
+
+    Raises:
+        ValueError: if a name has another form, or there is no such column.
+    """
+    for name in names:
+        column, equals, source = name.partition("=")
+        if not equals:
+            raise ValueError(f"--data.columns {name} is not of the form NAME=COLUMN")
+        if source not in row:
+            raise ValueError(
+                f"--data.columns {name}: there is no column `{source}`; there are {', '.join(row)}"
+            )
+        row = row | {column: row[source]}
+    return row
 
 
 def shape_of(row: Row) -> Shape | None:

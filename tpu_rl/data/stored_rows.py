@@ -16,6 +16,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Protocol, overload
 
@@ -390,6 +391,16 @@ def where_of(rows: Any, index: int) -> str:
     """Return where a row was read, or its number if it was made."""
     find = getattr(rows, "where", None)
     return find(index) if find is not None else f"row {index + 1}"
+
+
+@contextmanager
+def naming_row(rows: Any, index: int) -> Iterator[None]:
+    """Let an InputError of this context say in which row it is."""
+    try:
+        yield
+    except InputError as error:
+        where = f"{where_of(rows, index)}; {error.where}".removesuffix("; ")
+        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
 def take(rows: Sequence[Row], indices: np.ndarray) -> Sequence[Row]:
