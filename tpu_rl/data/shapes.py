@@ -96,9 +96,15 @@ def _with_columns(row: Row, columns: Sequence[str]) -> Row:
         return row | {"prompt": "", "completion": row["text"]}
     if "prompt" not in columns:
         return row
-    if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
-        return row | _split_shared_prompt(row["chosen"], row["rejected"])
     messages = row.get("messages")
+    if "chosen" in row and "rejected" in row:
+        answers = (row["chosen"], row["rejected"])
+        are_lists = all(isinstance(answer, list) and answer for answer in answers)
+        if are_lists and not all(_role(answer[0]) == "assistant" for answer in answers):
+            return row | _split_shared_prompt(*answers)
+        if isinstance(messages, list) and messages:
+            return row | {"prompt": _before_answers(messages, row["chosen"])}
+        return (row | _split_shared_prompt(*answers)) if are_lists else row
     if "completion" in columns and "completion" in row and "messages" not in row:
         messages = row["completion"]
     if isinstance(messages, list) and messages:
@@ -247,6 +253,19 @@ def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
         "chosen": chosen[length:],
         "rejected": rejected[length:],
     }
+
+
+def _before_answers(messages: list[Any], chosen: Any) -> list[Any]:
+    """Return the messages before the chosen answer, which may stand at their end."""
+    answer = chosen if isinstance(chosen, list) else [{"role": "assistant", "content": chosen}]
+    if _same(messages[-len(answer) :], answer):
+        messages = messages[: -len(answer)]
+    if not messages or _role(messages[-1]) == "assistant":
+        raise ValueError(
+            "`messages` ends with another answer of the assistant than `chosen`: which of both is "
+            "the chosen one?"
+        )
+    return messages
 
 
 def _take_prompt_once(row: Row) -> Row:
@@ -436,6 +455,17 @@ def _alternating(row: Row) -> Row:
     }
 
 
+def _rejected_answer(row: Row) -> Row:
+    """Return a pair: the last answer of a conversation, and the one that was rejected."""
+    messages = message_forms.canonical(row["messages"], "messages")
+    if not messages or _role(messages[-1]) != "assistant" or len(messages) < 2:
+        raise ValueError("`messages` does not end with the chosen answer of the assistant")
+    rejected = row["rejected_response"]
+    if isinstance(rejected, str):
+        rejected = [{"role": "assistant", "content": rejected}]
+    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+
+
 def _refuse(reason: str) -> Callable[[Row], Row]:
     def convert(row: Row) -> Row:
         raise ValueError(reason)
@@ -515,6 +545,13 @@ SHAPES = (
             and _lacks(row, "messages", "prompt")
         ),
         _alternating,
+    ),
+    Shape(
+        "ms-swift's messages with a rejected answer",
+        ("messages", "rejected_response"),
+        lambda row: {"messages", "rejected_response"} <= row.keys() and _lacks(row, "prompt"),
+        _rejected_answer,
+        ("messages", "rejected_response"),
     ),
     Shape(
         "Glaive's chat as one text",
