@@ -177,10 +177,18 @@ def canonical_tools(tools: Any) -> list[Any] | None:
     Raises:
         ValueError: if they are neither objects nor the JSON text of objects.
     """
+    given = tools
     if isinstance(tools, str):
-        tools = _parsed(tools, "`tools`") if tools.strip() else None
-    if not tools:
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            tools = tools.strip()
+    if not tools and not isinstance(tools, int):
         return None
+    if not isinstance(tools, list | dict):
+        raise ValueError(
+            f"`tools` is a list of objects, or such a list as JSON text, not {_shown(given)}"
+        )
     result = []
     for tool in [tools] if isinstance(tools, dict) else tools:
         tool = _parsed(tool, "one of `tools`") if isinstance(tool, str) else tool

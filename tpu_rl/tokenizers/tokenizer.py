@@ -171,6 +171,15 @@ class Tokenizer:
             ids = [i for i in ids if i not in control]
         return self.backend.decode(ids)
 
+    def decode_answer(self, prompt: str | list[Message], ids: Sequence[int]) -> str:
+        """Return the text of a sampled answer to a prompt, as rewards judge it.
+
+        It begins with the thought that the generation prompt opened, so that a reward of the format
+        sees the whole of it.
+        """
+        is_chat = not isinstance(prompt, str) or self.wraps(prompt)
+        return (self.thought_opening if is_chat else "") + self.decode(ids)
+
     def render(
         self,
         messages: list[Message],
@@ -369,7 +378,7 @@ class Tokenizer:
     @functools.cached_property
     def thought_opening(self) -> str:
         """What the generation prompt writes from `<think>` on, if it ends with an open thought."""
-        if self.chat_template is None:
+        if THINK not in (self.chat_template or ""):
             return ""
         prompt = self._conversation(TURN[:1], None).render(1 + (self.chat.system is not None), True)
         _, found, after = prompt.text.rpartition(THINK)
