@@ -29,8 +29,15 @@ MAX_ENCODED_ROWS = 1000
 MAX_RENDERED_ROWS = 200
 """Rows whose texts are looked for in the rendering."""
 
-OTHER_COLUMNS = {"tools", "functions", "weight", "margin", "ended", "row", *SYSTEM_COLUMNS}
+OTHER_COLUMNS = {"tools", "functions", *SYSTEM_COLUMNS}
 """Columns that are read beside those of the algorithm, if a row has them."""
+COLUMNS_OF_SOURCE = {
+    "demonstrations": {"weight"},
+    "completions": {"weight"},
+    "pairs": {"margin"},
+    "step_labels": {"ended"},
+}
+"""The same, by the source of experience."""
 MEDIA_COLUMNS = {"images", "image", "videos", "video", "audios", "audio"}
 """Columns that nothing reads, and without which a prompt means something else."""
 
@@ -48,9 +55,11 @@ def check(config: ExperimentConfig, tokenizer: Tokenizer, vocab_size: int) -> li
     experiences = [stage.algorithm.experience for stage in config.stages]
     specs = {spec.columns: spec for spec in experiences}
     for spec in specs.values():
-        rows = tasks.file_rows(config.data, spec, config.evaluation.rows)[0]
+        rows, held_out = tasks.file_rows(config.data, spec, config.evaluation.rows)
         note_reading(config, config.data, spec, rows, tokenizer)
         warnings += _check_rows(config, spec, rows, tokenizer, vocab_size)
+        if config.data.evaluation_path is not None:
+            warnings += _check_rows(config, spec, held_out, tokenizer, vocab_size)
     return warnings
 
 
@@ -70,6 +79,7 @@ def note_reading(
         notes.append(f"the rows are read as {shape.name}")
     others = sorted(set(getattr(rows, "columns", ())) & set(rows[0]))
     used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
+    used |= COLUMNS_OF_SOURCE.get(spec.source, set())
     used |= {name.partition("=")[2] for name in files.columns}
     if "messages" in spec.columns and "messages" not in rows[0]:
         used |= {"prompt", "completion", "text"}
@@ -88,6 +98,13 @@ def note_reading(
         notes.append(
             f"turns end with {end}, as the chat template writes, and not with the eos_token {eos}; "
             "both end a completion, also of the saved model (generation_config.json)"
+        )
+    after = tokenizer.text_after_turn.strip()
+    if _is_chat(rows[0], tokenizer) and after and not tokenizer.ends_turns:
+        eos = tokenizer.decode([tokenizer.eos_ids[0]], skip_special=False)
+        notes.append(
+            f"the chat template writes {after[:40]!r} after an answer, which is no control token: "
+            f"answers end with the eos_token {eos}"
         )
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

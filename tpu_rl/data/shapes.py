@@ -58,6 +58,8 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     for column in MESSAGE_COLUMNS:
         if column in row:
             row = row | {column: message_forms.canonical(row[column], column)}
+    if "functions" in row and "tools" not in row:
+        row = row | {"tools": row["functions"]}
     if "tools" in row and "tools" not in columns:
         row = row | {"tools": message_forms.canonical_tools(row["tools"])}
     return _with_system(_with_columns(row, columns), columns)
@@ -363,7 +365,8 @@ def _sharegpt(row: Row) -> Row:
                 f"message {number} of `{column}` is not an object with `from` and `value`"
             )
     messages = message_forms.canonical(conversation, column)
-    return {"prompt" if "chosen" in row and "rejected" in row else "messages": messages}
+    is_prompt = "chosen" in row and "rejected" in row and "prompt" not in row
+    return {"prompt" if is_prompt else "messages": messages}
 
 
 def _alpaca(row: Row) -> Row:
@@ -479,7 +482,7 @@ SHAPES = (
         ("conversations", "conversation"),
         lambda row: (
             ("conversations" in row or isinstance(row.get("conversation"), list))
-            and _lacks(row, "messages", "prompt")
+            and _lacks(row, "messages")
         ),
         _sharegpt,
         ("conversations", "conversation"),

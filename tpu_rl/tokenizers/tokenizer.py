@@ -390,12 +390,17 @@ class Tokenizer:
 
         It is the first end-of-sequence id if there is no template, or if it writes none.
         """
-        text = self._text_after_turn
+        text = self.text_after_turn
         match = self._pattern.match(text.lstrip())
         return self.control[match[0]] if match else self.eos_ids[0]
 
+    @property
+    def ends_turns(self) -> bool:
+        """True if the template writes a control token after an answer."""
+        return self._pattern.match(self.text_after_turn.lstrip()) is not None
+
     @functools.cached_property
-    def _text_after_turn(self) -> str:
+    def text_after_turn(self) -> str:
         """What the template writes after the last answer of a conversation."""
         if self.chat_template is None:
             return ""
@@ -446,7 +451,7 @@ class Tokenizer:
         contents = [*conversations.strings(messages), *conversations.strings(parsed_tools, True)]
         _require_encodable("".join(contents))
         variables = {**self.backend.special_texts, **self.chat.template_kwargs}
-        template = (parsed_tools and self.tool_template) or self.chat_template
+        template = (self.tool_template if parsed_tools else None) or self.chat_template
         return conversations.hide(template, messages, parsed_tools, variables, self.control)
 
     def _with_arguments(self, messages: list[Message]) -> list[Message]:
