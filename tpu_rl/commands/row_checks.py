@@ -153,8 +153,9 @@ def _check_rows(
     if num_without_thought:
         warnings.append(
             f"the generation prompt opens <think>, and {num_without_thought} of {num_rows} answers "
-            "have no thought: they begin with an empty one; write thoughts into the answers, or "
-            "choose a template without (--tokenizer.template-kwargs, --tokenizer.chat-template)"
+            "have no thought: they are learned with an empty one, or as the template marks them; "
+            "write thoughts into the answers, or choose a template without "
+            "(--tokenizer.template-kwargs, --tokenizer.chat-template)"
         )
     return warnings
 

@@ -126,7 +126,7 @@ def turns_by_marks(
     if any(message["role"] == "assistant" for message in messages[: answers[0]]):
         spans = spans[len(conversation.render(answers[0], False).spans) :]
     turns = []
-    for start, stop in spans:
+    for start, stop in _joined_spans(spans):
         turn = _turn(conversation, text, start, stop, ends)
         after = conversation.pattern.match(text, stop)
         if turn.end == turn.stop and after and after[0] in ends:
@@ -141,6 +141,16 @@ def turns_by_marks(
             fix="correct the template (--tokenizer.chat-template), or drop the row",
         )
     return text[: turns[-1].end], turns
+
+
+def _joined_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans, of which those that follow each other directly are one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
 
 
 def _turn(
