@@ -1,14 +1,15 @@
 """The command `tpu-rl run`: post-train a language model."""
 
+import importlib
 import os
 import sys
 
+COMMAND = "run"
+
 
 def main(argv: list[str]) -> int:
-    """Run the command with these arguments, and return its exit code."""
-    from tpu_rl.commands import run
-
-    return run.main(argv)
+    """Run the command in this process, and return its exit code."""
+    return importlib.import_module(f"tpu_rl.commands.{COMMAND}").main(argv)
 
 
 if __name__ == "__main__":
@@ -17,4 +18,4 @@ if __name__ == "__main__":
     sys.path = [folder for folder in sys.path if folder != here]
     from tpu_rl.commands import cli
 
-    sys.exit(cli.main(["run", *sys.argv[1:]]))
+    sys.exit(cli.main([COMMAND, *sys.argv[1:]]))

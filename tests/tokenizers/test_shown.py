@@ -5,16 +5,31 @@ import string
 
 import pytest
 
-from tests.tokenizers.test_chat import CHAT, TEMPLATE, TOOLS, say, written
 from tpu_rl import tokenizers
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import ChatConfig, TokenizerConfig, conversations
 
+TEMPLATE = (
+    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
+TOOLS = "<bos>tools:{{ tools | tojson }}<eos>" + TEMPLATE
 THINKING = (
     "{% for m in messages %}<bos>{{ m.role }}:{{ m.content.split('</think>')[-1].lstrip() }}<eos>"
     "{% endfor %}{% if add_generation_prompt %}<bos>assistant:<think>\n{% endif %}"
 )
 """Opens a thought, and drops those of answers, as DeepSeek-R1's template does."""
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+def written(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special=False)
+
+
+CHAT = [say("user", "hi"), say("assistant", "hello"), say("user", "more"), say("assistant", "no")]
 CALL = say("assistant", "") | {
     "tool_calls": [{"function": {"name": "add", "arguments": {"n": "two"}}}]
 }
