@@ -123,6 +123,15 @@ def test_conversations_with_tools_have_their_own_template(tmp_path):
     assert "tools:" not in written(tokenizer, tokenizer.render(CHAT))
 
 
+def test_a_template_that_reads_parts_gets_them():
+    parts = TEMPLATE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    for template in (TEMPLATE, parts):
+        tokenizer = with_chat(template)
+        assert written(tokenizer, tokenizer.render(CHAT[:1])) == (
+            "<bos>user\nhi<eos><bos>assistant\n"
+        )
+
+
 def test_padding_lies_within_the_embedding(tmp_path):
     letters = tokenizers.characters(string.printable)
     letters.save_pretrained(tmp_path)
