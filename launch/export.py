@@ -1,7 +1,16 @@
 """The command `tpu-rl export`: write a model of a run as a Hugging Face directory."""
 
+import importlib
 import os
 import sys
+
+COMMAND = "export"
+
+
+def main(argv: list[str]) -> int:
+    """Run the command in this process, and return its exit code."""
+    return importlib.import_module(f"tpu_rl.commands.{COMMAND}").main(argv)
+
 
 if __name__ == "__main__":
     # Python puts this folder on the path, where `import evaluate` would find that file here.
@@ -9,4 +18,4 @@ if __name__ == "__main__":
     sys.path = [folder for folder in sys.path if folder != here]
     from tpu_rl.commands import cli
 
-    sys.exit(cli.main(["export", *sys.argv[1:]]))
+    sys.exit(cli.main([COMMAND, *sys.argv[1:]]))

@@ -96,6 +96,7 @@ def test_a_row_is_shown_as_the_model_reads_it(
 
 
 STEPS = ROWS["process_reward"]
+UNSHOWN = [CHAT[0], CHAT[1] | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,8 @@ STEPS = ROWS["process_reward"]
         ("sft", [*ROWS["sft"], {"messages": CHAT[:1]}], [], "lacks the column"),
         ("sft", [*[{"messages": CHAT}] * 8, {"messages": CHAT[:1]}], [], "rows.jsonl:9"),
         ("sft", [{"messages": CHAT, "tools": "add"}] * 8, [], "`tools` is a list of objects"),
+        ("sft", [*[{"messages": CHAT}] * 8, {"messages": UNSHOWN}], [], "rows.jsonl:9"),
+        ("sft", [*[{"messages": CHAT}] * 8, {"messages": UNSHOWN}], [], "show `tool_calls`"),
         ("dpo", [row | {"rejected": row["chosen"]} for row in ROWS["dpo"]], [], "no pair is left"),
         ("dpo", [row | {"margin": "big"} for row in ROWS["dpo"]], [], "`margin` is a number"),
         ("process_reward", [*STEPS, STEPS[0] | {"labels": [True]}], [], "one label for each step"),
@@ -118,6 +121,17 @@ STEPS = ROWS["process_reward"]
 def test_it_fails_where_the_run_would(checkpoint, tmp_path, capsys, method, rows, flags, message):
     assert inspect(checkpoint, tmp_path, method, rows, *flags) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_nothing_reads_is_named_once(checkpoint, tmp_path, capsys):
+    named = [{"role": "user", "content": "a", "name": "bob"}, CHAT[1]]
+    rows = [{"conversations": named, "id": 3, "system": "s"}] * 8
+    assert inspect(checkpoint, tmp_path, "sft", rows) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("ShareGPT's conversations") == 1
+    assert printed.err.count("columns that nothing reads: id\n") == 1
+    assert printed.err.count("does not show all that the rows hold: `name` (8) of 8 rows") == 1
+    assert "<bos>systems<eos>" in printed.out
 
 
 def test_texts_that_are_cut_and_rewards_that_fail_now_and_then_are_said(

@@ -11,7 +11,7 @@ import pytest
 
 from tpu_rl import data, tokenizers
 from tpu_rl.algorithm_spec import ExperienceSpec
-from tpu_rl.data import formats
+from tpu_rl.data import shapes
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import FileData
@@ -95,7 +95,7 @@ def test_sharegpt_becomes_messages():
         {"from": "human", "value": "hi"},
         {"from": "gpt", "value": "hello"},
     ]
-    row = formats.normalize({"conversations": conversations, "id": 3}, ("messages",))
+    row = shapes.normalize({"conversations": conversations, "id": 3}, ("messages",))
     assert row == {"id": 3, "messages": [{"role": "system", "content": "s"}, USER, GOOD]}
 
 
@@ -103,16 +103,16 @@ def test_the_shared_beginning_is_the_prompt():
     columns = ("prompt", "chosen", "rejected")
     pair = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
     expected = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
-    assert formats.normalize(pair, columns) == expected
-    assert formats.normalize(expected, columns) == expected
+    assert shapes.normalize(pair, columns) == expected
+    assert shapes.normalize(expected, columns) == expected
 
 
 def test_the_last_answer_of_messages_is_split_off():
     row = {"messages": [USER, GOOD, USER, BAD]}
-    assert formats.normalize(row, ("prompt",))["prompt"] == [USER, GOOD, USER]
-    graded = formats.normalize(row, ("prompt", "completion", "label"))
+    assert shapes.normalize(row, ("prompt",))["prompt"] == [USER, GOOD, USER]
+    graded = shapes.normalize(row, ("prompt", "completion", "label"))
     assert graded["completion"] == [BAD]
-    assert formats.normalize(row, ("messages",)) == row
+    assert shapes.normalize(row, ("messages",)) == row
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_last_answer_of_messages_is_split_off():
         ({"conversations": [{"value": "a"}]}, ("messages",), "`from` and `value`"),
         ({"conversations": []}, ("messages",), "not empty"),
         ({"chosen": [GOOD], "rejected": [BAD]}, ("prompt", "chosen", "rejected"), "do not begin"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, ("prompt", "chosen"), "the same"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, ("prompt", "chosen"), "the beginning of"),
         ({"messages": [GOOD]}, ("prompt",), "nothing before"),
         ({"text": ""}, ("prompt", "completion"), "not empty"),
     ],

@@ -149,7 +149,8 @@ def check_encoding(
     for index in range(num_rows):
         # One column more shows which texts are cut. Their next token may be of the user, or may be
         # the one that also serves as padding.
-        texts = encode([rows[index]], tokenizer, max_length + 1)
+        with data.naming_row(rows, index):
+            texts = encode([rows[index]], tokenizer, max_length + 1)
         learned = texts.action_mask[0]
         num_cut += bool(learned[max_length] or texts.tokens[0, max_length] != tokenizer.pad_id)
         num_empty += not learned[:max_length].any()

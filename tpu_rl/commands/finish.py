@@ -17,7 +17,7 @@ from tpu_rl.checkpoint import digests, manifests
 from tpu_rl.checkpoint.run_dir import RunFolder
 from tpu_rl.commands import compose, roles, stages
 from tpu_rl.commands.roles import RunContext
-from tpu_rl.errors import printable
+from tpu_rl.errors import InputError, printable
 from tpu_rl.evaluation import pair_audit
 from tpu_rl.redaction import redact
 from tpu_rl.rewards import reward_model
@@ -32,9 +32,13 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     """Write the models and the audit of given pairs, then summary.json and report.html.
 
     All processes call it; the first one writes the last two.
+
+    Raises:
+        InputError: if no step of the run changed a weight.
     """
     config = context.config
     run_dir = context.run_dir
+    require_learned(run_dir)
     folders = save_models(context, params)
     audit_pairs(context, params)
     digest = digests.of_tree(params[roles.main_role(config.algorithm)])
@@ -56,6 +60,31 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     write_final_report(run_dir)
     folder.finish()
     print(f"done: {folder.address}/{report.FILE}, model in {folder.address}/model")
+
+
+def require_learned(run_dir: Path) -> None:
+    """Raise InputError if every step of a run was skipped, or had a gradient of 0."""
+    steps = [row for row in run_files.read_metrics(run_dir) if "optim/skipped" in row]
+    updates = [row for row in steps if "optim/grad_norm" in row]
+    if not steps or any(row["optim/grad_norm"] != 0 for row in updates):
+        return
+    where = f"{len(steps)} steps; {run_dir / 'metrics.jsonl'}"
+    if not updates:
+        raise InputError(
+            "the run learned nothing: every step was skipped",
+            where=where,
+            why="a loss, gradient, reward, log-prob or advantage was NaN or infinite in each",
+            fix="look at the model (token ids without a row in its embedding?), at the rows and at "
+            "the reward functions",
+        )
+    raise InputError(
+        "the run learned nothing: the gradient was 0 in every step",
+        where=where,
+        why="nothing was learned from: the completions of each prompt earned the same reward, or "
+        "no token counted",
+        fix="use easier or harder problems, more completions per prompt (--batch.group-size), more "
+        "steps, or look at samples.jsonl for a fault of the reward",
+    )
 
 
 def update_report(run_dir: Path) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import yaml
 
 from tpu_rl import data, metrics, models, rewards, tokenizers
 from tpu_rl.algorithm_spec import SourceName
-from tpu_rl.commands import compose, config_checks, meshes, roles
+from tpu_rl.commands import compose, config_checks, meshes, roles, row_checks
 from tpu_rl.commands.config import ExperimentConfig, FileData, SamplingConfig, Stage, to_dict
 from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
@@ -86,6 +86,7 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     tokenizer = roles.load_tokenizer(config, directory)
     for name, role_directory in role_directories.items():
         tokenizers.require_same_tokens(tokenizer, role_directory, name)
+    warnings += row_checks.check(config, tokenizer, model.config.vocab.size)
     warnings += check_tokenizer(config, tokenizer, model, rows)
     environment = compose.environment(config)
     prompts = [row["prompt"] for row in rows if "prompt" in row]
@@ -245,10 +246,7 @@ def check_tokenizer(
             why=f"it has -inf for all {vocab_size} tokens of the vocabulary",
             fix="leave at least one",
         )
-    beyond = [text for text, token_id in tokenizer.control.items() if token_id >= vocab_size]
-    warnings = []
-    if beyond:
-        warnings.append(f"control tokens beyond the embedding: {', '.join(beyond[:5])}")
+    warnings = check_embedding(tokenizer, vocab_size)
     if note_wrapped_prompts(tokenizer, prompt_rows):
         return warnings
     is_plain = any(isinstance(row["prompt"], str) and row["prompt"] for row in prompt_rows)
@@ -258,6 +256,26 @@ def check_tokenizer(
             "conversations; --data.chat auto wraps prompts"
         )
     return warnings
+
+
+def check_embedding(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> list[str]:
+    """Return warnings about control tokens without a row in the embedding.
+
+    Raises InputError if one of them ends a completion, or if the chat template writes one.
+    """
+    beyond = {i: text for text, i in tokenizer.control.items() if i >= vocab_size}
+    if not beyond:
+        return []
+    written = [tokenizer.eos_ids[0], tokenizer.turn_end]
+    if tokenizer.has_chat_template:
+        question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        for messages in ([question], [question, answer]):
+            with suppress(InputError):
+                written += tokenizer.render(messages)
+    needed = [beyond[i] for i in dict.fromkeys(written) if i in beyond]
+    if needed:
+        raise row_checks.embedding_error(needed, vocab_size)
+    return [f"control tokens beyond the embedding: {', '.join([*beyond.values()][:5])}"]
 
 
 def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) -> bool:

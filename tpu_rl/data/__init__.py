@@ -4,7 +4,9 @@ Rows are dicts in TRL's shapes: `prompt` (a text or messages) with any other col
 completion`; `messages`; `prompt, chosen, rejected`.
 
 files        reads and checks files
-formats      the formats of files and the shapes of rows
+formats      the formats of files
+shapes       the published shapes of rows
+messages     messages, tools and calls in one form
 gsm8k_rows   GSM8K as it is published
 stored_rows  rows that stay in files, and are read when they are needed
 python_rows  rows that a Python program passes
@@ -17,6 +19,7 @@ from tpu_rl.data.encoding import pairs as pairs
 from tpu_rl.data.encoding import steps as steps
 from tpu_rl.data.files import Row as Row
 from tpu_rl.data.files import first_row as first_row
+from tpu_rl.data.files import first_shape as first_shape
 from tpu_rl.data.files import read as read
 from tpu_rl.data.gsm8k_rows import gsm8k as gsm8k
 from tpu_rl.data.gsm8k_rows import gsm8k_demonstration as gsm8k_demonstration
@@ -29,5 +32,7 @@ from tpu_rl.data.row_stream import fingerprint as fingerprint
 from tpu_rl.data.row_stream import stream as stream
 from tpu_rl.data.stored_rows import StoredRows as StoredRows
 from tpu_rl.data.stored_rows import join as join
+from tpu_rl.data.stored_rows import naming_row as naming_row
 from tpu_rl.data.stored_rows import take as take
+from tpu_rl.data.stored_rows import where_of as where_of
 from tpu_rl.data.stored_rows import with_number as with_number

@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
     @property
     def pad_id(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode_continuation(self, text: str) -> list[int]: ...
 
     def encode_prompt(self, prompt: str | list[dict[str, Any]], tools: Any = None) -> list[int]: ...
 
@@ -131,7 +131,7 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
         ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
         steps_and_labels = zip(row["completions"], row["labels"], strict=True)
         for number, (step, label) in enumerate(steps_and_labels, start=1):
-            ids = ids + tokenizer.encode(step)
+            ids = ids + tokenizer.encode_continuation(step)
             if number == len(row["labels"]) and row.get("ended", True):
                 ids.append(tokenizer.eos_ids[0])
             if len(ids) > max_length:
@@ -158,7 +158,7 @@ def _tokenize(row: Row, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
     completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.wraps(prompt):
         prompt_ids = tokenizer.encode_prompt(prompt)
-        completion_ids = [*tokenizer.encode(completion), tokenizer.eos_ids[0]]
+        completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eos_ids[0]]
         return prompt_ids + completion_ids, [0.0] * len(prompt_ids) + [1.0] * len(completion_ids)
     given = _as_messages(prompt, "user")
     messages = given + _as_messages(completion, "assistant")

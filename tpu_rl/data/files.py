@@ -21,8 +21,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from tpu_rl.data import formats, python_rows, stored_rows
-from tpu_rl.data.stored_rows import Records, Source, Spool, StoredRows, half_a_character
+from tpu_rl.data import formats, python_rows, shapes, stored_rows
+from tpu_rl.data.stored_rows import (
+    MAX_ROW_BYTES,
+    Records,
+    Source,
+    Spool,
+    StoredRows,
+    half_a_character,
+)
 from tpu_rl.errors import InputError
 from tpu_rl.storage import gcs, local_copies
 
@@ -33,8 +40,6 @@ TEXT_OR_MESSAGES = frozenset({"prompt", "completion", "chosen", "rejected"})
 TEXTS = frozenset({"question"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. A chat template may know only some of them."""
-MAX_ROW_BYTES = 10_000_000
-"""Bytes of a line. No model reads a longer text, so a longer line is a mistake."""
 
 
 def read(
@@ -43,6 +48,7 @@ def read(
     check: Callable[[Row], Any] | None = None,
     split: str | None = None,
     config: str | None = None,
+    column_names: Sequence[str] = (),
 ) -> StoredRows:
     """Return the rows of files, of a saved dataset, or of a dataset of the hub.
 
@@ -56,12 +62,13 @@ def read(
         check: raises ValueError or InputError for a row that cannot be used.
         split: the split of a dataset. The default is `train`, or the only one.
         config: the configuration of a dataset of the hub.
+        column_names: columns by other names, as NAME=COLUMN.
 
     Raises:
         InputError: if a file cannot be read, has no rows, or has a row that is not valid.
         MachineError: if the format needs a package that is not installed.
     """
-    key = (str(path), tuple(columns), check, split, config, _stamp(path))
+    key = (str(path), tuple(columns), check, split, config, tuple(column_names), _stamp(path))
     if key in _READ:
         return _READ[key]
     sources = []
@@ -70,10 +77,10 @@ def read(
     kinds: dict[str, tuple[str, str]] = {}
     for source in _sources(path, split, config):
         for where, original in source.scan():
-            row = _normalized(where, original, columns)
+            row = _normalized(where, original, columns, column_names)
             _check_row(where, original, row, columns, kinds)
             try:
-                formats.check_together(row, columns)
+                shapes.check_together(row, columns)
                 if check is not None:
                     check(row)
             except ValueError as error:
@@ -94,7 +101,9 @@ def read(
             fix="give another file, dataset or --data.split",
         )
     rows = StoredRows(joined, columns=tuple(names))
-    rows = rows.map(functools.partial(formats.normalize, columns=tuple(columns)))
+    rows = rows.map(
+        functools.partial(shapes.normalize, columns=tuple(columns), names=tuple(column_names))
+    )
     if len(rows) >= MIN_KEPT_ROWS:
         _READ[key] = rows
         while len(_READ) > MAX_KEPT:
@@ -102,12 +111,30 @@ def read(
     return rows
 
 
-def first_row(path: str | Path, split: str | None = None, config: str | None = None) -> Row:
+def first_row(
+    path: str | Path,
+    split: str | None = None,
+    config: str | None = None,
+    column_names: Sequence[str] = (),
+) -> Row:
     """Return the first row, without checks of its columns; {} if there is none."""
     for source in _sources(path, split, config):
         for where, row in source.scan():
-            return _normalized(where, row, ())
+            return _normalized(where, row, (), column_names)
     return {}
+
+
+def first_shape(
+    path: str | Path,
+    split: str | None = None,
+    config: str | None = None,
+    column_names: Sequence[str] = (),
+) -> shapes.Shape | None:
+    """Return the published shape of the first row, or None if it has our columns."""
+    for source in _sources(path, split, config):
+        for _, row in source.scan():
+            return shapes.shape_of(shapes.renamed(row, column_names))
+    return None
 
 
 MIN_KEPT_ROWS = 10_000
@@ -145,7 +172,7 @@ def _check_row(
     """
     _check_columns(where, row, columns)
     # The prompt of a row that is learned as a whole is empty.
-    is_text = formats.is_plain_text(original)
+    is_text = shapes.is_plain_text(original)
     for column in columns:
         if column == "prompt" and is_text:
             continue
@@ -161,10 +188,10 @@ def _check_row(
             )
 
 
-def _normalized(where: str, row: Row, columns: Sequence[str]) -> Row:
-    """Return `formats.normalize` of a row. Raises InputError if it does not fit its shape."""
+def _normalized(where: str, row: Row, columns: Sequence[str], names: Sequence[str]) -> Row:
+    """Return `shapes.normalize` of a row. Raises InputError if it does not fit its shape."""
     try:
-        return formats.normalize(row, columns)
+        return shapes.normalize(row, columns, names)
     except ValueError as error:
         raise InputError(
             "a row does not fit its shape",
@@ -355,6 +382,16 @@ class JsonLines(Records):
                 self.add(start, length)
                 yield where, row
 
+    def where(self, index: int) -> str:
+        start = self._starts[index]
+        places = range(0, start, stored_rows.MAX_BLOCK)
+        blocks = (
+            os.pread(self._file, min(stored_rows.MAX_BLOCK, start - place), place)
+            for place in places
+        )
+        lines_before = sum(block.count(b"\n") for block in blocks)
+        return f"{self._path}:{lines_before + 1}"
+
     def _decode_line(self, line: bytes) -> Row:
         try:
             return _decoder.raw_decode(line.decode().lstrip())[0]
@@ -514,7 +551,7 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
         if column not in row:
             nearest = difflib.get_close_matches(column, row, n=1)
             rename = (
-                f"rename the column that holds it to `{column}`, "
+                f"name the column that holds it, --data.columns {column}=COLUMN, "
                 "or choose the --data.format of the file"
             )
             raise InputError(

@@ -1,7 +1,6 @@
-"""The published shapes of rows, and the file formats that hold them besides JSON lines.
+"""The file formats that hold rows besides JSON lines.
 
-Readers yield ("where the row is", row). `normalize` brings a row to the columns that algorithms
-read.
+Readers yield ("where the row is", row).
 """
 
 from __future__ import annotations
@@ -11,177 +10,16 @@ import difflib
 import gzip
 import io
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered
+from tpu_rl.data.stored_rows import ArrowRows, Given, Numbered, require_plain
 from tpu_rl.errors import InputError, MachineError
 
 Row = dict[str, Any]
-
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""The `from` of ShareGPT's messages -> our role."""
-
-
-# --- shapes ---
-
-
-def normalize(row: Row, columns: Sequence[str]) -> Row:
-    """Return the row with the columns that an algorithm reads, if its shape implies them.
-
-    ShareGPT's `conversations` become `messages`. `text` becomes an empty prompt and a completion.
-    The beginning that `chosen` and `rejected` share becomes the prompt. The last answer of
-    `messages` is split off, if they end with it. Columns that are there already stay.
-
-    Raises:
-        ValueError: if the shape is clear but the row does not fit it.
-    """
-    if "conversations" in row and "messages" not in row:
-        others = {name: value for name, value in row.items() if name != "conversations"}
-        row = others | {"messages": _from_sharegpt(row["conversations"])}
-    if "prompt" in row:
-        return row
-    if tuple(columns) == ("prompt", "completion") and is_plain_text(row):
-        if not isinstance(row["text"], str) or not row["text"]:
-            raise ValueError("`text` must be a text that is not empty")
-        return row | {"prompt": "", "completion": row["text"]}
-    if "prompt" not in columns:
-        return row
-    if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
-        return row | _split_shared_prompt(row["chosen"], row["rejected"])
-    messages = row.get("messages")
-    if isinstance(messages, list) and messages:
-        if _role(messages[-1]) != "assistant":
-            return row | {"prompt": messages}
-        if len(messages) == 1:
-            raise ValueError("`messages` has nothing before the assistant's answer")
-        answer = {} if "completion" in row else {"completion": messages[-1:]}
-        return row | {"prompt": messages[:-1]} | (answer if "completion" in columns else {})
-    return row
-
-
-def check_together(row: Row, columns: Sequence[str]) -> None:
-    """Check what `normalize` and the types of single columns leave open.
-
-    Raises:
-        ValueError: if steps and their labels do not belong together, a margin is no number, or
-            nobody answers in a conversation to learn from.
-    """
-    if "completions" in columns and "labels" in columns:
-        _check_steps(row["completions"], row["labels"])
-    margin = row.get("margin")
-    if "chosen" in columns and not isinstance(margin, int | float | None):
-        raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
-    if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
-        raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
-    if tuple(columns) in (("messages",), ("prompt", "completion")):
-        _check_weights(row)
-
-
-def _check_weights(row: Row) -> None:
-    """Raise ValueError if a weight of the row or of a message is no number from 0 on, or all are 0.
-
-    A weight that is null counts as 1.
-    """
-    messages = row["messages"][1:] if "messages" in row else row["completion"]
-    answers = [turn for turn in messages if isinstance(turn, dict) and _role(turn) == "assistant"]
-    weights = [row.get("weight"), *[answer.get("weight") for answer in answers]]
-    for weight in weights:
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if weight is not None and not (is_number and 0 <= weight < math.inf):
-            shown = json.dumps(weight, default=repr)[:60]
-            raise ValueError(f"`weight` is a finite number that is not negative, not {shown}")
-    if answers and not any(weight is None or weight > 0 for weight in weights[1:]):
-        raise ValueError("`weight` is 0 in every message of the assistant, so nothing is learned")
-
-
-def _check_steps(steps: Any, labels: Any) -> None:
-    """Raise ValueError if the steps are no texts, or do not each have a label."""
-    if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
-        raise ValueError("`completions` is a list of texts, the steps, none of them empty")
-    if not isinstance(labels, list) or not all(label in (True, False) for label in labels):
-        raise ValueError("`labels` is a list of true and false")
-    if not steps or len(steps) != len(labels):
-        raise ValueError(
-            f"`completions` has {len(steps)} steps and `labels` has {len(labels)}; "
-            "there is one label for each step"
-        )
-
-
-def is_plain_text(row: Row) -> bool:
-    """Return True if the row is a `text` to learn as a whole."""
-    return "text" in row and not {"prompt", "completion", "messages"} & row.keys()
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _from_sharegpt(conversation: Any) -> list[dict[str, Any]]:
-    """Return ShareGPT's messages as messages with `role` and `content`."""
-    if not isinstance(conversation, list) or not conversation:
-        raise ValueError("`conversations` must be a list of messages that is not empty")
-    messages = []
-    for number, message in enumerate(conversation, start=1):
-        if isinstance(message, dict) and "role" in message and "content" in message:
-            messages.append(message)
-            continue
-        if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
-            raise ValueError(
-                f"message {number} of `conversations` is not an object with `from` and `value`"
-            )
-        role = SHAREGPT_ROLES.get(str(message["from"]))
-        if role is None:
-            nearest = difflib.get_close_matches(str(message["from"]), SHAREGPT_ROLES, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(
-                f"message {number} of `conversations` is from {str(message['from'])[:40]!r}, "
-                f"not from one of {', '.join(SHAREGPT_ROLES)}{hint}"
-            )
-        messages.append({"role": role, "content": message["value"]})
-    return messages
-
-
-def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
-    """Return `prompt`, `chosen` and `rejected` of two conversations with one beginning."""
-    length = 0
-    for good, bad in zip(chosen, rejected, strict=False):
-        if good != bad:
-            break
-        length += 1
-    if length == len(chosen) or length == len(rejected):
-        if len(chosen) == len(rejected):
-            raise ValueError("`chosen` and `rejected` are the same conversation")
-        raise ValueError("one of `chosen` and `rejected` is the beginning of the other")
-    while length and _role(chosen[length - 1]) == "assistant":
-        length -= 1
-    if length == 0:
-        raise ValueError(
-            "the row has no `prompt`, and `chosen` and `rejected` do not begin with the same "
-            "messages"
-        )
-    return {
-        "prompt": chosen[:length],
-        "chosen": chosen[length:],
-        "rejected": rejected[length:],
-    }
-
-
-# --- file formats ---
 
 
 @contextmanager
@@ -303,6 +141,7 @@ def array_rows(file: Path, text: str, parse: Callable[[str, int], tuple[Any, int
                 why=f"this is {type(row).__name__}",
                 fix='as in [{"prompt": "..."}]',
             )
+        require_plain(row, where)
         yield where, row
         position = skip(position)
         separator = text[position : position + 1]
@@ -348,6 +187,14 @@ def parquet_rows(file: Path, content: bytes | None) -> ArrowRows:
             why=str(error).splitlines()[0],
             fix="copy or download it again",
         ) from error
+    names = table.column_names
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InputError(
+            f"the table has the column `{repeated}` twice",
+            where=str(file),
+            fix="give each column a name of its own",
+        )
     return ArrowRows(table.to_batches(), f"{_escaped(file)}, row {{}}")
 
 
@@ -440,4 +287,4 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Given:
     split = choose_split([str(each) for each in splits], split, name)
     where = f"{_escaped(name)}, row {{}} of split {_escaped(split)}"
     rows: Any = splits[split]
-    return Given(rows, where, lambda row, where: None)
+    return Given(rows, where, require_plain)

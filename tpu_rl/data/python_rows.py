@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tpu_rl.data.stored_rows import Given, half_a_character, require_finite
+from tpu_rl.data.stored_rows import Given, require_plain
 from tpu_rl.errors import InputError
 
 PYTHON = "python:"
@@ -74,8 +73,4 @@ def _check(row: Any, where: str) -> None:
             why=f"this is {repr(row)[:60]}",
             fix='as in {"prompt": "..."}; of a pandas table, pass table.to_dict("records")',
         )
-    require_finite(row, where)
-    try:
-        json.dumps(dict(row), ensure_ascii=False, default=repr).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise half_a_character(error, where) from error
+    require_plain(row, where)

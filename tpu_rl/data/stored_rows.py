@@ -6,6 +6,7 @@ refuse it. From then on the source gives any row by number. It holds no row as a
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -15,11 +16,13 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Protocol, overload
 
 import numpy as np
 
+from tpu_rl.data.messages import without_nulls
 from tpu_rl.errors import InputError
 
 Row = dict[str, Any]
@@ -40,6 +43,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Row: ...
+
+    def where(self, index: int) -> str:
+        """Return where the row is, as `scan` says it."""
+        ...
 
 
 # --- sources ---
@@ -111,16 +118,19 @@ class Spool(Records):
     def __init__(self, rows: Numbered):
         self._rows = rows
         with tempfile.TemporaryFile() as file:
-            super().__init__(os.dup(file.fileno()), pickle.loads)
+            super().__init__(os.dup(file.fileno()), lambda content: pickle.loads(content)[1])
 
     def scan(self) -> Numbered:
         with open(os.dup(self._file), "wb") as file:
             start = 0
             for where, row in self._rows:
-                content = pickle.dumps(row)
+                content = pickle.dumps((where, row))
                 self.add(start, file.write(content))
                 start += len(content)
                 yield where, row
+
+    def where(self, index: int) -> str:
+        return pickle.loads(os.pread(self._file, self._lengths[index], self._starts[index]))[0]
 
 
 class Given:
@@ -139,25 +149,63 @@ class Given:
         for number, row in enumerate(self._rows, start=1):
             where = self._where.format(number)
             self._check(row, where)
-            yield where, dict(row)
+            yield where, self._read(row)
+
+    def where(self, index: int) -> str:
+        return self._where.format(index + 1)
+
+    def _read(self, row: Any) -> Row:
+        # `datasets` keeps rows as Arrow.
+        return _without_added_nulls(dict(row)) if hasattr(self._rows, "features") else dict(row)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return dict(self._rows[index])
+        return self._read(self._rows[index])
 
 
-def require_finite(row: Mapping[str, Any], where: str) -> None:
-    """Raise InputError if a column holds a number that is not finite."""
+MAX_ROW_BYTES = 10_000_000
+"""Bytes of a row. No model reads a longer text, so a longer row is a mistake."""
+
+
+def require_plain(row: Mapping[str, Any], where: str) -> None:
+    """Check that a row holds no more than a line of JSON could.
+
+    Raises:
+        InputError: if a number is not finite, at any depth; if a text holds half a character; or if
+            the row is too long.
+    """
     for column, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        number = _not_finite(value)
+        if number is not None:
             raise InputError(
-                f"`{column}` is {value}",
+                f"`{column}` is {number}" if number is value else f"`{column}` holds {number}",
                 where=where,
                 why="it is not a finite number",
                 fix="give a number, or drop the row",
             )
+    try:
+        size = len(json.dumps(dict(row), ensure_ascii=False, default=repr).encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise half_a_character(error, where) from error
+    if size > MAX_ROW_BYTES:
+        raise InputError(
+            f"a row has {size:,} bytes",
+            where=where,
+            why=f"the limit is {MAX_ROW_BYTES:,}, because no model reads a longer text",
+            fix="cut or drop longer rows",
+        )
+
+
+def _not_finite(value: Any) -> float | None:
+    """Return a number in a value that is not finite, or None."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(items, str | bytes) or not isinstance(value, Mapping | list | tuple):
+        return None
+    return next((number for item in items if (number := _not_finite(item)) is not None), None)
 
 
 def half_a_character(error: UnicodeEncodeError, where: str) -> InputError:
@@ -182,10 +230,21 @@ class ArrowRows:
 
     def scan(self) -> Numbered:
         for index in range(len(self)):
-            where = self._where.format(index + 1)
-            row = self[index]
-            require_finite(row, where)
+            where = self.where(index)
+            try:
+                row = self[index]
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8",
+                    where=where,
+                    why=error.reason,
+                    fix="write the text as UTF-8",
+                ) from error
+            require_plain(row, where)
             yield where, row
+
+    def where(self, index: int) -> str:
+        return self._where.format(index + 1)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -199,9 +258,26 @@ class ArrowRows:
         number = bisect_right(self._ends, index)
         batch = self._batches[number]
         offset = index - (self._ends[number] - batch.num_rows)
-        rows = batch.slice(offset, count).to_pylist()
+        rows = [_without_added_nulls(row) for row in batch.slice(offset, count).to_pylist()]
         self._chunk = (index, rows)
         return dict(rows[0])
+
+
+CHAT_COLUMNS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"),
+    *("tools", "answers"),
+)
+"""Columns whose structs are messages, calls and descriptions of tools."""
+
+
+def _without_added_nulls(row: Row) -> Row:
+    """Return a row of Arrow whose messages and tools have no keys that are null."""
+    changed = {
+        column: without_nulls(row[column])
+        for column in CHAT_COLUMNS
+        if isinstance(row.get(column), list | dict)
+    }
+    return row | changed if changed else row
 
 
 class Joined:
@@ -219,6 +295,11 @@ class Joined:
         part = self._parts[number]
         return part[index - self._ends[number] + len(part)]
 
+    def where(self, index: int) -> str:
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        return where_of(part, index - self._ends[number] + len(part))
+
 
 class WithNumber:
     """Rows with a further column: their number, from 0."""
@@ -232,6 +313,9 @@ class WithNumber:
 
     def __getitem__(self, index: int) -> Row:
         return self._rows[index] | {self._column: int(index)}
+
+    def where(self, index: int) -> str:
+        return where_of(self._rows, index)
 
 
 # --- what others see ---
@@ -262,6 +346,10 @@ class StoredRows(Sequence[Row]):
         """Return the rows with these numbers, from 0."""
         chosen = np.asarray(self._indices)[indices]
         return StoredRows(self._source, chosen, self._functions, self.columns)
+
+    def where(self, index: int) -> str:
+        """Return the file and the line, or the like, of a row."""
+        return where_of(self._source, int(self._indices[index]))
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -297,6 +385,22 @@ class StoredRows(Sequence[Row]):
         return all(row == other_row for row, other_row in zip(self, other, strict=True))
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  (equality is that of the rows)
+
+
+def where_of(rows: Any, index: int) -> str:
+    """Return where a row was read, or its number if it was made."""
+    find = getattr(rows, "where", None)
+    return find(index) if find is not None else f"row {index + 1}"
+
+
+@contextmanager
+def naming_row(rows: Any, index: int) -> Iterator[None]:
+    """Let an InputError of this context say in which row it is."""
+    try:
+        yield
+    except InputError as error:
+        where = f"{where_of(rows, index)}; {error.where}".removesuffix("; ")
+        raise InputError(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
 def take(rows: Sequence[Row], indices: np.ndarray) -> Sequence[Row]:

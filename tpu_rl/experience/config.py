@@ -48,6 +48,11 @@ class FileData:
     one. never: a prompt is text to continue. Messages are always rendered by the template."""
     system: str | None = None
     """System message that begins every conversation that has none."""
+    columns: tuple[str, ...] = ()
+    """Columns under other names, as NAME=COLUMN: prompt=question completion=answer."""
+    step_separator: str = "\n"
+    """Text between the steps of a solution (`completions` with `labels`). It is added to rows whose
+    steps have no white space between them."""
     assistant_turns: AssistantTurns = "all"
     """The assistant's messages to learn from in the column `messages` and in completions of
     several messages: all of them, or the last one."""

@@ -105,7 +105,10 @@ def usable_pairs(
     No completion is cut to fit: what decides between two solutions often stands at their end.
     """
     given = data.join(train, held_out)
-    reasons = [_reason_to_drop(row, tokenizer, sampling, batch) for row in given]
+    reasons = []
+    for index, row in enumerate(given):
+        with data.naming_row(given, index):
+            reasons.append(_reason_to_drop(row, tokenizer, sampling, batch))
     numbered = data.with_number(given, "row")
     usable = np.array([index for index, reason in enumerate(reasons) if not reason], np.int64)
     return GivenPairs(

@@ -16,7 +16,7 @@ from typing import Any
 
 from tpu_rl import data
 from tpu_rl.algorithm_spec import ExperienceSpec
-from tpu_rl.data import Row, Rows
+from tpu_rl.data import Row, Rows, shapes
 from tpu_rl.environments import task_of
 from tpu_rl.errors import InputError
 from tpu_rl.experience import dataset_identity
@@ -215,7 +215,9 @@ def solution_rows(
     """
 
     def read_problems(path: str, split: str | None) -> list[list[Row]]:
-        rows = data.read(path, ("question",), split=split, config=files.config)
+        rows = data.read(
+            path, ("question",), split=split, config=files.config, column_names=files.columns
+        )
         return [data.gsm8k_solutions(row, number) for number, row in enumerate(rows)]
 
     def rows_of(problems: list[list[Row]]) -> list[Row]:
@@ -246,7 +248,9 @@ def read_rows(
     Raises:
         InputError: if a row lacks a column of `spec.columns` or is not valid.
     """
-    read = functools.partial(data.read, path, split=split, config=files.config)
+    read = functools.partial(
+        data.read, path, split=split, config=files.config, column_names=files.columns
+    )
     if files.format == "gsm8k":
         rows = read(("question", "answer"), data.gsm8k).map(data.gsm8k)
         if spec.columns == ("messages",):
@@ -260,6 +264,9 @@ def read_rows(
         rows = read(("prompt", "completion"))
     else:
         rows = read(spec.columns)
+    if "completions" in spec.columns and files.step_separator:
+        separate = functools.partial(shapes.with_separators, separator=files.step_separator)
+        rows = rows.map(separate)
     if spec.kind is Rollout and files.format in ("plain", "code"):
         # Rewards read columns, so each row must have all of them.
         all_columns = dict.fromkeys(rows.columns)
@@ -270,7 +277,7 @@ def read_rows(
 
 
 def _has_messages(files: FileData, path: str, split: str | None) -> bool:
-    return "messages" in data.first_row(path, split, files.config)
+    return "messages" in data.first_row(path, split, files.config, files.columns)
 
 
 def _graded_problem(row: Row) -> Row:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tpu_rl import sandbox, user_code
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import terms
+from tpu_rl.rewards import terms, verl
 from tpu_rl.rewards.scoring import DEFAULT_LIMITS, Reward
 from tpu_rl.rewards.terms import PYTHON, RewardTerm
 from tpu_rl.rewards.verifiers import BUILTIN, Verifier
@@ -109,9 +109,9 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
             or f"write FILE.py:function, a directory, or one of {', '.join(BUILTIN)}",
         )
     user_code.require_file(file, "reward", file_name)
-    return (
-        IsolatedReward(path, limits) if limits.isolate else user_code.load_function(path, "reward")
-    )
+    if limits.isolate:
+        return IsolatedReward(path, limits)
+    return verl.adapt(user_code.load_function(path, "reward"))
 
 
 # --- functions of this process ---
@@ -146,7 +146,7 @@ def register(name: str, function: Callable[..., Any]) -> str:
             why=f"it is {shorten(function)}",
             fix="pass a function(prompts, completions, **columns)",
         )
-    _REGISTERED[name] = function
+    _REGISTERED[name] = verl.adapt(function)
     return f"{PYTHON}{name}"
 
 

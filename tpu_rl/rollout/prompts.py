@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_rl.data import Row, take
+from tpu_rl.data import Row, naming_row, take
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
 
@@ -61,7 +61,8 @@ def drop_misfits(
         if 0 < len(prompt) <= limit and _is_plain(row):
             fitting.append(index)
             continue
-        length = len(tokenizer.encode_prompt(prompt, row.get("tools")))
+        with naming_row(rows, index):
+            length = len(tokenizer.encode_prompt(prompt, row.get("tools")))
         longest = max(longest, length)
         if 0 < length <= max_prompt_tokens:
             fitting.append(index)

@@ -94,7 +94,7 @@ class Scorer(NamedTuple):
             columns,
             group_size,
             scoring.local_rows(len(prompt_of), group_size),
-            self.tokenizer.decode,
+            self.tokenizer.decode_answer,
             None if max_groups is None else max_groups * group_size,
             step,
             is_truncated,

@@ -155,13 +155,16 @@ class Scored:
 def describe(rows: list[Row], rollout: Rollout, tokenizer: Tokenizer) -> Sampled:
     """Return completions of the rows' prompts with their texts. Groups are equally large."""
     group_size = len(rollout.tokens) // len(rows)
+    prompts = [row["prompt"] for row in rows for _ in range(group_size)]
     return Sampled(
         rollout=rollout,
         rows=rows,
-        prompts=[as_text(row["prompt"]) for row in rows for _ in range(group_size)],
+        prompts=list(map(as_text, prompts)),
         completions=[
-            tokenizer.decode(tokens[mask].tolist())
-            for tokens, mask in zip(rollout.tokens, rollout.action_mask, strict=True)
+            tokenizer.decode_answer(prompt, tokens[mask].tolist())
+            for prompt, tokens, mask in zip(
+                prompts, rollout.tokens, rollout.action_mask, strict=True
+            )
         ],
         lengths=np.asarray(rollout.action_mask).sum(-1),
     )

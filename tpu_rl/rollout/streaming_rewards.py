@@ -30,7 +30,7 @@ class StreamingRewards:
         columns: Mapping[str, Sequence[Any]],
         group_size: int,
         local: slice,
-        decode: Callable[[list[int]], str],
+        decode: Callable[[Any, list[int]], str],
         max_completions: int | None = None,
         step: int = 0,
         is_truncated: Callable[[list[int]], bool] | None = None,
@@ -43,7 +43,7 @@ class StreamingRewards:
             columns: the other columns of the data rows, [N] each.
             group_size: completions per prompt.
             local: the completions, in whole groups, that this process asks about.
-            decode: returns the text of token ids.
+            decode: returns the text of a completion: (its prompt, its token ids).
             max_completions: the most completions that will be asked about; by default all of
                 `local`. A question about some of them may take that share of the time that a batch
                 may take (`IsolatedReward.limited_to_share`).
@@ -94,7 +94,7 @@ class StreamingRewards:
     def _on_finished(self, ended: dict[int, list[int]]) -> None:
         local = [row for row in ended if self._local.start <= row < self._local.stop]
         prompts = [self._prompts[row] for row in local]
-        texts = [self._decode(ended[row]) for row in local]
+        texts = [self._decode(self._prompts[row], ended[row]) for row in local]
         answers = rewards.as_answers(prompts, texts)
         self.on_answered(dict(zip(local, answers, strict=True)), ended)
 

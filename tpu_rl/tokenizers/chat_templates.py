@@ -77,6 +77,7 @@ def render(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    as_parts: bool | None = None,
 ) -> Rendered:
     """Return the text of a conversation.
 
@@ -86,6 +87,8 @@ def render(
         add_generation_prompt: whether to add the beginning of the assistant's turn.
         variables: what else the template reads, such as special tokens by their names.
         tools: descriptions of the functions that the assistant may call.
+        as_parts: whether a text is given as a list with one part. By default, if the template shows
+            it only so, as templates of some models that see pictures do.
 
     Raises:
         InputError: if the template fails, exceeds its limits, or writes too much.
@@ -102,6 +105,10 @@ def render(
     conversation = [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
+    if as_parts is None:
+        as_parts = _reads_parts(template, json.dumps(variables, sort_keys=True, default=str))
+    if as_parts:
+        conversation = [_with_part(message) for message in conversation]
     request = {
         "conversations": [conversation],
         "chat_template": template,
@@ -128,6 +135,31 @@ def render(
             fix="order the messages as the template requires, or give another model",
         )
     return Rendered(text, [(start, end) for start, end in spans])
+
+
+def _with_part(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
+
+
+@functools.lru_cache(maxsize=16)
+def _reads_parts(template: str, variables: str) -> bool:
+    """Return True if a template shows the parts of contents, and not texts. `variables` is JSON."""
+    texts = ("question-of-the-user", "answer-of-the-assistant")
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+
+    def is_shown(as_parts: bool) -> bool:
+        try:
+            rendered = render(template, turns, False, json.loads(variables), as_parts=as_parts)
+        except InputError:
+            return False
+        return all(text in rendered.text for text in texts)
+
+    return not is_shown(False) and is_shown(True)
 
 
 class _Worker:

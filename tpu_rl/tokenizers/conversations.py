@@ -126,7 +126,7 @@ def turns_by_marks(
     if any(message["role"] == "assistant" for message in messages[: answers[0]]):
         spans = spans[len(conversation.render(answers[0], False).spans) :]
     turns = []
-    for start, stop in spans:
+    for start, stop in _joined_spans(spans):
         turn = _turn(conversation, text, start, stop, ends)
         after = conversation.pattern.match(text, stop)
         if turn.end == turn.stop and after and after[0] in ends:
@@ -143,6 +143,16 @@ def turns_by_marks(
     return text[: turns[-1].end], turns
 
 
+def _joined_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans, of which those that follow each other directly are one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
+
+
 def _turn(
     conversation: Conversation, text: str, start: int, stop: int, ends: Collection[str]
 ) -> Turn:
@@ -150,6 +160,49 @@ def _turn(
     matches = conversation.pattern.finditer(text, start, stop)
     places = [match.span() for match in matches if match[0] in ends]
     return Turn(start, *places[-1]) if places else Turn(start, stop, stop)
+
+
+# --- what a rendering shows ---
+
+NO_TEXT = ("role", "weight")
+"""Keys of messages that are no texts for the model to read."""
+LINKS = ("id", "type")
+"""Keys of calls that only some templates show, and that mean nothing by themselves."""
+
+
+def unshown(message: Message, rendering: str) -> list[str]:
+    """Return the keys of a message whose texts do not all occur in a rendering.
+
+    White space does not count, and a text may be written as in JSON.
+    """
+    return [
+        key
+        for key, value in message.items()
+        if key not in NO_TEXT and not all(occurs(text, rendering) for text in _leaves(value))
+    ]
+
+
+def occurs(text: str, rendering: str) -> bool:
+    """Return True if a text occurs in a rendering, whatever the white space and the escapes."""
+    if text.strip() in rendering:
+        return True
+    forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
+    squeezed = "".join(rendering.split())
+    return any("".join(form.split()) in squeezed for form in (*forms, repr(text)[1:-1]))
+
+
+def _leaves(value: Any) -> list[str]:
+    """Return the texts in a value, and the names of keys below the first level of a call."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        arguments = value.get("arguments")
+        names = [*arguments] if isinstance(arguments, dict) else []
+        items = [item for key, item in value.items() if key not in LINKS]
+        return [*names, *(text for item in items for text in _leaves(item))]
+    if isinstance(value, list):
+        return [text for item in value for text in _leaves(item)]
+    return []
 
 
 # --- texts and messages ---

@@ -39,6 +39,17 @@ def listed(directory: Path, vocab_size: int) -> tuple[int, ...]:
     return ids
 
 
+def embedding_rows(directory: Path) -> int | None:
+    """Return the rows of the model's embedding, as config.json says; None if it does not."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return None
+    source = untrusted_files.read_json(file)
+    inner = source.get("text_config")
+    rows = source.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return rows if isinstance(rows, int) else None
+
+
 def require(candidates: tuple[int | None, ...], where: str) -> tuple[int, ...]:
     """Return the different ids among the candidates, in their order.
 

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,12 @@ def load(directory: Path) -> Tokenizer:
             fix="download its files again",
         ) from error
     eos_ids = end_of_sequence.listed(directory, _vocab_size(tokenizer))
-    return _from_hugging_face(tokenizer, eos_ids, str(directory))
+    result = _from_hugging_face(tokenizer, eos_ids, str(directory))
+    rows = end_of_sequence.embedding_rows(directory)
+    if rows is not None and result.pad_id >= rows:
+        # Padding is masked everywhere, but the embedding reads it.
+        return replace(result, pad_id=result.eos_ids[0])
+    return result
 
 
 def _vocab_size(tokenizer: Any) -> int:
@@ -164,9 +169,10 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
     plain = tokenizer.encode("a", add_special_tokens=False)
     wrapped = tokenizer.encode("a", add_special_tokens=True)
     starts = [k for k in range(len(wrapped)) if wrapped[k : k + len(plain)] == plain]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
+    template = templates.get("default")
     return Tokenizer(
         backend=_HuggingFace(tokenizer),
         eos_ids=eos_ids,
@@ -176,4 +182,5 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
         prefix_ids=tuple(wrapped[: starts[0]]) if starts else (),
         control=control,
         chat_template=template or None,
+        tool_template=templates.get("tool_use") if template else None,
     )

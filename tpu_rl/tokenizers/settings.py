@@ -76,7 +76,18 @@ def configure(
         assistant_turns=chat.assistant_turns,
         template_kwargs=template_kwargs,
     )
-    return replace(tokenizer, chat=settings)
+    return with_turn_end(replace(tokenizer, chat=settings))
+
+
+def with_turn_end(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with the end of the template's turns among its ends.
+
+    Base models often have a chat template whose turns end with another token than their eos_token:
+    Qwen's <|im_end|> and <|endoftext|>.
+    """
+    if tokenizer.turn_end in tokenizer.eos_ids:
+        return tokenizer
+    return replace(tokenizer, eos_ids=(*tokenizer.eos_ids, tokenizer.turn_end))
 
 
 def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
@@ -108,7 +119,10 @@ def with_template(tokenizer: Tokenizer, file: Path) -> Tokenizer:
             fix="give a text file with a Jinja template",
         ) from error
     tokenizer = replace(
-        tokenizer, backend=tokenizer.backend.with_template(template), chat_template=template
+        tokenizer,
+        backend=tokenizer.backend.with_template(template),
+        chat_template=template,
+        tool_template=None,
     )
     try:
         tokenizer.render([{"role": "user", "content": "a"}])

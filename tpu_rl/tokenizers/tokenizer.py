@@ -109,6 +109,8 @@ class Tokenizer:
     """Literal -> id of every control token. The unknown token is not one of them, because ordinary
     text may contain unknown characters."""
     chat_template: str | None = None
+    tool_template: str | None = None
+    """The template of conversations with tools, if the tokenizer has another one for them."""
     chat: ChatSettings = ChatSettings()
 
     @property
@@ -130,6 +132,30 @@ class Tokenizer:
         ids = self.backend.encode_control(text)
         return self._encode_marked(text, mark=None) if ids is None else ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the ids of a text that continues another one, which has ids of its own.
+
+        Sentencepiece writes a space before a text that stands alone. A continuation has none.
+
+        Raises:
+            InputError: if the text cannot be written in UTF-8.
+        """
+        alone = self.encode(text)
+        if not text or not self._adds_space:
+            return alone
+        for anchor in ("\n", "a", "."):
+            before = self._encode_text(anchor)
+            whole = self._encode_text(anchor + text)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+        return alone
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        """True if a text has other ids at the start than after another text."""
+        before = self._encode_text("\n")
+        return self._encode_text("\na") != [*before, *self._encode_text("a")]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids, without control tokens unless `skip_special` is False.
 
@@ -144,6 +170,15 @@ class Tokenizer:
             control = frozenset(self.control.values())
             ids = [i for i in ids if i not in control]
         return self.backend.decode(ids)
+
+    def decode_answer(self, prompt: str | list[Message], ids: Sequence[int]) -> str:
+        """Return the text of a sampled answer to a prompt, as rewards judge it.
+
+        It begins with the thought that the generation prompt opened, so that a reward of the format
+        sees the whole of it.
+        """
+        is_chat = not isinstance(prompt, str) or self.wraps(prompt)
+        return (self.thought_opening if is_chat else "") + self.decode(ids)
 
     def render(
         self,
@@ -233,6 +268,10 @@ class Tokenizer:
         ends = {text for text, token_id in self.control.items() if token_id in self.eos_ids}
         if chat_templates.marks_assistant(conversation.template):
             text, turns = conversations.turns_by_marks(conversation, answers, ends)
+            # Marked templates may drop what earlier answers thought.
+            *earlier, learned = [conversation.messages[index] for index in answers]
+            calls = [{"tool_calls": message.get("tool_calls")} for message in earlier]
+            self._require_shown([*calls, learned], [text] * len(answers))
             # The template also marks messages in between that are not learned.
             first = answers[0] - num_added
             weights = [
@@ -244,19 +283,17 @@ class Tokenizer:
                 weights = self._same_weight(messages, weights) * len(turns)
             return self._encode_turns(text, turns, weights, conversation.mark)
         text, turns, reason = conversations.turns_by_difference(conversation, answers, ends)
+        if len(answers) == 1 and conversation.messages[answers[0]].keys() <= {"role", "content"}:
+            answer = text[turns[0].start : turns[0].stop] if not reason else ""
+            if conversations.unshown(conversation.messages[answers[0]], answer) or reason:
+                # Nothing before the answer is learned, so the prompt as it is sampled from serves.
+                # Some templates rewrite the end of the conversation, drop what the answer thought,
+                # or write no end.
+                return self._encode_answer(conversation, answers[0], weights[0])
         if not reason:
+            shown = [text[turn.start : turn.stop] for turn in turns]
+            self._require_shown([conversation.messages[index] for index in answers], shown)
             return self._encode_turns(text, turns, weights, conversation.mark)
-        content = messages[last].get("content")
-        if len(answers) == 1 and isinstance(content, str):
-            # Nothing before the answer is learned, so the prompt as it is sampled from serves. Some
-            # templates rewrite the end of the conversation, and some write no end.
-            prompt = self._encode_rendered(
-                conversation.render(answers[0], True).text, conversation.mark
-            )
-            completion = [*self.encode(content), self.eos_ids[0]]
-            return Demonstration(
-                prompt + completion, [0.0] * len(prompt) + weights * len(completion)
-            )
         raise InputError(
             "the assistant's messages cannot be found in the rendered conversation",
             where=f"chat template; {conversations.shown(messages)}",
@@ -264,6 +301,115 @@ class Tokenizer:
             fix="--data.assistant-turns last, or a template with {% generation %} blocks: "
             "--tokenizer.chat-template FILE",
         )
+
+    def _encode_answer(
+        self, conversation: Conversation, index: int, weight: float
+    ) -> Demonstration:
+        """Return the prompt of an answer, as it is sampled from, and the answer as it is.
+
+        A thought that the prompt opens is not opened again. An answer without a thought closes it.
+        """
+        mark = conversation.mark
+        prompt = conversation.render(index, True).text
+        content = conversation.messages[index].get("content") or ""
+        opening = self.thought_opening
+        if opening and mark is not None:
+            content = content.replace(f"{mark}{THINK}{mark}", THINK)
+            content = content.replace(f"{mark}{END_OF_THINK}{mark}", END_OF_THINK)
+        if opening and content.lstrip().startswith(THINK):
+            content = content.lstrip().removeprefix(THINK)
+            content = content.removeprefix(opening.removeprefix(THINK))
+        elif opening and END_OF_THINK not in content:
+            content = f"\n{END_OF_THINK}\n\n{content}"
+        prompt_ids = self._encode_rendered(prompt, mark)
+        if opening:
+            ids = self._encode_marked(content, mark, follows=True)
+        else:
+            ids = self.encode(content.replace(mark, "") if mark else content)
+        ids = [*ids, self.turn_end]
+        weights = [0.0] * len(prompt_ids) + [weight] * len(ids)
+        return Demonstration(prompt_ids + ids, weights)
+
+    def _require_shown(self, answers: Sequence[Message], renderings: Sequence[str]) -> None:
+        """Raise InputError if a message to learn has a text that the template does not show."""
+        for message, rendering in zip(answers, renderings, strict=True):
+            keys = conversations.unshown(message, rendering)
+            if keys:
+                raise InputError(
+                    f"the chat template does not show `{'` and `'.join(keys)}` of an answer to "
+                    "learn",
+                    where=conversations.shown([message]),
+                    why="the model would learn a turn without it",
+                    fix="give a template that shows it (--tokenizer.chat-template FILE), write it "
+                    "into `content`, or drop the row",
+                )
+
+    def unshown(self, messages: list[Message], tools: Tools | None = None) -> list[str]:
+        """Return names of what the template does not show of a conversation.
+
+        These are keys of messages that hold texts which do not occur in the rendering, or other
+        values and a name that the template does not read; and `tools`.
+
+        Raises:
+            InputError: if the conversation cannot be rendered.
+        """
+        conversation = self._conversation(messages, tools)
+        count = len(conversation.messages)
+        is_answered = conversation.messages[-1]["role"] == "assistant"
+        text = conversation.render(count, not is_answered).text
+        identifiers = set(re.findall(r"[A-Za-z_]\w*", conversation.template))
+        names: dict[str, None] = {}
+        for message in conversation.messages:
+            for key in conversations.unshown(message, text):
+                answer = str(message.get("content")).rpartition(END_OF_THINK)[2]
+                is_thought = key == "content" and conversations.occurs(answer, text)
+                names[f"thoughts in `{key}`" if is_thought else f"`{key}`"] = None
+            names |= {
+                f"`{key}`": None
+                for key, value in message.items()
+                if not isinstance(value, str | list | dict | None) and key not in identifiers
+            }
+        described = [tool.get("function", tool) for tool in conversation.tools or []]
+        texts = [str(tool.get(key) or "") for tool in described for key in ("name", "description")]
+        if not all(conversations.occurs(shown, text) for shown in texts):
+            names["`tools`"] = None
+        return [*names]
+
+    @functools.cached_property
+    def thought_opening(self) -> str:
+        """What the generation prompt writes from `<think>` on, if it ends with an open thought."""
+        if THINK not in (self.chat_template or ""):
+            return ""
+        prompt = self._conversation(TURN[:1], None).render(1 + (self.chat.system is not None), True)
+        _, found, after = prompt.text.rpartition(THINK)
+        return THINK + after if found and not after.strip() else ""
+
+    @functools.cached_property
+    def turn_end(self) -> int:
+        """The id that ends a turn: the control token that the template writes after an answer.
+
+        It is the first end-of-sequence id if there is no template, or if it writes none.
+        """
+        text = self.text_after_turn
+        match = self._pattern.match(text.lstrip())
+        return self.control[match[0]] if match else self.eos_ids[0]
+
+    @property
+    def ends_turns(self) -> bool:
+        """True if the template writes a control token after an answer."""
+        return self._pattern.match(self.text_after_turn.lstrip()) is not None
+
+    @functools.cached_property
+    def text_after_turn(self) -> str:
+        """What the template writes after the last answer of a conversation."""
+        if self.chat_template is None:
+            return ""
+        try:
+            conversation = self._conversation(TURN, None)
+            text = conversation.render(len(conversation.messages), False).text
+        except InputError:
+            return ""
+        return text.partition(TURN[-1]["content"])[2]
 
     def _same_weight(self, messages: list[Message], weights: list[float]) -> list[float]:
         """Return the one weight of all turns, whose messages are not known."""
@@ -305,9 +451,8 @@ class Tokenizer:
         contents = [*conversations.strings(messages), *conversations.strings(parsed_tools, True)]
         _require_encodable("".join(contents))
         variables = {**self.backend.special_texts, **self.chat.template_kwargs}
-        return conversations.hide(
-            self.chat_template, messages, parsed_tools, variables, self.control
-        )
+        template = (self.tool_template if parsed_tools else None) or self.chat_template
+        return conversations.hide(template, messages, parsed_tools, variables, self.control)
 
     def _with_arguments(self, messages: list[Message]) -> list[Message]:
         """Return messages whose calls have arguments as JSON text, if the template wants that."""
@@ -377,7 +522,7 @@ class Tokenizer:
     @property
     def shows_tools(self) -> bool:
         """True if the chat template tells the model about tools."""
-        return self.chat_template is not None and "tools" in self.chat_template
+        return "tools" in (self.tool_template or self.chat_template or "")
 
     def tool_format(self, prompt_ids: Sequence[int]) -> str:
         """Return the format in which the model calls tools after a chat prompt.
@@ -684,6 +829,9 @@ class Tokenizer:
         ids = self.backend.encode_control(literal + "a")
         return ids is not None and ids[1:] != self._encode_text("a")
 
+
+THINK = "<think>"
+END_OF_THINK = "</think>"
 
 TURN: list[Message] = [
     {"role": "user", "content": "question"},

@@ -1,0 +1,48 @@
+"""Ids beyond the embedding are refused, and runs that learned nothing do not end well."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tpu_rl import tokenizers
+from tpu_rl.commands import finish, preflight
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers import ChatConfig, TokenizerConfig
+
+TEMPLATE = "{% for m in messages %}<bos>{{ m.content }}<eos>{% endfor %}"
+
+
+def with_template(template):
+    tokenizer = tokenizers.characters("abc", chat_template=template)
+    return tokenizers.configure(tokenizer, TokenizerConfig(), ChatConfig())
+
+
+def test_tokens_without_a_row_in_the_embedding():
+    tokenizer = with_template(TEMPLATE)
+    assert preflight.check_embedding(tokenizer, 7) == []
+    for rows, refused in ((1, "<eos>, <bos>"), (2, "<eos>")):
+        with pytest.raises(InputError, match=f"{refused} lie beyond the model's embedding"):
+            preflight.check_embedding(tokenizer, rows)
+    with_pad = dataclasses.replace(tokenizer, control=tokenizer.control | {"<pad>": 99})
+    assert preflight.check_embedding(with_pad, 7) == ["control tokens beyond the embedding: <pad>"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([{"optim/skipped": 1.0}] * 2, "every step was skipped"),
+        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}] * 2, "the gradient was 0"),
+        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}, {"optim/skipped": 1.0}], "gradient was"),
+        ([{"optim/skipped": 1.0}, {"optim/skipped": 0.0, "optim/grad_norm": 0.1}], ""),
+        ([{"eval/loss": 1.0}], ""),
+    ],
+)
+def test_a_run_that_learned_nothing_fails(tmp_path, rows, reason):
+    lines = [json.dumps({"step": step} | row) + "\n" for step, row in enumerate(rows, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    if reason:
+        with pytest.raises(InputError, match=reason):
+            finish.require_learned(tmp_path)
+    else:
+        finish.require_learned(tmp_path)

@@ -1,0 +1,220 @@
+"""Rows in the shapes of published datasets become the columns that algorithms read."""
+
+import json
+import math
+
+import pytest
+
+from tpu_rl import data
+from tpu_rl.data import messages, shapes
+from tpu_rl.errors import InputError
+
+SYSTEM = {"role": "system", "content": "be kind"}
+USER = {"role": "user", "content": "hi"}
+GOOD = {"role": "assistant", "content": "hello"}
+BAD = {"role": "assistant", "content": "go"}
+PAIR = ("prompt", "chosen", "rejected")
+JUDGED = ("prompt", "completion", "label")
+MESSAGES = ("messages",)
+CALL = {
+    "role": "assistant",
+    "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    ],
+}
+
+
+def turn(name, text, **others):
+    return {"from": name, "value": text, **others}
+
+
+@pytest.mark.parametrize("prompt", ["hi", [USER], [SYSTEM, USER]])
+@pytest.mark.parametrize("inner", [[USER], [SYSTEM, USER]])
+def test_a_prompt_beside_whole_conversations_is_taken_once(prompt, inner):
+    # The shape of ultrafeedback_binarized and of TRL's `extract_prompt`.
+    row = {"prompt": prompt, "chosen": [*inner, GOOD], "rejected": [*inner, BAD]}
+    expected = [SYSTEM, USER] if SYSTEM in [*prompt, *inner] else [USER]
+    assert shapes.normalize(row, PAIR) == {
+        "prompt": expected,
+        "chosen": [GOOD],
+        "rejected": [BAD],
+    }
+    judged = {"prompt": prompt, "completion": [*inner, GOOD], "label": True}
+    assert shapes.normalize(judged, JUDGED) == {
+        "prompt": expected,
+        "completion": [GOOD],
+        "label": True,
+    }
+
+
+def test_the_shared_beginning_of_several_turns_is_the_prompt():
+    before = [USER, GOOD, USER]
+    row = {"prompt": "hi", "chosen": [*before, GOOD], "rejected": [*before, BAD]}
+    assert shapes.normalize(row, PAIR)["prompt"] == before
+    context = {"messages": before, "chosen": "hello", "rejected": "go"}
+    assert shapes.normalize(context, PAIR)["prompt"] == before
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        (  # HH-RLHF
+            {
+                "chosen": "\n\nHuman: hi\n\nAssistant: hello",
+                "rejected": "\n\nHuman: hi\n\nAssistant: go",
+            },
+            PAIR,
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        (  # Intel/orca_dpo_pairs
+            {"system": "be kind", "question": "hi", "chosen": "hello", "rejected": "go"},
+            PAIR,
+            {"prompt": [SYSTEM, USER], "chosen": "hello"},
+        ),
+        (  # ms-swift
+            {"messages": [USER, GOOD], "rejected_response": "go"},
+            PAIR,
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        (  # Alpaca
+            {"instruction": "add", "input": "1 2", "output": "3"},
+            ("prompt", "completion"),
+            {"prompt": "add\n1 2", "completion": "3"},
+        ),
+        (  # ToolACE, Bespoke-Stratos: the system prompt in a column of its own
+            {"system": "be kind", "conversations": [turn("user", "hi"), turn("gpt", "hello")]},
+            MESSAGES,
+            {"messages": [SYSTEM, USER, GOOD]},
+        ),
+        (  # APIGen-MT, glaive_toolcall
+            {
+                "conversations": [
+                    turn("human", "hi"),
+                    turn("function_call", '{"name": "weather", "arguments": {"city": "Bern"}}'),
+                    turn("observation", "3"),
+                    turn("gpt", "hello"),
+                ],
+            },
+            MESSAGES,
+            {"messages": [USER, CALL, {"role": "tool", "content": "3"}, GOOD]},
+        ),
+        (  # xLAM
+            {
+                "query": "hi",
+                "answers": '[{"name": "weather", "arguments": {"city": "Bern"}}]',
+                "tools": '[{"name": "weather"}]',
+            },
+            MESSAGES,
+            {
+                "messages": [USER, CALL],
+                "tools": [{"type": "function", "function": {"name": "weather"}}],
+            },
+        ),
+        (  # Math-Shepherd
+            {"input": "q Step 1: a ки\nStep 2: b ки", "label": "q Step 1: a +\nStep 2: b -"},
+            ("prompt", "completions", "labels"),
+            {"prompt": "q", "completions": ["Step 1: a", "Step 2: b"], "labels": [True, False]},
+        ),
+        (  # UltraChat
+            {"data": ["hi", "hello", "hi", "go"]},
+            MESSAGES,
+            {"messages": [USER, GOOD, USER, BAD]},
+        ),
+    ],
+)
+def test_published_shapes(row, columns, expected):
+    normalized = shapes.normalize(row, columns)
+    assert {name: normalized[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "reason"),
+    [
+        ({"prompt": "no", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, PAIR, "begin with"),
+        ({"system": "a", "messages": [SYSTEM, USER, GOOD]}, MESSAGES, "two different system"),
+        ({"system": "a", "system_prompt": "b", "messages": [USER, GOOD]}, MESSAGES, "differ"),
+        ({"chat": "USER: hi"}, MESSAGES, "write `messages`"),
+        ({"question": {}, "label": {"steps": []}}, ("prompt", "completions"), "trl-lib/prm800k"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, MESSAGES, "no content"),
+        ({"messages": [USER, GOOD | {"train": "no"}]}, MESSAGES, "`train`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]},
+            MESSAGES,
+            "no text",
+        ),
+    ],
+)
+def test_what_is_not_clear_is_refused_by_line(tmp_path, row, columns, reason):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n" + json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=reason) as error:
+        data.read(file, columns)
+    assert error.value.where == f"{file}:2"
+
+
+def test_keys_of_messages():
+    read = messages.canonical(
+        [
+            turn("human", "hi", weight=0),
+            {"role": "assistant", "content": [{"type": "text", "text": "hel"}, "lo"]},
+            GOOD | {"loss": False},
+            GOOD | {"tool_calls": [{"name": "weather", "arguments": '{"city": "Bern"}'}]},
+        ],
+        "messages",
+    )
+    assert read == [USER | {"weight": 0}, GOOD, GOOD | {"weight": 0.0}, GOOD | CALL]
+
+
+def test_columns_by_other_names_and_where_rows_are(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question": "a"}\n\n{"question": "b"}\n')
+    rows = data.read(file, column_names=("prompt=question",))
+    assert [row["prompt"] for row in rows] == ["a", "b"]
+    assert rows[1:].where(0) == f"{file}:3"
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
+    joined = data.read(f"{tmp_path}/a.json,{file}", (), column_names=())
+    assert joined.where(1) == f"{tmp_path}/a.json, item 2"
+    assert joined.where(2) == f"{file}:1"
+    with pytest.raises(InputError, match="--data.columns prompt=COLUMN"):
+        data.read(file)
+    with pytest.raises(InputError, match="no column `query`"):
+        data.read(file, column_names=("prompt=query",))
+
+
+@pytest.mark.parametrize(
+    ("item", "what"),
+    [('{"prompt": "\\ud83d"}', "surrogate"), ('{"prompt": "%s"}' % ("a" * 10**7), "10,000,01")],
+)
+def test_arrays_are_as_strict_as_lines(tmp_path, item, what):
+    file = tmp_path / "a.json"
+    file.write_text(f'[{{"prompt": "a"}}, {item}]')
+    with pytest.raises(InputError, match=what) as error:
+        data.read(file)
+    assert error.value.where == f"{file}, item 2"
+
+
+def test_parquet_is_as_strict_and_adds_no_keys(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = str(tmp_path / "a.parquet")
+
+    def write(rows):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in "ab"]
+    rows = [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    write(rows)
+    read = [row["messages"][1]["tool_calls"][0]["function"] for row in data.read(file, MESSAGES)]
+    assert [call["arguments"] for call in read] == [{"a": 1}, {"b": 1}]
+    write([{"prompt": "a", "meta": {"score": score}} for score in (1.0, math.nan)])
+    with pytest.raises(InputError, match="holds nan") as error:
+        data.read(file)
+    assert error.value.where == f"{file}, row 2"
+
+
+def test_steps_are_separated_unless_they_are_already():
+    steps = shapes.with_separators({"completions": ["a", "b"]}, "\n")["completions"]
+    assert steps == ["a\n", "b"]
+    for separated in (["a\n", "b"], ["a", " b"], ["a"]):
+        row = {"completions": separated}
+        assert shapes.with_separators(row, "\n") == row

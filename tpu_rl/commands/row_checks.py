@@ -1,0 +1,225 @@
+"""What the rows of a file hold against what the model reads of them.
+
+Each of the first rows is encoded as a run encodes it. Whatever a row holds and the model does not
+read is named: once for each kind, and not once for each row.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from tpu_rl import data
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.commands.config import ExperimentConfig, FileData
+from tpu_rl.data import Row
+from tpu_rl.data.shapes import SYSTEM_COLUMNS
+from tpu_rl.errors import InputError
+from tpu_rl.experience import tasks
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers.tokenizer import END_OF_THINK
+
+MAX_ENCODED_ROWS = 1000
+"""Rows of each stage that are encoded. The dry run encodes more."""
+MAX_RENDERED_ROWS = 200
+"""Rows whose texts are looked for in the rendering."""
+
+OTHER_COLUMNS = {"tools", "functions", *SYSTEM_COLUMNS}
+"""Columns that are read beside those of the algorithm, if a row has them."""
+COLUMNS_OF_SOURCE = {
+    "demonstrations": {"weight"},
+    "completions": {"weight"},
+    "pairs": {"margin"},
+    "step_labels": {"ended"},
+}
+"""The same, by the source of experience."""
+MEDIA_COLUMNS = {"images", "image", "videos", "video", "audios", "audio"}
+"""Columns that nothing reads, and without which a prompt means something else."""
+
+
+def check(config: ExperimentConfig, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Print notes about how the rows of a file are read, and return warnings about what is not.
+
+    Raises:
+        InputError: if one of the rows cannot be encoded, or has ids beyond the embedding; with the
+            line of the row.
+    """
+    if not isinstance(config.data, FileData) or config.data.path is None:
+        return []
+    warnings: list[str] = []
+    experiences = [stage.algorithm.experience for stage in config.stages]
+    specs = {spec.columns: spec for spec in experiences}
+    for spec in specs.values():
+        rows, held_out = tasks.file_rows(config.data, spec, config.evaluation.rows)
+        note_reading(config, config.data, spec, rows, tokenizer)
+        warnings += _check_rows(config, spec, rows, tokenizer, vocab_size)
+        if config.data.evaluation_path is not None:
+            warnings += _check_rows(config, spec, held_out, tokenizer, vocab_size)
+    return warnings
+
+
+def note_reading(
+    config: ExperimentConfig,
+    files: FileData,
+    spec: ExperienceSpec,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+) -> None:
+    """Print how the rows are read: their shape, unused columns, separators and ends of turns."""
+    notes = []
+    shape = None
+    if files.format == "plain":
+        shape = data.first_shape(str(files.path), files.split, files.config, files.columns)
+    if shape is not None:
+        notes.append(f"the rows are read as {shape.name}")
+    others = sorted(set(getattr(rows, "columns", ())) & set(rows[0]))
+    used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
+    used |= COLUMNS_OF_SOURCE.get(spec.source, set())
+    used |= {name.partition("=")[2] for name in files.columns}
+    if "messages" in spec.columns and "messages" not in rows[0]:
+        used |= {"prompt", "completion", "text"}
+    if _reads_all_columns(config) or files.format != "plain":
+        used |= set(others) - MEDIA_COLUMNS
+    unused = [column for column in others if column not in used]
+    if unused:
+        notes.append(f"columns that nothing reads: {', '.join(unused)}")
+    if "completions" in spec.columns and rows[0]["completions"][0].endswith(files.step_separator):
+        notes.append("steps are joined as they are, or by --data.step-separator, a line end")
+    if _is_chat(rows[0], tokenizer) and tokenizer.turn_end != tokenizer.eos_ids[0]:
+        end, eos = (
+            tokenizer.decode([i], skip_special=False)
+            for i in (tokenizer.turn_end, tokenizer.eos_ids[0])
+        )
+        notes.append(
+            f"turns end with {end}, as the chat template writes, and not with the eos_token {eos}; "
+            "both end a completion, also of the saved model (generation_config.json)"
+        )
+    after = tokenizer.text_after_turn.strip()
+    if _is_chat(rows[0], tokenizer) and after and not tokenizer.ends_turns:
+        eos = tokenizer.decode([tokenizer.eos_ids[0]], skip_special=False)
+        notes.append(
+            f"the chat template writes {after[:40]!r} after an answer, which is no control token: "
+            f"answers end with the eos_token {eos}"
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _reads_all_columns(config: ExperimentConfig) -> bool:
+    """Return True if something may read columns by names that are not known here."""
+    return bool(config.reward or config.evaluation_rewards or config.environment or config.agent)
+
+
+def _is_chat(row: Row, tokenizer: Tokenizer) -> bool:
+    prompt = row.get("messages", row.get("prompt"))
+    return isinstance(prompt, list) or tokenizer.wraps(prompt)
+
+
+def _check_rows(
+    config: ExperimentConfig,
+    spec: ExperienceSpec,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+) -> list[str]:
+    """Return warnings about what the model does not read of rows. Raises as `check`."""
+    encode = _encoder(config, spec, tokenizer)
+    hidden: Counter[str] = Counter()
+    num_without_thought = 0
+    num_rows = min(len(rows), MAX_ENCODED_ROWS)
+    num_rendered = min(len(rows), MAX_RENDERED_ROWS)
+    for index in range(num_rows):
+        row = rows[index]
+        with data.naming_row(rows, index):
+            ids = np.asarray(encode(row))
+            if ids.size and ids.max() >= vocab_size:
+                raise _beyond(tokenizer, int(ids.max()), vocab_size)
+            if index < num_rendered:
+                hidden.update(_unshown(row, tokenizer))
+        if tokenizer.thought_opening:
+            num_without_thought += _lacks_thought(row)
+    warnings = []
+    if hidden:
+        counts = ", ".join(f"{name} ({count})" for name, count in sorted(hidden.items()))
+        warnings.append(
+            f"the chat template does not show all that the rows hold: {counts} of {num_rendered} "
+            "rows; give a template that shows it (--tokenizer.chat-template FILE), or drop it"
+        )
+    if num_without_thought:
+        warnings.append(
+            f"the generation prompt opens <think>, and {num_without_thought} of {num_rows} answers "
+            "have no thought: they are learned with an empty one, or as the template marks them; "
+            "write thoughts into the answers, or choose a template without "
+            "(--tokenizer.template-kwargs, --tokenizer.chat-template)"
+        )
+    return warnings
+
+
+def _encoder(
+    config: ExperimentConfig, spec: ExperienceSpec, tokenizer: Tokenizer
+) -> Callable[[Row], Any]:
+    """Return what gives the ids of a row, as the algorithm encodes it."""
+    max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    given = spec.sampled_by is None
+    if given and spec.source in ("demonstrations", "completions"):
+        return lambda row: data.demonstrations([row], tokenizer, max_length).tokens
+    if given and spec.source == "pairs":
+        return lambda row: data.pairs([row], tokenizer, max_length).tokens
+    if given and spec.source == "step_labels":
+        return lambda row: data.steps([row], tokenizer, max_length).tokens
+    return lambda row: tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+
+
+def _conversations(row: Row) -> list[list[Any]]:
+    """Return the conversations of a row, each with its prompt."""
+    if isinstance(row.get("messages"), list) and "chosen" not in row and "prompt" not in row:
+        return [row["messages"]]
+    prompt = row.get("prompt")
+    if not isinstance(prompt, list):
+        return []
+    answers = [row.get(name) for name in ("completion", "chosen", "rejected")]
+    answers = [answer for answer in answers if isinstance(answer, list)]
+    return [[*prompt, *answer] for answer in answers or [[]]]
+
+
+def _unshown(row: Row, tokenizer: Tokenizer) -> set[str]:
+    """Return the names of what the template does not show of a row."""
+    names: set[str] = set()
+    for messages in _conversations(row):
+        # The whole conversation need not be one that the template renders: the encoding decides.
+        with suppress(InputError):
+            names.update(tokenizer.unshown(messages, row.get("tools")))
+    return names
+
+
+def _lacks_thought(row: Row) -> bool:
+    """Return True if an answer of the row is a text without a thought."""
+    answers = []
+    for name in ("completion", "chosen", "rejected", "messages"):
+        value = row.get(name)
+        last = value[-1] if isinstance(value, list) and value else {"content": value}
+        if isinstance(last, dict) and not any("reason" in key or "think" in key for key in last):
+            answers.append(last.get("content"))
+    return any(isinstance(answer, str) and END_OF_THINK not in answer for answer in answers)
+
+
+def _beyond(tokenizer: Tokenizer, token_id: int, vocab_size: int) -> InputError:
+    token = tokenizer.decode([token_id], skip_special=False)
+    return embedding_error([token], vocab_size)
+
+
+def embedding_error(tokens: Sequence[str], vocab_size: int) -> InputError:
+    """Return the error of tokens without a row in the embedding."""
+    return InputError(
+        f"{', '.join(tokens[:5])} lie beyond the model's embedding",
+        where="--model.path",
+        why=f"the embedding has {vocab_size} rows, and the tokenizer has larger ids: the tokens "
+        "were added, and the model was not resized",
+        fix="save the model again after resize_token_embeddings(len(tokenizer)) of transformers, "
+        "or use a tokenizer and a template of the model's own tokens",
+    )

@@ -1,0 +1,578 @@
+"""The published shapes of rows. `normalize` brings a row to the columns that algorithms read.
+
+SHAPES lists the shapes of well-known datasets. Whatever the shape, messages get one form
+(`messages`), a system prompt in a column of its own begins the conversation, and a prompt that
+stands both beside and inside of answers is taken once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tpu_rl.data import messages as message_forms
+
+Row = dict[str, Any]
+
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Columns that may hold messages."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Columns that may hold the text of a system message."""
+
+
+class Shape(NamedTuple):
+    """The shape in which a dataset is published."""
+
+    name: str
+    columns: tuple[str, ...]
+    """The columns that are read."""
+    fits: Callable[[Row], bool]
+    """Returns True for a row of the shape that lacks our columns."""
+    convert: Callable[[Row], Row]
+    """Returns our columns of such a row. Raises ValueError if it cannot be read."""
+    replaced: tuple[str, ...] = ()
+    """Columns that ours take the place of. Rewards may read the others."""
+
+
+def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Row:
+    """Return the row with the columns that an algorithm reads, if its shape implies them.
+
+    `names` gives columns by other names, as NAME=COLUMN.
+
+    Columns of published shapes (`SHAPES`) become `messages`, `prompt` and `completion`. `text`
+    becomes an empty prompt and a completion. The beginning that `chosen` and `rejected` share
+    becomes the prompt. The last answer of `messages` is split off, if they end with it. Other
+    columns stay.
+
+    Raises:
+        ValueError: if the shape is clear but the row does not fit it.
+    """
+    row = renamed(row, names)
+    shape = shape_of(row)
+    if shape is not None:
+        others = {name: value for name, value in row.items() if name not in shape.replaced}
+        row = others | shape.convert(row)
+    for column in MESSAGE_COLUMNS:
+        if column in row:
+            row = row | {column: message_forms.canonical(row[column], column)}
+    if "functions" in row and "tools" not in row:
+        row = row | {"tools": row["functions"]}
+    if "tools" in row and "tools" not in columns:
+        row = row | {"tools": message_forms.canonical_tools(row["tools"])}
+    return _with_system(_with_columns(row, columns), columns)
+
+
+def renamed(row: Row, names: Sequence[str]) -> Row:
+    """Return the row with columns by other names, NAME=COLUMN, beside their own.
+
+    Raises:
+        ValueError: if a name has another form, or there is no such column.
+    """
+    for name in names:
+        column, equals, source = name.partition("=")
+        if not equals:
+            raise ValueError(f"--data.columns {name} is not of the form NAME=COLUMN")
+        if source not in row:
+            raise ValueError(
+                f"--data.columns {name}: there is no column `{source}`; there are {', '.join(row)}"
+            )
+        row = row | {column: row[source]}
+    return row
+
+
+def shape_of(row: Row) -> Shape | None:
+    """Return the published shape of a row, or None if it has our columns already."""
+    return next((shape for shape in SHAPES if shape.fits(row)), None)
+
+
+def _with_columns(row: Row, columns: Sequence[str]) -> Row:
+    """Return the row with a prompt, if other columns imply it."""
+    if "prompt" in row:
+        return _take_prompt_once(row) if row["prompt"] != "" else row
+    if tuple(columns) == ("prompt", "completion") and is_plain_text(row):
+        if not isinstance(row["text"], str) or not row["text"]:
+            raise ValueError("`text` must be a text that is not empty")
+        return row | {"prompt": "", "completion": row["text"]}
+    if "prompt" not in columns:
+        return row
+    messages = row.get("messages")
+    if "chosen" in row and "rejected" in row:
+        answers = (row["chosen"], row["rejected"])
+        are_lists = all(isinstance(answer, list) and answer for answer in answers)
+        if are_lists and not all(_role(answer[0]) == "assistant" for answer in answers):
+            return row | _split_shared_prompt(*answers)
+        if isinstance(messages, list) and messages:
+            return row | {"prompt": _before_answers(messages, row["chosen"])}
+        return (row | _split_shared_prompt(*answers)) if are_lists else row
+    if "completion" in columns and "completion" in row and "messages" not in row:
+        messages = row["completion"]
+    if isinstance(messages, list) and messages:
+        if _role(messages[-1]) != "assistant":
+            return row | {"prompt": messages}
+        if len(messages) == 1:
+            raise ValueError("`messages` has nothing before the assistant's answer")
+        is_whole = "completion" not in row or row["completion"] is messages
+        answer = {"completion": messages[-1:]} if is_whole else {}
+        return row | {"prompt": messages[:-1]} | (answer if "completion" in columns else {})
+    return row
+
+
+def _with_system(row: Row, columns: Sequence[str]) -> Row:
+    """Return the row whose conversation begins with the system prompt of a column of its own.
+
+    Raises:
+        ValueError: if the conversation has another system message, or two columns differ.
+    """
+    found = {
+        name: row[name]
+        for name in SYSTEM_COLUMNS
+        if name not in columns and isinstance(row.get(name), str) and row[name]
+    }
+    column = "messages" if isinstance(row.get("messages"), list) else "prompt"
+    targets = [name for name in ("messages", "prompt") if row.get(name)]
+    if not found or column not in targets:
+        return row
+    if len(set(found.values())) > 1:
+        raise ValueError(f"`{'` and `'.join(found)}` differ: which one is the system message?")
+    name, text = next(iter(found.items()))
+    for target in targets:
+        conversation = row[target]
+        if isinstance(conversation, str):
+            conversation = [{"role": "user", "content": conversation}]
+        if not isinstance(conversation, list) or not conversation:
+            continue
+        if _role(conversation[0]) not in ("system", "developer"):
+            conversation = [{"role": "system", "content": text}, *conversation]
+        elif _content(conversation[0]) != text.strip():
+            raise ValueError(
+                f"`{name}` and the first message of `{target}` are two different system messages"
+            )
+        row = row | {target: conversation}
+    return row
+
+
+def check_together(row: Row, columns: Sequence[str]) -> None:
+    """Check what `normalize` and the types of single columns leave open.
+
+    Raises:
+        ValueError: if steps and their labels do not belong together, a margin is no number, or
+            nobody answers in a conversation to learn from.
+    """
+    if "completions" in columns and "labels" in columns:
+        _check_steps(row["completions"], row["labels"])
+    margin = row.get("margin")
+    if "chosen" in columns and not isinstance(margin, int | float | None):
+        raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
+    if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
+        raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
+    if tuple(columns) in (("messages",), ("prompt", "completion")):
+        _check_weights(row)
+
+
+def _check_weights(row: Row) -> None:
+    """Raise ValueError if a weight of the row or of a message is no number from 0 on, or all are 0.
+
+    A weight that is null counts as 1.
+    """
+    messages = row["messages"][1:] if "messages" in row else row["completion"]
+    answers = [turn for turn in messages if isinstance(turn, dict) and _role(turn) == "assistant"]
+    weights = [row.get("weight"), *[answer.get("weight") for answer in answers]]
+    for weight in weights:
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if weight is not None and not (is_number and 0 <= weight < math.inf):
+            shown = json.dumps(weight, default=repr)[:60]
+            raise ValueError(f"`weight` is a finite number that is not negative, not {shown}")
+    if answers and not any(weight is None or weight > 0 for weight in weights[1:]):
+        raise ValueError("`weight` is 0 in every message of the assistant, so nothing is learned")
+
+
+def _check_steps(steps: Any, labels: Any) -> None:
+    """Raise ValueError if the steps are no texts, or do not each have a label."""
+    if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
+        raise ValueError("`completions` is a list of texts, the steps, none of them empty")
+    if not isinstance(labels, list) or not all(label in (True, False) for label in labels):
+        raise ValueError("`labels` is a list of true and false")
+    if not steps or len(steps) != len(labels):
+        raise ValueError(
+            f"`completions` has {len(steps)} steps and `labels` has {len(labels)}; "
+            "there is one label for each step"
+        )
+
+
+def with_separators(row: Row, separator: str) -> Row:
+    """Return the row with a separator after each step but the last, as in TRL's rows of steps.
+
+    Steps with white space between them are joined as they are.
+    """
+    steps = row["completions"]
+    borders = zip(steps, steps[1:], strict=False)
+    if any(before[-1:].isspace() or after[:1].isspace() for before, after in borders):
+        return row
+    return row | {"completions": [*(step + separator for step in steps[:-1]), steps[-1]]}
+
+
+def is_plain_text(row: Row) -> bool:
+    """Return True if the row is a `text` to learn as a whole."""
+    return "text" in row and not {"prompt", "completion", "messages"} & row.keys()
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _content(message: Any) -> str:
+    """Return the text of a message for comparison."""
+    return str(message.get("content") or "").strip()
+
+
+# --- prompts beside and inside of answers ---
+
+
+def _split_shared_prompt(chosen: list[Any], rejected: list[Any]) -> Row:
+    """Return `prompt`, `chosen` and `rejected` of two conversations with one beginning."""
+    length = 0
+    for good, bad in zip(chosen, rejected, strict=False):
+        if good != bad:
+            break
+        length += 1
+    if length == len(chosen) == len(rejected):
+        # The same answer twice: the pair is left out later, and counted.
+        length -= 1
+    elif length == len(chosen) or length == len(rejected):
+        raise ValueError("one of `chosen` and `rejected` is the beginning of the other")
+    while length and _role(chosen[length - 1]) == "assistant":
+        length -= 1
+    if length == 0:
+        raise ValueError(
+            "the row has no `prompt`, and `chosen` and `rejected` do not begin with the same "
+            "messages"
+        )
+    return {
+        "prompt": chosen[:length],
+        "chosen": chosen[length:],
+        "rejected": rejected[length:],
+    }
+
+
+def _before_answers(messages: list[Any], chosen: Any) -> list[Any]:
+    """Return the messages before the chosen answer, which may stand at their end."""
+    answer = chosen if isinstance(chosen, list) else [{"role": "assistant", "content": chosen}]
+    if _same(messages[-len(answer) :], answer):
+        messages = messages[: -len(answer)]
+    if not messages or _role(messages[-1]) == "assistant":
+        raise ValueError(
+            "`messages` ends with another answer of the assistant than `chosen`: which of both is "
+            "the chosen one?"
+        )
+    return messages
+
+
+def _take_prompt_once(row: Row) -> Row:
+    """Return the row whose answers do not repeat the prompt.
+
+    Published pairs often hold the prompt as text, and whole conversations beside it, as in TRL's
+    `extract_prompt`. A system message may stand in one of both only.
+
+    Raises:
+        ValueError: if an answer begins with other messages than the prompt.
+    """
+    whole = [
+        name
+        for name in ("chosen", "rejected", "completion")
+        if isinstance(row.get(name), list)
+        and row[name]
+        and _role(row[name][0]) in ("system", "developer", "user")
+    ]
+    if not whole:
+        return row
+    prompt = row["prompt"]
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": str(prompt)}]
+    if whole == ["chosen", "rejected"]:
+        split = _split_shared_prompt(row["chosen"], row["rejected"])
+    elif len(whole) == 1 and whole[0] == "completion":
+        length = _beginning(row["completion"], prompt)
+        split = {"prompt": row["completion"][:length], "completion": row["completion"][length:]}
+    else:
+        raise ValueError("one of `chosen` and `rejected` begins with the prompt, and one does not")
+    system, asked = _without_system(prompt)
+    inner_system, inner = _without_system(split["prompt"])
+    is_beginning = _same(inner[: len(asked)], asked)
+    is_last = isinstance(row["prompt"], str) and inner and _same(inner[-1:], asked)
+    if not is_beginning and not is_last:
+        raise ValueError(
+            f"`{whole[0]}` is a whole conversation, and it does not begin with `prompt`: which of "
+            "both is the prompt? Leave one out"
+        )
+    if system and inner_system and not _same(system, inner_system):
+        raise ValueError(f"`prompt` and `{whole[0]}` begin with different system messages")
+    return row | split | {"prompt": [*(inner_system or system), *inner]}
+
+
+def _beginning(conversation: list[Any], prompt: list[Any]) -> int:
+    """Return how many messages of a conversation are its prompt."""
+    system, inner = _without_system(conversation)
+    asked = _without_system(prompt)[1]
+    if _same(inner[: len(asked)], asked):
+        return len(system) + len(asked)
+    length = len(conversation)
+    while length and _role(conversation[length - 1]) == "assistant":
+        length -= 1
+    return length
+
+
+def _without_system(messages: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return (the system message in a list, or none; the other messages)."""
+    count = int(bool(messages) and _role(messages[0]) in ("system", "developer"))
+    return messages[:count], messages[count:]
+
+
+def _same(first: list[Any], second: list[Any]) -> bool:
+    """Return True if messages have the same roles and texts."""
+    if len(first) != len(second):
+        return False
+    pairs = zip(first, second, strict=True)
+    return all(_role(a) == _role(b) and _content(a) == _content(b) for a, b in pairs)
+
+
+# --- the shapes of datasets ---
+
+
+def _lacks(row: Row, *columns: str) -> bool:
+    return not any(column in row for column in columns)
+
+
+def _sharegpt(row: Row) -> Row:
+    """Return ShareGPT's conversation as `messages`, or as the prompt of given answers."""
+    column = "conversations" if "conversations" in row else "conversation"
+    conversation = row[column]
+    if not isinstance(conversation, list) or not conversation:
+        raise ValueError(f"`{column}` must be a list of messages that is not empty")
+    pair_keys = {"human", "assistant"}
+    if all(isinstance(turn, dict) and turn.keys() == pair_keys for turn in conversation):
+        conversation = [
+            {"role": role, "content": turn[name]}
+            for turn in conversation
+            for role, name in (("user", "human"), ("assistant", "assistant"))
+        ]
+    for number, message in enumerate(conversation, start=1):
+        keys = message.keys() if isinstance(message, dict) else set()
+        if not {"from", "role"} & keys or not {"value", "content", "text", "tool_calls"} & keys:
+            raise ValueError(
+                f"message {number} of `{column}` is not an object with `from` and `value`"
+            )
+    messages = message_forms.canonical(conversation, column)
+    is_prompt = "chosen" in row and "rejected" in row and "prompt" not in row
+    return {"prompt" if is_prompt else "messages": messages}
+
+
+def _alpaca(row: Row) -> Row:
+    """Return an instruction, with its input on the next line, and the answer to it."""
+    parts = [row["instruction"], row.get("input")]
+    if not all(isinstance(part, str | None) for part in parts) or not parts[0]:
+        raise ValueError("`instruction` and `input` are texts, and the first is not empty")
+    prompt: Any = "\n".join(part for part in parts if part)
+    history = row.get("history")
+    if history:
+        turns = [
+            {"role": role, "content": text}
+            for exchange in history
+            for role, text in zip(("user", "assistant"), exchange, strict=True)
+        ]
+        prompt = [*turns, {"role": "user", "content": prompt}]
+    answer = next((row[name] for name in ("output", "response") if name in row), None)
+    has_answer = answer is not None and "completion" not in row
+    return {"prompt": prompt} | ({"completion": answer} if has_answer else {})
+
+
+def _function_calls(row: Row) -> Row:
+    """Return a query and the calls that answer it."""
+    calls = [{"role": "function_call", "content": row["answers"]}]
+    if row["answers"] in ("[]", []):
+        raise ValueError("`answers` has no call, so nothing is learned")
+    return {"messages": [{"role": "user", "content": row["query"]}, *calls]}
+
+
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+def _is_dialogue(row: Row) -> bool:
+    texts = (row.get("chosen"), row.get("rejected"))
+    return all(isinstance(text, str) and text.lstrip().startswith("Human:") for text in texts)
+
+
+def _dialogue(text: str) -> list[message_forms.Message]:
+    """Return the messages of a text that names who speaks."""
+    _, *parts = _SPEAKER.split(text.strip())
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[name], "content": content.strip()}
+        for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _dialogues(row: Row) -> Row:
+    """Return two dialogues as conversations, whose prompt `normalize` then splits off."""
+    return {"chosen": _dialogue(row["chosen"]), "rejected": _dialogue(row["rejected"])}
+
+
+def _marked_steps(row: Row) -> Row:
+    """Return the steps of Math-Shepherd, each of which ends with a mark in `input`.
+
+    `label` has + or - in the place of each mark.
+    """
+    mark = "ки"
+    steps = row["input"].split(mark)
+    labels = row["label"]
+    signs = []
+    position = 0
+    for step in steps[:-1]:
+        position += len(step)
+        signs.append(labels[position : position + 1])
+        # A sign is one character, and the mark is two.
+        labels = labels[:position] + mark + labels[position + 1 :]
+        position += len(mark)
+    if not signs or any(sign not in ("+", "-") for sign in signs):
+        raise ValueError("`label` has no + or - where `input` has its marks")
+    question, start, first = steps[0].partition("Step 1:")
+    if not start or not question.strip():
+        raise ValueError("`input` has no question before `Step 1:`")
+    texts = [text.strip() for text in [start + first, *steps[1:-1]]]
+    return {
+        "prompt": question.strip(),
+        "completions": texts,
+        "labels": [sign == "+" for sign in signs],
+    }
+
+
+def _alternating(row: Row) -> Row:
+    """Return texts of the user and the assistant in turn as messages."""
+    roles = ("user", "assistant")
+    return {
+        "messages": [
+            {"role": roles[number % 2], "content": text} for number, text in enumerate(row["data"])
+        ]
+    }
+
+
+def _rejected_answer(row: Row) -> Row:
+    """Return a pair: the last answer of a conversation, and the one that was rejected."""
+    messages = message_forms.canonical(row["messages"], "messages")
+    if not messages or _role(messages[-1]) != "assistant" or len(messages) < 2:
+        raise ValueError("`messages` does not end with the chosen answer of the assistant")
+    rejected = row["rejected_response"]
+    if isinstance(rejected, str):
+        rejected = [{"role": "assistant", "content": rejected}]
+    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+
+
+def _refuse(reason: str) -> Callable[[Row], Row]:
+    def convert(row: Row) -> Row:
+        raise ValueError(reason)
+
+    return convert
+
+
+SHAPES = (
+    Shape(
+        "ShareGPT's conversations",
+        ("conversations", "conversation"),
+        lambda row: (
+            ("conversations" in row or isinstance(row.get("conversation"), list))
+            and _lacks(row, "messages")
+        ),
+        _sharegpt,
+        ("conversations", "conversation"),
+    ),
+    Shape(
+        "xLAM's and APIGen's calls of functions: query, answers, tools",
+        ("query", "answers", "tools"),
+        lambda row: (
+            {"query", "answers", "tools"} <= row.keys() and _lacks(row, "messages", "prompt")
+        ),
+        _function_calls,
+    ),
+    Shape(
+        "Alpaca's instruction, input and output",
+        ("instruction", "input", "output", "response", "history"),
+        lambda row: "instruction" in row and _lacks(row, "messages", "prompt"),
+        _alpaca,
+    ),
+    Shape(
+        "dialogues of Human and Assistant as texts, as in HH-RLHF",
+        ("chosen", "rejected"),
+        lambda row: _lacks(row, "prompt") and _is_dialogue(row),
+        _dialogues,
+    ),
+    Shape(
+        "pairs of answers to a question",
+        ("question", "chosen", "rejected"),
+        lambda row: (
+            {"question", "chosen", "rejected"} <= row.keys()
+            and isinstance(row["question"], str)
+            and _lacks(row, "messages", "prompt")
+        ),
+        lambda row: {"prompt": row["question"]},
+    ),
+    Shape(
+        "pairs of answers to an input",
+        ("input", "chosen", "rejected"),
+        lambda row: (
+            {"input", "chosen", "rejected"} <= row.keys()
+            and isinstance(row["input"], str)
+            and _lacks(row, "messages", "prompt", "question")
+        ),
+        lambda row: {"prompt": row["input"]},
+    ),
+    Shape(
+        "Math-Shepherd's marked steps",
+        ("input", "label", "task"),
+        lambda row: (
+            isinstance(row.get("input"), str)
+            and "ки" in row["input"]
+            and isinstance(row.get("label"), str)
+            and _lacks(row, "prompt")
+        ),
+        _marked_steps,
+    ),
+    Shape(
+        "UltraChat's texts in turn",
+        ("data",),
+        lambda row: (
+            isinstance(row.get("data"), list)
+            and len(row["data"]) > 1
+            and all(isinstance(text, str) for text in row["data"])
+            and _lacks(row, "messages", "prompt")
+        ),
+        _alternating,
+    ),
+    Shape(
+        "ms-swift's messages with a rejected answer",
+        ("messages", "rejected_response"),
+        lambda row: {"messages", "rejected_response"} <= row.keys() and _lacks(row, "prompt"),
+        _rejected_answer,
+        ("messages", "rejected_response"),
+    ),
+    Shape(
+        "Glaive's chat as one text",
+        ("chat",),
+        lambda row: isinstance(row.get("chat"), str) and _lacks(row, "messages", "prompt"),
+        _refuse(
+            "`chat` is a whole conversation as one text, with calls that are no JSON; use the same "
+            "data as ShareGPT (LLaMA-Factory publishes glaive_toolcall_en), or write `messages`"
+        ),
+    ),
+    Shape(
+        "PRM800K's trees of rated steps",
+        ("question", "label"),
+        lambda row: isinstance(row.get("label"), dict) and _lacks(row, "prompt"),
+        _refuse(
+            "`label` is a tree of rated steps, as OpenAI publishes PRM800K; use the rows of "
+            "trl-lib/prm800k (prompt, completions, labels), or write such rows"
+        ),
+    ),
+)
+"""The first shape that fits a row is taken."""
