@@ -117,6 +117,22 @@ def test_values_that_are_not_finite_numbers_are_faults(value, message):
     assert scores.faults[0].message.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("values", "is_below"),
+    [
+        ([1e9, 1e9 + 60], True),
+        ([0.3, 0.1 + 0.2], False),
+        ([0.99, 1.0], False),
+        ([5.0, 5.0], False),
+        ([1e-30, 2e-30], False),
+        ([math.nan, 1.0, 1.0 + 1e-7], True),
+        ([math.nan], False),
+    ],
+)
+def test_differences_that_float32_blurs_are_said(values, is_below):
+    assert rewards.scoring.is_below_float32(np.array(values)) == is_below
+
+
 @pytest.mark.parametrize("value", [1, True, np.float64(1), np.bool_(True), np.float32(1)])
 def test_numbers_of_all_types_are_accepted(value):
     np.testing.assert_array_equal(

@@ -29,7 +29,7 @@ FAULTS = {
     "no list": ("return None", "it returned None and not a list of numbers"),
     "a text": ("return ['1.0']", "it returned '1.0' and not a number"),
     "nan": ("return [float('nan')]", "it returned NaN; for what cannot be scored return None"),
-    "inf": ("return [float('-inf')]", "it returned -inf, beyond a float32"),
+    "inf": ("return [float('-inf')]", "it returned -inf; the squares"),
     "a nested list": ("return [[1.0]]", "it returned [1.0] and not a number"),
     "never ends": ("while True: pass", "no answer within 1 s (mine.py:"),
     "sleeps": ("time.sleep(1000)", "no answer within 1 s (mine.py:"),

@@ -99,7 +99,7 @@ def test_gradients_are_clipped_to_their_global_norm():
         np.testing.assert_allclose([-1e6 * updates[name][0] for name in params], clipped, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("rate", [0.0, -1.0, 1e-30, 1e30, float("inf"), float("nan")])
 def test_a_learning_rate_must_be_a_positive_number(rate):
     with pytest.raises(InputError, match="learning rate"):
         OptimizerConfig(learning_rate=rate)

@@ -9,6 +9,7 @@ from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
 from tpu_rl.rollout.dynamic_sampling import num_kept
+from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.storage import gcs
 
 
@@ -340,10 +341,11 @@ def check_recurrence(
 
 def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConfig) -> None:
     """Check that teachers are given, and that the sampling temperature suits the losses."""
-    if not sampling.temperature >= 0:
+    if not is_temperature(sampling.temperature):
         raise InputError(
             f"a sampling temperature of {sampling.temperature}",
             where="--sampling.temperature",
+            why=f"it must be 0 or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}",
             fix="use 1.0; 0 takes the most likely token",
         )
     for algorithm in algorithms:

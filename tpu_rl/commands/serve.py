@@ -36,7 +36,8 @@ from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
-from tpu_rl.serving import app, protocol, server
+from tpu_rl.sampler.config import TEMPERATURES, is_temperature
+from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params
@@ -103,8 +104,8 @@ def check(flags: Flags) -> None:
         flag = f"--{name.replace('_', '-')}"
         if value is not None and value < 1 + (name == "max_model_len"):
             raise InputError(f"{flag} is {value}", where=flag, fix="give a larger number")
-    least, most = protocol.TEMPERATURES
-    if flags.temperature != 0 and not least <= flags.temperature <= most:
+    least, most = TEMPERATURES
+    if not is_temperature(flags.temperature):
         raise InputError(
             f"--temperature is {flags.temperature}",
             where="--temperature",

@@ -29,7 +29,9 @@ With an environment it has all messages after the prompt, also those of the envi
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,7 +201,7 @@ def apply(
                 worker_process.require_right_count(name, row_values)
                 row_values = [row_values]
             values += row_values
-    numbers = np.full(len(completions), np.nan, np.float32)
+    numbers = np.full(len(completions), np.nan)
     faults = []
     for i, value in enumerate(values):
         if value is None:
@@ -210,7 +212,31 @@ def apply(
             faults.append(RewardFault(name, i, number, frames))
         else:
             numbers[i] = number
-    return numbers, faults
+    if is_below_float32(numbers):
+        _say_below_float32(name)
+    return numbers.astype(np.float32), faults
+
+
+def is_below_float32(rewards: np.ndarray) -> bool:
+    """Return True if rewards [N] float64 differ, but by so little that float32 blurs it.
+
+    Differences of some bits of a float64 are rounding, and no differences that anyone meant.
+    """
+    finite = rewards[np.isfinite(rewards)]
+    if not len(finite):
+        return False
+    spread = float(finite.max() - finite.min())
+    largest = float(np.abs(finite).max())
+    return 1e-12 * largest < spread < 2.0**-19 * largest
+
+
+@functools.cache
+def _say_below_float32(name: str) -> None:
+    print(
+        f"note: rewards of {name} differ by less than a float32 can tell well (less than 2e-6 of "
+        "their size), so advantages are coarse: subtract a constant in the function",
+        file=sys.stderr,
+    )
 
 
 def _call(

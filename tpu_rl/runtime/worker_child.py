@@ -29,7 +29,8 @@ from tpu_rl.errors import TpuRlError
 if TYPE_CHECKING:
     import asyncio  # Functions import it: most workers never need it, and each start counts.
 
-LARGEST_FLOAT32 = 3.4028234663852886e38
+LARGEST_NUMBER = 1e18
+"""The largest reward. Variances of larger ones would be beyond a float32."""
 MAX_TEXT = 2000
 """Characters of an error's message or traceback that are reported."""
 MACHINERY = {__file__, threading.__file__}
@@ -178,7 +179,9 @@ def as_number(value: Any) -> float | str:
         return f"it returned {shorten(value)} and not a number"
     if math.isnan(number):
         return "it returned NaN; for what cannot be scored return None"
-    return number if abs(number) <= LARGEST_FLOAT32 else f"it returned {number}, beyond a float32"
+    if abs(number) <= LARGEST_NUMBER:
+        return number
+    return f"it returned {number}; the squares of rewards beyond {LARGEST_NUMBER:g} have no float32"
 
 
 def describe(error: BaseException) -> str:

@@ -12,6 +12,15 @@ TensorParallel = int | Literal["train-mesh"]
 """The number of devices that share heads and widths during sampling, or the mesh of training."""
 
 
+TEMPERATURES = (1e-4, 1e4)
+"""The smallest temperature but 0, and the largest one, for which logits stay finite numbers."""
+
+
+def is_temperature(temperature: float) -> bool:
+    """Return True for 0, which takes the most likely token, and inside of `TEMPERATURES`."""
+    return temperature == 0 or TEMPERATURES[0] <= temperature <= TEMPERATURES[1]
+
+
 @dataclass(frozen=True)
 class SegmentConfig:
     """Length of decode segments, and how the sampler adapts to the rows that remain.
@@ -133,9 +142,9 @@ class SamplerConfig:
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1, or None")
         check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
+            is_temperature(self.temperature),
             "temperature",
-            "a finite number, 0 or more",
+            f"0, or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}",
         )
         check(self.top_p is None or 0 < self.top_p <= 1, "top_p", "above 0 and at most 1, or None")
         check(self.min_p is None or 0 <= self.min_p <= 1, "min_p", "between 0 and 1, or None")

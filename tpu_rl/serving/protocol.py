@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_rl.sampler import Turn
+from tpu_rl.sampler.config import is_temperature
 from tpu_rl.serving.pump import Distribution
 from tpu_rl.tokenizers import Tokenizer
 
@@ -20,8 +21,6 @@ MAX_TEXT = 300
 """Characters of a value that error messages repeat."""
 MAX_DEPTH = 64
 """The deepest nesting of a body, and of arguments in it."""
-TEMPERATURES = (1e-4, 1e4)
-"""The smallest temperature but 0, and the largest one, for which logits stay finite numbers."""
 MAX_TOP_K = 2**30
 MIN_SHARE = 1e-30
 """The smallest top_p and min_p that float32 tells from 0."""
@@ -236,9 +235,7 @@ def _options(fields: _Fields, logprobs: bool | None = None) -> Options:
     number = (int, float)
     options = Options(
         max_tokens=_max_tokens(fields),
-        temperature=fields.take(
-            "temperature", number, lambda x: x == 0 or TEMPERATURES[0] <= x <= TEMPERATURES[1]
-        ),
+        temperature=fields.take("temperature", number, is_temperature),
         top_k=fields.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K),
         top_p=fields.take("top_p", number, lambda p: MIN_SHARE <= p <= 1),
         min_p=fields.take("min_p", number, lambda p: p == 0 or MIN_SHARE <= p <= 1),

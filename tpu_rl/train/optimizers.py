@@ -17,6 +17,10 @@ UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log", "_gain", "_scalar")
 """Weight decay skips leaves whose names end like this: norms, biases, and what the decays of linear
 attention are made of."""
 
+LEARNING_RATES = (1e-12, 1e2)
+"""The smallest and the largest learning rate. A smaller one changes no weight of 1e-4 in float32,
+whose neighbors are 7e-12 apart, within a step of AdamW."""
+
 MUON_RMS = 0.2
 """The root mean square of Muon's updates, as a multiple of the learning rate. It is that of AdamW's
 updates in practice (arXiv 2502.16982), so that the learning rates of AdamW suit Muon, too."""
@@ -65,10 +69,12 @@ class OptimizerConfig:
     estimates the time that this takes."""
 
     def __post_init__(self):
-        if not 0 < self.learning_rate < float("inf"):
+        if not LEARNING_RATES[0] <= self.learning_rate <= LEARNING_RATES[1]:
             raise InputError(
-                f"learning rate {self.learning_rate} is not a positive number",
+                f"a learning rate of {self.learning_rate:g}",
                 where="--optimizer.learning-rate",
+                why=f"it is not between {LEARNING_RATES[0]:g} and {LEARNING_RATES[1]:g}: weights "
+                "would stay as they are, or become NaN",
                 fix="use a value such as 1e-6",
             )
         if self.max_grad_norm <= 0:
