@@ -93,7 +93,8 @@ def page(method: type) -> str:
     name = module_name(method)
     presets = presets_of(method)
     parts = [
-        f"# {title(method)}",
+        # Without the backslash, the site takes the last # of "Q#" for the end of the heading.
+        "# " + title(method).replace("#", "\\#"),
         f"`tpu_rl/algos/{name}.py`",
         markdown(head(method)),
     ]

@@ -304,7 +304,8 @@ def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site_hooks):
     assert sorted(pages_in(settings["nav"])) == sorted(pages | set(site_hooks.PAGES.values()))
     assert settings["theme"]["font"] is False
     assert "extra_javascript" not in settings
-    assert "extra_css" not in settings
+    assert settings["extra_css"] == ["site.css"]
+    assert "url(" not in (ROOT / "docs/site.css").read_text()
 
 
 # --- versions ---

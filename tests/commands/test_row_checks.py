@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tpu_rl import tokenizers
-from tpu_rl.commands import finish, preflight
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import finish, preflight, roles, row_checks
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import ChatConfig, TokenizerConfig
 
@@ -26,6 +27,19 @@ def test_tokens_without_a_row_in_the_embedding():
             preflight.check_embedding(tokenizer, rows)
     with_pad = dataclasses.replace(tokenizer, control=tokenizer.control | {"<pad>": 99})
     assert preflight.check_embedding(with_pad, 7) == ["control tokens beyond the embedding: <pad>"]
+
+
+def test_text_that_the_tokenizer_does_not_know_is_named(tmp_path):
+    """Every character of it would be one token, and all prompts of a length the same."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1+2=", "1 + 2")))
+    flags = ["--model.path", "builtin:arithmetic", "--data.path", str(file)]
+    config = configuration.parse(["grpo", *flags])
+    tokenizer = tokenizers.load(roles.model_path("builtin:arithmetic"))
+    (warning,) = row_checks.check(config, tokenizer, 100)
+    assert (
+        "22.22% of the tokens of the first 2 rows are unknown to the tokenizer (<unk>)" in warning
+    )
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,8 @@ def _check_rows(
     encode = _encoder(config, spec, tokenizer)
     hidden: Counter[str] = Counter()
     num_without_thought = 0
+    num_tokens = 0
+    num_unknown = 0
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
     num_rendered = min(len(rows), MAX_RENDERED_ROWS)
     for index in range(num_rows):
@@ -139,11 +141,20 @@ def _check_rows(
             ids = np.asarray(encode(row))
             if ids.size and ids.max() >= vocab_size:
                 raise _beyond(tokenizer, int(ids.max()), vocab_size)
+            num_tokens += ids.size
+            num_unknown += int((ids == tokenizer.unknown_id).sum())
             if index < num_rendered:
                 hidden.update(_unshown(row, tokenizer))
         if tokenizer.thought_opening:
             num_without_thought += _lacks_thought(row)
     warnings = []
+    if num_unknown:
+        assert tokenizer.unknown_id is not None
+        token = tokenizer.decode([tokenizer.unknown_id], skip_special=False).strip()
+        warnings.append(
+            f"{num_unknown / num_tokens:.2%} of the tokens of the first {num_rows} rows are "
+            f"unknown to the tokenizer ({token}): the model cannot read that text"
+        )
     if hidden:
         counts = ", ".join(f"{name} ({count})" for name, count in sorted(hidden.items()))
         warnings.append(

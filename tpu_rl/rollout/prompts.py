@@ -70,6 +70,13 @@ def drop_misfits(
         f"{len(rows) - len(fitting)} of {len(rows)} prompts dropped: they must have 1 to "
         f"{max_prompt_tokens} tokens, and the longest has {longest}"
     )
+    if not fitting and longest == 0 and any(row["prompt"] for row in rows):
+        raise InputError(
+            "the tokenizer makes no tokens of the prompts",
+            where="tokenizer.json of --model.path",
+            why="all of its tokens are unknown there, or its class is not the one that wrote it",
+            fix="save the tokenizer again with the class that tokenizer_config.json names",
+        )
     if not fitting:
         raise InputError(f"0 of {len(rows)} prompts left", why=message, fix=RAISE_OR_SHORTEN)
     if len(fitting) == len(rows):

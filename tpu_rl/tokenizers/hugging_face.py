@@ -181,6 +181,7 @@ def _from_hugging_face(tokenizer: Any, eos_ids: tuple[int, ...], where: str) -> 
         vocab_size=_vocab_size(tokenizer),
         prefix_ids=tuple(wrapped[: starts[0]]) if starts else (),
         control=control,
+        unknown_id=None if tokenizer.unk_token_id in eos_ids else tokenizer.unk_token_id,
         chat_template=template or None,
         tool_template=templates.get("tool_use") if template else None,
     )

@@ -87,5 +87,6 @@ def load(file: Path, chat_template: str | None = None) -> Tokenizer:
         vocab_size=size,
         prefix_ids=() if bos is None else (bos,),
         control={processor.id_to_piece(i): i for i in range(size) if processor.is_control(i)},
+        unknown_id=processor.unk_id(),
         chat_template=chat_template,
     )

@@ -108,6 +108,8 @@ class Tokenizer:
     control: dict[str, int]
     """Literal -> id of every control token. The unknown token is not one of them, because ordinary
     text may contain unknown characters."""
+    unknown_id: int | None = None
+    """The id of text that has no token, unless it also ends a completion."""
     chat_template: str | None = None
     tool_template: str | None = None
     """The template of conversations with tools, if the tokenizer has another one for them."""
