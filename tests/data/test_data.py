@@ -115,7 +115,7 @@ def test_a_missing_column_lists_those_present_and_the_nearest(tmp_path):
     with pytest.raises(InputError) as error:
         data.read(file)
     assert error.value.why == "its columns are promt, answer"
-    assert error.value.fix == "did you mean `promt`?"
+    assert error.value.fix == "did you mean `promt`? --data.columns prompt=promt"
 
 
 def test_a_cut_off_last_line_is_named(tmp_path):

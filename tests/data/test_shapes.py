@@ -66,6 +66,47 @@ def test_the_shared_beginning_of_several_turns_is_the_prompt():
             PAIR,
             {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         ),
+        (  # Dahoas/full-hh-rlhf
+            {"prompt": "\n\nHuman: hi\n\nAssistant:", "chosen": " hello", "rejected": " go"},
+            PAIR,
+            {"prompt": [USER], "chosen": "hello", "rejected": "go"},
+        ),
+        (  # ms-swift, two conversations
+            {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+            PAIR,
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        (  # a pair beside a conversation in another form: argilla's pairs of Capybara
+            {"conversation": [{"input": "x"}], "prompt": "hi", "chosen": "hello", "rejected": "go"},
+            PAIR,
+            {"prompt": "hi", "chosen": "hello"},
+        ),
+        (  # LDJnr/Capybara
+            {"conversation": [{"input": "hi", "output": "hello"}]},
+            MESSAGES,
+            {"messages": [USER, GOOD]},
+        ),
+        ({"conversations": ["hi", "hello"]}, MESSAGES, {"messages": [USER, GOOD]}),  # GAIR/lima
+        (  # SWE-bench/SWE-smith-trajectories
+            {"messages": json.dumps([USER, GOOD])},
+            MESSAGES,
+            {"messages": [USER, GOOD]},
+        ),
+        (  # databricks/databricks-dolly-15k
+            {"instruction": "add", "context": "1 2", "response": "3"},
+            ("prompt", "completion"),
+            {"prompt": "add\n1 2", "completion": "3"},
+        ),
+        (  # Qwen/ProcessBench
+            {"problem": "hi", "steps": ["a", "b", "c"], "label": 1},
+            ("prompt", "completions", "labels"),
+            {"prompt": "hi", "completions": ["a", "b"], "labels": [True, False]},
+        ),
+        (  # the name of a container is no picture
+            {"prompt": "hi", "image": "debian:12"},
+            ("prompt",),
+            {"image": "debian:12"},
+        ),
         (  # Intel/orca_dpo_pairs
             {"system": "be kind", "question": "hi", "chosen": "hello", "rejected": "go"},
             PAIR,
@@ -137,6 +178,15 @@ def test_published_shapes(row, columns, expected):
         ({"question": {}, "label": {"steps": []}}, ("prompt", "completions"), "trl-lib/prm800k"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, MESSAGES, "no content"),
         ({"messages": [USER, GOOD | {"train": "no"}]}, MESSAGES, "`train`"),
+        ({"messages": [USER, GOOD | {"mask": True}]}, MESSAGES, "`mask` of message 2 .* `train`"),
+        ({"text": "hi", "role": "assistant", "parent_id": None}, MESSAGES, "one message of a tree"),
+        ({"prompt": "hi", "images": ["a.png"]}, ("prompt",), "a file in `images`"),
+        (
+            {"image": "a.png", "conversations": [turn("human", "<image> hi"), turn("gpt", "a")]},
+            MESSAGES,
+            "a file in `image`",
+        ),
+        ({"problem": "hi", "steps": ["a"], "label": 1}, ("prompt", "labels"), "no number of one"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]},
             MESSAGES,
@@ -150,6 +200,36 @@ def test_what_is_not_clear_is_refused_by_line(tmp_path, row, columns, reason):
     with pytest.raises(InputError, match=reason) as error:
         data.read(file, columns)
     assert error.value.where == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "fix"),
+    [
+        (  # Open-Orca/OpenOrca: not the system prompt
+            {"system_prompt": "", "question": "hi", "response": "hello"},
+            ("prompt", "completion"),
+            "did you mean `question` and `response`? "
+            "--data.columns prompt=question completion=response",
+        ),
+        (  # lvwerra/stack-exchange-paired
+            {"qid": 1, "question": "hi", "response_j": "hello", "response_k": "go"},
+            PAIR,
+            "--data.columns prompt=question chosen=response_j rejected=response_k",
+        ),
+        (  # nvidia/HelpSteer3: no column has the better answers
+            {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -1},
+            PAIR,
+            "by what `overall_preference` says",
+        ),
+        ({"x": 1}, ("prompt",), "--data.columns prompt=COLUMN, or choose the --data.format"),
+    ],
+)
+def test_what_other_columns_may_be_is_said_at_once(tmp_path, row, columns, fix):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError) as error:
+        data.read(file, columns)
+    assert fix in error.value.fix
 
 
 def test_keys_of_messages():
@@ -175,7 +255,7 @@ def test_columns_by_other_names_and_where_rows_are(tmp_path):
     joined = data.read(f"{tmp_path}/a.json,{file}", (), column_names=())
     assert joined.where(1) == f"{tmp_path}/a.json, item 2"
     assert joined.where(2) == f"{file}:1"
-    with pytest.raises(InputError, match="--data.columns prompt=COLUMN"):
+    with pytest.raises(InputError, match="--data.columns prompt=question"):
         data.read(file)
     with pytest.raises(InputError, match="no column `query`"):
         data.read(file, column_names=("prompt=query",))

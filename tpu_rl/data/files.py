@@ -545,21 +545,67 @@ _strict_decoder = json.JSONDecoder(
 )
 
 
+OTHER_NAMES = {
+    "prompt": (
+        "question",
+        "problem",
+        "query",
+        "instruction",
+        "input",
+        "inputs",
+        "context",
+        "trajectory",
+    ),
+    "completion": ("response", "answer", "output", "targets", "generated_solution", "solution"),
+    "label": ("kto_tag",),
+    "chosen": ("response_j",),
+    "rejected": ("response_k",),
+}
+"""Names of our columns in published data, the likeliest first."""
+VERDICTS = (
+    "better_response_id",
+    "overall_preference",
+    "preference_strength",
+    "winner",
+    "labels",
+    "answers",
+    "completions",
+)
+"""Columns that say which of several answers is better, where no other column does."""
+
+
 def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
-    """Raise InputError if the row lacks a column."""
-    for column in columns:
-        if column not in row:
-            nearest = difflib.get_close_matches(column, row, n=1)
-            rename = (
-                f"name the column that holds it, --data.columns {column}=COLUMN, "
-                "or choose the --data.format of the file"
-            )
-            raise InputError(
-                f"a row lacks the column `{column}`",
-                where=where,
-                why=f"its columns are {', '.join(row) or 'none'}",
-                fix=f"did you mean `{nearest[0]}`?" if nearest else rename,
-            )
+    """Raise InputError if the row lacks columns. It names those that may be meant."""
+    missing = [column for column in columns if column not in row]
+    if not missing:
+        return
+    meant = {column: _other_name(column, row) for column in missing}
+    flag = "--data.columns " + " ".join(f"{name}={meant[name] or 'COLUMN'}" for name in missing)
+    found = [name for name in meant.values() if name is not None]
+    fix = f"name what holds it, {flag}, or choose the --data.format of the file"
+    if found:
+        fix = f"did you mean `{'` and `'.join(found)}`? {flag}"
+    verdict = next((name for name in VERDICTS if name in row), None)
+    if "chosen" in missing and not meant["chosen"] and verdict is not None:
+        fix = (
+            f"write `chosen` and `rejected` for each row, by what `{verdict}` says: no column has "
+            "the better answers of all rows"
+        )
+    raise InputError(
+        f"a row lacks the column{'s' * (len(missing) > 1)} `{'` and `'.join(missing)}`",
+        where=where,
+        why=f"its columns are {', '.join(row) or 'none'}",
+        fix=fix,
+    )
+
+
+def _other_name(column: str, row: Row) -> str | None:
+    """Return the column of a row that may be the one that is missing, or None."""
+    lower = {name.lower(): name for name in row}
+    known = next((lower[name] for name in OTHER_NAMES.get(column, ()) if name in lower), None)
+    others = [name for name in row if name not in shapes.SYSTEM_COLUMNS]
+    nearest = difflib.get_close_matches(column, others, n=1)
+    return known or (nearest[0] if nearest else None)
 
 
 def _check_value(where: str, column: str, value: Any) -> str:

@@ -6,6 +6,7 @@ texts, OpenAI's arguments as JSON text, calls as JSON text of a role of their ow
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from typing import Any
@@ -39,6 +40,9 @@ CALL_ROLES = ("function_call", "tool_call")
 LEARNED_FLAGS = ("train", "training", "loss")
 """Keys of messages that say whether a message is learned: axolotl's and ms-swift's names."""
 
+OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask", "train_detail", "training_detail")
+"""Keys that say the same in ways that differ between libraries, or of parts of a message."""
+
 
 def canonical(value: Any, place: str) -> Any:
     """Return a list of messages with `role` and `content`; any other value as it is.
@@ -63,6 +67,20 @@ def canonical(value: Any, place: str) -> Any:
             _message(message, f"message {number} of `{place}`") if is_message else message
         )
     return messages
+
+
+def parsed_list(value: Any) -> Any:
+    """Return the list of objects that a text holds as JSON; any other value as it is.
+
+    Messages of different keys do not fit in one Arrow column, so some are published as text.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    with contextlib.suppress(ValueError):
+        found = json.loads(value)
+        if isinstance(found, list) and all(isinstance(item, dict) for item in found):
+            return found
+    return value
 
 
 def _message(message: Message, place: str) -> Message:
@@ -124,6 +142,12 @@ def _text(content: Any, place: str) -> str:
 
 def _with_weight(message: Message, place: str) -> Message:
     """Return the further keys, with a flag of training as the `weight`."""
+    for mask in OTHER_MASKS:
+        if mask in message:
+            raise ValueError(
+                f"`{mask}` of {place} has no meaning that libraries agree on; write `train` (true "
+                "or false: whether the message is learned) or `weight` (a number)"
+            )
     for flag in LEARNED_FLAGS:
         if flag not in message:
             continue

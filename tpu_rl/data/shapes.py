@@ -21,6 +21,10 @@ MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may hold messages."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns that may hold the text of a system message."""
+EXCHANGES = (("human", "assistant"), ("input", "output"))
+"""Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
+MEDIA = ("image", "video", "audio")
+"""What a model of texts does not read. Columns have these names, also in the plural."""
 
 
 class Shape(NamedTuple):
@@ -51,6 +55,9 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
         ValueError: if the shape is clear but the row does not fit it.
     """
     row = renamed(row, names)
+    _refuse_media(row)
+    if "messages" in row:
+        row = row | {"messages": message_forms.parsed_list(row["messages"])}
     shape = shape_of(row)
     if shape is not None:
         others = {name: value for name, value in row.items() if name not in shape.replaced}
@@ -348,16 +355,14 @@ def _lacks(row: Row, *columns: str) -> bool:
 def _sharegpt(row: Row) -> Row:
     """Return ShareGPT's conversation as `messages`, or as the prompt of given answers."""
     column = "conversations" if "conversations" in row else "conversation"
-    conversation = row[column]
+    conversation = message_forms.parsed_list(row[column])
     if not isinstance(conversation, list) or not conversation:
         raise ValueError(f"`{column}` must be a list of messages that is not empty")
-    pair_keys = {"human", "assistant"}
-    if all(isinstance(turn, dict) and turn.keys() == pair_keys for turn in conversation):
-        conversation = [
-            {"role": role, "content": turn[name]}
-            for turn in conversation
-            for role, name in (("user", "human"), ("assistant", "assistant"))
-        ]
+    for names in EXCHANGES:
+        if all(isinstance(turn, dict) and turn.keys() == set(names) for turn in conversation):
+            conversation = _in_turn([turn[name] for turn in conversation for name in names])
+    if all(isinstance(turn, str) for turn in conversation):
+        conversation = _in_turn(conversation)
     for number, message in enumerate(conversation, start=1):
         keys = message.keys() if isinstance(message, dict) else set()
         if not {"from", "role"} & keys or not {"value", "content", "text", "tool_calls"} & keys:
@@ -371,9 +376,9 @@ def _sharegpt(row: Row) -> Row:
 
 def _alpaca(row: Row) -> Row:
     """Return an instruction, with its input on the next line, and the answer to it."""
-    parts = [row["instruction"], row.get("input")]
+    parts = [row["instruction"], row.get("input", row.get("context"))]
     if not all(isinstance(part, str | None) for part in parts) or not parts[0]:
-        raise ValueError("`instruction` and `input` are texts, and the first is not empty")
+        raise ValueError("`instruction` and its input are texts, and the first is not empty")
     prompt: Any = "\n".join(part for part in parts if part)
     history = row.get("history")
     if history:
@@ -404,6 +409,15 @@ def _is_dialogue(row: Row) -> bool:
     return all(isinstance(text, str) and text.lstrip().startswith("Human:") for text in texts)
 
 
+def _is_open_dialogue(row: Row) -> bool:
+    prompt = row.get("prompt")
+    return (
+        isinstance(prompt, str)
+        and prompt.lstrip().startswith("Human:")
+        and prompt.rstrip().endswith("\n\nAssistant:")
+    )
+
+
 def _dialogue(text: str) -> list[message_forms.Message]:
     """Return the messages of a text that names who speaks."""
     _, *parts = _SPEAKER.split(text.strip())
@@ -417,6 +431,12 @@ def _dialogue(text: str) -> list[message_forms.Message]:
 def _dialogues(row: Row) -> Row:
     """Return two dialogues as conversations, whose prompt `normalize` then splits off."""
     return {"chosen": _dialogue(row["chosen"]), "rejected": _dialogue(row["rejected"])}
+
+
+def _stripped_answers(row: Row) -> Row:
+    """Return the answers without the space that parts them from the text of a prompt."""
+    names = ("completion", "chosen", "rejected")
+    return {name: row[name].strip() for name in names if isinstance(row.get(name), str)}
 
 
 def _marked_steps(row: Row) -> Row:
@@ -448,14 +468,10 @@ def _marked_steps(row: Row) -> Row:
     }
 
 
-def _alternating(row: Row) -> Row:
+def _in_turn(texts: Sequence[Any]) -> list[message_forms.Message]:
     """Return texts of the user and the assistant in turn as messages."""
     roles = ("user", "assistant")
-    return {
-        "messages": [
-            {"role": roles[number % 2], "content": text} for number, text in enumerate(row["data"])
-        ]
-    }
+    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 def _rejected_answer(row: Row) -> Row:
@@ -467,6 +483,38 @@ def _rejected_answer(row: Row) -> Row:
     if isinstance(rejected, str):
         rejected = [{"role": "assistant", "content": rejected}]
     return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+
+
+def _rejected_conversation(row: Row) -> Row:
+    """Return a pair of two conversations, whose prompt `normalize` then splits off."""
+    return {"chosen": row["messages"], "rejected": row["rejected_messages"]}
+
+
+def _first_error(row: Row) -> Row:
+    """Return the steps of ProcessBench up to the first wrong one, whose number `label` gives."""
+    steps = row["steps"]
+    wrong = row["label"]
+    if not isinstance(steps, list) or not -1 <= wrong < len(steps):
+        raise ValueError("`label` is no number of one of `steps`, and not -1")
+    count = len(steps) if wrong < 0 else wrong + 1
+    labels = [number != wrong for number in range(count)]
+    return {"prompt": row["problem"], "completions": steps[:count], "labels": labels}
+
+
+def _refuse_media(row: Row) -> None:
+    """Raise ValueError if the row is about an image, a video or a sound.
+
+    Lists of them and stored files are. A name in `image` may be that of a container: it is one of
+    a file if a text has the placeholder, as in LLaVA's rows.
+    """
+    for kind in MEDIA:
+        for column in (kind, f"{kind}s"):
+            value = row.get(column)
+            is_file = isinstance(value, list | dict) and bool(value)
+            if is_file or (value and f"<{kind}>" in str([*row.values()])):
+                raise ValueError(
+                    f"the row has a file in `{column}`, and models of this library read texts only"
+                )
 
 
 def _refuse(reason: str) -> Callable[[Row], Row]:
@@ -483,6 +531,7 @@ SHAPES = (
         lambda row: (
             ("conversations" in row or isinstance(row.get("conversation"), list))
             and _lacks(row, "messages")
+            and not {"prompt", "chosen", "rejected"} <= row.keys()
         ),
         _sharegpt,
         ("conversations", "conversation"),
@@ -496,8 +545,8 @@ SHAPES = (
         _function_calls,
     ),
     Shape(
-        "Alpaca's instruction, input and output",
-        ("instruction", "input", "output", "response", "history"),
+        "Alpaca's instruction, input and output, or Dolly's instruction, context and response",
+        ("instruction", "input", "context", "output", "response", "history"),
         lambda row: "instruction" in row and _lacks(row, "messages", "prompt"),
         _alpaca,
     ),
@@ -506,6 +555,12 @@ SHAPES = (
         ("chosen", "rejected"),
         lambda row: _lacks(row, "prompt") and _is_dialogue(row),
         _dialogues,
+    ),
+    Shape(
+        "prompts of Human and Assistant as one text",
+        ("prompt",),
+        _is_open_dialogue,
+        lambda row: {"prompt": _dialogue(row["prompt"])[:-1]} | _stripped_answers(row),
     ),
     Shape(
         "pairs of answers to a question",
@@ -547,7 +602,7 @@ SHAPES = (
             and all(isinstance(text, str) for text in row["data"])
             and _lacks(row, "messages", "prompt")
         ),
-        _alternating,
+        lambda row: {"messages": _in_turn(row["data"])},
     ),
     Shape(
         "ms-swift's messages with a rejected answer",
@@ -555,6 +610,32 @@ SHAPES = (
         lambda row: {"messages", "rejected_response"} <= row.keys() and _lacks(row, "prompt"),
         _rejected_answer,
         ("messages", "rejected_response"),
+    ),
+    Shape(
+        "ms-swift's messages with a rejected conversation",
+        ("messages", "rejected_messages"),
+        lambda row: {"messages", "rejected_messages"} <= row.keys() and _lacks(row, "prompt"),
+        _rejected_conversation,
+        ("messages", "rejected_messages"),
+    ),
+    Shape(
+        "ProcessBench's steps up to the first wrong one",
+        ("problem", "steps", "label"),
+        lambda row: (
+            {"problem", "steps"} <= row.keys()
+            and isinstance(row.get("label"), int)
+            and _lacks(row, "prompt", "labels")
+        ),
+        _first_error,
+    ),
+    Shape(
+        "single messages of trees, as OpenAssistant publishes them",
+        ("text", "role", "parent_id"),
+        lambda row: {"text", "role", "parent_id"} <= row.keys() and _lacks(row, "messages"),
+        _refuse(
+            "the row is one message of a tree (`parent_id`); join each path from the root into "
+            "`messages`"
+        ),
     ),
     Shape(
         "Glaive's chat as one text",
