@@ -50,11 +50,44 @@ def learned_text(tokenizer, demonstration):
     [
         (CALL, "tool_calls"),
         (say("assistant", "no") | {"reasoning_content": "because"}, "reasoning_content"),
+        (say("assistant", "no") | {"critique": "that is wrong"}, "critique"),
     ],
 )
 def test_a_learned_text_that_is_not_shown_is_refused(answer, key):
     with pytest.raises(InputError, match=f"does not show `{key}`"):
         with_chat().encode_demonstration([CHAT[0], answer])
+
+
+def test_labels_of_an_answer_are_named_and_not_refused():
+    # Keys of allenai/WildChat.
+    labels = {"language": "English", "timestamp": "2024-01-01 10:00 UTC", "turn_identifier": 3}
+    messages = [CHAT[0], say("assistant", "no") | labels]
+    tokenizer = with_chat()
+    assert learned_text(tokenizer, tokenizer.encode_demonstration(messages)) == "no<eos>"
+    assert tokenizer.unshown(messages) == [f"`{key}`" for key in labels]
+    answered = [CHAT[0], CALL, say("tool", "2") | {"tool_call_id": "c1"}, CHAT[1]]
+    assert tokenizer.unshown(answered) == ["`tool_calls`"]
+
+
+def test_remedies_fit_the_number_of_answers():
+    tokenizer = with_chat(THINKING)
+    for messages, fix in (
+        (CHAT, "--data.assistant-turns last, or a template with"),
+        ([CHAT[0], CHAT[1] | {"reasoning_content": "so"}], "write `reasoning_content` into"),
+    ):
+        with pytest.raises(InputError) as error:
+            tokenizer.encode_demonstration(messages)
+        assert error.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize("arguments", ["{{ a }}", "{{ '' + a }}"])
+def test_templates_that_join_arguments_to_texts_get_them_as_json(arguments):
+    call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}" + arguments + "{% endfor %}"
+    call = call.replace(" a }}", " c.function.arguments }}")
+    template = "{% for m in messages %}{{ m.content }}" + call + "<eos>{% endfor %}"
+    tokenizer = with_chat(template)
+    demonstration = tokenizer.encode_demonstration([CHAT[0], CALL])
+    assert learned_text(tokenizer, demonstration) == 'add{"n": "two"}<eos>'
 
 
 def test_other_texts_that_are_not_shown_are_named():

@@ -164,7 +164,7 @@ def _turn(
 
 # --- what a rendering shows ---
 
-NO_TEXT = ("role", "weight")
+NO_TEXT = ("role", "weight", "tool_call_id")
 """Keys of messages that are no texts for the model to read."""
 LINKS = ("id", "type")
 """Keys of calls that only some templates show, and that mean nothing by themselves."""
@@ -189,6 +189,11 @@ def occurs(text: str, rendering: str) -> bool:
     forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
     squeezed = "".join(rendering.split())
     return any("".join(form.split()) in squeezed for form in (*forms, repr(text)[1:-1]))
+
+
+def is_label(value: Any) -> bool:
+    """Return True if no text in a value has two words: names, dates and identifiers."""
+    return not any(re.search(r"[^\W\d_]\s+[^\W\d_]", text) for text in _leaves(value))
 
 
 def _leaves(value: Any) -> list[str]:

@@ -300,9 +300,21 @@ class Tokenizer:
             "the assistant's messages cannot be found in the rendered conversation",
             where=f"chat template; {conversations.shown(messages)}",
             why=reason,
-            fix="--data.assistant-turns last, or a template with {% generation %} blocks: "
-            "--tokenizer.chat-template FILE",
+            fix=self._fix_turns([conversation.messages[index] for index in answers]),
         )
+
+    def _fix_turns(self, answers: Sequence[Message]) -> str:
+        """Return what helps if answers cannot be found in a rendered conversation."""
+        template = "a template with {% generation %} blocks: --tokenizer.chat-template FILE"
+        if len(answers) > 1:
+            return f"--data.assistant-turns last, or {template}"
+        others = sorted(answers[0].keys() - {"role", "content"})
+        if not others:
+            return template
+        thoughts = (
+            "thoughts as <think>...</think>" if set(others) & {*THOUGHT_KEYS} else "all of it"
+        )
+        return f"write `{'` and `'.join(others)}` into `content` ({thoughts}), or give {template}"
 
     def _encode_answer(
         self, conversation: Conversation, index: int, weight: float
@@ -335,7 +347,11 @@ class Tokenizer:
     def _require_shown(self, answers: Sequence[Message], renderings: Sequence[str]) -> None:
         """Raise InputError if a message to learn has a text that the template does not show."""
         for message, rendering in zip(answers, renderings, strict=True):
-            keys = conversations.unshown(message, rendering)
+            keys = [
+                key
+                for key in conversations.unshown(message, rendering)
+                if key in CONTENT_KEYS or not conversations.is_label(message[key])
+            ]
             if keys:
                 raise InputError(
                     f"the chat template does not show `{'` and `'.join(keys)}` of an answer to "
@@ -343,7 +359,7 @@ class Tokenizer:
                     where=conversations.shown([message]),
                     why="the model would learn a turn without it",
                     fix="give a template that shows it (--tokenizer.chat-template FILE), write it "
-                    "into `content`, or drop the row",
+                    "into `content`, or remove it from the messages",
                 )
 
     def unshown(self, messages: list[Message], tools: Tools | None = None) -> list[str]:
@@ -609,7 +625,7 @@ class Tokenizer:
 
         Templates expect arguments as an object, or (DeepSeek V3) as its JSON text.
         """
-        written = ""
+        unread = _CallForm(None, False, "")
         for as_text in (False, True):
             arguments: Any = json.dumps(TRIED_ARGUMENTS) if as_text else TRIED_ARGUMENTS
             text = self._written_call(arguments)
@@ -620,8 +636,10 @@ class Tokenizer:
             for name in dict.fromkeys([*marked, *tool_calls.FORMATS]):
                 if self._parse_chat(text, [TRIED_SCHEMA], name).calls == wanted:
                     return _CallForm(name, as_text, text)
-            written = written or text
-        return _CallForm(None, False, written)
+            # Python's form of an object is no template's intention.
+            if not unread.written or str(TRIED_ARGUMENTS) in unread.written:
+                unread = _CallForm(None, as_text, text)
+        return unread
 
     def _written_call(self, arguments: Any) -> str:
         """Return what the template writes for a turn with a call; "" if it refuses it."""
@@ -831,6 +849,10 @@ class Tokenizer:
         ids = self.backend.encode_control(literal + "a")
         return ids is not None and ids[1:] != self._encode_text("a")
 
+
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+CONTENT_KEYS = ("content", "tool_calls", *THOUGHT_KEYS)
+"""Keys of messages with what an author wrote, however short. Other keys may hold labels."""
 
 THINK = "<think>"
 END_OF_THINK = "</think>"
