@@ -96,6 +96,7 @@ def test_a_row_is_shown_as_the_model_reads_it(
 
 
 STEPS = ROWS["process_reward"]
+RENDERED = {"prompt": "<bos>usera<eos><bos>assistant", "completion": "b<eos>"}
 UNSHOWN = [CHAT[0], CHAT[1] | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
 
 
@@ -113,6 +114,9 @@ UNSHOWN = [CHAT[0], CHAT[1] | {"tool_calls": [{"function": {"name": "f", "argume
         ("sft", [*[{"messages": CHAT}] * 8, {"messages": UNSHOWN}], [], "show `tool_calls`"),
         ("dpo", [row | {"rejected": row["chosen"]} for row in ROWS["dpo"]], [], "no pair is left"),
         ("dpo", [row | {"margin": "big"} for row in ROWS["dpo"]], [], "`margin` is a number"),
+        ("sft", [{"text": "<bos>usera<eos><bos>assistantb<eos>"}] * 8, [], "`text` looks as if"),
+        ("grpo", [RENDERED | {"answer": "b"}] * 8, JUDGED, "template had written it: it has <bos>"),
+        ("kto", [RENDERED | {"prompt": "a", "label": True}] * 8, [], "`completion` looks as if"),
         ("process_reward", [*STEPS, STEPS[0] | {"labels": [True]}], [], "one label for each step"),
         ("process_reward", [*STEPS, STEPS[0] | {"completions": "ab"}], [], "a list of texts"),
         ("process_reward", [*STEPS, STEPS[0] | {"labels": ["yes", 0]}], [], "true and false"),
@@ -132,6 +136,10 @@ def test_what_nothing_reads_is_named_once(checkpoint, tmp_path, capsys):
     assert printed.err.count("columns that nothing reads: id\n") == 1
     assert printed.err.count("does not show all that the rows hold: `name` (8) of 8 rows") == 1
     assert "<bos>systems<eos>" in printed.out
+    assert "control tokens" not in printed.err
+    rows = [{"messages": [{"role": "user", "content": "what is <eos> for"}, CHAT[1]]}] * 8
+    assert inspect(checkpoint, tmp_path, "sft", rows) == 0
+    assert "8 of 8 rows spell control tokens" in capsys.readouterr().err
 
 
 def test_texts_that_are_cut_and_rewards_that_fail_now_and_then_are_said(

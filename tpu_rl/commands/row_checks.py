@@ -6,6 +6,8 @@ read is named: once for each kind, and not once for each row.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from tpu_rl.data import Row
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
-from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
 
 MAX_ENCODED_ROWS = 1000
@@ -133,6 +135,8 @@ def _check_rows(
     num_without_thought = 0
     num_tokens = 0
     num_unknown = 0
+    num_spelling = 0
+    markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
     num_rendered = min(len(rows), MAX_RENDERED_ROWS)
     for index in range(num_rows):
@@ -145,6 +149,7 @@ def _check_rows(
             num_unknown += int((ids == tokenizer.unknown_id).sum())
             if index < num_rendered:
                 hidden.update(_unshown(row, tokenizer))
+                num_spelling += _spells(row, spec.columns, markers)
         if tokenizer.thought_opening:
             num_without_thought += _lacks_thought(row)
     warnings = []
@@ -160,6 +165,11 @@ def _check_rows(
         warnings.append(
             f"the chat template does not show all that the rows hold: {counts} of {num_rendered} "
             "rows; give a template that shows it (--tokenizer.chat-template FILE), or drop it"
+        )
+    if num_spelling:
+        warnings.append(
+            f"{num_spelling} of {num_rendered} rows spell control tokens, which the model reads as "
+            "ordinary text: only the chat template writes control tokens"
         )
     if num_without_thought:
         warnings.append(
@@ -206,6 +216,38 @@ def _unshown(row: Row, tokenizer: Tokenizer) -> set[str]:
         with suppress(InputError):
             names.update(tokenizer.unshown(messages, row.get("tools")))
     return names
+
+
+def _spells(row: Row, columns: Sequence[str], markers: re.Pattern[str]) -> bool:
+    """Return True if a text in one of the columns spells a control token.
+
+    Raises:
+        InputError: if a prompt begins with one or an answer ends with one, as where a chat template
+            was applied already.
+    """
+    is_spelled = False
+    for name in columns:
+        value = row[name]
+        text = value if isinstance(value, str) else "".join(conversations.strings(value))
+        found = [*markers.finditer(text)]
+        is_spelled = is_spelled or bool(found)
+        if not found or not isinstance(value, str):
+            continue
+        shown = "text" if "text" in row and not row.get("prompt") else name
+        begins = not text[: found[0].start()].strip() and (
+            name == "prompt" or not row.get("prompt")
+        )
+        ends = not text[found[-1].end() :].strip() and name != "prompt"
+        if begins or ends:
+            raise InputError(
+                f"`{shown}` looks as if a chat template had written it: it has "
+                f"{found[0 if begins else -1][0]}",
+                where=json.dumps(text, ensure_ascii=False)[:120],
+                why="in data, this is ordinary text, so that no text can pass for a control token",
+                fix="write the conversation as `messages`, or `prompt` and answers without such "
+                "tokens: the chat template writes them",
+            )
+    return is_spelled
 
 
 def _lacks_thought(row: Row) -> bool:

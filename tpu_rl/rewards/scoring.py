@@ -303,7 +303,8 @@ def require_columns(
             raise InputError(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
-                fix=user_code.did_you_mean(parameter.name, list(columns)),
+                fix=user_code.did_you_mean(parameter.name, list(columns))
+                or f"name the column that holds it: --data.columns {parameter.name}=COLUMN",
             )
 
 

@@ -403,6 +403,22 @@ class Tokenizer:
         return THINK + after if found and not after.strip() else ""
 
     @functools.cached_property
+    def markers(self) -> list[str]:
+        """Literals of the control tokens that begin and end texts and turns.
+
+        They are those that the template writes around contents, and all that are not written like
+        tags: texts may have tags that are control tokens, such as <think>.
+        """
+        written = {*self.eos_ids, *self.prefix_ids}
+        with contextlib.suppress(InputError):
+            written |= {*self.render(TURN)} if self.chat_template is not None else set()
+        return [
+            text
+            for text, token_id in self.control.items()
+            if token_id in written or not re.fullmatch(r"</?\w+>", text)
+        ]
+
+    @functools.cached_property
     def turn_end(self) -> int:
         """The id that ends a turn: the control token that the template writes after an answer.
 
