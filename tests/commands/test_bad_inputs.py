@@ -226,6 +226,11 @@ DOUBTS = {
     17: ([{"prompt": "a\0b"}], [], "1 rows hold the character NUL"),
     34: ([{"prompt": " \n"}], [], "1 prompts are nothing but white space"),
     48: ([{"prompt": "a"}] * 3 + [{"prompt": "b"}], [], "2 prompts repeat earlier ones"),
+    49: (
+        [{"prompt": "Why? ", "chosen": "Why? So.", "rejected": "Why? No."}],
+        [],
+        "1 pairs repeat their prompt in both answers",
+    ),
     50: (
         [{"prompt": "a"}],
         [{"prompt": "a"}, {"prompt": "b"}],

@@ -108,6 +108,7 @@ def test_other_texts_that_are_not_shown_are_named():
     thought = say("assistant", "<think>because</think>no")
     dropped = with_chat(THINKING).unshown([CHAT[0], thought, *CHAT[2:]])
     assert dropped == ["thoughts in `content`"]
+    assert with_chat(THINKING).unshown([CHAT[0], thought]) == []
 
 
 @pytest.mark.parametrize("text", ['say "a"', "a\nb", "é", " a  b\n", "it's"])

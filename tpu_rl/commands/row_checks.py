@@ -226,8 +226,8 @@ def _spells(row: Row, columns: Sequence[str], markers: re.Pattern[str]) -> bool:
             was applied already.
     """
     is_spelled = False
-    for name in columns:
-        value = row[name]
+    for name in ("messages", "prompt", "completion") if "messages" in columns else columns:
+        value = row.get(name)
         text = value if isinstance(value, str) else "".join(conversations.strings(value))
         found = [*markers.finditer(text)]
         is_spelled = is_spelled or bool(found)

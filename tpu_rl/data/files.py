@@ -684,7 +684,10 @@ def _check_messages(where: str, column: str, messages: list[Any]) -> None:
 
 
 def warnings(
-    rows: Sequence[Row], held_out: Sequence[Row], max_duplicate_share: float = 0.1
+    rows: Sequence[Row],
+    held_out: Sequence[Row],
+    max_duplicate_share: float = 0.1,
+    max_repeating_share: float = 0.5,
 ) -> list[str]:
     """Return one line for each thing about valid rows that is rarely intended, with its count.
 
@@ -692,9 +695,11 @@ def warnings(
         rows: the training rows.
         held_out: the held-out rows.
         max_duplicate_share: repeated prompts are reported above this share of the rows.
+        max_repeating_share: the same for answers that begin with their prompt.
     """
     num_nul = 0
     num_blank = 0
+    num_repeating = 0
     is_compared = False
     # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
     prompts = array("q")
@@ -704,6 +709,7 @@ def warnings(
         num_nul += "\x00" in text
         # Pairs and graded completions have several rows per prompt.
         is_compared = is_compared or "chosen" in row or "label" in row
+        num_repeating += _repeats_prompt(row)
         if row.get("prompt"):
             text = _text(row["prompt"])
             num_blank += not text.strip()
@@ -718,6 +724,10 @@ def warnings(
     counts = (
         (num_nul, "rows hold the character NUL"),
         (num_blank, "prompts are nothing but white space"),
+        (
+            num_repeating if num_repeating > max_repeating_share * len(rows) else 0,
+            "pairs repeat their prompt in both answers: remove it from the answers",
+        ),
         (num_duplicates, "prompts repeat earlier ones"),
         (
             num_known,
@@ -726,6 +736,15 @@ def warnings(
         ),
     )
     return [f"{count} {message}" for count, message in counts if count]
+
+
+def _repeats_prompt(row: Row) -> bool:
+    """Return True if both answers of a pair are texts that begin with the prompt."""
+    texts = (row.get("prompt"), row.get("chosen"), row.get("rejected"))
+    if not all(isinstance(text, str) and text for text in texts):
+        return False
+    prompt, *answers = (str(text).strip() for text in texts)
+    return bool(prompt) and all(answer.startswith(prompt) for answer in answers)
 
 
 def _model_input(row: Row) -> str:

@@ -381,6 +381,9 @@ class Tokenizer:
             for key in conversations.unshown(message, text):
                 answer = str(message.get("content")).rpartition(END_OF_THINK)[2]
                 is_thought = key == "content" and conversations.occurs(answer, text)
+                if is_thought and message is conversation.messages[-1]:
+                    # `_encode_answer` takes the last answer as it is.
+                    continue
                 names[f"thoughts in `{key}`" if is_thought else f"`{key}`"] = None
             names |= {
                 f"`{key}`": None
