@@ -226,6 +226,7 @@ DOUBTS = {
     17: ([{"prompt": "a\0b"}], [], "1 rows hold the character NUL"),
     34: ([{"prompt": " \n"}], [], "1 prompts are nothing but white space"),
     48: ([{"prompt": "a"}] * 3 + [{"prompt": "b"}], [], "2 prompts repeat earlier ones"),
+    35: ([{"prompt": "a", "completion": ""}], [], "1 rows have an answer without a text"),
     49: (
         [{"prompt": "Why? ", "chosen": "Why? So.", "rejected": "Why? No."}],
         [],

@@ -92,6 +92,12 @@ def test_the_shared_beginning_of_several_turns_is_the_prompt():
             MESSAGES,
             {"messages": [USER, GOOD]},
         ),
+        (  # the same in a table of texts
+            {"prompt": "hi", **{name: json.dumps([USER, GOOD]) for name in PAIR[1:]}},
+            PAIR,
+            {"prompt": [USER], "chosen": [GOOD]},
+        ),
+        ({"prompt": "hi", "completion": "[1]"}, ("prompt", "completion"), {"completion": "[1]"}),
         (  # databricks/databricks-dolly-15k
             {"instruction": "add", "context": "1 2", "response": "3"},
             ("prompt", "completion"),
@@ -290,6 +296,14 @@ def test_parquet_is_as_strict_and_adds_no_keys(tmp_path):
     with pytest.raises(InputError, match="holds nan") as error:
         data.read(file)
     assert error.value.where == f"{file}, row 2"
+
+
+def test_names_of_columns_reach_into_objects():
+    row = {"prompt": "hi", "reward_model": {"ground_truth": "2"}}
+    names = ["answer=reward_model.ground_truth"]
+    assert shapes.normalize(row, ("prompt",), names)["answer"] == "2"
+    with pytest.raises(ValueError, match="there is no column `reward_model.x`"):
+        shapes.normalize(row, ("prompt",), ["answer=reward_model.x"])
 
 
 def test_steps_are_separated_unless_they_are_already():

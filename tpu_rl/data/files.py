@@ -566,7 +566,9 @@ VERDICTS = (
     "better_response_id",
     "overall_preference",
     "preference_strength",
+    "choice",
     "winner",
+    "score_0",
     "labels",
     "answers",
     "completions",
@@ -586,7 +588,7 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
     if found:
         fix = f"did you mean `{'` and `'.join(found)}`? {flag}"
     verdict = next((name for name in VERDICTS if name in row), None)
-    if "chosen" in missing and not meant["chosen"] and verdict is not None:
+    if "chosen" in missing and verdict is not None and meant["chosen"] in (None, verdict):
         fix = (
             f"write `chosen` and `rejected` for each row, by what `{verdict}` says: no column has "
             "the better answers of all rows"
@@ -700,6 +702,7 @@ def warnings(
     num_nul = 0
     num_blank = 0
     num_repeating = 0
+    num_empty = 0
     is_compared = False
     # Hashes in place of texts, which may not fit in memory. Two texts hardly ever share one.
     prompts = array("q")
@@ -710,6 +713,7 @@ def warnings(
         # Pairs and graded completions have several rows per prompt.
         is_compared = is_compared or "chosen" in row or "label" in row
         num_repeating += _repeats_prompt(row)
+        num_empty += _has_empty_answer(row)
         if row.get("prompt"):
             text = _text(row["prompt"])
             num_blank += not text.strip()
@@ -728,6 +732,7 @@ def warnings(
             num_repeating if num_repeating > max_repeating_share * len(rows) else 0,
             "pairs repeat their prompt in both answers: remove it from the answers",
         ),
+        (num_empty, "rows have an answer without a text: only its end is learned"),
         (num_duplicates, "prompts repeat earlier ones"),
         (
             num_known,
@@ -736,6 +741,19 @@ def warnings(
         ),
     )
     return [f"{count} {message}" for count, message in counts if count]
+
+
+def _has_empty_answer(row: Row) -> bool:
+    """Return True if an answer to learn is empty, and has no calls of tools either."""
+    answers = [
+        {"content": row.get("completion"), "role": "assistant"},
+        *(row.get("messages") or []),
+    ]
+    return any(
+        answer.get("content") == "" and answer["role"] == "assistant"
+        for answer in answers
+        if not answer.get("tool_calls") and answer.get("weight") != 0
+    )
 
 
 def _repeats_prompt(row: Row) -> bool:

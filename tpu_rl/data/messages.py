@@ -70,7 +70,7 @@ def canonical(value: Any, place: str) -> Any:
 
 
 def parsed_list(value: Any) -> Any:
-    """Return the list of objects that a text holds as JSON; any other value as it is.
+    """Return the list of messages that a text holds as JSON; any other value as it is.
 
     Messages of different keys do not fit in one Arrow column, so some are published as text.
     """
@@ -78,7 +78,9 @@ def parsed_list(value: Any) -> Any:
         return value
     with contextlib.suppress(ValueError):
         found = json.loads(value)
-        if isinstance(found, list) and all(isinstance(item, dict) for item in found):
+        if found and all(
+            isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
+        ):
             return found
     return value
 

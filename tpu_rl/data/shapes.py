@@ -56,8 +56,8 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     """
     row = renamed(row, names)
     _refuse_media(row)
-    if "messages" in row:
-        row = row | {"messages": message_forms.parsed_list(row["messages"])}
+    texts = [name for name in MESSAGE_COLUMNS if isinstance(row.get(name), str)]
+    row = row | {name: message_forms.parsed_list(row[name]) for name in texts}
     shape = shape_of(row)
     if shape is not None:
         others = {name: value for name, value in row.items() if name not in shape.replaced}
@@ -75,6 +75,8 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
 def renamed(row: Row, names: Sequence[str]) -> Row:
     """Return the row with columns by other names, NAME=COLUMN, beside their own.
 
+    Points reach into objects: `answer=reward_model.ground_truth`.
+
     Raises:
         ValueError: if a name has another form, or there is no such column.
     """
@@ -82,11 +84,15 @@ def renamed(row: Row, names: Sequence[str]) -> Row:
         column, equals, source = name.partition("=")
         if not equals:
             raise ValueError(f"--data.columns {name} is not of the form NAME=COLUMN")
-        if source not in row:
-            raise ValueError(
-                f"--data.columns {name}: there is no column `{source}`; there are {', '.join(row)}"
-            )
-        row = row | {column: row[source]}
+        value: Any = row
+        for key in [source] if source in row else source.split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise ValueError(
+                    f"--data.columns {name}: there is no column `{source}`; there are "
+                    f"{', '.join(row)}"
+                )
+            value = value[key]
+        row = row | {column: value}
     return row
 
 

@@ -294,6 +294,8 @@ def require_columns(
 ) -> None:
     """Raise InputError if a function needs a column that the data, and the rollout, lack."""
     present = {"prompts", "completions", *columns, *rollout_columns}
+    # verl's rows have the answer in an object.
+    column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
     for parameter in _parameters(function) or ():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
@@ -304,7 +306,7 @@ def require_columns(
                 f"the reward function {name} needs a column {parameter.name!r} that the data lack",
                 where=f"columns present: {', '.join(columns) or 'none'}",
                 fix=user_code.did_you_mean(parameter.name, list(columns))
-                or f"name the column that holds it: --data.columns {parameter.name}=COLUMN",
+                or f"name the column that holds it: --data.columns {parameter.name}={column}",
             )
 
 
