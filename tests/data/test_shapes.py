@@ -192,6 +192,11 @@ def test_published_shapes(row, columns, expected):
             MESSAGES,
             "a file in `image`",
         ),
+        (
+            {"instruction": "a", "output": "b", "history": [["c", "d", "e"]]},
+            ("prompt", "completion"),
+            "`history` is a list of pairs",
+        ),
         ({"problem": "hi", "steps": ["a"], "label": 1}, ("prompt", "labels"), "no number of one"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]},

@@ -1,5 +1,6 @@
 """What a conversation holds is shown by its template, or said; ends, thoughts and borders."""
 
+import datetime
 import json
 import string
 
@@ -65,6 +66,8 @@ def test_labels_of_an_answer_are_named_and_not_refused():
     tokenizer = with_chat()
     assert learned_text(tokenizer, tokenizer.encode_demonstration(messages)) == "no<eos>"
     assert tokenizer.unshown(messages) == [f"`{key}`" for key in labels]
+    dated = [CHAT[0], say("assistant", "no") | {"timestamp": datetime.datetime(2024, 1, 1)}]
+    assert learned_text(tokenizer, tokenizer.encode_demonstration(dated)) == "no<eos>"
     answered = [CHAT[0], CALL, say("tool", "2") | {"tool_call_id": "c1"}, CHAT[1]]
     assert tokenizer.unshown(answered) == ["`tool_calls`"]
 

@@ -388,6 +388,10 @@ def _alpaca(row: Row) -> Row:
     prompt: Any = "\n".join(part for part in parts if part)
     history = row.get("history")
     if history:
+        if not isinstance(history, list) or not all(
+            isinstance(exchange, list) and len(exchange) == 2 for exchange in history
+        ):
+            raise ValueError("`history` is a list of pairs: a question and its answer")
         turns = [
             {"role": role, "content": text}
             for exchange in history

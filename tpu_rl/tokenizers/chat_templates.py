@@ -132,7 +132,8 @@ def render(
             "the chat template refuses a conversation",
             where=f"roles {', '.join(str(message['role']) for message in messages)}",
             why=error,
-            fix="order the messages as the template requires, or give another model",
+            fix="use the roles and the order that the template requires (a system message may be "
+            "the beginning of the user's), or another template: --tokenizer.chat-template FILE",
         )
     return Rendered(text, [(start, end) for start, end in spans])
 
@@ -191,7 +192,8 @@ class _Worker:
         with self._lock:
             timer.start()
             try:
-                self._process.stdin.write(json.dumps(request) + "\n")
+                # Tables may hold dates beside the content of a message.
+                self._process.stdin.write(json.dumps(request, default=str) + "\n")
                 self._process.stdin.flush()
                 line = self._process.stdout.readline()
             except BrokenPipeError:
