@@ -181,6 +181,7 @@ def test_published_shapes(row, columns, expected):
         ({"system": "a", "messages": [SYSTEM, USER, GOOD]}, MESSAGES, "two different system"),
         ({"system": "a", "system_prompt": "b", "messages": [USER, GOOD]}, MESSAGES, "differ"),
         ({"chat": "USER: hi"}, MESSAGES, "write `messages`"),
+        ({"segments": [{"label": True, "text": "a"}]}, MESSAGES, "`segments` are not read"),
         ({"question": {}, "label": {"steps": []}}, ("prompt", "completions"), "trl-lib/prm800k"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, MESSAGES, "no content"),
         ({"messages": [USER, GOOD | {"train": "no"}]}, MESSAGES, "`train`"),

@@ -648,6 +648,18 @@ SHAPES = (
         ),
     ),
     Shape(
+        "token ids, or segments of text with labels, as axolotl reads them",
+        ("input_ids", "segments"),
+        lambda row: (
+            any(isinstance(row.get(name), list) for name in ("input_ids", "segments"))
+            and _lacks(row, "messages", "prompt", "text")
+        ),
+        _refuse(
+            "`input_ids` and `segments` are not read; write `messages`, or `prompt` and "
+            "`completion`: the tokenizer and the chat template of the model do the rest"
+        ),
+    ),
+    Shape(
         "Glaive's chat as one text",
         ("chat",),
         lambda row: isinstance(row.get("chat"), str) and _lacks(row, "messages", "prompt"),
