@@ -190,11 +190,11 @@ def test_an_error_about_columns_names_a_flag_that_works(model_dir, tmp_path, cap
     assert evaluate.main([model_dir, "--data.path", str(file)]) == 2
     error = capsys.readouterr().err
     assert "lacks the column `prompt`" in error
-    assert "--data.format" in error
-    flags = tyro.cli(
-        evaluate.Flags, args=[model_dir, "--data.path", str(file), "--data.format", "gsm8k"]
-    )
-    assert len(evaluate.held_out(evaluate.load_settings(flags), flags)) == 1
+    assert "--data.columns prompt=question" in error
+    for remedy in (["--data.columns", "prompt=question"], ["--data.format", "gsm8k"]):
+        args = [model_dir, "--data.path", str(file), *remedy]
+        flags = tyro.cli(evaluate.Flags, args=args)
+        assert len(evaluate.held_out(evaluate.load_settings(flags), flags)) == 1
 
 
 MATH_VERIFY = """

@@ -67,6 +67,9 @@ class DataFlags:
     """The columns of --data.path, as in training: plain has `prompt` and what the reward reads,
     code also `tests`, gsm8k `question` and `answer`, gsm8k_solutions `question` and `ground_truth`.
     The default is that of the preset or run."""
+    columns: tuple[str, ...] | None = None
+    """Other names of columns of --data.path, as in training: NAME=COLUMN. The default is the
+    preset's or run's."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
-    for name in ("format", "split", "config"):
+    for name in ("format", "columns", "split", "config"):
         if getattr(flags.data, name) is not None and flags.data.path is None:
             raise InputError(
                 f"--data.{name} without a file",
@@ -229,9 +232,11 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
         files = config.data if isinstance(config.data, FileData) else FileData()
         # A configuration of the run is that of the run's own data.
         split = flags.data.split
+        columns = files.columns if flags.data.columns is None else flags.data.columns
         files = replace(files, format=flags.data.format or files.format, config=flags.data.config)
+        files = replace(files, columns=columns)
         # Problems have prompts, whatever the run learned from; demonstrations may be conversations.
-        first = data.first_row(flags.data.path, split, files.config)
+        first = data.first_row(flags.data.path, split, files.config, columns)
         is_chat = "prompt" not in first and held_out_loss.brings_text(first)
         spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
         return list(tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows])
