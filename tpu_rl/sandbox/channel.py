@@ -50,6 +50,9 @@ NAMED: dict[tuple[str, str], tuple[bytes, Callable[[Any], Iterable[Any]]]] = {
     ("collections", "Counter"): (b"C", CONTAINERS[dict][1]),
     ("collections", "OrderedDict"): (b"O", CONTAINERS[dict][1]),
     ("collections", "defaultdict"): (b"d", CONTAINERS[dict][1]),
+    ("builtins", "odict_keys"): (b"K", iter),
+    ("builtins", "odict_values"): (b"V", iter),
+    ("builtins", "odict_items"): (b"I", CONTAINERS[type({}.items())][1]),
     ("fractions", "Fraction"): (b"F", lambda value: (value.numerator, value.denominator)),
     ("decimal", "Decimal"): (b"D", lambda value: (str(value),)),
     ("datetime", "date"): (b"a", lambda value: (value.isoformat(),)),
@@ -448,7 +451,7 @@ class Proxy:
 
     __slots__ = ()
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
         return ENDS[0].ask("call", self, *arguments, keywords=keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -518,7 +521,7 @@ class Proxy:
         return ENDS[0].ask("compare", "ge", self, other)
 
 
-def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+def _call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 
