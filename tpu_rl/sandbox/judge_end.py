@@ -20,6 +20,7 @@ from tpu_rl.sandbox.channel import (
     NotPlain,
     Proxy,
     TooLarge,
+    module_named,
     name_of,
 )
 
@@ -27,8 +28,6 @@ SINGLE_ITEMS = 64
 """Items of an iterator of the program that are fetched one by one. Further ones are fetched in
 growing batches."""
 MAX_BATCH = 4096
-RAISE = 130
-"""The opcode RAISE_VARARGS."""
 
 
 class JudgeEnd(End):
@@ -285,10 +284,12 @@ def judge(
                         return value
             raise KeyError(name)
 
-    names = Names({name: vars(builtins)[name] for name in vars(builtins).keys() - program_names})
+    names = Names(vars(builtins))
     names |= {"next": advance, "callable": is_callable, "<type>": type_of}
     names |= {"<check>": check, "<effect>": effect, "<caught>": caught, "<raised>": raised}
     names |= {"<hasattr>": has_attribute, "<context>": Context}
+    for name in program_names:
+        names.pop(name, None)
     failure = ""
     try:
         exec(code, {"__name__": TEST, "__builtins__": names})
@@ -311,7 +312,8 @@ def _is_raised(traceback: Any) -> bool:
     while traceback.tb_next:
         traceback = traceback.tb_next
     code = traceback.tb_frame.f_code
-    return code.co_filename == TEST and code.co_code[traceback.tb_lasti] == RAISE
+    opcode = module_named("opcode").opmap["RAISE_VARARGS"]
+    return code.co_filename == TEST and code.co_code[traceback.tb_lasti] == opcode
 
 
 def _skips_assert(error: BaseException) -> bool:
@@ -362,8 +364,9 @@ class Remote(Proxy):
 
     def __getattr__(self, name: str) -> Any:
         plain = _plain(self) if name in PLAIN_METHODS else ()
-        is_read = plain and hasattr(plain[0], name)
-        return getattr(plain[0], name) if is_read else super().__getattr__(name)
+        if plain and hasattr(plain[0], name):
+            return getattr(plain[0], name)
+        return super().__getattr__(name)
 
     def __getitem__(self, key: Any) -> Any:
         plain = _plain(self)

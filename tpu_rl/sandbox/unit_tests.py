@@ -132,6 +132,7 @@ def prepare(test: str) -> Prepared:
     used = _global_names(table) & MODULES - defined - names
     imports = [ast.Import([ast.alias(name)]) for name in sorted(used)]
     unused = _asserts_of_unused(tree)
+    _require_calls(tree, unused)
     if all(node in unused for node in ast.walk(tree) if isinstance(node, ast.Assert)):
         raise ValueError(f"the asserts of the test {test!r:.100} are in functions it never calls")
     rewrite = _Rewrite(in_place_calls(tree, names), unused)
@@ -267,6 +268,16 @@ def _asserts_of_unused(tree: ast.Module) -> set[ast.AST]:
     }
 
 
+def _require_calls(tree: ast.Module, unused: set[ast.AST]) -> None:
+    """Raise ValueError for a function like pytest's that the test itself must call."""
+    for node in tree.body:
+        is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+        if is_test and any(part in unused for part in ast.walk(node)):
+            raise ValueError(
+                f"line {node.lineno} of the test: nothing calls {node.name}; add {node.name}()"
+            )
+
+
 def _loaded_names(node: ast.AST) -> set[str]:
     """Return the names that code reads."""
     return {
@@ -326,7 +337,11 @@ def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and _value_names(node.func) & derived
     }
-
+    aliases = _aliases(tree)
+    calls = {
+        call: names if isinstance(parents[call], ast.Assign) else names - aliases
+        for call, names in calls.items()
+    }
     copies = _copies_before(tree, calls)
 
     def is_read(name: ast.Name) -> bool | None:
@@ -355,6 +370,22 @@ def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
         call
         for call, names in calls.items()
         if names and all(uses[n] == {True, None} for n in names)
+    }
+
+
+def _aliases(tree: ast.Module) -> set[str]:
+    """Return names that may be bound to a part of another value of the test."""
+    new = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.Call
+    owned = {
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, new)
+        for target in node.targets
+    }
+    return {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in owned
     }
 
 
@@ -443,8 +474,23 @@ class _Rewrite(ast.NodeTransformer):
         self._unused = unused
         self._in_place = in_place
         self._last_assert = 0
+        """Last line with an assert of the `with` that is visited."""
+        self._has_type = True
+        """True if `type` is the builtin."""
         self.num_asserts = 0
         """Asserts that must be reached: those of constants, as `assert False`, need not."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        self._has_type = not any(
+            isinstance(part, ast.arg)
+            and part.arg == "type"
+            or isinstance(part, ast.Name)
+            and part.id == "type"
+            and isinstance(part.ctx, ast.Store)
+            for part in ast.walk(node)
+        )
+        self.generic_visit(node)
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         for part in ast.walk(node.test):
@@ -474,7 +520,7 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:
-            case ast.Call(func=ast.Name(id="type") as function, args=[_], keywords=[]):
+            case ast.Call(func=ast.Name(id="type") as function, args=[_]) if self._has_type:
                 function.id = "<type>"
         if node not in self._in_place:
             return node
@@ -496,11 +542,13 @@ class _Rewrite(ast.NodeTransformer):
         return [ast.Expr(ast.Call(ast.Name("<raised>", ast.Load()), arguments, [])), node]
 
     def visit_With(self, node: ast.With) -> ast.AST:
-        parts = [part for root in node.body for part in ast.walk(root)]
-        last = max((part.lineno for part in parts if isinstance(part, ast.Assert)), default=0)
-        outer, self._last_assert = self._last_assert, last
-        node.items = [self.visit_withitem(item) for item in node.items]
-        node.body = [self.visit(part) for part in node.body]
+        lines = [
+            part.lineno
+            for part in ast.walk(node)
+            if isinstance(part, ast.Assert) and not isinstance(part.test, ast.Constant)
+        ]
+        outer, self._last_assert = self._last_assert, max(lines, default=0)
+        self.generic_visit(node)
         self._last_assert = outer
         return node
 
@@ -584,7 +632,7 @@ def call_test(name: str, arguments: Any, output: Any) -> str:
 global {name}
 
 def _plain(value):
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(item) for item in value] if type(value) in (type([]), type(())) else value
 
 try:
     _function = {name}
