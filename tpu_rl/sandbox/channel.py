@@ -216,6 +216,8 @@ def _exception(items: list[Any]) -> BaseException:
         kind = vars(builtins).get(name) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
+                if isinstance(origin, Proxy) and name != names[0]:
+                    kind = type(names[0], (kind,), {"__getattr__": _attribute_of_origin})
                 error = kind(*arguments)
             except (TypeError, ValueError):
                 # Some need arguments of their own.
@@ -224,6 +226,12 @@ def _exception(items: list[Any]) -> BaseException:
                 vars(error)["_origin"] = origin
             return error
     return Closed(f"the program ended with {names!r:.100}: {arguments!r:.300}")
+
+
+def _attribute_of_origin(error: Any, name: str) -> Any:
+    if name.startswith("__") or "_origin" not in vars(error):
+        raise AttributeError(name)
+    return getattr(vars(error)["_origin"], name)
 
 
 SIMPLE: dict[bytes, Callable[[bytes], Any]] = {

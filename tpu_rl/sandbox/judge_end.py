@@ -90,6 +90,13 @@ class JudgeEnd(End):
             self.views[key] = answer
         return self.views[key]
 
+    def answer(self, request: Any) -> None:
+        """Answer a request of the program: see `End.answer`."""
+        try:
+            super().answer(request)
+        except SystemExit:
+            raise Closed("a function that the program called ended the test") from None
+
     def raise_(self, error: BaseException) -> NoReturn:
         """Raise the program's exception. A handler that the test has written must catch it."""
         if isinstance(error, Exception):
@@ -111,7 +118,7 @@ class JudgeEnd(End):
         """
         if isinstance(error, AssertionError) and id(error) not in self._program_errors:
             raise Closed(f"a function of the test found an error: {error}")
-        if _skips_assert(error):
+        if _skips_assert(error.__traceback__):
             raise Closed(f"{type(error).__name__} ended a function with asserts: {error}")
         self.handle(error)
         super().send_error(error)
@@ -174,6 +181,7 @@ class JudgeEnd(End):
                 "call": callable(value),
                 "next": hasattr(type(value), "__next__"),
                 "iterate": hasattr(type(value), "__iter__"),
+                "get": _is_of_test(value) or (_is_buffer(value) and "getbuffer" not in arguments),
             }.get(name, _is_of_test(value))
             if name == "get":
                 allowed = allowed and _is_public(*arguments[1:])
@@ -200,12 +208,20 @@ READS = {
 """Requests that change nothing in the program."""
 
 
+BUFFERS = {("_io", "StringIO"), ("_io", "BytesIO")}
+
+
 def _is_public(name: Any) -> bool:
     return type(name) is str and not name.startswith("_")
 
 
 def _is_of_test(value: Any) -> bool:
     return type(value).__module__ == TEST and not isinstance(value, type)
+
+
+def _is_buffer(value: Any) -> bool:
+    """Return True for a file in memory."""
+    return (type(value).__module__, type(value).__name__) in BUFFERS
 
 
 def judge(
@@ -293,6 +309,8 @@ def judge(
     failure = ""
     try:
         exec(code, {"__name__": TEST, "__builtins__": names})
+    except SystemExit as error:
+        failure = f"the test ended with {error.code!r:.100}" if error.code else ""
     except BaseException as error:
         failure = f"{type(error).__name__}: {error}"[:500]
     if end.refusals:
@@ -316,14 +334,27 @@ def _is_raised(traceback: Any) -> bool:
     return code.co_filename == TEST and code.co_code[traceback.tb_lasti] == opcode
 
 
-def _skips_assert(error: BaseException) -> bool:
-    """Return True if an error that the test did not raise itself ended a function with asserts."""
-    step = error.__traceback__
+def _skips_assert(step: Any) -> bool:
+    """Return True if an error that the test did not raise itself ended a function with asserts.
+
+    Args:
+        step: traceback of the error, or None.
+    """
     if step is None or _is_raised(step):
         return False
-    while step and "<check>" not in step.tb_frame.f_code.co_names:
+    while step and not _asserts(step.tb_frame.f_code, step.tb_frame.f_globals, set()):
         step = step.tb_next
     return step is not None
+
+
+def _asserts(code: Any, scope: dict[str, Any], seen: set[str]) -> bool:
+    """Return True if a function of the test, or one that it names, has asserts."""
+    if code.co_filename != TEST:
+        return False
+    names = {*code.co_names} - seen
+    seen |= names
+    functions = [scope[name] for name in names if type(scope.get(name)) is type(_asserts)]
+    return "<check>" in names or any(_asserts(f.__code__, scope, seen) for f in functions)
 
 
 class Context:
@@ -344,7 +375,7 @@ class Context:
             # What a manager of the program suppresses is not caught by the test.
             suppressed = ENDS[0].ask("exit", self._manager, error) is True
             is_cut = traceback and traceback.tb_lineno <= self._last_assert
-            if suppressed and is_cut and not _is_raised(traceback):
+            if suppressed and (is_cut or _skips_assert(traceback and traceback.tb_next)):
                 raise Closed(f"{type(error).__name__} skipped an assert: {error}")
             return suppressed
         suppressed = bool(type(self._manager).__exit__(self._manager, kind, error, traceback))

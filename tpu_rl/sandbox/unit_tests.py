@@ -273,9 +273,7 @@ def _require_calls(tree: ast.Module, unused: set[ast.AST]) -> None:
     for node in tree.body:
         is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test")
         if is_test and any(part in unused for part in ast.walk(node)):
-            raise ValueError(
-                f"line {node.lineno} of the test: nothing calls {node.name}; add {node.name}()"
-            )
+            raise _refusal(node, "nothing calls this function")
 
 
 def _loaded_names(node: ast.AST) -> set[str]:
@@ -516,6 +514,12 @@ class _Rewrite(ast.NodeTransformer):
         # A test may guard its calls by `if __name__ == "__main__"`.
         is_guard = node.id == "__name__" and isinstance(node.ctx, ast.Load)
         return ast.copy_location(ast.Constant("__main__"), node) if is_guard else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr != "__class__" or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.copy_location(ast.Call(ast.Name("<type>", ast.Load()), [node.value], []), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
