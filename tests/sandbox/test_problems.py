@@ -114,6 +114,22 @@ def test_tests_of_calls(column):
     assert unit_tests.all_pass([function, method, wrong], [tests] * 3) == [True, True, False]
 
 
+@confined
+@pytest.mark.parametrize("name", ["sum", "string", "plain", "got"])
+def test_a_call_of_a_builtin_name_is_the_program_s(name):
+    tests = unit_tests.tests_of({"fn_name": name, "inputs": [[[1, 2]]], "outputs": [3]})
+    method = f"class Solution:\n    def {name}(self, xs): return xs[0] + xs[1]"
+    programs = [method, f"def {name}(xs): return 3 if xs else 0", f"def {name}(xs): return 4"]
+    assert unit_tests.all_pass(programs, [tests] * 3) == [True, True, False]
+
+
+@confined
+def test_lines_end_by_newlines_only():
+    tests = [{"input": "", "output": "1\n2\n"}]
+    programs = ["print('1\\x0b2')", "print('1\\u20282')", "print('1 \\r\\n2')"]
+    assert unit_tests.all_pass(programs, [tests] * 3) == [False, False, True]
+
+
 def test_a_call_without_a_name_is_refused():
     test = {"input": "1", "output": "2", "testtype": "functional"}
     with pytest.raises(ValueError, match="fn_name"):

@@ -50,6 +50,9 @@ NAMED: dict[tuple[str, str], tuple[bytes, Callable[[Any], Iterable[Any]]]] = {
     ("collections", "Counter"): (b"C", CONTAINERS[dict][1]),
     ("collections", "OrderedDict"): (b"O", CONTAINERS[dict][1]),
     ("collections", "defaultdict"): (b"d", CONTAINERS[dict][1]),
+    ("builtins", "odict_keys"): (b"K", iter),
+    ("builtins", "odict_values"): (b"V", iter),
+    ("builtins", "odict_items"): (b"I", CONTAINERS[type({}.items())][1]),
     ("fractions", "Fraction"): (b"F", lambda value: (value.numerator, value.denominator)),
     ("decimal", "Decimal"): (b"D", lambda value: (str(value),)),
     ("datetime", "date"): (b"a", lambda value: (value.isoformat(),)),
@@ -213,6 +216,8 @@ def _exception(items: list[Any]) -> BaseException:
         kind = vars(builtins).get(name) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
+                if isinstance(origin, Proxy) and name != names[0]:
+                    kind = type(names[0], (kind,), {"__getattr__": _attribute_of_origin})
                 error = kind(*arguments)
             except (TypeError, ValueError):
                 # Some need arguments of their own.
@@ -221,6 +226,12 @@ def _exception(items: list[Any]) -> BaseException:
                 vars(error)["_origin"] = origin
             return error
     return Closed(f"the program ended with {names!r:.100}: {arguments!r:.300}")
+
+
+def _attribute_of_origin(error: Any, name: str) -> Any:
+    if name.startswith("__") or "_origin" not in vars(error):
+        raise AttributeError(name)
+    return getattr(vars(error)["_origin"], name)
 
 
 SIMPLE: dict[bytes, Callable[[bytes], Any]] = {
@@ -448,7 +459,7 @@ class Proxy:
 
     __slots__ = ()
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **keywords: Any) -> Any:
         return ENDS[0].ask("call", self, *arguments, keywords=keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -518,7 +529,7 @@ class Proxy:
         return ENDS[0].ask("compare", "ge", self, other)
 
 
-def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+def _call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 

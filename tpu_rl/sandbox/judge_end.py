@@ -20,6 +20,7 @@ from tpu_rl.sandbox.channel import (
     NotPlain,
     Proxy,
     TooLarge,
+    module_named,
     name_of,
 )
 
@@ -50,13 +51,9 @@ class JudgeEnd(End):
         """What the program last said of its objects. It holds until the program runs again."""
         self.attributes: dict[int, tuple[Any, Remote, str]] = {}
         """Id of a container -> it, and the object and the attribute that it is a copy of."""
-        self.num_checks = 0
-        """Asserts that were evaluated."""
         self._program_errors: set[int] = set()
         """Ids of all exceptions of the program. They are kept in `_kept`."""
         self._kept: list[BaseException] = []
-        self._checks_before: list[int] = []
-        """`num_checks` when each request of the program that is under way began."""
         self._statements = 0
         """Calls for their effect that are under way."""
         self._shown: set[int] = set()
@@ -93,6 +90,13 @@ class JudgeEnd(End):
             self.views[key] = answer
         return self.views[key]
 
+    def answer(self, request: Any) -> None:
+        """Answer a request of the program: see `End.answer`."""
+        try:
+            super().answer(request)
+        except SystemExit:
+            raise Closed("a function that the program called ended the test") from None
+
     def raise_(self, error: BaseException) -> NoReturn:
         """Raise the program's exception. A handler that the test has written must catch it."""
         if isinstance(error, Exception):
@@ -106,22 +110,17 @@ class JudgeEnd(End):
         if error is not None and id(error) in self._program_errors:
             self.unhandled[id(error)] = error
 
-    def answer(self, request: Any) -> None:
-        """Answer a request of the program: see `End.answer`."""
-        self._checks_before.append(self.num_checks)
-        try:
-            super().answer(request)
-        finally:
-            self._checks_before.pop()
-
     def send_error(self, error: BaseException) -> None:
         """Send an exception of a function of the test to the program.
 
-        It is the program's to handle: it need not have called the function. But asserts of it that
-        were evaluated are not cut short.
+        It is the program's to handle: it need not have called the function. But it must not hide an
+        assert that is false, or one that was skipped.
         """
-        if self.num_checks == self._checks_before[-1]:
-            self.handle(error)
+        if isinstance(error, AssertionError) and id(error) not in self._program_errors:
+            raise Closed(f"a function of the test found an error: {error}")
+        if _skips_assert(error.__traceback__):
+            raise Closed(f"{type(error).__name__} ended a function with asserts: {error}")
+        self.handle(error)
         super().send_error(error)
 
     def handle(self, error: BaseException | None) -> None:
@@ -182,6 +181,7 @@ class JudgeEnd(End):
                 "call": callable(value),
                 "next": hasattr(type(value), "__next__"),
                 "iterate": hasattr(type(value), "__iter__"),
+                "get": _is_of_test(value) or (_is_buffer(value) and "getbuffer" not in arguments),
             }.get(name, _is_of_test(value))
             if name == "get":
                 allowed = allowed and _is_public(*arguments[1:])
@@ -194,6 +194,8 @@ class JudgeEnd(End):
     def _set(self, value: Any, name: str, item: Any) -> None:
         # In any other call the test keeps its own values.
         changes = self._statements and id(value) in self._shown
+        # A method may check what the program did.
+        changes = changes and not callable(getattr(type(value), str(name), None))
         if not (changes and _is_of_test(value) and _is_public(name)):
             raise AttributeError(f"an object of the test does not change in this call: {name}")
         setattr(value, name, item)
@@ -201,9 +203,12 @@ class JudgeEnd(End):
 
 READS = {
     *("name", "get", "has", "item", "length", "iterate", "truth", "text", "repr", "compare"),
-    *("callable", "is instance", "is subclass", "plain", "state", "name of"),
+    *("callable", "is instance", "is subclass", "plain", "state", "name of", "hash", "type"),
 }
 """Requests that change nothing in the program."""
+
+
+BUFFERS = {("_io", "StringIO"), ("_io", "BytesIO")}
 
 
 def _is_public(name: Any) -> bool:
@@ -212,6 +217,11 @@ def _is_public(name: Any) -> bool:
 
 def _is_of_test(value: Any) -> bool:
     return type(value).__module__ == TEST and not isinstance(value, type)
+
+
+def _is_buffer(value: Any) -> bool:
+    """Return True for a file in memory."""
+    return (type(value).__module__, type(value).__name__) in BUFFERS
 
 
 def judge(
@@ -236,14 +246,13 @@ def judge(
     def check(number: int, value: Any) -> None:
         # Constants have the number -1.
         reached.update({number} - {-1})
-        end.num_checks += 1
         # Not an exception: the test could catch it.
         if isinstance(value, Remote) and not _plain(value):
             raise Closed("an assert is about an object of the program")
         if not value:
             raise Closed("an assert is false")
 
-    def effect(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    def effect(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
         # A call for its effect, so the program's changes of the arguments count. In any other call
         # the test keeps its own values.
         if isinstance(function, Remote):
@@ -276,6 +285,9 @@ def judge(
     def is_callable(value: Any) -> bool:
         return end.ask("callable", value) if isinstance(value, Remote) else callable(value)
 
+    def type_of(value: Any) -> Any:
+        return end.ask("type", value) if isinstance(value, Remote) else type(value)
+
     class Names(dict[str, Any]):
         """Names that the test does not define: builtins first, then the program's."""
 
@@ -289,12 +301,16 @@ def judge(
             raise KeyError(name)
 
     names = Names(vars(builtins))
-    names |= {"next": advance, "callable": is_callable}
+    names |= {"next": advance, "callable": is_callable, "<type>": type_of}
     names |= {"<check>": check, "<effect>": effect, "<caught>": caught, "<raised>": raised}
     names |= {"<hasattr>": has_attribute, "<context>": Context}
+    for name in program_names:
+        names.pop(name, None)
     failure = ""
     try:
         exec(code, {"__name__": TEST, "__builtins__": names})
+    except SystemExit as error:
+        failure = f"the test ended with {error.code!r:.100}" if error.code else ""
     except BaseException as error:
         failure = f"{type(error).__name__}: {error}"[:500]
     if end.refusals:
@@ -304,17 +320,50 @@ def judge(
     if end.unhandled:
         (error, *_) = end.unhandled.values()
         return f"failed: the program's {type(error).__name__} ended a part of the test"
-    if len(reached) < num_asserts or not num_asserts:
+    if len(reached) < num_asserts:
         return "failed: not all asserts were reached"
     return "passed"
+
+
+def _is_raised(traceback: Any) -> bool:
+    """Return True if a `raise` of the test is where an exception began."""
+    while traceback.tb_next:
+        traceback = traceback.tb_next
+    code = traceback.tb_frame.f_code
+    opcode = module_named("opcode").opmap["RAISE_VARARGS"]
+    return code.co_filename == TEST and code.co_code[traceback.tb_lasti] == opcode
+
+
+def _skips_assert(step: Any) -> bool:
+    """Return True if an error that the test did not raise itself ended a function with asserts.
+
+    Args:
+        step: traceback of the error, or None.
+    """
+    if step is None or _is_raised(step):
+        return False
+    while step and not _asserts(step.tb_frame.f_code, step.tb_frame.f_globals, set()):
+        step = step.tb_next
+    return step is not None
+
+
+def _asserts(code: Any, scope: dict[str, Any], seen: set[str]) -> bool:
+    """Return True if a function of the test, or one that it names, has asserts."""
+    if code.co_filename != TEST:
+        return False
+    names = {*code.co_names} - seen
+    seen |= names
+    functions = [scope[name] for name in names if type(scope.get(name)) is type(_asserts)]
+    return "<check>" in names or any(_asserts(f.__code__, scope, seen) for f in functions)
 
 
 class Context:
     """A context manager of the test: what it suppresses is caught."""
 
-    def __init__(self, manager: Any):
-        """Take the manager."""
+    def __init__(self, manager: Any, last_assert: int):
+        """Take the manager, and the last line with an assert of the block, or 0."""
         self._manager = manager
+        self._last_assert = last_assert
 
     def __enter__(self) -> Any:
         if isinstance(self._manager, Remote):
@@ -324,7 +373,11 @@ class Context:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
         if isinstance(self._manager, Remote):
             # What a manager of the program suppresses is not caught by the test.
-            return ENDS[0].ask("exit", self._manager, error) is True
+            suppressed = ENDS[0].ask("exit", self._manager, error) is True
+            is_cut = traceback and traceback.tb_lineno <= self._last_assert
+            if suppressed and (is_cut or _skips_assert(traceback and traceback.tb_next)):
+                raise Closed(f"{type(error).__name__} skipped an assert: {error}")
+            return suppressed
         suppressed = bool(type(self._manager).__exit__(self._manager, kind, error, traceback))
         if suppressed:
             ENDS[0].handle(error)
@@ -342,7 +395,9 @@ class Remote(Proxy):
 
     def __getattr__(self, name: str) -> Any:
         plain = _plain(self) if name in PLAIN_METHODS else ()
-        return getattr(plain[0], name) if plain else super().__getattr__(name)
+        if plain and hasattr(plain[0], name):
+            return getattr(plain[0], name)
+        return super().__getattr__(name)
 
     def __getitem__(self, key: Any) -> Any:
         plain = _plain(self)
@@ -373,7 +428,10 @@ class Remote(Proxy):
         if isinstance(items, Remote):
             # A new iterator each time.
             del ENDS[0].views["iterate", ENDS[0].number_of(self)]
+            if _has_length(self):
+                raise Closed("the program breaks the protocol")
             return items
+        ENDS[0].view("length", self)
         _check_length(self)
         return iter(items)
 
@@ -424,7 +482,7 @@ class Remote(Proxy):
 
     def __hash__(self) -> int:
         plain = _plain(self)
-        return hash(plain[0]) if plain else id(self)
+        return hash(plain[0]) if plain else ENDS[0].view("hash", self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -460,6 +518,7 @@ that it has given."""
 _compared: list[tuple[int, int]] = []
 """Objects whose attributes are being compared, which may lead back to them."""
 PLAIN_METHODS = {"keys", "values", "items"}
+PLAIN_METHODS |= {"count", "index", "issubset", "issuperset", "isdisjoint"}
 """Methods of containers that are read from their plain copy."""
 
 
@@ -544,7 +603,19 @@ def _operator_of(name: str, is_reflected: bool) -> Callable[..., Any]:
     return operate
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_", "or_", "xor"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "pow",
+):
     setattr(Remote, f"__{_name.rstrip('_')}__", _operator_of(_name, is_reflected=False))
     setattr(Remote, f"__r{_name.rstrip('_')}__", _operator_of(_name, is_reflected=True))
 Remote.__neg__ = _operator_of("neg", is_reflected=False)  # type: ignore[attr-defined]

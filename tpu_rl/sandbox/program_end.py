@@ -74,6 +74,8 @@ def serve(program: str, incoming: int, outgoing: int) -> None:
         "delete item": _operator.delitem,
         "has": hasattr,
         "callable": callable,
+        "hash": hash,
+        "type": type,
         "is instance": isinstance,
         "is subclass": issubclass,
         "operator": lambda name, *values: getattr(_operator, name)(*values),
@@ -101,7 +103,9 @@ def _exit(manager: Any, error: Any) -> bool:
     return bool(type(manager).__exit__(manager, kind, error, None))
 
 
-def _call_method(value: Any, attribute: str, method: str, *arguments: Any, **keywords: Any) -> Any:
+def _call_method(
+    value: Any, attribute: str, method: str, /, *arguments: Any, **keywords: Any
+) -> Any:
     return getattr(getattr(value, attribute), method)(*arguments, **keywords)
 
 

@@ -124,13 +124,18 @@ def prepare(test: str) -> Prepared:
     names = free_names(table)
     _require_separable(tree, names)
     _require_no_evaluators(tree, defined)
+    _require_own_streams(tree)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
     if not num_asserts:
         raise ValueError(f"the test {test!r:.100} asserts nothing")
     _require_questions(tree, names)
-    used = _global_names(table) & MODULES - defined
+    used = _global_names(table) & MODULES - defined - names
     imports = [ast.Import([ast.alias(name)]) for name in sorted(used)]
-    rewrite = _Rewrite(in_place_calls(tree, names))
+    unused = _asserts_of_unused(tree)
+    _require_calls(tree, unused)
+    if all(node in unused for node in ast.walk(tree) if isinstance(node, ast.Assert)):
+        raise ValueError(f"the asserts of the test {test!r:.100} are in functions it never calls")
+    rewrite = _Rewrite(in_place_calls(tree, names), unused)
     judged = rewrite.visit(tree)
     judged.body = [*imports, *_seeds(tree), *judged.body]
     code = compile(ast.fix_missing_locations(judged), "test", "exec")
@@ -143,7 +148,8 @@ def _refusal(node: ast.stmt | ast.expr | ast.excepthandler, why: str) -> ValueEr
 
 def free_names(table: symtable.SymbolTable) -> set[str]:
     """Return the names that a test asks of the program: those that it does not define."""
-    return _global_names(table) - _defined_names(table) - TEST_NAMES
+    asked = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global()}
+    return _global_names(table) - _defined_names(table) - (TEST_NAMES - asked)
 
 
 def _defined_names(table: symtable.SymbolTable) -> set[str]:
@@ -201,6 +207,28 @@ def _require_no_evaluators(tree: ast.Module, defined: set[str]) -> None:
             raise _refusal(node, "it could run a text of the program on the test's side")
 
 
+def _require_own_streams(tree: ast.Module) -> None:
+    """Raise ValueError if the test exchanges streams: those of the program are its own."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Name(id="redirect_stdout" | "redirect_stderr")
+                | ast.Attribute(attr="redirect_stdout" | "redirect_stderr")
+            ):
+                pass
+            case ast.Attribute(
+                value=ast.Name(id="sys"), attr="stdin" | "stdout" | "stderr", ctx=ast.Store()
+            ):
+                pass
+            case _:
+                continue
+        raise _refusal(
+            node,
+            "the program has standard streams of its own; a test of what it reads and prints is "
+            "{'input': text, 'output': text}",
+        )
+
+
 def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
     """Raise ValueError if an assert at the top of the test does not depend on the program."""
     dependent = set(program_names)
@@ -222,6 +250,30 @@ def _require_questions(tree: ast.Module, program_names: set[str]) -> None:
             )
     if not program_names:
         raise ValueError("the test asks nothing of the program")
+
+
+def _asserts_of_unused(tree: ast.Module) -> set[ast.AST]:
+    """Return the asserts of functions that nothing names, as of helpers that many tests share."""
+    return {
+        part
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and not node.decorator_list
+        and not any(
+            isinstance(name, ast.Name) and name.id in (node.name, "globals", "locals", "vars")
+            for name in ast.walk(tree)
+        )
+        for part in ast.walk(node)
+        if isinstance(part, ast.Assert)
+    }
+
+
+def _require_calls(tree: ast.Module, unused: set[ast.AST]) -> None:
+    """Raise ValueError for a function like pytest's that the test itself must call."""
+    for node in tree.body:
+        is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+        if is_test and any(part in unused for part in ast.walk(node)):
+            raise _refusal(node, "nothing calls this function")
 
 
 def _loaded_names(node: ast.AST) -> set[str]:
@@ -279,12 +331,16 @@ def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
     derived = _derived_names(tree, program_names)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     calls = {
-        node.value: {part.id for part in node.value.args if isinstance(part, ast.Name)} - derived
+        node: {part.id for part in node.args if isinstance(part, ast.Name)} - derived
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and _value_names(node.value.func) & derived
+        if isinstance(node, ast.Call) and _value_names(node.func) & derived
     }
+    aliases = _aliases(tree)
+    calls = {
+        call: names if isinstance(parents[call], ast.Assign) else names - aliases
+        for call, names in calls.items()
+    }
+    copies = _copies_before(tree, calls)
 
     def is_read(name: ast.Name) -> bool | None:
         """Return True for a comparison with the test's own value, None for an argument."""
@@ -292,6 +348,8 @@ def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
         while not isinstance(node, ast.stmt):
             parent = parents[node]
             if parent in calls and node in calls_arguments(parent):
+                return None
+            if parent in copies:
                 return None
             if isinstance(parent, ast.Compare):
                 others = [part for part in (parent.left, *parent.comparators) if part is not node]
@@ -311,6 +369,59 @@ def in_place_calls(tree: ast.Module, program_names: set[str]) -> set[ast.Call]:
         for call, names in calls.items()
         if names and all(uses[n] == {True, None} for n in names)
     }
+
+
+def _aliases(tree: ast.Module) -> set[str]:
+    """Return names that may be bound to a part of another value of the test."""
+    new = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.Call
+    owned = {
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, new)
+        for target in node.targets
+    }
+    return {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in owned
+    }
+
+
+def _copies_before(tree: ast.Module, calls: dict[ast.Call, set[str]]) -> set[ast.expr]:
+    """Return copies as in `old = list(xs)` that are made before a call gets `xs`.
+
+    `xs` must be bound before in the same statements, or an earlier round of a loop may change it.
+    """
+    copies: set[ast.expr] = set()
+    for node in ast.walk(tree):
+        fresh: set[str] = {node.target.id} if _has_target(node) else set()  # type: ignore
+        for statement in (
+            getattr(node, "body", ()) if isinstance(node, ast.stmt | ast.Module) else ()
+        ):
+            match statement:
+                case ast.Assign(
+                    targets=[ast.Name()],
+                    value=ast.Call(func=ast.Name(id="list" | "dict" | "set" | "tuple" | "sorted"))
+                    | ast.Call(func=ast.Name(id="deepcopy") | ast.Attribute(attr="deepcopy"))
+                    | ast.Call(func=ast.Attribute(attr="copy"))
+                    | ast.Subscript(slice=ast.Slice()) as value,
+                ) if _value_names(value) & fresh:
+                    copies.add(value)
+            parts = [*ast.walk(statement)]
+            fresh |= {
+                part.id
+                for part in parts
+                if isinstance(part, ast.Name)
+                and isinstance(part.ctx, ast.Store)
+                and isinstance(statement, ast.Assign)
+            }
+            given = [calls[part] for part in parts if isinstance(part, ast.Call) and part in calls]
+            fresh -= set[str]().union(*given)
+    return copies
+
+
+def _has_target(node: ast.AST) -> bool:
+    return isinstance(node, ast.For) and isinstance(node.target, ast.Name)
 
 
 def _derived_names(tree: ast.Module, program_names: set[str]) -> set[str]:
@@ -355,11 +466,29 @@ class _Rewrite(ast.NodeTransformer):
     """Makes asserts, calls for their effect, handlers and `with` into calls of `judge_end.judge`'s
     functions."""
 
-    def __init__(self, in_place: set[ast.Call]):
-        """Take the calls for their effect whose value is used as well."""
+    def __init__(self, in_place: set[ast.Call], unused: set[ast.AST]):
+        """Take the calls for their effect whose value is used as well, and asserts of functions
+        that nothing calls."""
+        self._unused = unused
         self._in_place = in_place
+        self._last_assert = 0
+        """Last line with an assert of the `with` that is visited."""
+        self._has_type = True
+        """True if `type` is the builtin."""
         self.num_asserts = 0
         """Asserts that must be reached: those of constants, as `assert False`, need not."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        self._has_type = not any(
+            isinstance(part, ast.arg)
+            and part.arg == "type"
+            or isinstance(part, ast.Name)
+            and part.id == "type"
+            and isinstance(part.ctx, ast.Store)
+            for part in ast.walk(node)
+        )
+        self.generic_visit(node)
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         for part in ast.walk(node.test):
@@ -368,7 +497,7 @@ class _Rewrite(ast.NodeTransformer):
                 part.id = "<hasattr>"
         self.generic_visit(node)
         number = -1
-        if not isinstance(node.test, ast.Constant):
+        if not isinstance(node.test, ast.Constant) and node not in self._unused:
             number = self.num_asserts
             self.num_asserts += 1
         arguments: list[ast.expr] = [ast.Constant(number), node.test]
@@ -381,8 +510,22 @@ class _Rewrite(ast.NodeTransformer):
         self.generic_visit(node)
         return node
 
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        # A test may guard its calls by `if __name__ == "__main__"`.
+        is_guard = node.id == "__name__" and isinstance(node.ctx, ast.Load)
+        return ast.copy_location(ast.Constant("__main__"), node) if is_guard else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr != "__class__" or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.copy_location(ast.Call(ast.Name("<type>", ast.Load()), [node.value], []), node)
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id="type") as function, args=[_]) if self._has_type:
+                function.id = "<type>"
         if node not in self._in_place:
             return node
         function = ast.Name("<effect>", ast.Load())
@@ -402,9 +545,21 @@ class _Rewrite(ast.NodeTransformer):
         arguments: list[ast.expr] = [node.exc] if node.exc else []
         return [ast.Expr(ast.Call(ast.Name("<raised>", ast.Load()), arguments, [])), node]
 
+    def visit_With(self, node: ast.With) -> ast.AST:
+        lines = [
+            part.lineno
+            for part in ast.walk(node)
+            if isinstance(part, ast.Assert) and not isinstance(part.test, ast.Constant)
+        ]
+        outer, self._last_assert = self._last_assert, max(lines, default=0)
+        self.generic_visit(node)
+        self._last_assert = outer
+        return node
+
     def visit_withitem(self, node: ast.withitem) -> ast.AST:
         self.generic_visit(node)
-        node.context_expr = ast.Call(ast.Name("<context>", ast.Load()), [node.context_expr], [])
+        arguments = [node.context_expr, ast.Constant(self._last_assert)]
+        node.context_expr = ast.Call(ast.Name("<context>", ast.Load()), arguments, [])
         return node
 
 
@@ -413,7 +568,7 @@ def _lines(text: str) -> list[str]:
 
     Judges of programs usually ignore these.
     """
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 # --- rows ---
@@ -475,18 +630,21 @@ def call_test(name: str, arguments: Any, output: Any) -> str:
         output = json.loads(output) if isinstance(output, str) else output
     if not isinstance(arguments, list):
         raise ValueError(f"inputs of {name} must be lists of arguments, not {arguments!r:.100}")
-    return f"""import json
+    return f"""import json as _json
 
-def plain(value):
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+# The program may have a function of a builtin's name.
+global {name}
+
+def _plain(value):
+    return [_plain(item) for item in value] if type(value) in (type([]), type(())) else value
 
 try:
-    function = {name}
+    _function = {name}
 except NameError:
-    function = Solution().{name}
-want = json.loads({json.dumps(output)!r})
-got = plain(function(*json.loads({json.dumps(arguments)!r})))
-assert got == want or [got] == want
+    _function = Solution().{name}
+_want = _json.loads({json.dumps(output)!r})
+_got = _plain(_function(*_json.loads({json.dumps(arguments)!r})))
+assert _got == _want or [_got] == _want
 """
 
 
