@@ -606,7 +606,7 @@ def test_bad_topologies_and_a_missing_compiler_are_reported(monkeypatch):
     )
     assert others == ["gsm8k_grpo", "--model.path", "Llama-3.1-8B"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MachineError, match=r"\[plan\]") as error:
+    with pytest.raises(MachineError, match=r"jax\[tpu\]==") as error:
         plan.prepare(flags)
     assert error.value.code == 3
 

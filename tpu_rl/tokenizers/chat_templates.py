@@ -33,6 +33,9 @@ MAX_CHARACTERS = 10_000_000
 
 _OUT_OF_MEMORY = 3
 
+_endless: dict[str, InputError] = {}
+"""Templates that took too much time or memory, which are not tried again -> their errors."""
+
 _WORKER = f"""
 import json, resource, signal, sys
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -116,6 +119,8 @@ def render(
         "tools": tools,
         "return_assistant_tokens_mask": marks_assistant(template),
     }
+    if template in _endless:
+        raise _endless[template]
     worker = _worker(CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS)
     try:
         reply = worker.call({**variables, **request})
@@ -125,7 +130,10 @@ def render(
         raise
     if reply is None:
         _worker.cache_clear()
-        raise _limit_error(template, worker.exit_code())
+        error = _limit_error(template, worker.exit_code())
+        if isinstance(error, InputError):
+            _endless[template] = error
+        raise error
     text, error, spans = reply
     if text is None:
         raise InputError(
