@@ -27,11 +27,12 @@ def printable(text: str) -> str:
 def typed_command(name: str) -> str:
     """Return a command as the user of this process types it.
 
-    That is `python launch/NAME.py` in a process which began so, else `tpu-rl NAME`, which works
-    from every folder and without a checkout.
+    That is `tpu-rl NAME` in a process which began so, or without a checkout, else
+    `python launch/NAME.py`.
     """
-    is_script = Path(sys.argv[0]).parent.name == "launch"
-    return f"python launch/{name}.py" if is_script else f"tpu-rl {name}"
+    has_scripts = (Path(__file__).parents[1] / "launch" / f"{name}.py").is_file()
+    is_program = Path(sys.argv[0]).name == "tpu-rl"
+    return f"python launch/{name}.py" if has_scripts and not is_program else f"tpu-rl {name}"
 
 
 class TpuRlError(Exception):

@@ -69,7 +69,7 @@ def test_a_reward_that_fails_on_some_rows_is_named_and_the_run_goes_on(
         "    calls.append(len(completions))\n"
         "    if len(completions) > 1 or len(calls) == 2:\n"
         "        raise ValueError('no luck')\n"
-        "    return [1.0]\n"
+        "    return [float(len(calls) % 2)]\n"
     )
     flags = ("--reward", f"{reward}:score", "--evaluation.reward", "gsm8k")
     assert run.main(command(checkpoint, tmp_path / "run", *flags)) == 0
@@ -85,7 +85,7 @@ def test_a_reward_of_the_wrong_length_stops_the_run_by_name(checkpoint, tmp_path
     flags = ("--reward", f"{reward}:score", "--evaluation.rows", "0")
     assert run.main(command(checkpoint, tmp_path / "run", *flags)) == 2
     error = capsys.readouterr().err
-    assert "short.score" in error
+    assert "short.py:score" in error
     assert "3 values" in error
 
 

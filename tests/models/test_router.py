@@ -146,6 +146,12 @@ def small_run(model_dir, run_dir, *flags):
         *("--batch.prompts", "8", "--batch.group-size", "2", "--batch.row-length", "128"),
         *("--evaluation.rows", "0", "--model.path", model_dir, "--run-dir", str(run_dir)),
     ]
+    # A tiny random model may earn no reward in so few steps. Lengths of completions always differ.
+    reward = run_dir.parent / "length.py"
+    reward.write_text(
+        "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
+    )
+    small += ["--reward", f"{reward}:score"]
     assert run.main(["arithmetic_grpo", *small, *flags]) == 0
 
 

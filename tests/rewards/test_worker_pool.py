@@ -27,10 +27,22 @@ FAULTS = {
     "raises": ("1 / 0", "ZeroDivisionError: division by zero (mine.py:"),
     "is None where a number is due": ("return 'nan'", "it returned 'nan' and not a list"),
     "no list": ("return None", "it returned None and not a list of numbers"),
-    "a text": ("return ['1.0']", "it returned '1.0' and not a number"),
-    "nan": ("return [float('nan')]", "it returned NaN; for what cannot be scored return None"),
-    "inf": ("return [float('-inf')]", "it returned -inf; the squares"),
-    "a nested list": ("return [[1.0]]", "it returned [1.0] and not a number"),
+    "a text": (
+        "return ['1.0' if text == 'bad' else float(text) for text in completions]",
+        "it returned '1.0' and not a number",
+    ),
+    "nan": (
+        "return [float('nan') if text == 'bad' else float(text) for text in completions]",
+        "it returned NaN; for what cannot be scored return None",
+    ),
+    "inf": (
+        "return [float('-inf') if text == 'bad' else float(text) for text in completions]",
+        "it returned -inf; the squares",
+    ),
+    "a nested list": (
+        "return [[1.0] if text == 'bad' else float(text) for text in completions]",
+        "it returned [1.0] and not a number",
+    ),
     "never ends": ("while True: pass", "no answer within 1 s (mine.py:"),
     "sleeps": ("time.sleep(1000)", "no answer within 1 s (mine.py:"),
     "is busy in C": ("return [float(len(str(7 ** (10 ** 8))))]", "no answer within 1 s (mine.py:"),
