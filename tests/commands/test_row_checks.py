@@ -46,8 +46,9 @@ def test_text_that_the_tokenizer_does_not_know_is_named(tmp_path):
     ("rows", "reason"),
     [
         ([{"optim/skipped": 1.0}] * 2, "every step was skipped"),
-        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}] * 2, "the gradient was 0"),
-        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}, {"optim/skipped": 1.0}], "gradient was"),
+        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}] * 10, "the gradient was 0"),
+        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}, {"optim/skipped": 1.0}] * 5, "gradient"),
+        ([{"optim/skipped": 0.0, "optim/grad_norm": 0.0}] * 2, ""),
         ([{"optim/skipped": 1.0}, {"optim/skipped": 0.0, "optim/grad_norm": 0.1}], ""),
         ([{"eval/loss": 1.0}], ""),
     ],
