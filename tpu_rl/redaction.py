@@ -63,7 +63,7 @@ _NAMES = (
 """Names behind which a secret stands, in any letters."""
 _QUOTE = r"""\\?["']?"""
 _DIGIT = r"(?=\S{0,99}\d)"
-"""What words of a language lack, as in "basic arithmetic"."""
+"""A digit, which the words of "basic arithmetic" lack."""
 _VALUE = r"""[^\s;,&'"<>\\]{8,}"""
 NAMED_SECRETS = re.compile(
     # Connection strings, queries, JSON, YAML, INI, headers.

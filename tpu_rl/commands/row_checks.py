@@ -1,4 +1,4 @@
-"""What the rows of a file hold against what the model reads of them.
+"""Checks of the rows of a file against the text that the model reads.
 
 Each of the first rows is encoded as a run encodes it. Whatever a row holds and the model does not
 read is named: once for each kind, and not once for each row.
@@ -184,7 +184,7 @@ def _check_rows(
 def _encoder(
     config: ExperimentConfig, spec: ExperienceSpec, tokenizer: Tokenizer
 ) -> Callable[[Row], Any]:
-    """Return what gives the ids of a row, as the algorithm encodes it."""
+    """Build the function that encodes a row as the algorithm does: row -> ids."""
     max_length = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     given = spec.sampled_by is None
     if given and spec.source in ("demonstrations", "completions"):
@@ -229,19 +229,19 @@ def _spells(row: Row, columns: Sequence[str], markers: re.Pattern[str]) -> bool:
     for name in ("messages", "prompt", "completion") if "messages" in columns else columns:
         value = row.get(name)
         text = value if isinstance(value, str) else "".join(conversations.strings(value))
-        found = [*markers.finditer(text)]
-        is_spelled = is_spelled or bool(found)
-        if not found or not isinstance(value, str):
+        spellings = [*markers.finditer(text)]
+        is_spelled = is_spelled or bool(spellings)
+        if not spellings or not isinstance(value, str):
             continue
         shown = "text" if "text" in row and not row.get("prompt") else name
-        begins = not text[: found[0].start()].strip() and (
+        begins = not text[: spellings[0].start()].strip() and (
             name == "prompt" or not row.get("prompt")
         )
-        ends = not text[found[-1].end() :].strip() and name != "prompt"
+        ends = not text[spellings[-1].end() :].strip() and name != "prompt"
         if begins or ends:
             raise InputError(
                 f"`{shown}` looks as if a chat template had written it: it has "
-                f"{found[0 if begins else -1][0]}",
+                f"{spellings[0 if begins else -1][0]}",
                 where=json.dumps(text, ensure_ascii=False)[:120],
                 why="in data, this is ordinary text, so that no text can pass for a control token",
                 fix="write the conversation as `messages`, or `prompt` and answers without such "

@@ -583,10 +583,10 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
         return
     meant = {column: _other_name(column, row) for column in missing}
     flag = "--data.columns " + " ".join(f"{name}={meant[name] or 'COLUMN'}" for name in missing)
-    found = [name for name in meant.values() if name is not None]
+    suggestions = [name for name in meant.values() if name is not None]
     fix = f"name what holds it, {flag}, or choose the --data.format of the file"
-    if found:
-        fix = f"did you mean `{'` and `'.join(found)}`? {flag}"
+    if suggestions:
+        fix = f"did you mean `{'` and `'.join(suggestions)}`? {flag}"
     verdict = next((name for name in VERDICTS if name in row), None)
     if "chosen" in missing and verdict is not None and meant["chosen"] in (None, verdict):
         fix = (
@@ -604,10 +604,10 @@ def _check_columns(where: str, row: Row, columns: Sequence[str]) -> None:
 def _other_name(column: str, row: Row) -> str | None:
     """Return the column of a row that may be the one that is missing, or None."""
     lower = {name.lower(): name for name in row}
-    known = next((lower[name] for name in OTHER_NAMES.get(column, ()) if name in lower), None)
+    usual = next((lower[name] for name in OTHER_NAMES.get(column, ()) if name in lower), None)
     others = [name for name in row if name not in shapes.SYSTEM_COLUMNS]
     nearest = difflib.get_close_matches(column, others, n=1)
-    return known or (nearest[0] if nearest else None)
+    return usual or (nearest[0] if nearest else None)
 
 
 def _check_value(where: str, column: str, value: Any) -> str:

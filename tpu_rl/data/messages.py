@@ -77,11 +77,11 @@ def parsed_list(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     with contextlib.suppress(ValueError):
-        found = json.loads(value)
-        if found and all(
-            isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
+        items = json.loads(value)
+        if items and all(
+            isinstance(item, dict) and {"role", "from"} & item.keys() for item in items
         ):
-            return found
+            return items
     return value
 
 
@@ -98,7 +98,8 @@ def _message(message: Message, place: str) -> Message:
     content = message.pop("content", None)
     calls = message.pop("tool_calls", None)
     if name in CALL_ROLES:
-        calls, content = content, None
+        calls = content
+        content = None
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict | str) and name not in CALL_ROLES:
         calls = [message.pop("function_call")]

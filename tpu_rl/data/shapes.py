@@ -24,7 +24,7 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
 MEDIA = ("image", "video", "audio")
-"""What a model of texts does not read. Columns have these names, also in the plural."""
+"""Kinds of content that a text model does not read. Columns have these names or their plurals."""
 
 
 class Shape(NamedTuple):
@@ -326,11 +326,11 @@ def _take_prompt_once(row: Row) -> Row:
 
 
 def _beginning(conversation: list[Any], prompt: list[Any]) -> int:
-    """Return how many messages of a conversation are its prompt."""
+    """Return the number of messages of a conversation that are its prompt."""
     system, inner = _without_system(conversation)
-    asked = _without_system(prompt)[1]
-    if _same(inner[: len(asked)], asked):
-        return len(system) + len(asked)
+    question = _without_system(prompt)[1]
+    if _same(inner[: len(question)], question):
+        return len(system) + len(question)
     length = len(conversation)
     while length and _role(conversation[length - 1]) == "assistant":
         length -= 1
@@ -534,6 +534,22 @@ def _refuse(reason: str) -> Callable[[Row], Row]:
     return convert
 
 
+def _pairs(name: str, column: str, absent: tuple[str, ...]) -> Shape:
+    """Return the shape of pairs of answers whose prompt is a text in another column.
+
+    Rows with one of the columns `absent` have another shape.
+    """
+    columns = (column, "chosen", "rejected")
+    return Shape(
+        name,
+        columns,
+        lambda row: (
+            set(columns) <= row.keys() and isinstance(row[column], str) and _lacks(row, *absent)
+        ),
+        lambda row: {"prompt": row[column]},
+    )
+
+
 SHAPES = (
     Shape(
         "ShareGPT's conversations",
@@ -572,26 +588,8 @@ SHAPES = (
         _is_open_dialogue,
         lambda row: {"prompt": _dialogue(row["prompt"])[:-1]} | _stripped_answers(row),
     ),
-    Shape(
-        "pairs of answers to a question",
-        ("question", "chosen", "rejected"),
-        lambda row: (
-            {"question", "chosen", "rejected"} <= row.keys()
-            and isinstance(row["question"], str)
-            and _lacks(row, "messages", "prompt")
-        ),
-        lambda row: {"prompt": row["question"]},
-    ),
-    Shape(
-        "pairs of answers to an input",
-        ("input", "chosen", "rejected"),
-        lambda row: (
-            {"input", "chosen", "rejected"} <= row.keys()
-            and isinstance(row["input"], str)
-            and _lacks(row, "messages", "prompt", "question")
-        ),
-        lambda row: {"prompt": row["input"]},
-    ),
+    _pairs("pairs of answers to a question", "question", ("messages", "prompt")),
+    _pairs("pairs of answers to an input", "input", ("messages", "prompt", "question")),
     Shape(
         "Math-Shepherd's marked steps",
         ("input", "label", "task"),

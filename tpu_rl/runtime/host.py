@@ -68,9 +68,11 @@ def unused_accelerator(root: Path = Path("/")) -> str | None:
     if jax.default_backend() != "cpu":
         return None
     if (root / "proc/driver/nvidia/version").exists():
-        extra, accelerator = "cuda13", "an NVIDIA GPU"
+        extra = "cuda13"
+        accelerator = "an NVIDIA GPU"
     elif any((root / "dev").glob("accel[0-9]*")) or any((root / "dev/vfio").glob("[0-9]*")):
-        extra, accelerator = "tpu", "a TPU"
+        extra = "tpu"
+        accelerator = "a TPU"
     else:
         return None
     package = f"jax[{extra}]=={jax.__version__}"

@@ -576,7 +576,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "repr": repr,
     "compare": _compare,
 }
-"""What both ends answer about their objects."""
+"""Requests about objects that both ends answer."""
 
 
 def name_of(value: Any) -> str:

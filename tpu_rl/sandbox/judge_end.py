@@ -48,7 +48,7 @@ class JudgeEnd(End):
         self.unhandled: dict[int, BaseException] = {}
         """Exceptions of the program that no handler of the test has caught so far."""
         self.views: dict[tuple[str, str], Any] = {}
-        """What the program last said of its objects. It holds until the program runs again."""
+        """The latest answers about the program's objects, valid until the program runs again."""
         self.attributes: dict[int, tuple[Any, Remote, str]] = {}
         """Id of a container -> it, and the object and the attribute that it is a copy of."""
         self._program_errors: set[int] = set()
@@ -83,7 +83,7 @@ class JudgeEnd(End):
                 self.views.clear()
 
     def view(self, operation: str, remote: "Remote") -> Any:
-        """Return what the program says of an object, the same as long as nothing changes it."""
+        """Return the program's answer about an object. It stays the same until the program runs."""
         key = (operation, self.number_of(remote))
         if key not in self.views:
             answer = self.ask(operation, remote)

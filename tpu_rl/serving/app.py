@@ -222,7 +222,8 @@ class App:
         except Exception as error:
             logging.getLogger(__name__).exception("a request failed")
             name = type(error).__name__
-            status, answer = 500, ApiError(500, f"the request failed: {name}").body
+            status = 500
+            answer = ApiError(500, f"the request failed: {name}").body
         kind = b"application/json"
         parts = answer
         if isinstance(answer, list):

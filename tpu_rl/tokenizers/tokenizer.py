@@ -304,7 +304,7 @@ class Tokenizer:
         )
 
     def _fix_turns(self, answers: Sequence[Message]) -> str:
-        """Return what helps if answers cannot be found in a rendered conversation."""
+        """Return a remedy for answers that cannot be found in a rendered conversation."""
         template = "a template with {% generation %} blocks: --tokenizer.chat-template FILE"
         if len(answers) > 1:
             return f"--data.assistant-turns last, or {template}"
@@ -398,7 +398,7 @@ class Tokenizer:
 
     @functools.cached_property
     def thought_opening(self) -> str:
-        """What the generation prompt writes from `<think>` on, if it ends with an open thought."""
+        """The end of the generation prompt from `<think>` on; "" unless it opens a thought."""
         if THINK not in (self.chat_template or ""):
             return ""
         prompt = self._conversation(TURN[:1], None).render(1 + (self.chat.system is not None), True)
@@ -438,7 +438,7 @@ class Tokenizer:
 
     @functools.cached_property
     def text_after_turn(self) -> str:
-        """What the template writes after the last answer of a conversation."""
+        """The text that the template writes after the last answer of a conversation."""
         if self.chat_template is None:
             return ""
         try:
@@ -640,7 +640,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _call_form(self) -> _CallForm:
-        """How the chat template writes calls, tried with a call of many types of values.
+        """The form of calls in the chat template, found with a call of many types of values.
 
         Templates expect arguments as an object, or (DeepSeek V3) as its JSON text.
         """
@@ -661,7 +661,7 @@ class Tokenizer:
         return unread
 
     def _written_call(self, arguments: Any) -> str:
-        """Return what the template writes for a turn with a call; "" if it refuses it."""
+        """Render a turn with a call; return "" if the template refuses it."""
         call = {"name": TRIED_TOOL, "arguments": arguments}
         # Mistral's templates want ids of nine characters.
         calls = [{"id": "call00001", "type": "function", "function": call}]
@@ -884,14 +884,14 @@ TURN: list[Message] = [
 
 
 class _CallForm(NamedTuple):
-    """How a chat template writes calls of tools."""
+    """The form in which a chat template writes calls of tools."""
 
     format_name: str | None
     """The format that reads them back; None if none does, or the template writes none."""
     as_text: bool
     """True if the template wants arguments as JSON text."""
     written: str
-    """What it writes for a call; "" if it writes none."""
+    """Its text for a call; "" if it writes none."""
 
 
 FIX_TEMPLATE = (

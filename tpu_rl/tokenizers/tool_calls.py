@@ -58,7 +58,7 @@ THOUGHTS = {
     "<|inner_prefix|>": "<|inner_suffix|>",
     "◁think▷": "◁/think▷",
 }
-"""What begins a thought -> what ends it."""
+"""Beginning of a thought -> its end."""
 THOUGHT_ENDS = frozenset(THOUGHTS.values())
 
 Tools = Sequence[Mapping[str, Any]]
@@ -315,7 +315,7 @@ def _read_any(
 
 
 class _Tags(NamedTuple):
-    """How a call in tags is written: the tags, up to where the name begins, and what ends it."""
+    """The parts of a call in tags: the tags up to the name, and the end of the call."""
 
     function: str
     parameter: str
@@ -495,7 +495,7 @@ def _as_typed(text: str, schema: Any) -> Any:
 # --- Gemma 4 ---
 
 _QUOTES = ('<|"|>', "<escape>")
-"""What stands at both ends of a text: Gemma 4, FunctionGemma."""
+"""The marks at both ends of a text: Gemma 4, FunctionGemma."""
 
 
 class _Unreadable(Exception):
@@ -810,7 +810,7 @@ def _read_arguments(name: str, text: str, start: int) -> tuple[Calls, int]:
 
 
 def _message(error: Exception) -> str:
-    """Return what is wrong with JSON, without its place if that is in a long text."""
+    """Return the fault of a JSON text, without its place if the text is long."""
     return error.msg if isinstance(error, json.JSONDecodeError) and error.pos > 9999 else str(error)
 
 
@@ -916,20 +916,20 @@ def _called(call: ast.Call) -> str:
 
 
 class Format(NamedTuple):
-    """How calls are written."""
+    """A format of calls."""
 
     openings: tuple[str, ...] = ()
-    """What begins a call. A template or a prompt that has one of them uses the format."""
+    """Beginnings of a call. A template or prompt with one of them uses the format."""
     closing: str | None = None
-    """What ends it."""
+    """Ends of a call."""
     read_body: Callable[[str, int, str | None, Parameters], tuple[Calls, int]] = _read_any
     """(text, start, closing, parameters) -> the calls of a block, and where the last one ends."""
     read: Callable[[str, Format, Parameters, bool], ParsedTurn] = _read_blocks
     """(text, the row, parameters, whether it begins in a thought) -> the turn."""
     template_marks: tuple[str, ...] = ()
-    """What else tells the format in a template."""
+    """Further texts by which a template is known to use the format."""
     prompt_marks: tuple[str, ...] = ()
-    """What else tells the format in a prompt, with the tools that it shows."""
+    """Further texts by which a prompt that shows tools is known to use the format."""
     brackets: tuple[str, ...] = ()
     """Marks around all calls of a turn, which are no content."""
 
