@@ -147,7 +147,6 @@ FAULTS = {
     "sleeps": ("time.sleep(1000)", "", "no answer within 1 s ("),
     "never ends": ("while True: pass", "", "no answer within 1 s (<string>:1)"),
     "takes all memory": ("bytearray(10 ** 10)", "", "MemoryError"),
-    "returns too much": ("raise ValueError('x' * 2_000_000)", "", "an observation has 2,000,013"),
 }
 """Name -> (code of a tool, or None; code of reset; what is said)."""
 
