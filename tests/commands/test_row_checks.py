@@ -42,6 +42,24 @@ def test_text_that_the_tokenizer_does_not_know_is_named(tmp_path):
     )
 
 
+TOOL = {"type": "function", "function": {"name": "get_price", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("system", "tools", "repeats"),
+    [
+        (f"Use <tools>{json.dumps([TOOL])}</tools>", [TOOL], True),
+        (f"Use <tools>{json.dumps([TOOL])}</tools>", None, False),
+        ("Use get_price.", [TOOL], False),
+        (f"Use {json.dumps([TOOL])}", [TOOL, {"function": {"name": "other"}}], False),
+    ],
+)
+def test_tools_in_the_system_message_and_in_their_column_are_named(system, tools, repeats):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "?"}]
+    row = {"messages": messages, "tools": tools}
+    assert row_checks._repeats_tools(row) == repeats
+
+
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [

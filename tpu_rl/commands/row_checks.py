@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -135,6 +136,7 @@ def _check_rows(
     num_without_thought = 0
     num_tokens = 0
     num_unknown = 0
+    num_repeating_tools = 0
     num_spelling = 0
     markers = conversations.alternatives(tokenizer.markers)
     num_rows = min(len(rows), MAX_ENCODED_ROWS)
@@ -149,6 +151,7 @@ def _check_rows(
             num_unknown += int((ids == tokenizer.unknown_id).sum())
             if index < num_rendered:
                 hidden.update(_unshown(row, tokenizer))
+                num_repeating_tools += _repeats_tools(row)
                 num_spelling += _spells(row, spec.columns, markers)
         if tokenizer.thought_opening:
             num_without_thought += _lacks_thought(row)
@@ -159,6 +162,12 @@ def _check_rows(
         warnings.append(
             f"{num_unknown / num_tokens:.2%} of the tokens of the first {num_rows} rows are "
             f"unknown to the tokenizer ({token}): the model cannot read that text"
+        )
+    if num_repeating_tools:
+        warnings.append(
+            f"{num_repeating_tools} of {num_rendered} rows have their tools in the system message "
+            "and in `tools`: a template that shows tools writes them twice; take one of the two out "
+            "of the rows"
         )
     if hidden:
         counts = ", ".join(f"{name} ({count})" for name, count in sorted(hidden.items()))
@@ -248,6 +257,23 @@ def _spells(row: Row, columns: Sequence[str], markers: re.Pattern[str]) -> bool:
                 "tokens: the chat template writes them",
             )
     return is_spelled
+
+
+def _repeats_tools(row: Row) -> bool:
+    """Return True if a system message of the row names each of its `tools` in JSON, as rows of
+    Hermes do that were written for a template without tools."""
+    tools = row.get("tools")
+    if not isinstance(tools, list) or not tools:
+        return False
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    names = [json.dumps(function.get("name")) for function in functions]
+    systems = [
+        str(message.get("content"))
+        for messages in _conversations(row)
+        for message in messages
+        if isinstance(message, dict) and message.get("role") == "system"
+    ]
+    return any(all(name in text for name in names) for text in systems)
 
 
 def _lacks_thought(row: Row) -> bool:
