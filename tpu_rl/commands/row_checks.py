@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
