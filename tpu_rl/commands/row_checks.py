@@ -165,8 +165,8 @@ def _check_rows(
     if num_repeating_tools:
         warnings.append(
             f"{num_repeating_tools} of {num_rendered} rows have their tools in the system message "
-            "and in `tools`: a template that shows tools writes them twice; take one of the two out "
-            "of the rows"
+            "and in `tools`: a template that shows tools writes them twice; take one of the two out"
+            " of the rows"
         )
     if hidden:
         counts = ", ".join(f"{name} ({count})" for name, count in sorted(hidden.items()))
