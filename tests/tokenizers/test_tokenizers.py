@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import signal
+import threading
 
 import pytest
 
@@ -245,16 +246,19 @@ def test_after_an_interrupt_the_next_conversation_gets_its_own_text(letters):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    # A timer of the system may signal another thread, and then the wait for the reply goes on.
+    main_thread = threading.main_thread().ident
+    timer = threading.Timer(0.5, signal.pthread_kill, (main_thread, signal.SIGUSR1))
+    timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             dataclasses.replace(letters, chat_template=ENDLESS).render(
                 [{"role": "user", "content": "a"}]
             )
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, before)
     spoken = dataclasses.replace(letters, chat_template="{{ messages[0].content }}")
     assert spoken.render([{"role": "user", "content": "b"}]) == letters.encode("b")
 
