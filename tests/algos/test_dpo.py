@@ -259,6 +259,110 @@ def test_the_worst_case_weighs_the_largest_losses():
     assert losses[1] > losses[0] + 1e-3
 
 
+# --- variants of TRL 1.16, by its formulas ---
+
+
+class TrlPairs:
+    """Sums of log-probs of each pair, as TRL's trainers hold them."""
+
+    def __init__(self, data: Pairs, policy: Params, tail_weight: float = 1.0):
+        mask = np.asarray(data.action_mask)
+        self.lengths = mask.sum(-1)
+        shorter = np.repeat(self.lengths.reshape(-1, 2).min(1), 2)[:, None]
+        counts = np.where(np.cumsum(mask, 1) > shorter, tail_weight, 1.0) * mask
+        self.distributions = tiny.plain_distributions(ATTENTION, policy, data.tokens)
+        self.log_probs = tiny.plain_log_probs(ATTENTION, policy, data.tokens)
+        self.mask = mask
+        self.is_chosen = np.asarray(data.preferred)
+        self.chosen, self.rejected = self.sides((self.log_probs * counts).sum(-1))
+        self.reference = self.sides((data.reference_log_probs * counts).sum(-1))
+        self.mean_chosen, self.mean_rejected = self.sides(
+            jnp.where(mask, self.log_probs, 0.0).sum(-1) / self.lengths
+        )
+
+    def sides(self, values: Any) -> tuple[Array, Array]:
+        return values[self.is_chosen], values[~self.is_chosen]
+
+
+def trl_dpo(pairs: TrlPairs) -> Array:
+    ratios = pairs.chosen - pairs.rejected - (pairs.reference[0] - pairs.reference[1])
+    return -jax.nn.log_sigmoid(0.3 * ratios)
+
+
+def trl_bco_pair(pairs: TrlPairs) -> Array:
+    c, d = pairs.chosen - pairs.reference[0], pairs.rejected - pairs.reference[1]
+    return -jax.nn.log_sigmoid(0.3 * c) - jax.nn.log_sigmoid(-0.3 * d)
+
+
+def trl_aot(pairs: TrlPairs) -> Array:
+    delta = jnp.sort(pairs.chosen - pairs.rejected)
+    delta -= jnp.sort(pairs.reference[0] - pairs.reference[1])
+    return -0.9 * jax.nn.log_sigmoid(0.3 * delta) - 0.1 * jax.nn.log_sigmoid(-0.3 * delta)
+
+
+def trl_aot_unpaired(pairs: TrlPairs) -> Array:
+    chosen = jnp.sort(pairs.chosen - pairs.reference[0])
+    rejected = jnp.sort(pairs.rejected - pairs.reference[1])
+    return -jax.nn.log_sigmoid(0.3 * (chosen - rejected))
+
+
+def trl_wpo(pairs: TrlPairs) -> Array:
+    squares = jnp.pad(jax.nn.logsumexp(2 * pairs.distributions, axis=-1), ((0, 0), (1, 0)))
+    aligned = jnp.where(pairs.mask, pairs.log_probs - squares, 0.0).sum(-1) / pairs.lengths
+    chosen, rejected = pairs.sides(jax.lax.stop_gradient(jnp.exp(aligned)))
+    return trl_dpo(pairs) * chosen * rejected
+
+
+def trl_cpo(pairs: TrlPairs) -> Array:
+    return -jax.nn.log_sigmoid(0.3 * (pairs.chosen - pairs.rejected)) - pairs.mean_chosen
+
+
+def trl_alphapo(pairs: TrlPairs) -> Array:
+    chosen = (1 - jnp.exp(pairs.mean_chosen) ** -0.25) / 0.25
+    rejected = (1 - jnp.exp(pairs.mean_rejected) ** -0.25) / 0.25
+    return -jax.nn.log_sigmoid(0.3 * (chosen - rejected) - 0.5)
+
+
+def trl_mpo(pairs: TrlPairs) -> Array:
+    return 0.8 * trl_dpo(pairs) + 0.2 * trl_bco_pair(pairs) - pairs.mean_chosen
+
+
+TRL = {
+    "ld": (DpoConfig(tail_weight=0.4), trl_dpo),
+    "bco_pair": (DpoConfig(loss="bco_pair"), trl_bco_pair),
+    "aot": (DpoConfig(loss="aot", label_smoothing=0.1), trl_aot),
+    "aot_unpaired": (DpoConfig(loss="aot_unpaired"), trl_aot_unpaired),
+    "wpo": (DpoConfig(weigh_by_policy=True), trl_wpo),
+    "cpo": (DpoConfig(reference_free=True, rpo_coef=1.0), trl_cpo),
+    "alphapo": (DpoConfig(loss="alphapo"), trl_alphapo),
+    "mpo": (DpoConfig(loss_weight=0.8, further_losses=("0.2*bco_pair",), rpo_coef=1.0), trl_mpo),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_variants_have_the_loss_and_the_gradient_of_trls_formula(name):
+    config, formula = TRL[name]
+    config = replace(config, beta=0.3)
+    data, params = tiny.pairs(), tiny.init_params(ATTENTION)
+    algorithm = dpo(config, tiny.roles(ATTENTION), tiny.SAMPLING)
+    batch = update_step.minibatch(algorithm.make_batch(tiny.experience(data), params, ())[0], 0)
+
+    def ours(policy: Params) -> Array:
+        return sum(
+            algorithm.loss(params | {"policy": policy}, micro_batch)[0]
+            for micro_batch in cut(batch)
+        )
+
+    def theirs(policy: Params) -> Array:
+        return formula(TrlPairs(data, policy, config.tail_weight)).mean()
+
+    value, gradient = jax.value_and_grad(ours)(params["policy"])
+    expected, expected_gradient = jax.value_and_grad(theirs)(params["policy"])
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (gradient, expected_gradient)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
+
+
 # --- a reference that moves ---
 
 
@@ -382,6 +486,15 @@ def test_bco_remembers_the_mean_of_its_steps():
         {"loss": "simpo", "reference_mix": 0.5},
         {"reference_mix": 2.0},
         {"reference_every": 0},
+        {"tail_weight": 2.0},
+        {"loss_weight": 0.0},
+        {"further_losses": ("bco_pair",)},
+        {"further_losses": ("0.2*no_such_loss",)},
+        {"further_losses": ("0.2*sigmoid",)},
+        {"further_losses": ("0.2*aot",)},
+        {"loss": "aot", "weigh_by_policy": True},
+        {"loss": "aot", "reference_free": True},
+        {"reference_free": True, "reference_mix": 0.5},
     ],
 )
 def test_settings_out_of_range_are_refused(values):

@@ -6,16 +6,29 @@ completions is better, without a reward.
 
 The minimum is the optimum of E[r] - beta KL(policy || reference) for the reward r that explains the
 preferences. The relatives take another function of the two scores (`preference.PAIR_LOSSES`),
-another divergence, worst-case weights of the pairs, or a reference that follows the policy.
-Log-probs are at temperature 1.
+a weighted sum of such functions (MPO, arXiv 2411.10442), another divergence, worst-case weights of
+the pairs, or a reference that follows the policy. CPO (arXiv 2401.08417) has no reference and adds
+the chosen completion's likelihood: `reference_free` and `rpo_coef`. Log-probs are at temperature 1.
+
+    WPO   x w(chosen) w(rejected),  w = exp mean_t [log policy(y_t) - log sum_v policy(v)^2]
+                                                                    arXiv 2406.11827, equation 2
+    AOT   the k-th smallest scores of the step are compared, in place of those of a pair
+                                                                    arXiv 2406.05882
+
+Deviations: AOT finds the ranks, and the scores of partners, before the first update of a batch, and
+over the whole optimizer step. TRL ranks the pairs of a micro-batch. Its CPO takes the likelihood
+over all chosen tokens of the batch; ours is per pair.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -23,7 +36,12 @@ from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
 from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference
-from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.losses.log_probs import (
+    frozen_log_probs,
+    log_collision,
+    log_probs_of_hidden,
+    token_log_probs,
+)
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -45,13 +63,26 @@ class DpoConfig:
 
     loss: preference.PairLossName = "sigmoid"
     """Loss of a pair; see `tpu_rl/losses/preference.py`."""
+    loss_weight: float = 1.0
+    """Weight of that loss in a sum with `further_losses`."""
+    further_losses: tuple[str, ...] = ()
+    """Losses that are added, each as WEIGHT*NAME. MPO: 0.8 sigmoid, 0.2*bco_pair, rpo_coef 1."""
     beta: float = 0.1
     """Reward per nat of log-ratio. For orpo, the coefficient of the odds term."""
     label_smoothing: float = 0.0
     """Probability that a label is wrong, for sigmoid (conservative DPO), sigmoid_norm, robust and
     exo."""
     simpo_margin: float = 0.5
-    """Margin of simpo."""
+    """Margin of simpo and alphapo."""
+    alpha_po: float = 0.25
+    """Alpha of alphapo; 0 is simpo."""
+    reference_free: bool = False
+    """Compare log-probs of the policy alone, as CPO does."""
+    tail_weight: float = 1.0
+    """Weight of the tokens that a completion has beyond the length of the shorter one (LD-DPO's
+    alpha)."""
+    weigh_by_policy: bool = False
+    """Weigh each pair by how likely the policy itself is to write it (WPO)."""
     f_divergence: preference.Divergence = "reverse_kl"
     """Divergence from the reference that the policy is penalized by."""
     f_alpha: float = 0.5
@@ -93,7 +124,46 @@ class DpoConfig:
             return f"reference_every {self.reference_every} is below 1"
         if self.reference_mix > 0 and self.reference == "none":
             return f"{self.loss} has no reference that could move"
-        return preference.conflict(self.loss, self.label_smoothing, self.f_divergence, self.f_alpha)
+        if not 0 <= self.tail_weight <= 1:
+            return f"tail_weight {self.tail_weight} is not in [0, 1]"
+        names = self.weights
+        if any(not math.isfinite(weight) or weight <= 0 for weight in names.values()):
+            return f"a weight of the losses is not above 0: {names}"
+        matched = [name for name in names if preference.PAIR_LOSSES[name].matched]
+        if matched and (self.weigh_by_policy or len(names) > 1):
+            return f"{matched[0]} compares no pairs, so it has no weights of pairs and is no term"
+        if matched and self.reference_free:
+            return f"{matched[0]} needs a reference"
+        # Label smoothing is for the losses of a sum that know it.
+        knowing = [
+            name for name in names if "label_smoothing" in preference.PAIR_LOSSES[name].options
+        ]
+        for name in names:
+            smoothing = self.label_smoothing if name in knowing or not knowing else 0.0
+            problem = preference.conflict(name, smoothing, self.f_divergence, self.f_alpha)
+            if problem:
+                return problem
+        return ""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of the losses by name.
+
+        Raises:
+          InputError: if a further loss is not WEIGHT*NAME, or is there already.
+        """
+        weights: dict[str, float] = {self.loss: self.loss_weight}
+        for text in self.further_losses:
+            weight, _, name = text.partition("*")
+            if name not in preference.PAIR_LOSSES or name in weights or not _is_number(weight):
+                raise InputError(
+                    f"{text!r} is no further loss",
+                    where="--algorithm.further-losses",
+                    why="a further loss is WEIGHT*NAME, and each name stands once",
+                    fix=f'as in "0.2*bco_pair"; names: {", ".join(preference.PAIR_LOSSES)}',
+                )
+            weights[name] = float(weight)
+        return weights
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -103,7 +173,8 @@ class DpoConfig:
     def reference(self) -> Literal["none", "data", "role"]:
         """Source of the reference's log-probs: the pairs, or a model that computes them for each
         batch."""
-        if not preference.PAIR_LOSSES[self.loss].reference:
+        uses = any(preference.PAIR_LOSSES[name].reference for name in self.weights)
+        if self.reference_free or not uses:
             return "none"
         return "role" if self.pairs == "policy" or self.reference_mix else "data"
 
@@ -114,6 +185,14 @@ class DpoConfig:
         if self.reference == "role" or self.pairs == "reference":
             roles["reference"] = RoleSpec(trainable=False, tracks_policy=self.reference_mix)
         return roles
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @struct.dataclass
@@ -129,16 +208,31 @@ class Batch:
     is_pair: Array
     """bool: True where a pair's weight is, even if the worst case took the weight away."""
     reference_log_probs: Array
+    token_weights: Array | None = None
+    """What each token counts in the scores; None: all the same."""
+    matched: preference.Pair | None = None
+    """The scores that a pair's scores are compared with, if not with each other."""
 
 
 def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     """Build DPO. It learns from Pairs. Its state counts the updates if the reference moves."""
     del sampling
-    pair_loss = preference.PAIR_LOSSES[config.loss]
-    options = {"label_smoothing": config.label_smoothing, "margin": config.simpo_margin}
-    loss_of_scores = partial(
-        pair_loss.function, beta=config.beta, **{name: options[name] for name in pair_loss.options}
-    )
+    options = {
+        "label_smoothing": config.label_smoothing,
+        "margin": config.simpo_margin,
+        "alpha_po": config.alpha_po,
+    }
+
+    def function_of(pair_loss: preference.PairLoss) -> Callable[[Array, Array], Array]:
+        chosen_options = {name: options[name] for name in pair_loss.options}
+        return partial(pair_loss.function, beta=config.beta, **chosen_options)
+
+    # (weight, loss, its function of two scores) of each term.
+    terms = [
+        (weight, preference.PAIR_LOSSES[name], function_of(preference.PAIR_LOSSES[name]))
+        for name, weight in config.weights.items()
+    ]
+    matched = terms[0][1].matched
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         pairs, layout = experience
@@ -163,6 +257,14 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             is_pair=weights > 0,
             reference_log_probs=reference_log_probs,
         )
+        if config.tail_weight != 1:
+            of_tokens = preference.tail_weights(mask, pairs.group_id, config.tail_weight)
+            batch = replace(batch, token_weights=layout.pack(of_tokens))
+        if matched:
+            scores = packing.over_micro_batches(
+                lambda micro_batch: compared_scores(params, micro_batch), batch
+            )
+            batch = replace(batch, matched=preference.match_by_rank(scores, batch.is_pair))
         if config.robust_radius:
             losses = packing.over_micro_batches(
                 lambda micro_batch: compare(params, micro_batch)[0], batch
@@ -171,22 +273,58 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             batch = replace(batch, weights={"preference": worst})
         return batch, state
 
+    def pair_scores(batch: Batch, values: Array, averaged: bool) -> preference.Pair:
+        return preference.pair_scores(
+            values, batch.action_mask, batch.preferred, batch.rows.segment_ids, averaged
+        )
+
+    def weigh(batch: Batch, values: Array) -> Array:
+        return values if batch.token_weights is None else batch.token_weights * values
+
+    def compared_scores(
+        params: Params, batch: Batch, log_probs: Array | None = None
+    ) -> preference.Pair:
+        """Return the scores that a loss compares by rank [R, S], at every token of a pair."""
+        if log_probs is None:
+            log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs
+        policy = pair_scores(batch, weigh(batch, log_probs), averaged=False)
+        reference = pair_scores(batch, weigh(batch, batch.reference_log_probs), averaged=False)
+        if matched == "completions":
+            return preference.Pair(
+                policy.chosen - reference.chosen, policy.rejected - reference.rejected
+            )
+        return preference.Pair(
+            policy.chosen - policy.rejected, reference.chosen - reference.rejected
+        )
+
     def compare(params: Params, batch: Batch) -> tuple[Array, preference.Pair]:
         """Return the losses [R, S] and the implicit rewards, at every token of a pair."""
-        log_probs = token_log_probs(roles["policy"], params, batch.rows).log_probs
+        hidden = roles["policy"].hidden(params, batch.rows)
+        log_probs = log_probs_of_hidden(roles["policy"], params, hidden, batch.rows).log_probs
 
-        def pair_scores(values: Array, averaged: bool) -> preference.Pair:
-            return preference.pair_scores(
-                values, batch.action_mask, batch.preferred, batch.rows.segment_ids, averaged
-            )
+        def scores_of(pair_loss: preference.PairLoss) -> preference.Pair:
+            relative = pair_loss.reference and not config.reference_free
+            values = log_probs - batch.reference_log_probs if relative else log_probs
+            return pair_scores(batch, weigh(batch, values), pair_loss.averaged)
 
         def divergence_score(score: Array) -> Array:
             return preference.divergence_score(score, config.f_divergence, config.f_alpha)
 
-        log_ratio = log_probs - batch.reference_log_probs if pair_loss.reference else log_probs
-        scores = pair_scores(log_ratio, pair_loss.averaged)
-        losses = loss_of_scores(divergence_score(scores.chosen), divergence_score(scores.rejected))
-        losses -= config.rpo_coef * pair_scores(log_probs, averaged=True).chosen
+        losses = jnp.zeros_like(log_probs)
+        for weight, pair_loss, function in terms:
+            if batch.matched is not None:
+                scores = compared_scores(params, batch, log_probs)
+                losses += weight * preference.matched_loss(function, scores, batch.matched)
+                continue
+            scores = scores_of(pair_loss)
+            chosen = divergence_score(scores.chosen)
+            losses += weight * function(chosen, divergence_score(scores.rejected))
+        if config.weigh_by_policy:
+            collision = log_collision(roles["policy"], params, hidden, batch.rows)
+            likely = pair_scores(batch, jax.lax.stop_gradient(log_probs) - collision, averaged=True)
+            losses *= jnp.exp(likely.chosen + likely.rejected)
+        losses -= config.rpo_coef * pair_scores(batch, log_probs, averaged=True).chosen
+        scores = scores_of(terms[0][1])
         rewards = preference.Pair(config.beta * scores.chosen, config.beta * scores.rejected)
         return losses, rewards
 

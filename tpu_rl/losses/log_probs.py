@@ -113,6 +113,21 @@ def log_probs_of_hidden(
     return TokenLogProbs(jnp.where(predicted, log_probs, 0.0), jnp.where(predicted, entropy, 0.0))
 
 
+def log_collision(role: Role, params: Params, hidden: Array, rows: PackedRows) -> Array:
+    """Compute log sum_v p(v)^2 of the distribution of each action, [R, S], without gradients.
+
+    It is the expectation of p under p itself: the probability that two samples are equal.
+    """
+
+    def chunk_collision(tokens: Array, states: Array) -> Array:
+        del tokens
+        return jax.nn.logsumexp(2.0 * jax.nn.log_softmax(role.logits(params, states)), axis=-1)
+
+    chunk_tokens = tokens_at_once(vocabulary(role, params, hidden))
+    collision = over_actions(chunk_collision, rows, hidden, chunk_tokens=chunk_tokens)
+    return jax.lax.stop_gradient(collision)
+
+
 def predicting(states: Array, rows: PackedRows) -> Array:
     """Give each token the state of the token that it follows, [R, S, D] -> [R, S, D].
 

@@ -10,7 +10,7 @@ too. It is smallest where chosen is far above rejected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -195,6 +195,22 @@ def simpo(chosen: Array, rejected: Array, beta: float, margin: float) -> Array:
     return -jax.nn.log_sigmoid(beta * (chosen - rejected) - margin)
 
 
+def alphapo(chosen: Array, rejected: Array, beta: float, margin: float, alpha_po: float) -> Array:
+    """Return `simpo` of the rewards r = (1 - p^-alpha) / alpha in place of log p, where p = e^s
+    (AlphaPO, arXiv 2501.03884, equation 7).
+
+    Alpha 0 is SimPO. With alpha below 0 the reward grows with p slower than log p does, and with
+    alpha above 0 a small p costs more.
+    """
+
+    def reward(score: Array) -> Array:
+        if alpha_po == 0:
+            return score
+        return -jnp.expm1(jnp.minimum(-alpha_po * score, LARGEST_EXPONENT)) / alpha_po
+
+    return simpo(reward(chosen), reward(rejected), beta, margin)
+
+
 def exo(chosen: Array, rejected: Array, beta: float, label_smoothing: float) -> Array:
     """Return q log(q / (1 - e)) + (1 - q) log((1 - q) / e) with q = sigmoid(beta (chosen -
     rejected)).
@@ -241,6 +257,15 @@ def sppo(chosen: Array, rejected: Array, beta: float) -> Array:
     """Return (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2 (SPPO with hard labels, arXiv
     2405.00675)."""
     return jnp.square(chosen - 0.5 / beta) + jnp.square(rejected + 0.5 / beta)
+
+
+def bco_pair(chosen: Array, rejected: Array, beta: float) -> Array:
+    """Return -log sigmoid(beta chosen) - log sigmoid(-beta rejected).
+
+    The pair as two judged completions of BCO (arXiv 2404.04656), without its baseline: TRL's
+    bco_pair, and the quality term of MPO (arXiv 2411.10442).
+    """
+    return -jax.nn.log_sigmoid(beta * chosen) - jax.nn.log_sigmoid(-beta * rejected)
 
 
 def discopop(chosen: Array, rejected: Array, beta: float, temperature: float = 0.05) -> Array:
@@ -304,13 +329,16 @@ class PairLoss(NamedTuple):
     function: Callable[..., Array]
     """(chosen, rejected, beta=, and the options) -> losses."""
     options: tuple[str, ...] = ()
-    """Names of further arguments: "label_smoothing", "margin"."""
+    """Names of further arguments: "label_smoothing", "margin", "alpha_po"."""
     averaged: bool = False
     """s is divided by the completion's length."""
     reference: bool = True
     """s is relative to a reference."""
     difference: bool = False
     """The loss depends on chosen - rejected of sums only, so `divergence_score` may replace s."""
+    matched: Literal["", "differences", "completions"] = ""
+    """What the loss compares by rank and not within a pair (`match_by_rank`): the policy's
+    differences chosen - rejected with the reference's, or chosen with rejected completions."""
 
 
 PairLossName = Literal[
@@ -326,9 +354,13 @@ PairLossName = Literal[
     "nca",
     "sppo",
     "simpo",
+    "alphapo",
     "orpo",
+    "bco_pair",
+    "aot",
+    "aot_unpaired",
 ]
-PAIR_LOSSES: dict[PairLossName, PairLoss] = {
+PAIR_LOSSES: Mapping[str, PairLoss] = {
     "sigmoid": PairLoss(sigmoid, ("label_smoothing",), difference=True),
     "sigmoid_norm": PairLoss(sigmoid, ("label_smoothing",), averaged=True),
     "robust": PairLoss(robust, ("label_smoothing",), difference=True),
@@ -341,13 +373,15 @@ PAIR_LOSSES: dict[PairLossName, PairLoss] = {
     "nca": PairLoss(nca),
     "sppo": PairLoss(sppo),
     "simpo": PairLoss(simpo, ("margin",), averaged=True, reference=False),
+    "alphapo": PairLoss(alphapo, ("margin", "alpha_po"), averaged=True, reference=False),
     "orpo": PairLoss(orpo, averaged=True, reference=False),
+    "bco_pair": PairLoss(bco_pair),
+    "aot": PairLoss(sigmoid, ("label_smoothing",), matched="differences"),
+    "aot_unpaired": PairLoss(sigmoid, ("label_smoothing",), matched="completions"),
 }
 
 
-def conflict(
-    name: PairLossName, label_smoothing: float, divergence: Divergence, alpha: float
-) -> str:
+def conflict(name: str, label_smoothing: float, divergence: Divergence, alpha: float) -> str:
     """Return why these settings do not go together, or "" if they do."""
     loss = PAIR_LOSSES[name]
     if not 0 <= label_smoothing < 0.5:
@@ -361,6 +395,63 @@ def conflict(
     if divergence == "alpha" and alpha == 1:
         return "the alpha divergence with alpha 1 is reverse_kl"
     return ""
+
+
+# --- pairs across a step ---
+
+
+def match_by_rank(scores: Pair, is_pair: Array) -> Pair:
+    """Match the k-th smallest chosen score of each optimizer step with its k-th smallest rejected
+    one (alignment by optimal transport, AOT, arXiv 2406.05882).
+
+    Args:
+      scores: two arrays [M, ...].
+      is_pair: bool [M, ...], True at one token of each pair.
+
+    Returns:
+      Constants [M, ...]: for each pair the chosen score that its rejected one is compared with, and
+      the rejected score that its chosen one is compared with. Zero where `is_pair` is False.
+    """
+
+    def partners(values: Array, others: Array, exists: Array) -> Array:
+        exists = exists.reshape(-1)
+        rank = jnp.argsort(jnp.argsort(jnp.where(exists, values.reshape(-1), jnp.inf)))
+        in_order = jnp.sort(jnp.where(exists, others.reshape(-1), jnp.inf))
+        return jnp.where(exists, in_order[rank], 0.0).reshape(values.shape)
+
+    by_step = jax.vmap(partners)
+    matched = Pair(
+        by_step(scores.rejected, scores.chosen, is_pair),
+        by_step(scores.chosen, scores.rejected, is_pair),
+    )
+    return jax.lax.stop_gradient(matched)
+
+
+def matched_loss(function: Callable[[Array, Array], Array], scores: Pair, matched: Pair) -> Array:
+    """Return the loss of matched scores, shared between the pairs that they come from.
+
+    Its sum over the pairs is that of function(k-th chosen, k-th rejected), and so is its gradient.
+    Each pair reads the other's score as a constant, so pairs may be in any micro-batch.
+    """
+    losses = function(scores.chosen, matched.rejected) + function(matched.chosen, scores.rejected)
+    return losses - 0.5 * jax.lax.stop_gradient(losses)
+
+
+def tail_weights(action_mask: Array, group_id: Array, tail_weight: float) -> Array:
+    """Weigh the tokens that a completion has beyond the length of the pair's shorter one, [N, T].
+
+    The others count 1 (length-desensitized DPO, arXiv 2409.06411, equation 8; TRL's `ld_alpha`).
+
+    Args:
+      action_mask: [N, T] bool.
+      group_id: [N].
+      tail_weight: weight of the further tokens, from 0 to 1; 1 is DPO.
+    """
+    lengths = action_mask.sum(-1)
+    segment = jnp.searchsorted(jnp.sort(group_id), group_id)
+    shorter = jax.ops.segment_min(lengths, segment, num_segments=len(segment))[segment]
+    is_tail = jnp.cumsum(action_mask, axis=-1) > shorter[:, None]
+    return jnp.where(is_tail, tail_weight, 1.0)
 
 
 # --- losses of one completion ---
