@@ -250,8 +250,8 @@ class Demonstrations:
     group_id: Array
     """[N] int32, all different: demonstrations do not share prompts in packed rows."""
     weights: Array | None = None
-    """[N, T] float32: what each learned token counts, relative to the others; 0 where `action_mask`
-    is False. None: all count the same."""
+    """[N, T] float32: what each learned token counts, relative to the others; negative if it is to
+    be forgotten, and 0 where `action_mask` is False. None: all count the same."""
 
 
 @struct.dataclass

@@ -6,18 +6,30 @@ If demonstrations have weights, w_t is the token's weight over the sum of all in
 are not learned. This file is the shortest example of an algorithm. With a teacher, whose
 completions replace those of the data, it is sequence-level distillation (arXiv 1606.07947, section
 3.2, by sampling instead of beam search).
+
+    dft   w_t x stop_gradient(policy(y_t)): the gradient is that of the token's probability, so that
+          tokens which the policy holds for unlikely count less      arXiv 2508.05629, equation 9
+    pear  w_t x min(cap, prod_{j >= t} (policy(y_j) / author(y_j))^(gamma^(j - t))), of the policy
+          before the batch: what it would write itself counts more, as a start for RL     (PEAR)
+    + kl_coef sum_t w_t KL(first policy || policy) at token t        SuperHF, arXiv 2310.16763
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.losses import masked
-from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.algos.roles import with_reference
+from tpu_rl.errors import InputError
+from tpu_rl.losses import advantages, masked, teachers
+from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -40,6 +52,33 @@ class SftConfig:
     teacher: str | None = None
     """Imitate completions that this model samples, instead of the data's: a directory, a hub id or
     the model folder of a run."""
+    loss: Literal["nll", "dft"] = "nll"
+    """Loss of a token: its negative log-likelihood, or dynamic fine-tuning's, which weighs that by
+    the token's probability."""
+    kl_coef: float = 0.0
+    """Coefficient of the KL, in nats per token, from the policy before training."""
+
+    author: str | None = None
+    """The model that wrote the data, for PEAR's importance weights: a directory, a hub id or the
+    model folder of a run."""
+    author_gamma: float = 0.999
+    """PEAR's discount of the later tokens of a completion."""
+    author_cap: float = 2.0
+    """The largest of PEAR's weights."""
+
+    def __post_init__(self):
+        if not 0 <= self.author_gamma <= 1 or self.author_cap <= 0:
+            raise InputError(
+                "author_gamma is not from 0 to 1, or author_cap is not above 0",
+                where="--algorithm",
+                fix="see --help-all",
+            )
+        if self.kl_coef < 0:
+            raise InputError(
+                f"kl_coef {self.kl_coef} is negative",
+                where="--algorithm.kl-coef",
+                fix="use 0 or more, e.g. 0.1",
+            )
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -49,10 +88,12 @@ class SftConfig:
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        policy = {"policy": RoleSpec(trainable=True)}
+        roles = with_reference({"policy": RoleSpec(trainable=True)}, needed=self.kl_coef > 0)
+        if self.author is not None:
+            roles |= {"author": RoleSpec(trainable=False, path=self.author)}
         if self.teacher is None:
-            return policy
-        return policy | {"teacher": RoleSpec(trainable=False, path=self.teacher)}
+            return roles
+        return roles | {"teacher": RoleSpec(trainable=False, path=self.teacher)}
 
 
 @struct.dataclass
@@ -69,24 +110,52 @@ def sft(config: SftConfig, roles: Roles, sampling: Sampling) -> Algorithm:
 
     Log-probs are at temperature 1, whatever the sampling temperature is.
     """
-    del config, sampling
+    del sampling
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
-        del params
         texts, layout = experience
         assert isinstance(texts, Demonstrations | Completions)
-        given = texts.weights if isinstance(texts, Demonstrations) else None
-        counts = texts.action_mask if given is None else given
+        rows = layout.rows(texts.tokens)
+        of_data = texts.weights if isinstance(texts, Demonstrations) else None
+        counts = texts.action_mask if of_data is None else of_data
         weights = masked.token_mean(counts, layout.minibatch, layout.minibatches)
-        return Batch(layout.rows(texts.tokens), {"policy": layout.pack(weights)}), state
+        if config.author is not None:
+            policy, author = (
+                layout.unpack(frozen_log_probs(roles[name], params, rows))
+                for name in ("policy", "author")
+            )
+            # sum_{j >= t} gamma^(j - t) log(policy / author) is a return of log-ratios.
+            log_weights = advantages.returns_to_go(
+                policy - author, texts.action_mask, config.author_gamma
+            )
+            weights *= jnp.exp(jnp.minimum(log_weights, math.log(config.author_cap)))
+        return Batch(rows, {"policy": layout.pack(weights)}), state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
-        log_probs, entropy = token_log_probs(roles["policy"], params, batch.rows)
         weights = batch.weights["policy"]
-        value = -masked.total(weights * log_probs, weights > 0)
-        return value, {
+        divergence = None
+        if config.kl_coef:
+            models = {name: roles[name] for name in ("policy", "reference")}
+            compared = teachers.compare(models, params, batch.rows, _reference, beta=0.0)
+            divergence, _, log_probs, entropy = compared
+        else:
+            log_probs, entropy = token_log_probs(roles["policy"], params, batch.rows)
+        losses = -log_probs
+        if config.loss == "dft":
+            losses *= jax.lax.stop_gradient(jnp.exp(log_probs))
+        value = masked.total(weights * losses, weights > 0)
+        metrics: Metrics = {
             "sft/loss": Sum(value, weights.sum()),
             "policy/entropy": masked.weighted_average(entropy, weights),
         }
+        if divergence is not None:
+            value += config.kl_coef * masked.total(weights * divergence, weights > 0)
+            metrics["policy/kl_reference"] = masked.weighted_average(divergence, weights)
+        return value, metrics
 
     return Algorithm(make_batch, loss)
+
+
+def _reference(logits: Mapping[str, Array]) -> teachers.Target:
+    first = logits["reference"]
+    return teachers.Target(first, jnp.ones(first.shape[:-1]))

@@ -291,7 +291,7 @@ def note_wrapped_prompts(tokenizer: tokenizers.Tokenizer, rows: list[data.Row]) 
 
 
 def _learns_messages(stage: Stage) -> bool:
-    return stage.algorithm.experience.columns == ("messages",)
+    return stage.algorithm.experience.columns[0] == "messages"
 
 
 # --- data ---

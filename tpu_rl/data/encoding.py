@@ -38,9 +38,9 @@ def demonstrations(
 
     Only completions, and of conversations the assistant's messages, are trained on, each with its
     end-of-sequence token (`Tokenizer.encode_demonstration`). A message of the assistant may have a
-    `weight`, and so may the row: what its tokens count, relative to others. A column `tools` goes
-    to the chat template. Longer texts are cut at their end. A row whose prompt fills all columns
-    has nothing to train on.
+    `weight`, and so may the row: what its tokens count, relative to others. Weights of a row whose
+    column `forget` is true are negative. A column `tools` goes to the chat template. Longer texts
+    are cut at their end. A row whose prompt fills all columns has nothing to train on.
 
     Args:
         rows: the rows.
@@ -59,11 +59,12 @@ def demonstrations(
         tokens[i, :length] = ids[:length]
         weights[i, :length] = of_tokens[:length]
         weights[i] *= 1.0 if row_weight is None else row_weight
+        weights[i] *= -1.0 if row.get("forget") else 1.0
     # Nothing predicts the first token of a row that has no prompt and no beginning token.
     weights[:, :1] = 0.0
     arrays: dict[str, Any] = {
         "tokens": tokens,
-        "action_mask": weights > 0,
+        "action_mask": weights != 0,
         "group_id": np.arange(len(rows), dtype=np.int32),
         "weights": weights,
     }

@@ -56,7 +56,7 @@ def unpacked(file: Path, read: Callable[[Path, IO[bytes]], Numbered]) -> Numbere
 
 
 def csv_rows(file: Path, content: bytes) -> Numbered:
-    """Yield the rows of a CSV file with a header. All values are texts, except in `label`."""
+    """Yield the rows of a CSV file with a header: texts, but in `label` and `forget`."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -86,9 +86,10 @@ def csv_rows(file: Path, content: bytes) -> Numbered:
                 )
             else:
                 row: Row = dict(zip(header, cells, strict=True))
-                label = str(row.get("label", "")).strip().lower()
-                if label in ("true", "false"):
-                    row["label"] = label == "true"
+                for flag in ("label", "forget"):
+                    text = str(row.get(flag, "")).strip().lower()
+                    if text in ("true", "false"):
+                        row[flag] = text == "true"
                 yield where, row
     except csv.Error as error:
         raise InputError(

@@ -181,8 +181,13 @@ def check_together(row: Row, columns: Sequence[str]) -> None:
         raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
     if "messages" in columns and all(_role(turn) != "assistant" for turn in row["messages"][1:]):
         raise ValueError("no message of the assistant follows a prompt, so nothing is learned")
-    if tuple(columns) in (("messages",), ("prompt", "completion")):
+    if "messages" in columns or tuple(columns) == ("prompt", "completion"):
         _check_weights(row)
+    forget = row.get("forget")
+    if "forget" in columns and not isinstance(forget, bool):
+        raise ValueError(f"`forget` is true or false, not {json.dumps(forget, default=repr)[:60]}")
+    if forget is True and "forget" not in columns:
+        raise ValueError("`forget` is true, and the method learns all rows; see the preset unlearn")
 
 
 def _check_weights(row: Row) -> None:

@@ -52,7 +52,8 @@ def of_row(
     if spec.source == "demonstrations" or (spec.source == "completions" and not spec.sampled_by):
         texts = data.demonstrations([row], tokenizer, max_length)
         weights = np.asarray(texts.weights[0]) if texts.weights is not None else []
-        notes = [LEARNED if weight == 1 else f"weight {weight:g}" for weight in weights]
+        names = {1.0: LEARNED, -1.0: "forgotten"}
+        notes = [names.get(float(weight), f"weight {weight:g}") for weight in weights]
         notes = [note if weight else "" for note, weight in zip(notes, weights, strict=True)]
         return [_noted("demonstration", texts.tokens[0], notes, tokenizer)]
     if spec.source == "pairs" and spec.sampled_by is None:

@@ -253,15 +253,15 @@ def read_rows(
     )
     if files.format == "gsm8k":
         rows = read(("question", "answer"), data.gsm8k).map(data.gsm8k)
-        if spec.columns == ("messages",):
+        if "messages" in spec.columns:
             rows = rows.map(data.gsm8k_demonstration)
     elif files.format == "gsm8k_solutions":
         rows = read(("question", "ground_truth"), _graded_problem).map(_graded_problem)
     elif files.format == "code":
         columns = programming.columns_of(data.first_row(path, split, files.config))
         rows = read((*spec.columns, *columns), programming.check).map(programming.with_tests)
-    elif spec.columns == ("messages",) and not _has_messages(files, path, split):
-        rows = read(("prompt", "completion"))
+    elif "messages" in spec.columns and not _has_messages(files, path, split):
+        rows = read(("prompt", "completion", *spec.columns[1:]))
     else:
         rows = read(spec.columns)
     if "completions" in spec.columns and files.step_separator:

@@ -51,6 +51,13 @@ def texts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Demo
     return tiny.demonstrations(groups=groups, columns=columns)
 
 
+def forgetting() -> Demonstrations:
+    """Make demonstrations of which every third is to be forgotten."""
+    data = texts()
+    signs = jnp.where(jnp.arange(len(data.group_id)) % 3 == 1, -1.0, 1.0)
+    return replace(data, weights=jnp.where(data.action_mask, signs[:, None], 0.0))
+
+
 def accepted() -> Completions:
     """Make completions of which every third was rejected."""
     data = tiny.completions()

@@ -16,6 +16,7 @@ from tpu_rl.algos import (
     RewardModelConfig,
     RftConfig,
     SftConfig,
+    UnlearnConfig,
 )
 from tpu_rl.commands.config import (
     BatchConfig,
@@ -69,6 +70,18 @@ def sft() -> ExperimentConfig:
         optimizer=replace(base.optimizer, learning_rate=2e-5, schedule="cosine"),
         batch=replace(base.batch, group_size=1),
     )
+
+
+def unlearn() -> ExperimentConfig:
+    """Unlearning on your own rows: forget those that are marked, and learn the others.
+
+        python launch/run.py unlearn --model.path DIR --data.path rows.jsonl
+
+    A row is one of the preset sft with a column `forget`, true or false. Give it some rows to keep:
+    without them nothing holds the rest of the model. `--algorithm.loss gradient_ascent` is the
+    control.
+    """
+    return replace(sft(), algorithm=UnlearnConfig())
 
 
 def rft() -> ExperimentConfig:
