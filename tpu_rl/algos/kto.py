@@ -10,7 +10,9 @@
 The sign is + for good and - for bad completions. w is the weight of the completion's class over the
 number of completions of the optimizer step. Each completion of a pair counts by itself.
 
-Deviations: the paper of KTO takes z from the micro-batch at hand. Here it is one number per
+Deviations: BCO's paper has z = (mean s of good + mean s of bad completions) / 2. Ours is the mean
+over all of them, as in TRL, of the steps before: with 5 good and 1 bad one it can have another
+sign. The paper of KTO takes z from the micro-batch at hand. Here it is one number per
 optimizer step, from a pass without gradients before the first update of the batch, so it does not
 depend on how the batch is split. For z, each prompt is joined with a completion of the next
 prompt.

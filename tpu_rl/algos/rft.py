@@ -5,7 +5,8 @@
 
 Duplicates among a prompt's completions count once. The loss is that of `sft`. If the policy
 samples, rewards are 0 and 1, and there are no duplicates, the gradient is that of REINFORCE without
-a baseline, divided by the number of accepted tokens.
+a baseline, divided by the number of accepted tokens, if the sampling temperature is 1: the loss is
+at temperature 1 whatever that is.
 
     RFT                 sampled_by "reference": the first model samples     arXiv 2308.01825
     expert iteration    sampled_by "reference" and round_steps: a round     arXiv 1705.08439
