@@ -150,6 +150,8 @@ class ExperienceSpec(NamedTuple):
     computed once; for sampled pairs they are the sampler's."""
     transforms: Callable[[Any], Sequence[Any]] | None = None
     """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
+    expert_column: str | None = None
+    """rollouts: column whose text joins each group as a row of `RowSource.EXPERT`."""
     rows_added: int = 0
     """rollouts: rows that the transforms add to each group."""
 

@@ -20,6 +20,7 @@ from tpu_rl.algos.grpo import GrpoConfig, grpo
 from tpu_rl.algos.gspo import GspoConfig, gspo
 from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
+from tpu_rl.algos.mixed import MixedConfig, mixed
 from tpu_rl.algos.ppo import PpoConfig, ppo
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
@@ -41,6 +42,7 @@ ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
     GspoConfig: gspo,
     KtoConfig: kto,
     MiniLlmConfig: mini_llm,
+    MixedConfig: mixed,
     PpoConfig: ppo,
     ProcessRewardConfig: process_reward,
     QSharpConfig: q_sharp,

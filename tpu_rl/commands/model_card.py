@@ -27,6 +27,7 @@ NAMES = {
     "Gspo": "GSPO",
     "Kto": "KTO",
     "MiniLlm": "MiniLLM",
+    "Mixed": "GRPO with solutions in its groups",
     "Ppo": "PPO",
     "ProcessReward": "process reward model",
     "QSharp": "Q#",
@@ -35,6 +36,7 @@ NAMES = {
     "Rft": "rejection-sampling fine-tuning",
     "SentenceReward": "sentence reward model",
     "Sft": "supervised fine-tuning",
+    "Unlearn": "unlearning",
     "ValuePretraining": "value pretraining",
 }
 """Class of an algorithm's configuration, without "Config" -> what papers call the algorithm."""

@@ -44,9 +44,13 @@ def of_algorithm(spec: ExperienceSpec, tokenizer: Tokenizer) -> tuple[Transform,
     The transforms raise InputError if groups do not grow by `spec.rows_added` rows: memory and
     shapes are planned for that many.
     """
-    if spec.transforms is None:
+    chain: tuple[Transform, ...] = ()
+    if spec.expert_column is not None:
+        chain = (expert_of_column(spec.expert_column, tokenizer),)
+    if spec.transforms is not None:
+        chain += tuple(spec.transforms(tokenizer))
+    if not chain:
         return ()
-    chain: tuple[Transform, ...] = tuple(spec.transforms(tokenizer))
 
     def transform_and_check(scored: Scored, step: int, state: TrainState) -> Scored:
         result = apply(chain, scored, step, state)
@@ -135,6 +139,17 @@ def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
             fix="write a text, or leave the row out",
         )
     return AddedRow([*tokenizer.encode(text), tokenizer.eos_ids[0]], text)
+
+
+def expert_of_column(column: str, tokenizer: Tokenizer) -> Transform:
+    """Build the transform that adds the text of a column to each group, as an expert's row."""
+
+    def add_expert(scored: Scored, step: int, state: TrainState) -> Scored:
+        del step, state
+        experts = [[row_of_column(row, column, tokenizer)] for row in scored.rows]
+        return add_rows(scored, experts, RowSource.EXPERT)
+
+    return add_expert
 
 
 def add_rows(

@@ -12,7 +12,7 @@ import numpy as np
 
 from tpu_rl.algorithm_spec import SourceName
 from tpu_rl.proofs import tiny
-from tpu_rl.types import Algorithm, Completions, Demonstrations, Roles, Rollout
+from tpu_rl.types import Algorithm, Completions, Demonstrations, Roles, Rollout, RowSource
 
 MODEL = tiny.attention_model()
 
@@ -38,6 +38,21 @@ def off_policy(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) ->
     """Sample completions whose old log-probs are so far from the policy's that clipping acts."""
     data = tiny.rollout(groups=groups, columns=columns)
     return tiny.sampled_near(data, MODEL, tiny.init_params(MODEL)["policy"], noise=0.4)
+
+
+def with_experts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Rollout:
+    """Sample completions, and let the last one of each group be an expert's."""
+    data = off_policy(groups, columns)
+    is_expert = data.group_id != jnp.append(data.group_id[1:], -1)
+    known = jnp.where(is_expert[:, None], 0.0, 1.0)
+    return replace(
+        data,
+        source=jnp.where(is_expert, RowSource.EXPERT, RowSource.POLICY).astype(jnp.int8),
+        scored=data.scored & ~is_expert,
+        rewards=data.rewards * known,
+        log_probs=data.log_probs * known,
+        behaviour_log_probs=data.behaviour_log_probs * known,
+    )
 
 
 def with_baseline() -> Rollout:

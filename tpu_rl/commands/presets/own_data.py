@@ -9,6 +9,7 @@ from tpu_rl.algos import (
     DpoConfig,
     GrpoConfig,
     KtoConfig,
+    MixedConfig,
     PpoConfig,
     ProcessRewardConfig,
     QSharpConfig,
@@ -53,6 +54,18 @@ def grpo() -> ExperimentConfig:
         steps=200,
         checkpoint=CheckpointConfig(20),
     )
+
+
+def mixed() -> ExperimentConfig:
+    """GRPO whose groups also learn from your solutions of the prompts (CHORD, ReLIFT, LUFFY).
+
+        python launch/run.py mixed --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    Rows are those of the preset grpo, with a column `solution`: a text, as the model should write
+    it. `--algorithm.method` selects what is learned from it.
+    """
+    return replace(grpo(), algorithm=MixedConfig())
 
 
 def sft() -> ExperimentConfig:

@@ -1,0 +1,136 @@
+"""Groups with a solution of the data, by the formulas of their papers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_rl.algos.mixed import MixedConfig, mixed, mu, without_success
+from tpu_rl.errors import InputError
+from tpu_rl.losses import advantages
+from tpu_rl.proofs import cases, tiny
+from tpu_rl.train import update_step
+from tpu_rl.types import RowSource
+
+
+class Step:
+    """The loss of a step with experts, split into its terms, and the numbers of the formulas."""
+
+    def __init__(self, config: MixedConfig, data: Any = None):
+        self.params = tiny.init_params(cases.MODEL)
+        self.data = cases.with_experts() if data is None else data
+        algorithm = mixed(config, tiny.roles(cases.MODEL), tiny.SAMPLING)
+        batch, _ = algorithm.make_batch(tiny.experience(self.data), self.params, ())
+        batch = update_step.minibatch(batch, 0)
+        parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
+
+        def solution_loss(policy: Any) -> Any:
+            params = self.params | {"policy": policy}
+            metrics = [algorithm.loss(params, part)[1] for part in parts]
+            return sum(of_part["policy/solution_loss"].value for of_part in metrics)
+
+        self.loss, self.gradient = jax.value_and_grad(solution_loss)(self.params["policy"])
+        self.policy_weight = float(batch.weights["policy"].sum())
+        self.is_expert = np.asarray(self.data.source) == RowSource.EXPERT
+        self.mask = np.asarray(self.data.action_mask) & self.is_expert[:, None]
+
+    def log_probs(self, policy: Any) -> Any:
+        temperature = tiny.SAMPLING.temperature
+        return tiny.plain_log_probs(cases.MODEL, policy, self.data.tokens, temperature)
+
+    def check(self, formula: Any) -> None:
+        expected, gradient = jax.value_and_grad(
+            lambda policy: jnp.where(self.mask, formula(self.log_probs(policy)), 0.0).sum()
+        )(self.params["policy"])
+        assert float(self.loss) == pytest.approx(float(expected), rel=1e-4)
+        for a, b in zip(*map(jax.tree.leaves, (self.gradient, gradient)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+
+def test_chord_weighs_the_solution_by_phi_and_both_terms_by_mu():
+    step = Step(MixedConfig(mu_peak=0.3))
+    stop = jax.lax.stop_gradient
+
+    def formula(log_probs: Any) -> Any:
+        p = stop(jnp.exp(log_probs))
+        return -0.3 * p * (1 - p) * log_probs / step.mask.sum()
+
+    step.check(formula)
+    assert step.policy_weight == pytest.approx(0.7, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0.0), (5, 0.25), (10, 0.5), (20, 0.26), (30, 0.02), (99, 0.02)]
+)
+def test_mu_rises_and_falls_along_a_cosine(step, expected):
+    config = MixedConfig(mu_peak=0.5, mu_valley=0.02, mu_warmup_steps=10, mu_decay_steps=20)
+    assert float(mu(config, jnp.asarray(step))) == pytest.approx(expected, abs=1e-6)
+    assert float(mu(MixedConfig(), jnp.asarray(step))) == pytest.approx(0.1)
+
+
+def test_relift_imitates_where_no_completion_succeeds():
+    data = cases.with_experts()
+    returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
+    threshold = float(np.sort(returns[np.asarray(data.scored)])[-2])
+    step = Step(MixedConfig(method="relift", min_reward=threshold), data)
+    groups = np.asarray(data.group_id)
+    solved = {
+        g for g, r, s in zip(groups, returns, data.scored, strict=True) if s & (r >= threshold)
+    }
+    assert 0 < len(solved) < len(set(groups.tolist()))
+    unsolved = ~np.isin(groups, list(solved))
+    np.testing.assert_array_equal(without_success(data, threshold), unsolved)
+    step.mask &= unsolved[:, None]
+    step.check(lambda log_probs: -0.1 * log_probs / step.mask.sum())
+
+
+def test_luffy_shapes_the_probability_and_compares_the_solution_with_its_group():
+    step = Step(MixedConfig(method="luffy", solution_reward=2.0))
+    data = step.data
+    returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
+    returns = np.where(step.is_expert, 2.0, returns)
+    scored = np.asarray(data.scored) | step.is_expert
+    compared = advantages.group_scaled(
+        jnp.asarray(returns, jnp.float32), data.group_id, jnp.asarray(scored)
+    )
+    learned = (np.asarray(data.action_mask) & scored[:, None]).sum()
+
+    def formula(log_probs: Any) -> Any:
+        p = jnp.exp(log_probs)
+        return -p / (p + 0.1) * compared[:, None] / learned
+
+    step.check(formula)
+
+
+def test_visurf_has_the_gradient_of_grpo_at_the_solution():
+    step = Step(MixedConfig(method="visurf", old_log_probs="recomputed"))
+    luffy = Step(MixedConfig(method="luffy"))
+    assert step.policy_weight == pytest.approx(luffy.policy_weight)
+    # Before the update the ratio is 1, so the loss is minus the sum of the weighted advantages.
+    data = step.data
+    returns = np.where(data.action_mask, data.rewards, 0.0).sum(-1)
+    returns = np.where(step.is_expert, 1.0, returns).astype(np.float32)
+    scored = jnp.asarray(np.asarray(data.scored) | step.is_expert)
+    compared = np.asarray(advantages.group_scaled(jnp.asarray(returns), data.group_id, scored))
+    learned = (np.asarray(data.action_mask) & np.asarray(scored)[:, None]).sum()
+    expected = -(step.mask * compared[:, None]).sum() / learned
+    assert float(step.loss) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mu_peak": 1.5},
+        {"mu_valley": 0.2},
+        {"mu_decay_steps": -1},
+        {"shaping": 0.0},
+        {"method": "visurf"},
+        {"method": "luffy", "kl_reward_coef": 0.1},
+        {"method": "luffy", "credit": "turn"},
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(values):
+    with pytest.raises(InputError):
+        MixedConfig(**values)
