@@ -152,7 +152,7 @@ def plain_policy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_the_loss_is_its_formula(float64, name):
     config, data = CASES[name].config, off_policy()
     log_probs, entropy, reference = plain_policy()
-    old = log_probs if config.old_log_probs == "recomputed" else np.asarray(data.log_probs)
+    old = log_probs if config.recomputes else np.asarray(data.log_probs)
     importance = np.exp(old - np.asarray(data.behaviour_log_probs))
     weights, advantages = plain_weights(config, data), plain_advantages(config, data, reference)
     expected = 0.0
@@ -209,7 +209,7 @@ def test_the_cases_reach_every_branch_of_the_loss(float64):
     """Otherwise the battery would prove less than it says."""
     for name in GRPO:
         metrics = battery(name).original[1].metrics
-        if CASES[name].config.old_log_probs == "recomputed":
+        if CASES[name].config.recomputes:
             # Before the first update nothing is clipped; some weights are capped, and some are
             # below the cap.
             assert (

@@ -108,6 +108,15 @@ MISFITS = {
         ["arithmetic_bco", "--sampling.kv-cache-dtype", "int8"],
         "--sampling.kv-cache-dtype",
     ),
+    "a sampler compared with itself": (
+        ["arithmetic_grpo", "--algorithm.importance-sampling-cap", "2"]
+        + ["--algorithm.old-log-probs", "sampler"],
+        "--algorithm.old-log-probs",
+    ),
+    "a mode of no weights": (
+        ["arithmetic_ppo", "--algorithm.importance-sampling-mode", "sequence_mask"],
+        "--algorithm.importance-sampling-mode",
+    ),
     "a reference elsewhere": (
         ["arithmetic_dpo", "--sampling.temperature", "0.7"],
         "--sampling.temperature",

@@ -9,7 +9,7 @@ import pytest
 
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.losses.policy_batch import PolicyBatch, importance_weights
+from tpu_rl.losses.policy_batch import PolicyBatch
 from tpu_rl.losses.policy_gradient import (
     Surrogate,
     adapted_kl_scale,
@@ -23,6 +23,7 @@ from tpu_rl.losses.policy_gradient import (
     policy_metrics,
     reference_metrics,
 )
+from tpu_rl.losses.sampler_correction import SamplerCorrection, importance_weights
 from tpu_rl.types import PackedRows
 
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.2)
@@ -182,10 +183,13 @@ def test_importance_weights_make_expectations_those_of_the_old_policy():
         return jax.grad(loss)(logits)
 
     exact = gradient(jnp.exp(old), jnp.ones(5))
-    weights = importance_weights(old, jnp.log(behavior), jnp.inf)
+    log_ratio, everywhere = (old - jnp.log(behavior))[None], jnp.ones((1, 5), bool)
+    uncapped = SamplerCorrection(importance_sampling_cap=100.0)
+    weights = importance_weights(uncapped, log_ratio, everywhere)[0][0]
     np.testing.assert_allclose(gradient(behavior, weights), exact, atol=1e-6)
     assert np.abs(gradient(behavior, jnp.ones(5)) - exact).max() > 0.05
-    capped = importance_weights(old, jnp.log(behavior), 1.05)
+    config = SamplerCorrection(importance_sampling_cap=1.05)
+    capped = importance_weights(config, log_ratio, everywhere)[0][0]
     np.testing.assert_allclose(capped, np.minimum(np.exp(old) / behavior, 1.05), rtol=1e-6)
     assert float(capped.max()) == pytest.approx(1.05)
 
@@ -210,7 +214,7 @@ def test_the_kl_to_the_reference_is_the_old_policys_whatever_drew():
         policy = jax.nn.log_softmax(logits)
         return (jnp.exp(policy) * (policy - reference)).sum()
 
-    weights = importance_weights(old, jnp.log(behavior), 100.0)
+    weights = jnp.exp(old) / behavior
     now = old + jnp.array([0.2, -0.1, 0.0])
     np.testing.assert_allclose(added(now, weights), exact(now), atol=1e-6)
     np.testing.assert_allclose(jax.grad(added)(now, weights), jax.grad(exact)(now), atol=1e-6)

@@ -28,14 +28,21 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
-from tpu_rl.losses.policy_batch import PolicyBatch, learned_tokens, pack_policy_batch
+from tpu_rl.losses.policy_batch import (
+    PolicyBatch,
+    corrected,
+    learned_tokens,
+    pack_policy_batch,
+)
 from tpu_rl.losses.policy_gradient import (
     Surrogate,
+    corrected_losses,
     importance_ratio,
     policy_metrics,
     reference_metrics,
     token_metrics,
 )
+from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -49,7 +56,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class AStarPoConfig:
+class AStarPoConfig(SamplerCorrection):
     """The betas are in units of reward per nat."""
 
     beta: float = 1e-3
@@ -61,6 +68,7 @@ class AStarPoConfig:
     """Completions of the reference from which the V* of a prompt is estimated."""
 
     def __post_init__(self):
+        super().__post_init__()
         if min(self.beta, self.value_beta, self.reference_samples) <= 0:
             raise InputError(
                 "a setting of A*-PO is not positive", where="--algorithm", fix="see --help-all"
@@ -90,7 +98,10 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
                 why="its loss needs the log-prob of an episode in one row",
                 fix="use grpo, ppo or reinforce",
             )
-        learned = learned_tokens(rollout)
+        correction = corrected(
+            config, roles["policy"], params, rollout, layout, sampling.temperature
+        )
+        learned = correction.keep(learned_tokens(rollout))
         advantage = masked.total(rollout.rewards, rollout.action_mask, axis=-1) - rollout.baseline
         advantage = jnp.where(learned, advantage[:, None], 0.0)
         weights = masked.sequence_mean(learned, layout.minibatch, layout.minibatches)
@@ -98,7 +109,9 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
         reference_log_probs = frozen_log_probs(
             roles["reference"], params, rows, sampling.temperature
         )
-        batch = pack_policy_batch(rollout, layout, advantage, weights, reference_log_probs)
+        batch = pack_policy_batch(
+            rollout, layout, advantage, weights, reference_log_probs, correction
+        )
         return batch, state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
@@ -112,10 +125,13 @@ def a_star_po(config: AStarPoConfig, roles: Roles, sampling: Sampling) -> Algori
         token_log_ratio = jnp.where(mask, log_probs - batch.reference_log_probs, 0.0)
         log_ratio = masked.sequence_total(token_log_ratio, sequence_ids)
         losses = jnp.square(config.beta * log_ratio - batch.advantages)
+        losses, metrics = corrected_losses(losses, log_probs, batch)
         value = masked.total(weights * losses, weights > 0)
         # The loss has no importance ratio and clips nothing; the ratio is reported all the same.
         surrogate = Surrogate(losses, importance_ratio(log_probs, batch.old_log_probs))
-        metrics = policy_metrics(surrogate, mask, log_probs, batch.old_log_probs)
+        metrics |= policy_metrics(
+            surrogate, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs
+        )
         metrics |= reference_metrics(log_probs, batch.reference_log_probs, mask, sequence_ids)
         metrics["policy/loss"] = Sum(value, weights.sum())
         metrics["policy/entropy"] = masked.average(policy.entropy, mask)

@@ -15,9 +15,9 @@ into the reward (k1), or into the loss (with its exact gradient).
     RLOO       advantages "leave_one_out", kl_reward_coef > 0            arXiv 2402.14740
     DAPO       weights "token_mean", clip_high 0.28, overlong_buffer,
                and dynamic sampling (a setting of the batch)             arXiv 2503.14476
-    decoupled  old_log_probs "recomputed", importance_sampling_cap 2:
-               the ratio is to the proximal policy, and a weight
-               corrects for the policy that sampled (AReaL)              arXiv 2505.24298
+    decoupled  importance_sampling_cap 2: the ratio is to the
+               recomputed policy, and a weight corrects for
+               the policy that sampled (AReaL)                           arXiv 2505.24298
 
 In conversations of several turns, `credit` says what A is about: the episode; the return from each
 turn on, compared with the same turn of the group's other episodes; or, in addition to the
@@ -53,6 +53,7 @@ from tpu_rl.losses.policy_gradient import (
     clipped_surrogate,
     policy_loss,
 )
+from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling
 
 ADVANTAGES = {
@@ -64,7 +65,7 @@ ADVANTAGES = {
 
 
 @dataclass(frozen=True)
-class GroupPolicyConfig:
+class GroupPolicyConfig(SamplerCorrection):
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
@@ -81,13 +82,6 @@ class GroupPolicyConfig:
     its exact gradient."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
-    importance_sampling_cap: float | None = None
-    """Multiply each token's loss by min(old policy / sampling distribution, cap). It corrects
-    for top-k, top-p and penalties and, with recomputed log-probs, for rounding differences of the
-    sampler; 2 is usual."""
-    old_log_probs: Literal["sampler", "recomputed"] = "sampler"
-    """Denominator of the ratio: the sampler's log-probs, at no cost, or those of another forward
-    pass of the policy before its update."""
     overlong_buffer: int = 0
     """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off."""
     mask_truncated: bool = False
@@ -103,6 +97,7 @@ class GroupPolicyConfig:
     """Coefficient of the advantages among turns that answer the same observation; GiGPO's omega."""
 
     def __post_init__(self):
+        super().__post_init__()
         coefficients = (
             self.kl_reward_coef,
             self.kl_loss_coef,
@@ -111,8 +106,6 @@ class GroupPolicyConfig:
         )
         if min(coefficients) < 0:
             raise _invalid("a coefficient or the overlong buffer is negative")
-        if self.importance_sampling_cap is not None and self.importance_sampling_cap <= 0:
-            raise _invalid("the importance sampling cap is not above 0")
         if not 0 < self.gamma <= 1 or self.step_coef < 0:
             raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
         if self.credit == "episode" and self.gamma != 1:
@@ -205,8 +198,7 @@ def group_policy_gradient(
             kl_reward_coef=config.kl_reward_coef,
             overlong_buffer=config.overlong_buffer,
             mask_truncated=config.mask_truncated,
-            recompute_log_probs=config.old_log_probs == "recomputed",
-            importance_sampling_cap=config.importance_sampling_cap,
+            correction=config,
             credit=config.credit,
             gamma=config.gamma,
             step_coef=config.step_coef,

@@ -28,19 +28,19 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, k1
-from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_metrics
+from tpu_rl.losses.policy_batch import PolicyBatch, corrected, pack_policy_batch
+from tpu_rl.losses.policy_gradient import clipped_surrogate, corrected_losses, policy_metrics
+from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.types import (
     Algorithm,
     Array,
     Experience,
     Metrics,
-    PackedRows,
     Params,
     Roles,
     Rollout,
@@ -50,7 +50,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class MiniLlmConfig:
+class MiniLlmConfig(SamplerCorrection):
     teacher: str
     """A model with the policy's tokenizer, of any size: a directory, a hub id or the model folder
     of a run."""
@@ -65,6 +65,7 @@ class MiniLlmConfig:
     """The ratio is clipped to 1 - clip and 1 + clip."""
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.discount <= 1 or not 0 < self.clip < 1:
             raise InputError(
                 f"discount {self.discount} or clip {self.clip} is out of range",
@@ -82,17 +83,6 @@ class MiniLlmConfig:
             "policy": RoleSpec(trainable=True),
             "teacher": RoleSpec(trainable=False, path=self.teacher),
         }
-
-
-@struct.dataclass
-class Batch:
-    """Leaves are [M, K, R, S]; the loss sees [R, S]."""
-
-    rows: PackedRows
-    weights: dict[str, Array]
-    """"policy": the weights of the tokens."""
-    advantages: Array
-    old_log_probs: Array
 
 
 def later_log_ratios(log_ratios: Array, mask: Array, config: MiniLlmConfig) -> Array:
@@ -117,7 +107,7 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
         )
     surrogate = partial(clipped_surrogate, clip_low=config.clip, clip_high=config.clip)
 
-    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         rollout, layout = experience
         assert isinstance(rollout, Rollout)
         rows = layout.rows(rollout.tokens)
@@ -126,29 +116,30 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
             frozen_log_probs(roles["teacher"], params, rows, sampling.temperature)
         )
         log_ratios = jnp.where(mask, -k1(rollout.log_probs, teacher_log_probs), 0.0)
-        weights = masked.sequence_mean(mask, layout.minibatch, layout.minibatches)
-        batch = Batch(
-            rows=rows,
-            weights={"policy": layout.pack(weights)},
-            advantages=layout.pack(later_log_ratios(log_ratios, mask, config)),
-            old_log_probs=layout.pack(jnp.where(mask, rollout.log_probs, 0.0)),
+        correction = corrected(
+            config, roles["policy"], params, rollout, layout, sampling.temperature
         )
-        return batch, state
+        kept = correction.keep(mask)
+        weights = masked.sequence_mean(kept, layout.minibatch, layout.minibatches)
+        advantage = later_log_ratios(log_ratios, mask, config)
+        return pack_policy_batch(rollout, layout, advantage, weights, None, correction), state
 
-    def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
+    def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
         weights = batch.weights["policy"]
-        mask = weights > 0
+        mask = batch.action_mask
         teacher = teachers.compose("teacher", 1.0)
         comparison = teachers.compare(
             roles, params, batch.rows, teacher, beta=1.0, temperature=sampling.temperature
         )
         log_probs = jnp.where(mask, comparison.log_probs, 0.0)
         policy_terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, batch.rows)
-        losses = policy_terms.losses
+        losses, metrics = corrected_losses(policy_terms.losses, log_probs, batch)
         if config.single_step:
             losses += comparison.divergence
-        value = masked.total(weights * losses, mask)
-        metrics = policy_metrics(policy_terms, mask, log_probs, batch.old_log_probs)
+        value = masked.total(weights * losses, weights > 0)
+        metrics |= policy_metrics(
+            policy_terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs
+        )
         metrics["distill/loss"] = Sum(value, weights.sum())
         metrics["distill/divergence"] = masked.average(comparison.divergence, mask)
         metrics["policy/entropy"] = masked.average(comparison.entropy, mask)

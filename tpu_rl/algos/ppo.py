@@ -39,8 +39,15 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
 from tpu_rl.losses.log_probs import frozen_log_probs, log_probs_of_hidden
-from tpu_rl.losses.policy_batch import PolicyBatch, actions_of, kl_penalized_rewards, learned_tokens
+from tpu_rl.losses.policy_batch import (
+    PolicyBatch,
+    corrected,
+    kl_penalized_rewards,
+    learned_tokens,
+    pack_policy_batch,
+)
 from tpu_rl.losses.policy_gradient import adapted_kl_scale, clipped_surrogate, policy_loss
+from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.losses.value_loss import Critic, Targets
 from tpu_rl.train import packing
 from tpu_rl.types import (
@@ -56,7 +63,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class PpoConfig:
+class PpoConfig(SamplerCorrection):
     """Coefficients multiply nats, or units of reward."""
 
     critic: Critic = Critic()
@@ -90,6 +97,7 @@ class PpoConfig:
     and used at the first token of each turn only."""
 
     def __post_init__(self):
+        super().__post_init__()
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
         positive = (self.clip_low, self.clip_high, self.kl_horizon, self.lam_alpha, self.kl_target)
         if min(numbers) < 0 or 0 in positive or self.lam > 1 or self.clip_low >= 1:
@@ -169,10 +177,12 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         # the first action of each turn. Whitened: (A - mean A) / std A over the learned tokens.
         learned = learned_tokens(rollout)
         valued = learned & advantages.turn_starts(mask) if by_turn else learned
+        correction = corrected(config, policy, params, rollout, layout, sampling.temperature)
+        kept = correction.keep(learned)
         if config.whiten:
-            advantage = masked.whiten(advantage, learned)
+            advantage = masked.whiten(advantage, kept)
         else:
-            advantage = jnp.where(learned, advantage, 0.0)
+            advantage = jnp.where(kept, advantage, 0.0)
         # Right answers: episodes that earned more than 0, before the KL is subtracted.
         earned = masked.total(rollout.rewards, learned, axis=-1)
         right = learned & (advantages.episode_totals(earned, episode_id) > 0)[:, None]
@@ -180,24 +190,18 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         weighting = partial(
             masked.token_mean, minibatch=layout.minibatch, minibatches=layout.minibatches
         )
-        weights = layout.pack(weighting(learned))
-        batch = Batch(
-            rows=rows,
-            weights={
-                "policy": weights,
-                "value": layout.pack(weighting(valued)),
-                "positive": layout.pack(weighting(right)),
-                "kl": weights * kl_scale,
-            },
-            action_mask=layout.pack(actions_of(rollout)),
-            advantages=layout.pack(advantage),
-            targets=value_loss.targets(returns, values, valued, layout),
-            old_log_probs=layout.pack(rollout.log_probs),
-            reference_log_probs=reference_log_probs,
-            importance=None,
-            sampler_log_probs=None,
+        weights = weighting(kept)
+        packed = pack_policy_batch(
+            rollout, layout, advantage, weights, reference_log_probs, correction
         )
-        return batch, kl_scale
+        further_weights = {
+            "value": layout.pack(weighting(valued)),
+            "positive": layout.pack(weighting(right)),
+            "kl": layout.pack(weights) * kl_scale,
+        }
+        targets = value_loss.targets(returns, values, valued, layout)
+        parts = vars(packed) | {"weights": packed.weights | further_weights}
+        return Batch(**parts, targets=targets), kl_scale
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         # The hidden states serve the policy and, on a shared trunk, the critic.

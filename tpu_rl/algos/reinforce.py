@@ -34,16 +34,18 @@ from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import (
     PolicyBatch,
+    corrected,
     kl_penalized_rewards,
     learned_tokens,
     pack_policy_batch,
 )
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
 @dataclass(frozen=True)
-class ReinforceConfig:
+class ReinforceConfig(SamplerCorrection):
     """Coefficients multiply nats."""
 
     baseline: Literal["none", "group", "greedy"] = "none"
@@ -71,6 +73,7 @@ class ReinforceConfig:
     group's baseline is the mean return of the same turn of the group's episodes."""
 
     def __post_init__(self):
+        super().__post_init__()
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
         positive = (self.clip_low, self.clip_high, self.gamma)
         if min(numbers) < 0 or 0 in positive or max(self.clip_low, self.gamma) > 1:
@@ -117,12 +120,18 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
             )
         advantage = returns_of(rewards, learned, config.gamma, rollout.episode_id)
         advantage -= baseline(rollout, learned)
+        correction = corrected(
+            config, roles["policy"], params, rollout, layout, sampling.temperature
+        )
+        kept = correction.keep(learned)
         if config.whiten:
-            advantage = masked.whiten(advantage, learned)
+            advantage = masked.whiten(advantage, kept)
         else:
-            advantage = jnp.where(learned, advantage, 0.0)
-        weights = weighting(learned, layout.minibatch, layout.minibatches)
-        batch = pack_policy_batch(rollout, layout, advantage, weights, reference_log_probs)
+            advantage = jnp.where(kept, advantage, 0.0)
+        weights = weighting(kept, layout.minibatch, layout.minibatches)
+        batch = pack_policy_batch(
+            rollout, layout, advantage, weights, reference_log_probs, correction
+        )
         return batch, state
 
     def baseline(rollout: Rollout, learned: Array) -> Array:

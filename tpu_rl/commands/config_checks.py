@@ -8,6 +8,7 @@ from tpu_rl.algorithm_spec import ExperienceSpec
 from tpu_rl.algos import AlgorithmConfig
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import BatchConfig, RolloutConfig, SamplingConfig
+from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.rollout.dynamic_sampling import num_kept
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.storage import gcs
@@ -374,6 +375,22 @@ def check_training(algorithms: Sequence[AlgorithmConfig], sampling: SamplingConf
             )
         if spec.source == "pairs" and spec.reference_log_probs and spec.sampled_by == "reference":
             _check_reference_log_probs(sampling)
+        if isinstance(algorithm, SamplerCorrection):
+            _check_correction(algorithm, sampling)
+
+
+def _check_correction(algorithm: SamplerCorrection, sampling: SamplingConfig) -> None:
+    """Check that importance weights and rejections compare two different distributions."""
+    plain = SamplingConfig()
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "logit_bias")
+    is_plain = all(getattr(sampling, name) == getattr(plain, name) for name in names)
+    if algorithm.compares and not algorithm.recomputes and is_plain:
+        raise InputError(
+            "every importance weight would be 1, and nothing would be rejected",
+            where="--algorithm.old-log-probs",
+            why="the sampler's log-probs are compared with themselves",
+            fix="leave it out, and the old log-probs are recomputed",
+        )
 
 
 def _check_reference_log_probs(sampling: SamplingConfig) -> None:

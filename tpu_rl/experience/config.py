@@ -138,9 +138,8 @@ class SamplingConfig:
     kv_cache_dtype: Literal["computed", "int8"] = "computed"
     """The type of cached keys and values: the type that they are computed in, or int8 with a scale
     per token and head, which takes half of bfloat16's memory. With int8, the sampler's log-probs
-    differ from the trainer's: policy/log_prob_gap_mean says by how much, and GRPO's
-    --algorithm.importance-sampling-cap with recomputed old log-probs corrects for it. Evaluation
-    never rounds."""
+    differ from the trainer's: policy/log_prob_gap_mean says by how much, and
+    --algorithm.importance-sampling-cap corrects for it. Evaluation never rounds."""
     weight_dtype: Literal["computed", "int8", "float8_e4m3fn"] = "computed"
     """The type of the weights that sample: that of the computation, or eight bits with a scale per
     output for the matrices of attention, MLPs and experts. A decode step then reads half as much of

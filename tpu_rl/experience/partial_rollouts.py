@@ -9,8 +9,8 @@ for what the previous one left of its longest completions, and no token is older
 The price: a continued completion was sampled by two policies, and each batch has few of the
 longest completions of its own prompts. Each token keeps the log-probs that it was sampled with.
 They are the old log-probs of the ratio, so its metrics and policy/log_prob_gap now also measure how
-far the policy has moved. GRPO's `--algorithm.old-log-probs recomputed` with an
-`--algorithm.importance-sampling-cap` corrects for it (AReaL, arXiv 2505.24298).
+far the policy has moved. An `--algorithm.importance-sampling-cap` corrects for it (AReaL, arXiv
+2505.24298).
 
 A run that goes back after steps with non-finite gradients keeps its unfinished completions. Once,
 these are then more than one step old.

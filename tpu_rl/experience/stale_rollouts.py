@@ -17,9 +17,9 @@ gained if rewards are quick.
 
 The price: log-probs are those of an older policy (after a run has gone back, of a later one), and
 the last N batches that are sampled are never trained on. Two corrections: CISPO's truncated weight
-of the ratio to the policy that sampled (AIPO: LlamaRL, arXiv 2505.24034), and GRPO's
-`--algorithm.old-log-probs recomputed` with an `--algorithm.importance-sampling-cap`, which clips
-the ratio to the latest policy and weights each token (decoupled PPO: AReaL, arXiv 2505.24298).
+of the ratio to the policy that sampled (AIPO: LlamaRL, arXiv 2505.24034), and
+`--algorithm.importance-sampling-cap`, which clips the ratio to the latest policy and weights each
+token (decoupled PPO: AReaL, arXiv 2505.24298).
 
 A checkpoint contains the store, so a resumed run equals one that never stopped. Rewards that nobody
 has asked for yet are computed again.

@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.log_probs import frozen_log_probs, k1
+from tpu_rl.losses.log_probs import TokenLogProbs, frozen_log_probs, k1, token_log_probs
+from tpu_rl.losses.sampler_correction import Corrected, SamplerCorrection, correct
+from tpu_rl.train import packing
 from tpu_rl.types import Array, Experience, Layout, PackedRows, Params, Role, Rollout, RowSource
 
 Credit = Literal["episode", "turn", "step"]
@@ -43,8 +46,14 @@ class PolicyBatch:
     sampler_log_probs: Array | None
     """The sampler's log-probs if `old_log_probs` are others, for the gap between sampler and
     trainer."""
-    importance_cap: float | None = struct.field(default=None, kw_only=True, pytree_node=False)
-    """The largest that `importance` may be, for the metric policy/importance_capped."""
+    importance_capped: Array | None = struct.field(default=None, kw_only=True)
+    """1 where a bound changed `importance`, for the metric policy/importance_capped."""
+    rejected: Array | None = struct.field(default=None, kw_only=True)
+    """1 at tokens left out for their distance from the sampler, for policy/rejected."""
+    off_policy_mask_threshold: float | None = struct.field(
+        default=None, kw_only=True, pytree_node=False
+    )
+    """See `SamplerCorrection`; None masks nothing."""
     compared: Array | None = struct.field(default=None, kw_only=True)
     """1 at actions whose turn has others to be compared with, 0 at other tokens; None if a group
     compares episodes. For the metric policy/compared."""
@@ -72,14 +81,35 @@ def actions_of(rollout: Rollout, source: RowSource = RowSource.POLICY) -> Array:
 
 def recomputed_log_probs(
     policy: Role, params: Params, rollout: Rollout, layout: Layout, temperature: float
-) -> Array:
-    """Return the policy's log-probs of its actions, by a forward pass of the trainer.
+) -> TokenLogProbs:
+    """Return the policy's log-probs and entropies at its actions, by a forward pass of the trainer.
 
-    Packed [M, K, R, S], zero outside actions. They replace the sampler's as `old_log_probs` where
-    the sampler's programs round differently.
+    Packed [M, K, R, S], zero outside actions. The log-probs replace the sampler's as
+    `old_log_probs` where the sampler's programs round differently.
     """
-    log_probs = frozen_log_probs(policy, params, layout.rows(rollout.tokens), temperature)
-    return jnp.where(layout.pack(rollout.action_mask), log_probs, 0.0)
+
+    def of_micro_batch(rows: PackedRows) -> TokenLogProbs:
+        return token_log_probs(policy, params, rows, temperature)
+
+    recomputed = packing.over_micro_batches(of_micro_batch, layout.rows(rollout.tokens))
+    mask = layout.pack(rollout.action_mask)
+    return jax.tree.map(lambda values: jnp.where(mask, values, 0.0), recomputed)
+
+
+def corrected(
+    config: SamplerCorrection,
+    policy: Role,
+    params: Params,
+    rollout: Rollout,
+    layout: Layout,
+    temperature: float,
+) -> Corrected:
+    """Return `sampler_correction.correct`, with old log-probs of the trainer if the configuration
+    wants them."""
+    recomputed = None
+    if config.recomputes:
+        recomputed = recomputed_log_probs(policy, params, rollout, layout, temperature)
+    return correct(config, rollout, layout, actions_of(rollout), recomputed)
 
 
 def completion_kl(rollout: Rollout, reference_log_probs: Array) -> Array:
@@ -169,29 +199,13 @@ def compared_turns(rollout: Rollout, credit: Credit) -> Array | None:
     return (peers > 1).astype(jnp.float32)
 
 
-def importance_weights(log_probs: Array, behaviour_log_probs: Array, cap: float) -> Array:
-    """Return min(old policy / behavior, cap) of each token: truncated importance sampling (Ionides
-    2008).
-
-    The behavior is the distribution that tokens were really sampled from: with top-k and the like,
-    with penalties, with a guide, or by the same weights in other programs. Without a cap, the
-    expectation of the loss is the one under the old policy, wherever the behavior can sample what
-    the old policy can. The cap bounds the variance and leaves a bias. With the proximal policy's
-    log-probs as `log_probs`, this is the weight of the decoupled objective (AReaL, arXiv
-    2505.24298, eq. 5).
-    """
-    return jnp.minimum(jnp.exp(log_probs - behaviour_log_probs), cap)
-
-
 def pack_policy_batch(
     rollout: Rollout,
     layout: Layout,
     advantages: Array,
     weights: Array,
     reference_log_probs: Array | None,
-    *,
-    old_log_probs: Array | None = None,
-    importance_sampling_cap: float | None = None,
+    correction: Corrected = Corrected(),
 ) -> PolicyBatch:
     """Move advantages and weights into packed rows, and add the log-probs.
 
@@ -201,29 +215,26 @@ def pack_policy_batch(
       advantages: [N, T].
       weights: [N, T], the weights of the policy loss.
       reference_log_probs: packed [M, K, R, S], or None.
-      old_log_probs: packed log-probs for the ratio; None takes the sampler's.
-      importance_sampling_cap: cap of `importance_weights`; None applies no such weights.
+      correction: from `corrected`; by default, the old log-probs are the sampler's.
     """
+
+    def pack(array: Array | None) -> Array | None:
+        return None if array is None else layout.pack(array)
+
     sampler_log_probs = layout.pack(rollout.log_probs)
-    action_mask = layout.pack(actions_of(rollout))
-    ratio_log_probs = sampler_log_probs if old_log_probs is None else old_log_probs
-    importance = None
-    if importance_sampling_cap is not None:
-        behaviour_log_probs = layout.pack(rollout.behaviour_log_probs)
-        importance = importance_weights(
-            ratio_log_probs, behaviour_log_probs, importance_sampling_cap
-        )
-        importance = jnp.where(action_mask, importance, 1.0)
+    old_log_probs = correction.old_log_probs
     return PolicyBatch(
         rows=layout.rows(rollout.tokens),
         weights={"policy": layout.pack(weights)},
-        action_mask=action_mask,
+        action_mask=layout.pack(actions_of(rollout)),
         advantages=layout.pack(advantages),
-        old_log_probs=ratio_log_probs,
+        old_log_probs=sampler_log_probs if old_log_probs is None else old_log_probs,
         reference_log_probs=reference_log_probs,
-        importance=importance,
+        importance=pack(correction.importance),
         sampler_log_probs=None if old_log_probs is None else sampler_log_probs,
-        importance_cap=importance_sampling_cap,
+        importance_capped=pack(correction.capped),
+        rejected=pack(correction.rejected),
+        off_policy_mask_threshold=correction.off_policy_mask_threshold,
     )
 
 
@@ -240,8 +251,7 @@ def make_policy_batch(
     kl_reward_coef: float = 0.0,
     overlong_buffer: int = 0,
     mask_truncated: bool = False,
-    recompute_log_probs: bool = False,
-    importance_sampling_cap: float | None = None,
+    correction: SamplerCorrection = SamplerCorrection(),
     credit: Credit = "episode",
     gamma: float = 1.0,
     step_coef: float = 1.0,
@@ -253,7 +263,7 @@ def make_policy_batch(
     Args:
       experience: a Rollout with its layout.
       params: the whole params tree, which `policy` and `reference` read.
-      policy: the role that trains; called only with `recompute_log_probs`.
+      policy: the role that trains; called only for recomputed old log-probs.
       reference: the role of the KL terms, or None without them.
       advantage: function from returns to advantages, e.g. `advantages.group_scaled`.
       weighting: function from learned tokens to weights, e.g. `masked.token_mean`.
@@ -262,8 +272,7 @@ def make_policy_batch(
       kl_reward_coef: coefficient of the KL in the return.
       overlong_buffer: tokens before the limit over which the overlong penalty falls; 0 is off.
       mask_truncated: whether truncated completions get no weight. They still count in baselines.
-      recompute_log_probs: whether the ratio's old log-probs come from `recomputed_log_probs`.
-      importance_sampling_cap: see `pack_policy_batch`.
+      correction: what corrects for the sampler, and where old log-probs come from.
       credit: what a group compares, see `credited_advantages`.
       gamma: discount per turn, likewise.
       step_coef: coefficient of the advantages of step groups, likewise.
@@ -283,19 +292,16 @@ def make_policy_batch(
         unpacked = layout.unpack(reference_log_probs)
         returns -= kl_reward_coef * completion_kl(rollout, unpacked)
         rewards = kl_penalized_rewards(rewards, rollout.log_probs, unpacked, kl_reward_coef)
-    learned = learned_tokens(rollout, mask_truncated=mask_truncated)
+    found = corrected(correction, policy, params, rollout, layout, temperature)
+    learned = found.keep(learned_tokens(rollout, mask_truncated=mask_truncated))
     weights = weighting(learned, layout.minibatch, layout.minibatches)
-    old_log_probs = None
-    if recompute_log_probs:
-        old_log_probs = recomputed_log_probs(policy, params, rollout, layout, temperature)
     batch = pack_policy_batch(
         rollout,
         layout,
         credited_advantages(rollout, rewards, returns, advantage, credit, gamma, step_coef),
         weights,
         reference_log_probs,
-        old_log_probs=old_log_probs,
-        importance_sampling_cap=importance_sampling_cap,
+        found,
     )
     compared = compared_turns(rollout, credit)
     if compared is None:

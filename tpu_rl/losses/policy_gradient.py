@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses import masked
@@ -170,21 +171,13 @@ def policy_loss(
     action_ids = jnp.where(mask, batch.rows.sequence_ids, 0)
     rows = dataclasses.replace(batch.rows, sequence_ids=action_ids)
     terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, rows)
-    losses = terms.losses
-    if batch.importance is not None:
-        losses *= batch.importance
+    losses, metrics = corrected_losses(terms.losses, log_probs, batch)
     learned = weights > 0
     loss = masked.total(weights * (losses - entropy_coef * policy.entropy), learned)
-    metrics = policy_metrics(terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs)
+    metrics |= policy_metrics(terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs)
     metrics["policy/loss"] = Sum(loss, weights.sum())
     metrics["policy/entropy"] = masked.average(policy.entropy, mask)
     metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
-    if batch.importance is not None:
-        metrics["policy/importance"] = masked.average(batch.importance, mask)
-        if batch.importance_cap is not None:
-            is_capped = batch.importance >= batch.importance_cap
-            capped = masked.average(is_capped.astype(jnp.float32), mask)
-            metrics["policy/importance_capped"] = capped
     if batch.compared is not None:
         metrics["policy/compared"] = masked.average(batch.compared, mask)
     if batch.reference_log_probs is not None:
@@ -203,6 +196,35 @@ def policy_loss(
         loss += value
         metrics[f"policy/{name}_loss"] = Sum(value, term_weights.sum())
     return loss, metrics
+
+
+def corrected_losses(losses: Array, log_probs: Array, batch: PolicyBatch) -> tuple[Array, Metrics]:
+    """Apply the correction for the sampler to the policy losses [R, S], and return its metrics.
+
+    The losses are multiplied by the batch's importance weights. With an off-policy mask, a
+    completion with a negative advantage has none if the mean over its tokens of log sampler - log
+    policy is above the threshold (arXiv 2512.02556, eq. 9). The policy is the present one, so later
+    optimizer steps of a batch mask more. `log_probs` are zero outside the mask.
+    """
+    mask = batch.action_mask
+    metrics: Metrics = {}
+    if batch.importance is not None:
+        losses *= batch.importance
+        metrics["policy/importance"] = masked.average(batch.importance, mask)
+    if batch.importance_capped is not None:
+        metrics["policy/importance_capped"] = masked.average(batch.importance_capped, mask)
+    if batch.rejected is not None:
+        metrics["policy/rejected"] = masked.average(batch.rejected, mask)
+    if batch.off_policy_mask_threshold is not None:
+        sampler = batch.sampler_log_probs
+        gap = (batch.old_log_probs if sampler is None else sampler) - log_probs
+        ids = jnp.where(mask, batch.rows.sequence_ids, 0)
+        lengths = masked.sequence_total(mask.astype(gap.dtype), ids)
+        mean_gap = masked.sequence_total(jax.lax.stop_gradient(gap), ids) / jnp.maximum(lengths, 1)
+        is_off = (batch.advantages < 0) & (mean_gap > batch.off_policy_mask_threshold)
+        losses = jnp.where(is_off, 0.0, losses)
+        metrics["policy/off_policy_masked"] = masked.average(is_off.astype(jnp.float32), mask)
+    return losses, metrics
 
 
 def policy_metrics(

@@ -1,0 +1,241 @@
+"""Corrections for a sampler that is not quite the policy: it rounds, has older weights, or samples
+from a part of the vocabulary only.
+
+    d_t = log old policy(y_t) - log mu(y_t),    D = sum of d_t over the actions of a completion
+
+mu is the distribution that was sampled from. The loss of each token is multiplied by a weight:
+
+    token_truncate      clip(exp d_t, floor, cap)           verl rollout_is=token
+    token_mask          exp d_t in [floor, cap], else 0     verl with two thresholds (IcePop)
+    sequence_truncate   clip(exp D, floor, cap)             verl rollout_is=sequence
+    sequence_mask       exp D in [floor, cap], else 0       TRL's default, with cap 3
+
+or a token or completion leaves the loss and its denominators, by the distance from mu:
+
+    k1 = -d_t,    k2 = d_t^2 / 2,    k3 = exp(d_t) - 1 - d_t
+
+of a token, or their sum, mean or largest over a completion (verl's rollout_rs). k1 stays within
+log rejection_min and log rejection_max, k2 and k3 stay below rejection_max.
+
+The modes are those of TRL 1.16 (`vllm_importance_sampling_mode`) and of verl 0.9.1
+(`rollout_corr_helper.py`). Deviations: one rejection criterion at a time, where verl takes a list;
+verl clips d_t and D to +-20. A completion is a row, also if an episode has several.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from tpu_rl.errors import InputError
+from tpu_rl.losses import masked
+from tpu_rl.losses.log_probs import TokenLogProbs
+from tpu_rl.types import Array, Layout, Rollout
+
+Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Rejection = Literal[
+    "none",
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "sequence_sum_k1",
+    "sequence_sum_k2",
+    "sequence_sum_k3",
+    "sequence_mean_k1",
+    "sequence_mean_k2",
+    "sequence_mean_k3",
+    "sequence_max_k2",
+    "sequence_max_k3",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerCorrection:
+    """Settings of the correction, a base of algorithms' configurations."""
+
+    old_log_probs: Literal["auto", "sampler", "recomputed"] = "auto"
+    """Denominator of the ratio: the sampler's log-probs, at no cost, or those of another forward
+    pass of the policy before its update. auto: recomputed with an importance sampling cap or a
+    rejection, which compare the two, and the sampler's otherwise."""
+    importance_sampling_cap: float | None = None
+    """Multiply each token's loss by the importance weight old policy / sampling distribution, up to
+    this cap: it corrects for a sampler that rounds, is older, or leaves tokens out. 2 is usual."""
+    importance_sampling_mode: Mode = "token_truncate"
+    """Weight of a token, or the product of its completion's (sequence); above the cap it is the
+    cap (truncate), or 0 (mask)."""
+    importance_sampling_floor: float | None = None
+    """Weights below are raised to this number (truncate), or 0 (mask)."""
+    importance_sampling_normalize: bool = False
+    """Divide the weights by their mean over the batch: of tokens, or of completions in the modes of
+    sequences."""
+    rejection: Rejection = "none"
+    """Leave tokens or completions out whose distance from the sampler, estimated by k1, k2 or k3,
+    is out of range; for completions, the sum, mean or largest over their tokens."""
+    rejection_max: float | None = None
+    """Largest distance; for k1 the largest ratio sampling distribution / old policy."""
+    rejection_min: float | None = None
+    """Smallest such ratio. Only for k1."""
+    off_policy_mask_threshold: float | None = None
+    """Leave completions with a negative advantage out of the policy loss if the mean over their
+    tokens of log sampler - log policy is above this number of nats (DeepSeek-V3.2, arXiv
+    2512.02556, eq. 9)."""
+
+    def __post_init__(self):
+        cap, floor = self.importance_sampling_cap, self.importance_sampling_floor
+        if cap is not None and not 0 <= (floor or 0.0) < cap:
+            raise InputError(
+                "the importance sampling cap is not above its floor, or one of them is negative",
+                where="--algorithm.importance-sampling-cap, --algorithm.importance-sampling-floor",
+                fix="use a cap above 1, such as 2, and a floor below 1",
+            )
+        idle = [
+            f"--algorithm.importance-sampling-{name}"
+            for name in ("mode", "floor", "normalize")
+            if cap is None
+            and getattr(self, f"importance_sampling_{name}")
+            != getattr(SamplerCorrection, f"importance_sampling_{name}")
+        ]
+        if idle:
+            raise InputError(
+                "there are no importance weights without a cap",
+                where=", ".join(idle),
+                fix="give --algorithm.importance-sampling-cap too, such as 2",
+            )
+        needs = {"rejection_max": self.rejection != "none", "rejection_min": "k1" in self.rejection}
+        for name, is_needed in needs.items():
+            value = getattr(self, name)
+            if (value is not None) != is_needed or (is_needed and value <= 0):
+                raise InputError(
+                    f"rejection {self.rejection} with {name} {value}",
+                    where=f"--algorithm.rejection, --algorithm.{name.replace('_', '-')}",
+                    fix="k1 needs a positive minimum and maximum, k2 and k3 a maximum alone",
+                )
+        if (self.rejection_min or 0.0) > (self.rejection_max or 0.0):
+            raise InputError(
+                f"rejection from {self.rejection_min} to {self.rejection_max} keeps nothing",
+                where="--algorithm.rejection-min, --algorithm.rejection-max",
+                fix="use a minimum below 1 and a maximum above 1",
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether old policy and sampler are compared before the update."""
+        return self.importance_sampling_cap is not None or self.rejection != "none"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the old log-probs come from a forward pass of the trainer."""
+        return self.old_log_probs == "recomputed" or (
+            self.old_log_probs == "auto" and self.compares
+        )
+
+
+class Corrected(NamedTuple):
+    """What a correction found. All [N, T] but the packed old log-probs."""
+
+    old_log_probs: Array | None = None
+    """[M, K, R, S]: recomputed, or None."""
+    importance: Array | None = None
+    """Weights of the losses, 1 outside actions."""
+    capped: Array | None = None
+    """1.0 where cap or floor changed the weight."""
+    rejected: Array | None = None
+    """1.0 at tokens that leave the loss."""
+    off_policy_mask_threshold: float | None = None
+
+    def keep(self, learned: Array) -> Array:
+        """Return the tokens of `learned` [N, T] bool that are not rejected."""
+        return learned if self.rejected is None else learned & (self.rejected == 0)
+
+
+def correct(
+    config: SamplerCorrection,
+    rollout: Rollout,
+    layout: Layout,
+    actions: Array,
+    recomputed: TokenLogProbs | None,
+) -> Corrected:
+    """Compare the old policy with the sampler.
+
+    Args:
+      config: what to compute.
+      rollout: the completions.
+      layout: their places in packed rows.
+      actions: [N, T] bool, the actions of the policy's own rows.
+      recomputed: packed log-probs of the old policy; None: the sampler's are those.
+    """
+    old = None if recomputed is None else recomputed.log_probs
+    importance = capped = rejected = None
+    if config.compares:
+        old_log_probs = rollout.log_probs if old is None else layout.unpack(old)
+        log_ratio = jnp.where(actions, old_log_probs - rollout.behaviour_log_probs, 0.0)
+        if config.importance_sampling_cap is not None:
+            importance, capped = importance_weights(config, log_ratio, actions)
+        if config.rejection != "none":
+            rejected = jnp.where(actions, ~is_near(config, log_ratio, actions), False) * 1.0
+    return Corrected(
+        old if config.recomputes else None,
+        importance,
+        capped,
+        rejected,
+        config.off_policy_mask_threshold,
+    )
+
+
+def importance_weights(
+    config: SamplerCorrection, log_ratio: Array, actions: Array
+) -> tuple[Array, Array]:
+    """Return the weights, and 1.0 where the bounds changed them, [N, T].
+
+    `log_ratio` [N, T] is log old policy - log sampling distribution, and zero outside `actions`.
+    Without bounds, the expectation of the loss is the one under the old policy, wherever the
+    sampler can choose what the old policy can; with a token's weight, given the prefix. The bounds
+    limit the variance and leave a bias. With a recomputed old policy this is the weight of the
+    decoupled objective (AReaL, arXiv 2505.24298, eq. 5).
+    """
+    cap, floor = config.importance_sampling_cap, config.importance_sampling_floor
+    of_sequence = config.importance_sampling_mode.startswith("sequence")
+    if of_sequence:
+        # sum_t d_t, at every token of the completion.
+        log_ratio = jnp.broadcast_to(log_ratio.sum(-1, keepdims=True), log_ratio.shape)
+    ratio = jnp.exp(log_ratio)
+    weights = jnp.clip(ratio, floor, cap)
+    is_bounded = (weights != ratio) & actions
+    if config.importance_sampling_mode.endswith("mask"):
+        weights = jnp.where(is_bounded, 0.0, weights)
+    if config.importance_sampling_normalize:
+        # Tokens count alike; in the modes of sequences, completions do.
+        shares = actions / jnp.maximum(actions.sum(-1, keepdims=True), 1)
+        shares = shares if of_sequence else actions * 1.0
+        mean = masked.total(weights * shares, actions) / jnp.maximum(shares.sum(), 1.0)
+        weights /= jnp.where(mean > 1e-8, mean, 1.0)
+    return jnp.where(actions, weights, 1.0), is_bounded * 1.0
+
+
+def is_near(config: SamplerCorrection, log_ratio: Array, actions: Array) -> Array:
+    """Return True where the distance from the sampler is in range, [N, T].
+
+    `log_ratio` is that of `importance_weights`.
+    """
+    level, estimator = config.rejection.rsplit("_", 1)
+    distance = {
+        "k1": -log_ratio,
+        "k2": 0.5 * jnp.square(log_ratio),
+        "k3": jnp.expm1(log_ratio) - log_ratio,
+    }[estimator]
+    match level:
+        case "sequence_sum":
+            distance = masked.total(distance, actions, axis=-1)[:, None]
+        case "sequence_mean":
+            distance = masked.mean(distance, actions, axis=-1)[:, None]
+        case "sequence_max":
+            distance = jnp.max(distance, axis=-1, initial=0.0, where=actions)[:, None]
+    lowest, highest = config.rejection_min or 1.0, config.rejection_max or 1.0
+    if estimator == "k1":
+        near = (distance >= math.log(lowest)) & (distance <= math.log(highest))
+    else:
+        near = distance <= highest
+    return jnp.broadcast_to(near, actions.shape)
