@@ -70,8 +70,10 @@ def plain_advantages(
     if config.overlong_buffer:
         limit, buffer = tiny.SAMPLING.max_new_tokens, config.overlong_buffer
         for row in np.flatnonzero(mask.any(1)):
-            penalty = (limit - buffer - mask[row].sum()) / buffer
-            rewards[row, np.flatnonzero(mask[row])[-1]] += min(0.0, max(-1.0, penalty))
+            actions = np.flatnonzero(mask[row])
+            # The output of a tool counts, as it does at the limit.
+            penalty = (limit - buffer - (actions[-1] - actions[0] + 1)) / buffer
+            rewards[row, actions[-1]] += min(0.0, max(-1.0, penalty))
 
     def against_peers(returns: dict[Any, float], peers: dict[Any, Any]) -> dict[Any, float]:
         """Compare the returns that have the same value in `peers`."""

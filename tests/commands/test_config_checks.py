@@ -95,6 +95,10 @@ MISFITS = {
         ["arithmetic_grpo", "--rollout.replay-routing", "--agent", "my_agent.py:run"],
         "--rollout.replay-routing, --agent",
     ),
+    "an agent's length": (
+        ["arithmetic_grpo", "--algorithm.overlong-buffer", "8", "--agent", "my_agent.py:run"],
+        "--algorithm.overlong-buffer, --agent",
+    ),
     "pairs that nothing tells apart": (["arithmetic_dpo", "--reward"], "--reward"),
     "a rounded reference": (
         ["arithmetic_dpo", "--sampling.kv-cache-dtype", "int8"],

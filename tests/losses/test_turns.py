@@ -52,6 +52,24 @@ def test_turn_returns_by_hand():
     )
 
 
+def test_the_overlong_penalty_counts_observations_and_whole_episodes():
+    """The limit is 8 and the buffer 4. Two of five tokens are observed: 5 tokens cost 1/4, where
+    the 3 actions cost nothing. A truncated episode costs 1, though its last observation is in no
+    row. The last two rows are one episode, which begins at 2 and reaches to 9."""
+    mask = np.zeros((4, 10), bool)
+    mask[0, [1, 2, 5]] = mask[1, 1:3] = mask[2, 2:4] = mask[3, 7:9] = True
+    rollout = replace(
+        tiny.rollout(),
+        action_mask=jnp.asarray(mask),
+        truncated=jnp.array([False, True, False, False]),
+        episode_id=jnp.array([5, 6, 8, 8]),
+    )
+    penalty = policy_batch.overlong_penalty(rollout, 8, 4)
+    np.testing.assert_allclose(penalty, [-0.25, -1, 0, -0.75])
+    alone = replace(rollout, episode_id=None)
+    np.testing.assert_allclose(policy_batch.overlong_penalty(alone, 8, 4), [-0.25, -1, 0, 0])
+
+
 def test_turns_of_one_token_are_tokens():
     random = np.random.default_rng(0)
     mask = jnp.asarray(random.random((6, 9)) < 0.4)

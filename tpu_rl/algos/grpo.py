@@ -83,7 +83,8 @@ class GroupPolicyConfig(SamplerCorrection):
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     overlong_buffer: int = 0
-    """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off."""
+    """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off. An
+    episode has one, and its observations count."""
     mask_truncated: bool = False
     """Do not learn from completions that reached the length limit. They stay in their group's
     baseline."""

@@ -308,6 +308,7 @@ class ExperimentConfig:
         config_checks.check_replay(
             self.rollout, self.sampling, self.environment, self.agent, algorithms
         )
+        config_checks.check_overlong_penalty(self.agent, algorithms)
         config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
         config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
         if self.model.exact_sampling:

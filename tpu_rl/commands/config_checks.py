@@ -172,6 +172,17 @@ def check_replay(
             )
 
 
+def check_overlong_penalty(agent: str, algorithms: Sequence[AlgorithmConfig]) -> None:
+    """Check that the length that a penalty is about has a limit."""
+    if agent and any(getattr(algorithm, "overlong_buffer", 0) for algorithm in algorithms):
+        raise InputError(
+            "the overlong penalty and --agent do not go together",
+            where="--algorithm.overlong-buffer, --agent",
+            why="the limit is that of one answer, and the penalty that of an episode",
+            fix="leave one of them out, or let the agent's reward judge the length",
+        )
+
+
 def check_sampler_devices(
     sampling: SamplingConfig, batch: BatchConfig, exact_sampling: bool
 ) -> None:

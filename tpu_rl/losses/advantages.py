@@ -379,6 +379,14 @@ def episode_totals(values: Array, episode_id: Array | None) -> Array:
     return jax.ops.segment_sum(values, segment, num_segments=len(segment))[segment]
 
 
+def episode_lengths(starts: Array, ends: Array, episode_id: Array) -> Array:
+    """Return the largest end of the rows of an episode minus the start of its first, [N]."""
+    size = len(ends)
+    segment = _episode_segments(episode_id)
+    first = jax.ops.segment_min(jnp.arange(size), segment, num_segments=size)[segment]
+    return jax.ops.segment_max(ends, segment, num_segments=size)[segment] - starts[first]
+
+
 def _episode_segments(episode_id: Array) -> Array:
     """Return the number of each row's episode in the order of rows, from 0, [N].
 

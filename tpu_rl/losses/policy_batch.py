@@ -130,9 +130,23 @@ def kl_penalized_rewards(
 
 
 def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> Array:
-    """Return [N]: `advantages.soft_overlong_penalty` of the number of actions of each row."""
-    lengths = rollout.action_mask.sum(-1)
-    return advantages.soft_overlong_penalty(lengths, max_new_tokens, buffer)
+    """Return [N]: `advantages.soft_overlong_penalty` of each episode, at the last of its rows.
+
+    Lengths are counted as the limit counts them: all tokens after the prompt, observations too. An
+    episode of several rows is as long as the longest. One that was cut at the limit has a penalty
+    of 1, also if its last observation, which no row holds, took it there.
+    """
+    mask = rollout.action_mask
+    ends = jnp.max(jnp.arange(1, mask.shape[1] + 1)[None] * mask, axis=-1)
+    lengths = ends - mask.argmax(-1)
+    counted = mask.any(-1)
+    if rollout.episode_id is not None:
+        lengths = advantages.episode_lengths(mask.argmax(-1), ends, rollout.episode_id)
+        continues = rollout.episode_id[1:] == rollout.episode_id[:-1]
+        counted &= ~jnp.pad(continues, (0, 1))
+    lengths = jnp.where(rollout.truncated, max_new_tokens, lengths)
+    penalty = advantages.soft_overlong_penalty(lengths, max_new_tokens, buffer)
+    return jnp.where(counted, penalty, 0.0)
 
 
 def credited_advantages(
