@@ -25,7 +25,7 @@ PAGES = [
 ]
 FOLDERS = "tests|tpu_rl|launch|bench|research|docs|recipes"
 
-PROGRAMS = ("tpu_rl/commands", "bench", "research", "recipes", "tpu_rl/algos")
+PROGRAMS = ("tpu_rl/commands", "bench", "research", "recipes", "tpu_rl/algos", "tpu_rl/losses")
 """Folders whose dataclasses and argument parsers declare flags."""
 
 FOREIGN_FLAGS = {

@@ -248,13 +248,14 @@ def test_the_kl_scale_is_remembered_and_weighs_the_next_batch():
     params, scale = algorithm.after_update(
         params, scale, {"policy/kl_completion": jnp.float32(9.0)}
     )
-    assert float(scale) == pytest.approx(1.05)
+    assert float(scale["kl_scale"]) == pytest.approx(1.05)
     make_batch = jax.jit(algorithm.make_batch, compiler_options=tiny.QUICKLY)
-    one, _ = make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(1.0))
-    three, kept = make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(3.0))
-    assert float(kept) == 3
+    experience = tiny.experience(tiny.rollout())
+    one, _ = make_batch(experience, params, {"kl_scale": jnp.float32(1.0)})
+    three, kept = make_batch(experience, params, {"kl_scale": jnp.float32(3.0)})
+    assert float(kept["kl_scale"]) == 3
     np.testing.assert_allclose(three.weights["kl"], 3 * one.weights["kl"], rtol=1e-6)
-    free, _ = make_batch(tiny.experience(tiny.rollout()), params, jnp.float32(0.0))
+    free, _ = make_batch(experience, params, {"kl_scale": jnp.float32(0.0)})
     np.testing.assert_allclose(
         three.advantages - free.advantages,
         3 * (one.advantages - free.advantages),

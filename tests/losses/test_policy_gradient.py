@@ -12,13 +12,11 @@ from tpu_rl.losses.log_probs import TokenLogProbs
 from tpu_rl.losses.policy_batch import PolicyBatch
 from tpu_rl.losses.policy_gradient import (
     Surrogate,
-    adapted_kl_scale,
     clipped_loss,
     clipped_ratio_surrogate,
     clipped_surrogate,
     dual_clipped_loss,
     importance_ratio,
-    kl_loss,
     policy_loss,
     policy_metrics,
     reference_metrics,
@@ -67,34 +65,6 @@ def test_dual_clip_caps_bad_actions_only():
     np.testing.assert_allclose(gradients(objective), [-3, -3, -3, -3, 0, 0, 3, 3, 3, 0])
 
 
-# --- the KL as a loss ---
-
-
-LOGITS = jnp.array([0.3, -1.2, 0.8, 0.0])
-REFERENCE = jax.nn.log_softmax(jnp.array([-0.4, 0.5, 0.1, -0.9]))
-
-
-def exact_kl(logits: jax.Array) -> jax.Array:
-    log_p = jax.nn.log_softmax(logits)
-    return jnp.sum(jnp.exp(log_p) * (log_p - REFERENCE))
-
-
-@pytest.mark.parametrize(
-    "old_logits", [LOGITS, jnp.array([0.9, 0.2, -0.7, 0.4])], ids=["on-policy", "off-policy"]
-)
-def test_kl_loss_has_the_value_and_the_gradient_of_the_kl(old_logits):
-    old = jax.nn.log_softmax(old_logits)
-
-    def expected(logits: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.exp(old) * kl_loss(jax.nn.log_softmax(logits), old, REFERENCE))
-
-    value, gradient = jax.value_and_grad(expected)(LOGITS)
-    exact, exact_gradient = jax.value_and_grad(exact_kl)(LOGITS)
-    np.testing.assert_allclose(value, exact, rtol=1e-5)
-    np.testing.assert_allclose(gradient, exact_gradient, rtol=1e-5, atol=1e-6)
-    assert jnp.max(jnp.abs(exact_gradient)) > 0.1
-
-
 # --- the bias of 1 / length ---
 
 
@@ -136,21 +106,6 @@ def test_dividing_by_length_lengthens_wrong_answers_and_a_constant_does_not():
 
 
 # --- parts that algorithms share ---
-
-
-def test_the_kl_scale_moves_by_at_most_a_fifth_in_a_horizon():
-    """scale (1 + clip(kl / target - 1, +-0.2) / horizon): on target it stays."""
-    scale = jnp.float32(2.0)
-    for kl, expected in (
-        (6.0, 2.0),
-        (6.6, 2 * (1 + 0.1 / 4)),
-        (60.0, 2.1),
-        (0.0, 1.9),
-        (-3.0, 1.9),
-    ):
-        np.testing.assert_allclose(
-            adapted_kl_scale(scale, jnp.float32(kl), 6.0, 4.0), expected, rtol=1e-6
-        )
 
 
 def test_importance_weights_make_expectations_those_of_the_old_policy():

@@ -8,7 +8,8 @@ through PPO's clipped ratio r_t = policy / old policy:
                        + kl_loss_coef KL_t - entropy_coef H_t ]
 
 The variants differ in the advantage, in the weights w, and in where the KL to the reference goes:
-into the reward (k1), or into the loss (with its exact gradient).
+into the reward (k1), or into the loss (with its exact gradient); `losses.reference_kl` has
+other forms.
 
     GRPO       advantages "group", weights "sequence_mean"
     Dr. GRPO   advantages "centered", weights "constant_length"          arXiv 2503.20783
@@ -42,6 +43,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algos.controllers import combined, kl_controllers
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
@@ -53,6 +55,7 @@ from tpu_rl.losses.policy_gradient import (
     clipped_surrogate,
     policy_loss,
 )
+from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling
 
@@ -65,7 +68,7 @@ ADVANTAGES = {
 
 
 @dataclass(frozen=True)
-class GroupPolicyConfig(SamplerCorrection):
+class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
@@ -74,12 +77,6 @@ class GroupPolicyConfig(SamplerCorrection):
     batch's (batch), unscaled (centered), or minus the mean of the others (leave_one_out)."""
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
-    kl_reward_coef: float = 0.0
-    """Coefficient of the KL to the reference that is subtracted from each token's reward. It is
-    estimated by log policy - log reference (k1)."""
-    kl_loss_coef: float = 0.0
-    """Coefficient of the KL to the reference in the loss: the KL of each token's distribution, with
-    its exact gradient."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     overlong_buffer: int = 0
@@ -98,14 +95,9 @@ class GroupPolicyConfig(SamplerCorrection):
     """Coefficient of the advantages among turns that answer the same observation; GiGPO's omega."""
 
     def __post_init__(self):
-        super().__post_init__()
-        coefficients = (
-            self.kl_reward_coef,
-            self.kl_loss_coef,
-            self.entropy_coef,
-            self.overlong_buffer,
-        )
-        if min(coefficients) < 0:
+        SamplerCorrection.__post_init__(self)
+        ReferenceKl.__post_init__(self)
+        if min(self.entropy_coef, self.overlong_buffer) < 0:
             raise _invalid("a coefficient or the overlong buffer is negative")
         if not 0 < self.gamma <= 1 or self.step_coef < 0:
             raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
@@ -130,7 +122,7 @@ class GroupPolicyConfig(SamplerCorrection):
     @property
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(trainable=True)}
-        return with_reference(policy, needed=bool(self.kl_reward_coef or self.kl_loss_coef))
+        return with_reference(policy, self.has_kl, self.reference_reset_every > 0)
 
 
 @dataclass(frozen=True)
@@ -183,8 +175,9 @@ def group_policy_gradient(
 ) -> Algorithm:
     """Build the method with a group baseline, this surrogate and further terms of the loss.
 
-    It learns from a Rollout.
+    It learns from a Rollout. Its state is that of the controllers of its configuration.
     """
+    controllers = kl_controllers(config)
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         batch = make_policy_batch(
@@ -196,7 +189,8 @@ def group_policy_gradient(
             weighting=masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens),
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,
-            kl_reward_coef=config.kl_reward_coef,
+            kl=config,
+            kl_scale=state["kl_scale"] if "kl_scale" in controllers else 1.0,
             overlong_buffer=config.overlong_buffer,
             mask_truncated=config.mask_truncated,
             correction=config,
@@ -208,6 +202,8 @@ def group_policy_gradient(
         weights = {
             name: layout.pack(term.weights(rollout, layout)) for name, term in further_terms.items()
         }
+        if "kl_scale" in controllers:
+            weights["kl"] = batch.weights["policy"] * state["kl_scale"]
         return replace(batch, weights=batch.weights | weights), state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
@@ -224,7 +220,8 @@ def group_policy_gradient(
             surrogate,
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_loss_coef,
+            kl_estimator=config.kl_estimator,
             further_terms=further_terms,
         )
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, *combined(controllers))

@@ -29,24 +29,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algos.controllers import combined, kl_controllers
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
-from tpu_rl.losses.log_probs import frozen_log_probs, log_probs_of_hidden
+from tpu_rl.losses.log_probs import log_probs_of_hidden
 from tpu_rl.losses.policy_batch import (
     PolicyBatch,
     corrected,
-    kl_penalized_rewards,
     learned_tokens,
     pack_policy_batch,
+    reference_penalty,
 )
-from tpu_rl.losses.policy_gradient import adapted_kl_scale, clipped_surrogate, policy_loss
+from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.losses.value_loss import Critic, Targets
 from tpu_rl.train import packing
@@ -58,12 +60,11 @@ from tpu_rl.types import (
     Params,
     Roles,
     Sampling,
-    Sum,
 )
 
 
 @dataclass(frozen=True)
-class PpoConfig(SamplerCorrection):
+class PpoConfig(SamplerCorrection, ReferenceKl):
     """Coefficients multiply nats, or units of reward."""
 
     critic: Critic = Critic()
@@ -77,17 +78,6 @@ class PpoConfig(SamplerCorrection):
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
-    kl_reward_coef: float = 0.0
-    """Coefficient of the KL to the reference that is subtracted from each token's reward. It is
-    estimated by log policy - log reference (k1)."""
-    kl_loss_coef: float = 0.0
-    """Coefficient of the KL to the reference in the loss: the KL of each token's distribution, with
-    its exact gradient."""
-    kl_target: float | None = None
-    """Nats per completion. The KL coefficients are scaled up or down after every optimizer step to
-    hold this KL to the reference."""
-    kl_horizon: float = 100.0
-    """Optimizer steps in which the scale can change by a fifth."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     positive_coef: float = 0.0
@@ -97,18 +87,13 @@ class PpoConfig(SamplerCorrection):
     and used at the first token of each turn only."""
 
     def __post_init__(self):
-        super().__post_init__()
+        SamplerCorrection.__post_init__(self)
+        ReferenceKl.__post_init__(self)
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
-        positive = (self.clip_low, self.clip_high, self.kl_horizon, self.lam_alpha, self.kl_target)
+        positive = (self.clip_low, self.clip_high, self.lam_alpha)
         if min(numbers) < 0 or 0 in positive or self.lam > 1 or self.clip_low >= 1:
             raise InputError(
                 "a setting of PPO is out of range", where="--algorithm", fix="see --help-all"
-            )
-        if self.kl_target is not None and not self.kl_reward_coef + self.kl_loss_coef:
-            raise InputError(
-                "a KL target without a KL coefficient",
-                where="--algorithm.kl-target",
-                fix="give a KL coefficient, too",
             )
         if self.credit == "turn" and self.lam_alpha is not None:
             raise InputError(
@@ -124,7 +109,7 @@ class PpoConfig(SamplerCorrection):
     @property
     def roles(self) -> dict[str, RoleSpec]:
         trained = {"policy": RoleSpec(trainable=True), "value": self.critic.spec}
-        return with_reference(trained, needed=bool(self.kl_reward_coef or self.kl_loss_coef))
+        return with_reference(trained, self.has_kl, self.reference_reset_every > 0)
 
 
 @struct.dataclass
@@ -136,28 +121,26 @@ class Batch(PolicyBatch):
 
 
 def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Build PPO. It learns from a Rollout. Its state is the scale of the KL coefficients."""
+    """Build PPO. It learns from a Rollout. Its state is the scale of the KL coefficients,
+    if that adapts."""
     policy = roles["policy"]
     critic = config.critic
+    controllers = kl_controllers(config)
     surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
 
-    def make_batch(experience: Experience, params: Params, kl_scale: Array) -> tuple[Batch, Array]:
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         rollout, layout = experience
         rows = layout.rows(rollout.tokens)
         rewards = rollout.rewards
         mask = rollout.action_mask
         # r_t <- r_t - kl_reward_coef * kl_scale * KL_t, token by token.
+        kl_scale = state["kl_scale"] if "kl_scale" in controllers else 1.0
         reference_log_probs = None
         if "reference" in config.roles:
-            reference_log_probs = frozen_log_probs(
-                roles["reference"], params, rows, sampling.temperature
+            reference_log_probs, penalty = reference_penalty(
+                config, roles["reference"], params, rollout, layout, sampling.temperature, kl_scale
             )
-            rewards = kl_penalized_rewards(
-                rewards,
-                rollout.log_probs,
-                layout.unpack(reference_log_probs),
-                config.kl_reward_coef * kl_scale,
-            )
+            rewards -= penalty
         # V_t, [N, T], of the critic before the update.
         values = layout.unpack(
             packing.over_micro_batches(partial(value_loss.values, roles["value"], params), rows)
@@ -197,11 +180,13 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         further_weights = {
             "value": layout.pack(weighting(valued)),
             "positive": layout.pack(weighting(right)),
-            "kl": layout.pack(weights) * kl_scale,
         }
+        if "kl_scale" in controllers:
+            further_weights["kl"] = packed.weights["policy"] * kl_scale
         targets = value_loss.targets(returns, values, valued, layout)
-        parts = vars(packed) | {"weights": packed.weights | further_weights}
-        return Batch(**parts, targets=targets), kl_scale
+        batch = Batch(**vars(packed), targets=targets)
+        batch.weights.update(further_weights)
+        return batch, state
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         # The hidden states serve the policy and, on a shared trunk, the critic.
@@ -221,6 +206,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             surrogate,
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_loss_coef,
+            kl_estimator=config.kl_estimator,
         )
         # + coef * sum w 1/2 (V - R)^2, clipped around the V of `make_batch`.
         values = value_loss.values(
@@ -236,22 +222,6 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             total -= config.positive_coef * masked.total(
                 positive * token_log_probs.log_probs, positive > 0
             )
-        if batch.reference_log_probs is not None:
-            metrics["policy/kl_scale"] = Sum(
-                batch.weights["kl"].sum(), batch.weights["policy"].sum()
-            )
         return total, metrics | value_metrics
 
-    def init_state(params: Params) -> Array:
-        del params
-        return jnp.ones((), jnp.float32)
-
-    def after_update(
-        params: Params, kl_scale: Array, metrics: dict[str, Array]
-    ) -> tuple[Params, Array]:
-        if config.kl_target is None:
-            return params, kl_scale
-        kl = metrics["policy/kl_completion"]
-        return params, adapted_kl_scale(kl_scale, kl, config.kl_target, config.kl_horizon)
-
-    return Algorithm(make_batch, loss, init_state, after_update)
+    return Algorithm(make_batch, loss, *combined(controllers))

@@ -28,24 +28,26 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue, RoleSpec
+from tpu_rl.algos.controllers import combined, kl_controllers
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.losses.policy_batch import (
     PolicyBatch,
     corrected,
-    kl_penalized_rewards,
     learned_tokens,
     pack_policy_batch,
+    reference_penalty,
 )
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
 @dataclass(frozen=True)
-class ReinforceConfig(SamplerCorrection):
+class ReinforceConfig(SamplerCorrection, ReferenceKl):
     """Coefficients multiply nats."""
 
     baseline: Literal["none", "group", "greedy"] = "none"
@@ -60,12 +62,6 @@ class ReinforceConfig(SamplerCorrection):
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
-    kl_reward_coef: float = 0.0
-    """Coefficient of the KL to the reference that is subtracted from each token's reward. It is
-    estimated by log policy - log reference (k1)."""
-    kl_loss_coef: float = 0.0
-    """Coefficient of the KL to the reference in the loss: the KL of each token's distribution, with
-    its exact gradient."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     credit: Literal["token", "turn"] = "token"
@@ -73,7 +69,8 @@ class ReinforceConfig(SamplerCorrection):
     group's baseline is the mean return of the same turn of the group's episodes."""
 
     def __post_init__(self):
-        super().__post_init__()
+        SamplerCorrection.__post_init__(self)
+        ReferenceKl.__post_init__(self)
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
         positive = (self.clip_low, self.clip_high, self.gamma)
         if min(numbers) < 0 or 0 in positive or max(self.clip_low, self.gamma) > 1:
@@ -92,14 +89,18 @@ class ReinforceConfig(SamplerCorrection):
     @property
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(trainable=True)}
-        return with_reference(policy, needed=bool(self.kl_reward_coef or self.kl_loss_coef))
+        return with_reference(policy, self.has_kl, self.reference_reset_every > 0)
 
 
 def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algorithm:
-    """Build REINFORCE. It learns from a Rollout, whose `baseline` is the greedy baseline."""
+    """Build REINFORCE. It learns from a Rollout, whose `baseline` is the greedy baseline.
+
+    Its state is the scale of the KL coefficients, if that adapts.
+    """
     weighting = masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens)
     surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
     by_turn = config.credit == "turn"
+    controllers = kl_controllers(config)
     returns_of = advantages.turn_returns if by_turn else advantages.returns_to_go
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
@@ -108,16 +109,11 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
         learned = learned_tokens(rollout)
         reference_log_probs = None
         if "reference" in config.roles:
-            rows = layout.rows(rollout.tokens)
-            reference_log_probs = frozen_log_probs(
-                roles["reference"], params, rows, sampling.temperature
+            scale = state["kl_scale"] if "kl_scale" in controllers else 1.0
+            reference_log_probs, penalty = reference_penalty(
+                config, roles["reference"], params, rollout, layout, sampling.temperature, scale
             )
-            rewards = kl_penalized_rewards(
-                rewards,
-                rollout.log_probs,
-                layout.unpack(reference_log_probs),
-                config.kl_reward_coef,
-            )
+            rewards -= penalty
         advantage = returns_of(rewards, learned, config.gamma, rollout.episode_id)
         advantage -= baseline(rollout, learned)
         correction = corrected(
@@ -132,6 +128,8 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
         batch = pack_policy_batch(
             rollout, layout, advantage, weights, reference_log_probs, correction
         )
+        if "kl_scale" in controllers:
+            batch.weights["kl"] = batch.weights["policy"] * state["kl_scale"]
         return batch, state
 
     def baseline(rollout: Rollout, learned: Array) -> Array:
@@ -179,6 +177,7 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
             surrogate,
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_loss_coef,
+            kl_estimator=config.kl_estimator,
         )
 
-    return Algorithm(make_batch, loss)
+    return Algorithm(make_batch, loss, *combined(controllers))

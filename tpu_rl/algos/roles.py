@@ -11,14 +11,17 @@ from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.types import Array, Params
 
 
-def with_reference(roles: dict[str, RoleSpec], needed: bool) -> dict[str, RoleSpec]:
-    """Return `roles`, with a frozen role "reference" if it is needed.
+def with_reference(
+    roles: dict[str, RoleSpec], needed: bool, is_reset: bool = False
+) -> dict[str, RoleSpec]:
+    """Return `roles`, with a frozen role "reference" if it is needed, which may be reset to the
+    policy now and then.
 
     A run without that role neither keeps a reference model nor makes a reference pass.
     """
     if not needed:
         return roles
-    return roles | {"reference": RoleSpec(trainable=False)}
+    return roles | {"reference": RoleSpec(trainable=False, tracks_policy=float(is_reset))}
 
 
 def moving_reference(

@@ -398,9 +398,7 @@ _log_probs_of_logits.defvjp(
 
 # --- estimators of KL(policy || reference) from tokens of the policy ---
 #
-# J. Schulman, "Approximating KL divergence". In a *reward*, use k1. In a *loss*, k1 has zero
-# expected gradient and k3 has the gradient of another divergence; to minimize the KL itself,
-# differentiate `policy_gradient.kl_loss`.
+# J. Schulman, "Approximating KL divergence". `losses.reference_kl` says which gradients they have.
 
 
 def k1(log_probs: Array, reference_log_probs: Array) -> Array:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.log_probs import TokenLogProbs, frozen_log_probs, k1, token_log_probs
+from tpu_rl.losses.log_probs import TokenLogProbs, frozen_log_probs, token_log_probs
+from tpu_rl.losses.reference_kl import ReferenceKl, kl_estimate
 from tpu_rl.losses.sampler_correction import Corrected, SamplerCorrection, correct
 from tpu_rl.train import packing
 from tpu_rl.types import Array, Experience, Layout, PackedRows, Params, Role, Rollout, RowSource
@@ -112,21 +113,23 @@ def corrected(
     return correct(config, rollout, layout, actions_of(rollout), recomputed)
 
 
-def completion_kl(rollout: Rollout, reference_log_probs: Array) -> Array:
-    """Return [N]: each completion's KL to the reference, in nats, estimated by k1.
-
-    `reference_log_probs` are [N, T]. Times a coefficient, this is the KL that is subtracted from
-    the return.
-    """
-    kl = k1(rollout.log_probs, reference_log_probs)
-    return masked.total(kl, rollout.action_mask, axis=-1)
-
-
-def kl_penalized_rewards(
-    rewards: Array, log_probs: Array, reference_log_probs: Array, coef: Array | float
-) -> Array:
-    """Return rewards - coef k1, all [N, T]: the KL in the reward of every token."""
-    return rewards - coef * k1(log_probs, reference_log_probs)
+def reference_penalty(
+    config: ReferenceKl,
+    reference: Role,
+    params: Params,
+    rollout: Rollout,
+    layout: Layout,
+    temperature: float,
+    scale: Array | float = 1.0,
+) -> tuple[Array, Array]:
+    """Return the reference's log-probs, packed [M, K, R, S], and the penalty of each token [N, T]
+    that is subtracted from its reward: scale x kl_reward_coef x KL to the reference."""
+    rows = layout.rows(rollout.tokens)
+    log_probs = frozen_log_probs(reference, params, rows, temperature)
+    unpacked = layout.unpack(log_probs)
+    kl = kl_estimate(rollout.log_probs, unpacked, config.kl_reward_estimator)
+    penalty = scale * config.kl_reward_coef * kl
+    return log_probs, jnp.where(rollout.action_mask, penalty, 0.0)
 
 
 def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> Array:
@@ -262,7 +265,8 @@ def make_policy_batch(
     weighting: masked.Weighting,
     temperature: float,
     max_new_tokens: int,
-    kl_reward_coef: float = 0.0,
+    kl: ReferenceKl = ReferenceKl(),
+    kl_scale: Array | float = 1.0,
     overlong_buffer: int = 0,
     mask_truncated: bool = False,
     correction: SamplerCorrection = SamplerCorrection(),
@@ -272,7 +276,7 @@ def make_policy_batch(
 ) -> PolicyBatch:
     """Make the batch of a method with a group baseline, from a Rollout.
 
-    return = sum of rewards + overlong penalty - kl_reward_coef x KL to the reference
+    return = sum of rewards + overlong penalty - kl_scale x kl_reward_coef x KL to the reference
 
     Args:
       experience: a Rollout with its layout.
@@ -283,7 +287,8 @@ def make_policy_batch(
       weighting: function from learned tokens to weights, e.g. `masked.token_mean`.
       temperature: sampling temperature.
       max_new_tokens: length limit of a completion.
-      kl_reward_coef: coefficient of the KL in the return.
+      kl: the KL in the return.
+      kl_scale: factor of its coefficient.
       overlong_buffer: tokens before the limit over which the overlong penalty falls; 0 is off.
       mask_truncated: whether truncated completions get no weight. They still count in baselines.
       correction: what corrects for the sampler, and where old log-probs come from.
@@ -301,11 +306,11 @@ def make_policy_batch(
         rewards += jnp.where(masked.last(rollout.action_mask), penalty[:, None], 0.0)
     reference_log_probs = None
     if reference is not None:
-        rows = layout.rows(rollout.tokens)
-        reference_log_probs = frozen_log_probs(reference, params, rows, temperature)
-        unpacked = layout.unpack(reference_log_probs)
-        returns -= kl_reward_coef * completion_kl(rollout, unpacked)
-        rewards = kl_penalized_rewards(rewards, rollout.log_probs, unpacked, kl_reward_coef)
+        reference_log_probs, penalty = reference_penalty(
+            kl, reference, params, rollout, layout, temperature, kl_scale
+        )
+        returns -= penalty.sum(-1)
+        rewards -= penalty
     found = corrected(correction, policy, params, rollout, layout, temperature)
     learned = found.keep(learned_tokens(rollout, mask_truncated=mask_truncated))
     weights = weighting(learned, layout.minibatch, layout.minibatches)

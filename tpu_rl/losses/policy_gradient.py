@@ -1,5 +1,4 @@
-"""Losses of policy-gradient methods: surrogates, the KL as a loss, and the loss that puts them
-together.
+"""Losses of policy-gradient methods: surrogates, and the loss that puts them together.
 
 A surrogate is a function of log-probs and advantages, one loss per token. `policy_loss` takes it as
 an argument and adds the entropy bonus, the KL term and the metrics. A method with another surrogate
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs, k1, k3
 from tpu_rl.losses.policy_batch import PolicyBatch
+from tpu_rl.losses.reference_kl import LossEstimator, kl_loss
 from tpu_rl.types import Array, First, Layout, Max, Metrics, Min, PackedRows, PerToken, Rollout, Sum
 
 
@@ -117,28 +117,6 @@ def clipped_surrogate(
     )
 
 
-def kl_loss(log_probs: Array, old_log_probs: Array, reference_log_probs: Array) -> Array:
-    """Return a term per token whose expectation is the KL(policy || reference) of the token's
-    distribution, with exactly the KL's gradient.
-
-    The term is ratio x k3, differentiated through both factors. E_old[ratio k3] = E_policy[k3] = KL
-    for every policy, so the gradients agree too, on and off policy. The gradient of k3 alone misses
-    that the distribution of the tokens changes. The prefixes are taken as given: for the KL of
-    whole sequences, put k1 into the reward.
-    """
-    return importance_ratio(log_probs, old_log_probs) * k3(log_probs, reference_log_probs)
-
-
-def adapted_kl_scale(scale: Array, kl: Array, target: float, horizon: float) -> Array:
-    """Return scale x (1 + clip(kl / target - 1, +-0.2) / horizon): an adaptive KL coefficient
-    (arXiv 1909.08593, eq. 4).
-
-    `kl` and `target` are nats per completion. `horizon` is in optimizer steps: the paper's horizon,
-    in completions, divided by the completions of one step.
-    """
-    return scale * (1.0 + jnp.clip(kl / target - 1.0, -0.2, 0.2) / horizon)
-
-
 def policy_loss(
     policy: TokenLogProbs,
     batch: PolicyBatch,
@@ -146,6 +124,7 @@ def policy_loss(
     *,
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
+    kl_estimator: LossEstimator = "exact",
     further_terms: Mapping[str, LossTerm] = MappingProxyType({}),
 ) -> tuple[Array, Metrics]:
     """Return the loss of one micro-batch [R, S], and metrics.
@@ -153,7 +132,7 @@ def policy_loss(
         sum_t w_t (c_t losses_t - entropy_coef H_t + kl_coef c_t KL_t)  +  further terms
 
     losses_t come from `surrogate`. c_t is the batch's `importance`, or 1: both terms with it are
-    expectations under the old policy. KL_t is `kl_loss` to the reference, if the batch has
+    expectations under the old policy. KL_t is `reference_kl.kl_loss`, if the batch has
     reference log-probs. Its weights are "kl" if the batch has those.
 
     Args:
@@ -162,6 +141,7 @@ def policy_loss(
       surrogate: the policy loss of each token.
       entropy_coef: coefficient of the entropy bonus.
       kl_coef: coefficient of the KL to the reference.
+      kl_estimator: its form, see `reference_kl`.
       further_terms: terms by name, each with weights of that name in the batch.
     """
     mask = batch.action_mask
@@ -181,10 +161,12 @@ def policy_loss(
     if batch.compared is not None:
         metrics["policy/compared"] = masked.average(batch.compared, mask)
     if batch.reference_log_probs is not None:
-        kl = kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs)
+        kl = kl_loss(log_probs, batch.old_log_probs, batch.reference_log_probs, kl_estimator)
         if batch.importance is not None:
             kl *= batch.importance
         kl_weights = batch.weights.get("kl", weights)
+        if "kl" in batch.weights:
+            metrics["policy/kl_scale"] = Sum(kl_weights.sum(), weights.sum())
         loss += kl_coef * masked.total(kl_weights * kl, learned)
         metrics |= reference_metrics(
             log_probs, batch.reference_log_probs, mask, batch.rows.sequence_ids
