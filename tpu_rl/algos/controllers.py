@@ -53,6 +53,36 @@ def kl_controllers(config: ReferenceKl) -> dict[str, Controller]:
     return controllers
 
 
+def entropy_controller(coef: float, target: float, delta: float, largest: float) -> Controller:
+    """Return the controller of an entropy coefficient (Skywork-OR1, arXiv 2505.22312; TRL 1.16).
+
+    After each optimizer step the coefficient rises by `delta` if the policy's entropy, in nats per
+    token, is at most `target`, and falls by it otherwise, within 0 and `largest`. The state is
+    (coefficient, entropy of the last step). It reads the metric "policy/entropy", of all actions;
+    with a top entropy quantile, TRL's entropy is that of the tokens in it.
+    """
+
+    def init_state(params: Params) -> tuple[Array, Array]:
+        del params
+        # No entropy is known yet, so that the first batch has no bonus.
+        return jnp.asarray(coef, jnp.float32), jnp.asarray(jnp.inf, jnp.float32)
+
+    def after_update(
+        params: Params, state: tuple[Array, Array], metrics: dict[str, Array]
+    ) -> tuple[Params, tuple[Array, Array]]:
+        entropy = metrics["policy/entropy"].astype(jnp.float32)
+        step = jnp.where(entropy <= target, delta, -delta)
+        return params, (jnp.clip(state[0] + step, 0.0, largest), entropy)
+
+    return init_state, after_update
+
+
+def applied_entropy_coef(state: tuple[Array, Array], target: float) -> Array:
+    """Return the coefficient of a batch: 0 while the last entropy is above the target."""
+    coef, entropy = state
+    return jnp.where(entropy <= target, coef, 0.0)
+
+
 def _kl_scale(target: float, horizon: float) -> Controller:
 
     def init_state(params: Params) -> Array:

@@ -43,7 +43,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.algos.controllers import combined, kl_controllers
+from tpu_rl.algos.controllers import (
+    applied_entropy_coef,
+    combined,
+    entropy_controller,
+    kl_controllers,
+)
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
@@ -78,7 +83,18 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus. With an entropy target, the one of the beginning."""
+    entropy_target: float | None = None
+    """Nats per token. After each optimizer step the coefficient of the entropy bonus rises if the
+    entropy is at most this, and falls otherwise; above the target there is no bonus (Skywork-OR1,
+    arXiv 2505.22312)."""
+    entropy_coef_delta: float = 0.005
+    """Step of that coefficient."""
+    entropy_coef_max: float = 1.0
+    """Its largest value."""
+    top_entropy_quantile: float = 1.0
+    """Learn only from this share of the batch's tokens, those with the highest entropy before the
+    update (arXiv 2506.01939); 0.2 is usual. The KL in the loss is about all tokens."""
     overlong_buffer: int = 0
     """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off. An
     episode has one, and its observations count."""
@@ -99,6 +115,17 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
         ReferenceKl.__post_init__(self)
         if min(self.entropy_coef, self.overlong_buffer) < 0:
             raise _invalid("a coefficient or the overlong buffer is negative")
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise _invalid(f"top_entropy_quantile {self.top_entropy_quantile} is not in (0, 1]")
+        numbers = (self.entropy_target or 0.0, self.entropy_coef_delta, self.entropy_coef_max)
+        if min(numbers) < 0 or (self.entropy_target and self.entropy_coef > self.entropy_coef_max):
+            raise _invalid("a setting of the entropy target is out of range")
+        if self.entropy_target is None and numbers[1:] != (0.005, 1.0):
+            raise InputError(
+                "the entropy coefficient does not move without a target",
+                where="--algorithm.entropy-coef-delta, --algorithm.entropy-coef-max",
+                fix="give --algorithm.entropy-target, too, near the entropy that runs have",
+            )
         if not 0 < self.gamma <= 1 or self.step_coef < 0:
             raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
         if self.credit == "episode" and self.gamma != 1:
@@ -178,6 +205,13 @@ def group_policy_gradient(
     It learns from a Rollout. Its state is that of the controllers of its configuration.
     """
     controllers = kl_controllers(config)
+    if config.entropy_target is not None:
+        controllers["entropy"] = entropy_controller(
+            config.entropy_coef,
+            config.entropy_target,
+            config.entropy_coef_delta,
+            config.entropy_coef_max,
+        )
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PolicyBatch, Any]:
         batch = make_policy_batch(
@@ -194,6 +228,7 @@ def group_policy_gradient(
             overlong_buffer=config.overlong_buffer,
             mask_truncated=config.mask_truncated,
             correction=config,
+            top_entropy_quantile=config.top_entropy_quantile,
             credit=config.credit,
             gamma=config.gamma,
             step_coef=config.step_coef,
@@ -204,6 +239,9 @@ def group_policy_gradient(
         }
         if "kl_scale" in controllers:
             weights["kl"] = batch.weights["policy"] * state["kl_scale"]
+        if config.entropy_target is not None:
+            coef = applied_entropy_coef(state["entropy"], config.entropy_target)
+            weights["entropy"] = batch.weights["policy"] * coef
         return replace(batch, weights=batch.weights | weights), state
 
     def loss(params: Params, batch: PolicyBatch) -> tuple[Array, Metrics]:
@@ -212,7 +250,7 @@ def group_policy_gradient(
             params,
             batch.rows,
             sampling.temperature,
-            entropy_gradient=config.entropy_coef > 0,
+            entropy_gradient=config.entropy_coef > 0 or config.entropy_target is not None,
         )
         return policy_loss(
             policy,

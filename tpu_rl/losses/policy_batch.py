@@ -49,6 +49,9 @@ class PolicyBatch:
     trainer."""
     importance_capped: Array | None = struct.field(default=None, kw_only=True)
     """1 where a bound changed `importance`, for the metric policy/importance_capped."""
+    high_entropy: Array | None = struct.field(default=None, kw_only=True)
+    """1 at the tokens that the policy loss and the entropy bonus are about, 0 at others; None is
+    all."""
     rejected: Array | None = struct.field(default=None, kw_only=True)
     """1 at tokens left out for their distance from the sampler, for policy/rejected."""
     off_policy_mask_threshold: float | None = struct.field(
@@ -104,11 +107,12 @@ def corrected(
     rollout: Rollout,
     layout: Layout,
     temperature: float,
+    with_entropy: bool = False,
 ) -> Corrected:
     """Return `sampler_correction.correct`, with old log-probs of the trainer if the configuration
-    wants them."""
+    wants them, and with its entropies then and with `with_entropy`."""
     recomputed = None
-    if config.recomputes:
+    if config.recomputes or with_entropy:
         recomputed = recomputed_log_probs(policy, params, rollout, layout, temperature)
     return correct(config, rollout, layout, actions_of(rollout), recomputed)
 
@@ -216,6 +220,17 @@ def compared_turns(rollout: Rollout, credit: Credit) -> Array | None:
     return (peers > 1).astype(jnp.float32)
 
 
+def top_entropy(entropy: Array, learned: Array, share: float) -> Array:
+    """Return 1.0 at learned tokens whose entropy is among the top `share` of the batch, [N, T].
+
+    arXiv 2506.01939, where the share is 0.2. The quantile is that of all learned tokens of the
+    batch under the policy before the update, whatever the packing; TRL 1.16 takes that of each
+    micro-batch under the present policy.
+    """
+    threshold = jnp.nanquantile(jnp.where(learned, entropy, jnp.nan), 1.0 - share)
+    return (learned & (entropy >= threshold)) * 1.0
+
+
 def pack_policy_batch(
     rollout: Rollout,
     layout: Layout,
@@ -270,6 +285,7 @@ def make_policy_batch(
     overlong_buffer: int = 0,
     mask_truncated: bool = False,
     correction: SamplerCorrection = SamplerCorrection(),
+    top_entropy_quantile: float = 1.0,
     credit: Credit = "episode",
     gamma: float = 1.0,
     step_coef: float = 1.0,
@@ -292,6 +308,7 @@ def make_policy_batch(
       overlong_buffer: tokens before the limit over which the overlong penalty falls; 0 is off.
       mask_truncated: whether truncated completions get no weight. They still count in baselines.
       correction: what corrects for the sampler, and where old log-probs come from.
+      top_entropy_quantile: see `top_entropy`.
       credit: what a group compares, see `credited_advantages`.
       gamma: discount per turn, likewise.
       step_coef: coefficient of the advantages of step groups, likewise.
@@ -311,7 +328,8 @@ def make_policy_batch(
         )
         returns -= penalty.sum(-1)
         rewards -= penalty
-    found = corrected(correction, policy, params, rollout, layout, temperature)
+    with_entropy = top_entropy_quantile < 1
+    found = corrected(correction, policy, params, rollout, layout, temperature, with_entropy)
     learned = found.keep(learned_tokens(rollout, mask_truncated=mask_truncated))
     weights = weighting(learned, layout.minibatch, layout.minibatches)
     batch = pack_policy_batch(
@@ -322,6 +340,9 @@ def make_policy_batch(
         reference_log_probs,
         found,
     )
+    if found.entropy is not None and with_entropy:
+        high = top_entropy(found.entropy, learned, top_entropy_quantile)
+        batch = dataclasses.replace(batch, high_entropy=layout.pack(high))
     compared = compared_turns(rollout, credit)
     if compared is None:
         return batch

@@ -133,7 +133,8 @@ def policy_loss(
 
     losses_t come from `surrogate`. c_t is the batch's `importance`, or 1: both terms with it are
     expectations under the old policy. KL_t is `reference_kl.kl_loss`, if the batch has
-    reference log-probs. Its weights are "kl" if the batch has those.
+    reference log-probs. Its weights are "kl" if the batch has those, and those of the entropy,
+    times its coefficient, are "entropy".
 
     Args:
       policy: log-probs and entropies of the tokens under the params being trained.
@@ -153,10 +154,17 @@ def policy_loss(
     terms = surrogate(log_probs, batch.old_log_probs, batch.advantages, rows)
     losses, metrics = corrected_losses(terms.losses, log_probs, batch)
     learned = weights > 0
-    loss = masked.total(weights * (losses - entropy_coef * policy.entropy), learned)
+    bonus_weights = batch.weights.get("entropy", entropy_coef * weights)
+    if batch.high_entropy is not None:
+        losses = jnp.where(batch.high_entropy > 0, losses, 0.0)
+        bonus_weights *= batch.high_entropy
+        metrics["policy/high_entropy"] = masked.average(batch.high_entropy, learned)
+    loss = masked.total(weights * losses - bonus_weights * policy.entropy, learned)
     metrics |= policy_metrics(terms, mask, log_probs, batch.old_log_probs, batch.sampler_log_probs)
     metrics["policy/loss"] = Sum(loss, weights.sum())
     metrics["policy/entropy"] = masked.average(policy.entropy, mask)
+    if "entropy" in batch.weights:
+        metrics["policy/entropy_coef"] = Sum(batch.weights["entropy"].sum(), weights.sum())
     metrics |= token_metrics(policy, mask, batch.sampler_log_probs, batch.old_log_probs)
     if batch.compared is not None:
         metrics["policy/compared"] = masked.average(batch.compared, mask)

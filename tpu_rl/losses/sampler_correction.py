@@ -145,6 +145,8 @@ class Corrected(NamedTuple):
     rejected: Array | None = None
     """1.0 at tokens that leave the loss."""
     off_policy_mask_threshold: float | None = None
+    entropy: Array | None = None
+    """Of the old policy at each token, or None."""
 
     def keep(self, learned: Array) -> Array:
         """Return the tokens of `learned` [N, T] bool that are not rejected."""
@@ -165,9 +167,9 @@ def correct(
       rollout: the completions.
       layout: their places in packed rows.
       actions: [N, T] bool, the actions of the policy's own rows.
-      recomputed: packed log-probs of the old policy; None: the sampler's are those.
+      recomputed: packed log-probs and entropies of the old policy, or None.
     """
-    old = None if recomputed is None else recomputed.log_probs
+    old = recomputed.log_probs if recomputed is not None and config.recomputes else None
     importance = capped = rejected = None
     if config.compares:
         old_log_probs = rollout.log_probs if old is None else layout.unpack(old)
@@ -177,11 +179,12 @@ def correct(
         if config.rejection != "none":
             rejected = jnp.where(actions, ~is_near(config, log_ratio, actions), False) * 1.0
     return Corrected(
-        old if config.recomputes else None,
+        old,
         importance,
         capped,
         rejected,
         config.off_policy_mask_threshold,
+        None if recomputed is None else layout.unpack(recomputed.entropy),
     )
 
 

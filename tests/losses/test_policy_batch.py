@@ -1,0 +1,85 @@
+"""Parts of the batch that policy-gradient methods learn from."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_rl.algos import GrpoConfig, grpo
+from tpu_rl.algos.controllers import applied_entropy_coef
+from tpu_rl.errors import InputError
+from tpu_rl.losses.log_probs import TokenLogProbs
+from tpu_rl.losses.policy_batch import PolicyBatch, top_entropy
+from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.proofs import tiny
+from tpu_rl.types import PackedRows
+
+
+def test_the_top_entropy_tokens_are_those_of_trls_quantile():
+    """torch.quantile interpolates: of 1 to 5, the top 0.4 begins at 1 + 0.6 x 4 = 3.4."""
+    entropy = jnp.array([[9.0, 1.0, 4.0], [2.0, 5.0, 3.0]])
+    learned = jnp.array([[False, True, True], [True, True, True]])
+    np.testing.assert_array_equal(top_entropy(entropy, learned, 0.4), [[0, 0, 1], [0, 1, 0]])
+    np.testing.assert_array_equal(top_entropy(entropy, learned, 0.5), [[0, 0, 1], [0, 1, 1]])
+    assert not top_entropy(entropy, learned & False, 0.5).any()
+
+
+def test_the_entropy_coefficient_rises_below_its_target():
+    """TRL 1.16: the coefficient moves by delta after a step and applies to the next, if its entropy
+    was at most the target."""
+    config = GrpoConfig(
+        entropy_coef=0.01, entropy_target=0.5, entropy_coef_delta=0.02, entropy_coef_max=0.04
+    )
+    roles, params = tiny.cast(config.roles)
+    algorithm = grpo(config, roles, tiny.SAMPLING)
+    state = algorithm.init_state(params)
+    coefficients, applied = [], [applied_entropy_coef(state["entropy"], 0.5)]
+    for entropy in (0.4, 0.5, 0.6, 0.7, 0.8, 0.3):
+        metrics = {"policy/entropy": jnp.float32(entropy)}
+        params, state = algorithm.after_update(params, state, metrics)
+        coefficients.append(state["entropy"][0])
+        applied.append(applied_entropy_coef(state["entropy"], 0.5))
+    np.testing.assert_allclose(coefficients, [0.03, 0.04, 0.02, 0, 0, 0.02], atol=1e-7)
+    np.testing.assert_allclose(applied, [0, 0.03, 0.04, 0, 0, 0, 0.02], atol=1e-7)
+
+
+def test_the_loss_has_the_top_tokens_and_the_adapted_bonus_by_hand():
+    """Two learned tokens of weight 0.5, of which the second has a low entropy, and one without."""
+    ids = jnp.ones((1, 3), jnp.int32)
+    half = jnp.array([[0.5, 0.5, 0.0]])
+    zeros = jnp.zeros((1, 3))
+    batch = PolicyBatch(
+        rows=PackedRows(ids, ids, ids, ids, ids, ids),
+        weights={"policy": half, "entropy": 0.2 * half, "kl": 3.0 * half},
+        action_mask=ids > 0,
+        advantages=jnp.array([[1.0, 2.0, 9.0]]),
+        old_log_probs=zeros,
+        reference_log_probs=zeros - 1.0,
+        importance=None,
+        sampler_log_probs=None,
+        high_entropy=jnp.array([[1.0, 0.0, 0.0]]),
+    )
+    policy = TokenLogProbs(zeros, jnp.array([[0.6, 0.7, 0.8]]))
+    surrogate = partial(clipped_surrogate, clip_low=0.2, clip_high=0.2)
+    loss, metrics = policy_loss(policy, batch, surrogate, kl_coef=0.1, kl_estimator="k2")
+    # k2 of a log-ratio of 1 is 1/2, at both tokens.
+    expected = -0.5 * 1.0 - 0.2 * 0.5 * 0.6 + 0.1 * 3 * 0.5
+    assert float(loss) == pytest.approx(expected)
+    shares = {name: float(metrics[f"policy/{name}"].value) for name in ("high_entropy", "kl_scale")}
+    assert shares == {"high_entropy": 1, "kl_scale": 3}
+    assert float(metrics["policy/entropy_coef"].value) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_entropy_quantile": 0.0},
+        {"entropy_target": -1.0},
+        {"entropy_coef_max": 2.0},
+        {"entropy_target": 0.5, "entropy_coef": 2.0},
+    ],
+)
+def test_entropy_settings_out_of_range_are_refused(settings):
+    with pytest.raises(InputError):
+        GrpoConfig(**settings)
