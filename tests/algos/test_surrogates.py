@@ -146,6 +146,17 @@ def test_gspo_has_trls_loss_and_gradient(
     assert float(metrics["policy/ratio_min"].value) == pytest.approx(min(ratios))
 
 
+def test_the_ratio_of_trls_rloo_is_that_of_the_completion():
+    """`RLOOTrainer._compute_loss`: exp(sum of log-ratios), clipped, the mean over completions. The
+    ratios are exp(0.7), exp(-0.1) and exp(0.1); the first is clipped at 1.2."""
+    surrogate = partial(gspo_surrogate, clip_low=0.2, clip_high=0.2, level="sequence_product")
+    loss, gradient, metrics = loss_and_gradient(surrogate, ADVANTAGES, masked.sequence_mean)
+    ratios = np.exp([0.7, -0.1, 0.1])
+    assert loss == pytest.approx((-1.2 * 1.5 + 0.8 * ratios[1] - 0.6 * ratios[2]) / 3)
+    check(gradient, [[0] * 4, [0.8 * ratios[1] / 3] * 3, [-0.6 * ratios[2] / 3] * 2])
+    assert float(metrics["policy/ratio_max"].value) == pytest.approx(ratios[0])
+
+
 @pytest.mark.parametrize(
     ("advantages", "sign"), [(ADVANTAGES, 1), (-ADVANTAGES, -1)], ids=["as given", "negated"]
 )

@@ -1,5 +1,6 @@
 """Parts of the batch that policy-gradient methods learn from."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -9,8 +10,14 @@ import pytest
 from tpu_rl.algos import GrpoConfig, grpo
 from tpu_rl.algos.controllers import applied_entropy_coef
 from tpu_rl.errors import InputError
+from tpu_rl.losses.advantages import leave_one_out
 from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.losses.policy_batch import PolicyBatch, top_entropy
+from tpu_rl.losses.policy_batch import (
+    PolicyBatch,
+    clipped_return_change,
+    normalized_advantages,
+    top_entropy,
+)
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
 from tpu_rl.proofs import tiny
 from tpu_rl.types import PackedRows
@@ -71,10 +78,32 @@ def test_the_loss_has_the_top_tokens_and_the_adapted_bonus_by_hand():
     assert float(metrics["policy/entropy_coef"].value) == pytest.approx(0.2)
 
 
+def test_advantages_are_normalized_over_scored_completions():
+    """TRL's normalize_advantages of RLOO; its epsilon is 1e-4."""
+    returns, groups = jnp.array([1.0, 0.0, 4.0, 1.0, 9.0]), jnp.array([0, 0, 1, 1, 1])
+    scored = jnp.array([True] * 4 + [False])
+    values = normalized_advantages(leave_one_out, returns, groups, scored)
+    raw = np.array([1.0, -1.0, 3.0, -3.0])
+    np.testing.assert_allclose(values[:4], raw / raw.std(ddof=1), rtol=1e-5)
+    assert float(values[4]) == 0
+    equal = normalized_advantages(leave_one_out, jnp.ones(5), groups, scored)
+    np.testing.assert_array_equal(equal, 0)
+
+
+def test_returns_of_episodes_are_clipped():
+    """Rows of 3 + 0.5, -2, and an episode of 2 and 4 in two rows, clipped to -1 to 5."""
+    mask = jnp.array([[0, 1, 1], [0, 1, 0], [0, 1, 0], [0, 1, 1]], bool)
+    rewards = jnp.array([[9.0, 3.0, 0.5], [9, -2, 9], [9, 2, 9], [9, 0, 4]])
+    rollout = replace(tiny.rollout(), action_mask=mask, episode_id=jnp.array([0, 1, 2, 2]))
+    change = clipped_return_change(rewards, rollout, (-1.0, 5.0))
+    np.testing.assert_allclose(change, [0, 1, 0, -1])
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"top_entropy_quantile": 0.0},
+        {"reward_clip_range": (1.0, 1.0)},
         {"entropy_target": -1.0},
         {"entropy_coef_max": 2.0},
         {"entropy_target": 0.5, "entropy_coef": 2.0},

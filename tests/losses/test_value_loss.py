@@ -48,7 +48,7 @@ def test_explained_variance_is_numpys():
         of_step = jax.tree.map(
             lambda x, step=step: x[step].reshape(-1, x.shape[-1]), (targets, weights)
         )
-        _, metrics = value_loss.value_loss(of_step[0].old_values, *of_step, clip=0.2)
+        _, metrics = value_loss.value_loss(of_step[0].old_values, *of_step, Critic())
         chosen = mask & (np.asarray(layout.minibatch) == step)[:, None]
         expected = 1 - np.var((returns - values)[chosen]) / np.var(returns[chosen])
         actual = metrics["value/explained_variance"]
@@ -56,6 +56,37 @@ def test_explained_variance_is_numpys():
         expected = 0.5 * np.mean((returns - values)[chosen] ** 2)
         assert float(metrics["value/loss"].value) == pytest.approx(expected, rel=1e-5)
         assert float(metrics["value/clip"].value) == 0
+
+
+@pytest.mark.parametrize(
+    ("huber", "quantile", "expected"),
+    [
+        # Errors R - V of 3, -0.5 and -2, and a distance of 1.
+        (1.0, 0.5, [2.5, 0.125, 1.5]),
+        (None, 0.8, [1.6 * 4.5, 0.4 * 0.125, 0.4 * 2]),
+        (1.0, 0.8, [1.6 * 2.5, 0.4 * 0.125, 0.4 * 1.5]),
+    ],
+)
+def test_huber_and_quantile_losses_by_hand(huber, quantile, expected):
+    values = jnp.array([0.0, 0.0, 1.0])
+    returns = values + jnp.array([3.0, -0.5, -2.0])
+    losses = value_loss.clipped_value_loss(values, values, returns, None, huber, quantile)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.75])
+def test_a_small_huber_distance_fits_the_quantile(quantile):
+    """Of returns 0, 1, ... 100 the loss is lowest at the quantile, give or take the distance."""
+    returns = jnp.arange(101.0)[None]
+    values = jnp.arange(0.0, 101.0, 0.5)[:, None]
+    losses = value_loss.clipped_value_loss(values, values, returns, None, 0.1, quantile)
+    assert float(values[losses.mean(1).argmin(), 0]) == pytest.approx(100 * quantile, abs=0.5)
+
+
+@pytest.mark.parametrize("settings", [{"huber": 0.0}, {"quantile": 1.0}])
+def test_settings_of_the_critic_out_of_range_are_refused(settings):
+    with pytest.raises(InputError):
+        Critic(**settings)
 
 
 def test_a_value_is_that_of_the_state_before_its_token():

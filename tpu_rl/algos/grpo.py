@@ -53,7 +53,12 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import token_log_probs
-from tpu_rl.losses.policy_batch import Credit, PolicyBatch, make_policy_batch
+from tpu_rl.losses.policy_batch import (
+    Credit,
+    PolicyBatch,
+    make_policy_batch,
+    normalized_advantages,
+)
 from tpu_rl.losses.policy_gradient import (
     LossTerm,
     SurrogateFunction,
@@ -80,6 +85,11 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     advantages: Literal["group", "batch", "centered", "leave_one_out"] = "group"
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
     batch's (batch), unscaled (centered), or minus the mean of the others (leave_one_out)."""
+    normalize_advantages: bool = False
+    """Scale the advantages to mean 0 and standard deviation 1 over the batch's completions, after
+    the baseline (RLOO in TRL)."""
+    reward_clip_range: tuple[float, float] | None = None
+    """Smallest and largest return of an episode, before penalties and the KL."""
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
     entropy_coef: float = 0.0
@@ -115,6 +125,10 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
         ReferenceKl.__post_init__(self)
         if min(self.entropy_coef, self.overlong_buffer) < 0:
             raise _invalid("a coefficient or the overlong buffer is negative")
+        if self.reward_clip_range is not None and not (
+            self.reward_clip_range[0] < self.reward_clip_range[1]
+        ):
+            raise _invalid(f"the reward clip range {self.reward_clip_range} holds nothing")
         if not 0 < self.top_entropy_quantile <= 1:
             raise _invalid(f"top_entropy_quantile {self.top_entropy_quantile} is not in (0, 1]")
         numbers = (self.entropy_target or 0.0, self.entropy_coef_delta, self.entropy_coef_max)
@@ -204,6 +218,9 @@ def group_policy_gradient(
 
     It learns from a Rollout. Its state is that of the controllers of its configuration.
     """
+    advantage = ADVANTAGES[config.advantages]
+    if config.normalize_advantages:
+        advantage = partial(normalized_advantages, advantage)
     controllers = kl_controllers(config)
     if config.entropy_target is not None:
         controllers["entropy"] = entropy_controller(
@@ -219,7 +236,8 @@ def group_policy_gradient(
             params,
             policy=roles["policy"],
             reference=roles["reference"] if "reference" in config.roles else None,
-            advantage=ADVANTAGES[config.advantages],
+            advantage=advantage,
+            reward_clip_range=config.reward_clip_range,
             weighting=masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens),
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,

@@ -13,6 +13,9 @@ With `importance_sampling_level` "sequence_token" the ratio is GSPO-token's (eq.
 Its value is s. Where all tokens of a completion share A and a weight, its gradient is that of s
 too. It is for advantages that differ between the turns of an episode (`credit`).
 
+With "sequence_product" the ratio is that of the completion, s^|y|, as in TRL's RLOOTrainer: with
+advantages "leave_one_out" its gradient is the off-policy gradient of the expected return.
+
 Deviations: clip_low and clip_high are the paper's; TRL's default of 0.2 is far outside the usual
 range of s. The metrics policy/clip_low and policy/clip_high are shares of tokens, so long
 completions count more; TRL's are shares of completions. verl caps log s_t at 10, we do not.
@@ -33,6 +36,8 @@ from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
 from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
+Level = Literal["sequence", "sequence_token", "sequence_product"]
+
 
 @dataclass(frozen=True)
 class GspoConfig(GroupPolicyConfig):
@@ -40,8 +45,9 @@ class GspoConfig(GroupPolicyConfig):
 
     loss_aggregation: masked.LossAggregation = "sequence_mean"
     """Weights of the tokens; sequence_mean, every completion alike, is the paper's."""
-    importance_sampling_level: Literal["sequence", "sequence_token"] = "sequence"
-    """Ratio of the whole completion (GSPO), or the token's form of it (GSPO-token)."""
+    importance_sampling_level: Level = "sequence"
+    """Ratio of the whole completion (GSPO), the token's form of it (GSPO-token), or the ratio
+    without length normalization (RLOO in TRL), which wants wider clips: 0.2."""
     clip_low: float = 3e-4
     """The length-normalized ratio is clipped to at least 1 - clip_low, hence far smaller than
     GRPO's."""
@@ -51,7 +57,7 @@ class GspoConfig(GroupPolicyConfig):
     def __post_init__(self):
         super().__post_init__()
         check_clip_range(self.clip_low, self.clip_high)
-        if self.credit != "episode" and self.importance_sampling_level == "sequence":
+        if self.credit != "episode" and self.importance_sampling_level != "sequence_token":
             raise InputError(
                 "the ratio of a whole completion cannot give credit to its turns",
                 where="--algorithm.credit, --algorithm.importance-sampling-level",
@@ -60,10 +66,17 @@ class GspoConfig(GroupPolicyConfig):
             )
 
 
-def sequence_ratio(log_probs: Array, old_log_probs: Array, rows: PackedRows) -> Array:
-    """Return s [R, S], the same at every token of a completion; 1 outside completions."""
+def sequence_ratio(
+    log_probs: Array, old_log_probs: Array, rows: PackedRows, normalized: bool = True
+) -> Array:
+    """Return s [R, S], the same at every token of a completion; 1 outside completions.
+
+    Unless `normalized`, it is policy(y) / old policy(y).
+    """
     actions = rows.sequence_ids > 0
     log_ratio = masked.sequence_total(log_probs - old_log_probs, rows.sequence_ids)
+    if not normalized:
+        return jnp.exp(log_ratio)
     lengths = masked.sequence_total(actions.astype(log_probs.dtype), rows.sequence_ids)
     return jnp.exp(log_ratio / jnp.maximum(lengths, 1.0))
 
@@ -76,10 +89,10 @@ def gspo_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-    level: Literal["sequence", "sequence_token"] = "sequence",
+    level: Level = "sequence",
 ) -> Surrogate:
     """Return the clipped sequence ratio times the advantage, at every token."""
-    ratio = sequence_ratio(log_probs, old_log_probs, rows)
+    ratio = sequence_ratio(log_probs, old_log_probs, rows, level != "sequence_product")
     if level == "sequence_token":
         token_ratio = importance_ratio(log_probs, jax.lax.stop_gradient(log_probs))
         ratio = jax.lax.stop_gradient(ratio) * token_ratio

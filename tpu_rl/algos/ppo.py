@@ -78,6 +78,8 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
+    dual_clip: float | None = None
+    """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     positive_coef: float = 0.0
@@ -91,7 +93,9 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
         ReferenceKl.__post_init__(self)
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
         positive = (self.clip_low, self.clip_high, self.lam_alpha)
-        if min(numbers) < 0 or 0 in positive or self.lam > 1 or self.clip_low >= 1:
+        dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
+        in_range = self.lam <= 1 and self.clip_low < 1 < dual_clip
+        if min(numbers) < 0 or 0 in positive or not in_range:
             raise InputError(
                 "a setting of PPO is out of range", where="--algorithm", fix="see --help-all"
             )
@@ -126,7 +130,12 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     policy = roles["policy"]
     critic = config.critic
     controllers = kl_controllers(config)
-    surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
+    surrogate = partial(
+        clipped_surrogate,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
 
     def make_batch(experience: Experience, params: Params, state: Any) -> tuple[Batch, Any]:
         rollout, layout = experience
@@ -213,7 +222,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             roles["value"], params, batch.rows, hidden if critic.trunk == "shared" else None
         )
         critic_loss, value_metrics = value_loss.value_loss(
-            values, batch.targets, batch.weights["value"], critic.clip
+            values, batch.targets, batch.weights["value"], critic
         )
         total += critic.coef * critic_loss
         # VAPO's imitation of right answers: - positive_coef * sum w log pi.

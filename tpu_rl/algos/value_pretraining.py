@@ -14,7 +14,7 @@ before the critic has seen them. `ends_when_flat` of a phase does this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -102,6 +102,7 @@ def value_pretraining(
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["value"]
-        return value_loss.value_loss(values(params, batch.rows), batch.targets, weights, clip=None)
+        unclipped = replace(config.critic, clip=None)
+        return value_loss.value_loss(values(params, batch.rows), batch.targets, weights, unclipped)
 
     return Algorithm(make_batch, loss)

@@ -146,14 +146,43 @@ def overlong_penalty(rollout: Rollout, max_new_tokens: int, buffer: int) -> Arra
     mask = rollout.action_mask
     ends = jnp.max(jnp.arange(1, mask.shape[1] + 1)[None] * mask, axis=-1)
     lengths = ends - mask.argmax(-1)
-    counted = mask.any(-1)
     if rollout.episode_id is not None:
         lengths = advantages.episode_lengths(mask.argmax(-1), ends, rollout.episode_id)
-        continues = rollout.episode_id[1:] == rollout.episode_id[:-1]
-        counted &= ~jnp.pad(continues, (0, 1))
     lengths = jnp.where(rollout.truncated, max_new_tokens, lengths)
     penalty = advantages.soft_overlong_penalty(lengths, max_new_tokens, buffer)
-    return jnp.where(counted, penalty, 0.0)
+    return jnp.where(_ends_episode(rollout), penalty, 0.0)
+
+
+def clipped_return_change(
+    rewards: Array, rollout: Rollout, clip_range: tuple[float, float]
+) -> Array:
+    """Return [N]: what brings each episode's sum of `rewards` [N, T] into the range, at the last of
+    its rows."""
+    totals = masked.total(rewards, rollout.action_mask, axis=-1)
+    totals = advantages.episode_totals(totals, rollout.episode_id)
+    change = jnp.clip(totals, *clip_range) - totals
+    return jnp.where(_ends_episode(rollout), change, 0.0)
+
+
+def _ends_episode(rollout: Rollout) -> Array:
+    """Return [N] bool: rows with actions that are the last of their episode."""
+    ends = rollout.action_mask.any(-1)
+    if rollout.episode_id is None:
+        return ends
+    continues = rollout.episode_id[1:] == rollout.episode_id[:-1]
+    return ends & ~jnp.pad(continues, (0, 1))
+
+
+def normalized_advantages(
+    advantage: advantages.Advantage, returns: Array, group_id: Array, scored: Array
+) -> Array:
+    """Return the values [N] of `advantage`, shifted and scaled to mean 0 and standard deviation 1
+    over the scored ones; 0 where all are equal. The deviation is the sample one."""
+    values = advantage(returns, group_id, scored)
+    centered = jnp.where(scored, values - masked.mean(values, scored), 0.0)
+    deviation = jnp.sqrt(jnp.square(centered).sum() / jnp.maximum(scored.sum() - 1.0, 1.0))
+    is_equal = deviation <= advantages.EPSILON
+    return jnp.where(is_equal, 0.0, centered / (deviation + advantages.EPSILON))
 
 
 def credited_advantages(
@@ -282,6 +311,7 @@ def make_policy_batch(
     max_new_tokens: int,
     kl: ReferenceKl = ReferenceKl(),
     kl_scale: Array | float = 1.0,
+    reward_clip_range: tuple[float, float] | None = None,
     overlong_buffer: int = 0,
     mask_truncated: bool = False,
     correction: SamplerCorrection = SamplerCorrection(),
@@ -292,7 +322,7 @@ def make_policy_batch(
 ) -> PolicyBatch:
     """Make the batch of a method with a group baseline, from a Rollout.
 
-    return = sum of rewards + overlong penalty - kl_scale x kl_reward_coef x KL to the reference
+    return = clip(sum of rewards) + overlong penalty - kl_scale x kl_reward_coef x KL
 
     Args:
       experience: a Rollout with its layout.
@@ -305,6 +335,7 @@ def make_policy_batch(
       max_new_tokens: length limit of a completion.
       kl: the KL in the return.
       kl_scale: factor of its coefficient.
+      reward_clip_range: range of an episode's sum of rewards; None is unbounded.
       overlong_buffer: tokens before the limit over which the overlong penalty falls; 0 is off.
       mask_truncated: whether truncated completions get no weight. They still count in baselines.
       correction: what corrects for the sampler, and where old log-probs come from.
@@ -316,11 +347,13 @@ def make_policy_batch(
     rollout, layout = experience
     assert isinstance(rollout, Rollout)
     rewards = rollout.rewards
-    returns = masked.total(rewards, rollout.action_mask, axis=-1)
+    at_end = jnp.zeros_like(rewards[:, 0])
+    if reward_clip_range is not None:
+        at_end += clipped_return_change(rewards, rollout, reward_clip_range)
     if overlong_buffer:
-        penalty = overlong_penalty(rollout, max_new_tokens, overlong_buffer)
-        returns += penalty
-        rewards += jnp.where(masked.last(rollout.action_mask), penalty[:, None], 0.0)
+        at_end += overlong_penalty(rollout, max_new_tokens, overlong_buffer)
+    rewards += jnp.where(masked.last(rollout.action_mask), at_end[:, None], 0.0)
+    returns = masked.total(rewards, rollout.action_mask, axis=-1)
     reference_log_probs = None
     if reference is not None:
         reference_log_probs, penalty = reference_penalty(

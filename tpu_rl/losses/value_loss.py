@@ -35,6 +35,12 @@ class Critic:
     """Lambda of the returns that values are fitted to; 1 takes the Monte-Carlo returns."""
     clip: float | None = 0.2
     """Distance from its old value beyond which a value has no gradient."""
+    huber: float | None = None
+    """Distance of value and return beyond which the loss grows linearly (Huber), so that outliers
+    and corrupted rewards pull less; none is the squared loss. With --reward of 0 and 1, below 1."""
+    quantile: float = 0.5
+    """Weight of returns above the value against those below, quantile to 1 - quantile. 0.5 is the
+    mean; others are expectiles and, with a small Huber distance, quantiles of the return."""
     coef: float = 0.5
     """Coefficient of the value loss."""
     learning_rate_scale: float = 1.0
@@ -53,6 +59,12 @@ class Critic:
                 "the coefficient, learning rate scale or clip of the critic is not above 0",
                 where="--algorithm.critic",
                 fix="raise it",
+            )
+        if not 0 < self.quantile < 1 or (self.huber is not None and self.huber <= 0):
+            raise InputError(
+                f"quantile {self.quantile} or Huber distance {self.huber} of the critic",
+                where="--algorithm.critic",
+                fix="use a quantile between 0 and 1, and a distance above 0",
             )
         if self.trunk == "shared" and self.model is not None:
             raise InputError(
@@ -84,17 +96,37 @@ def values(role: Role, params: Params, rows: PackedRows, hidden: Array | None = 
 
 
 def clipped_value_loss(
-    values: Array, old_values: Array, returns: Array, clip: float | None
+    values: Array,
+    old_values: Array,
+    returns: Array,
+    clip: float | None,
+    huber: float | None = None,
+    quantile: float = 0.5,
 ) -> Array:
-    """Return 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) of each token.
+    """Return max(l(R - V), l(R - clip(V, V_old - c, V_old + c))) of each token.
 
-    PPO's value loss, as in the code of arXiv 1909.08593. Without a clip it is 1/2 (V - R)^2.
+        l(u) = 2 |quantile - 1[u < 0]| h(u)
+        h(u) = 1/2 u^2, and with a Huber distance d: d (|u| - d / 2) where |u| > d
+
+    With the squares alone this is PPO's value loss, as in the code of arXiv 1909.08593. Huber's
+    loss is that of RIQL (arXiv 2310.12955), both together are the quantile Huber loss of arXiv
+    1710.10044, up to the factor 2, and a quantile of squares is an expectile (arXiv 2110.06169).
     """
-    losses = jnp.square(values - returns)
+
+    def loss(error: Array) -> Array:
+        losses = 0.5 * jnp.square(error)
+        if huber is not None:
+            size = jnp.abs(error)
+            losses = jnp.where(size > huber, huber * (size - 0.5 * huber), losses)
+        if quantile != 0.5:
+            losses *= 2.0 * jnp.where(error < 0, 1.0 - quantile, quantile)
+        return losses
+
+    losses = loss(returns - values)
     if clip is not None:
         clipped = jnp.clip(values, old_values - clip, old_values + clip)
-        losses = jnp.maximum(losses, jnp.square(clipped - returns))
-    return 0.5 * losses
+        losses = jnp.maximum(losses, loss(returns - clipped))
+    return losses
 
 
 @struct.dataclass
@@ -141,14 +173,17 @@ def targets(returns: Array, old_values: Array, mask: Array, layout: Layout) -> T
 
 
 def value_loss(
-    values: Array, targets: Targets, weights: Array, clip: float | None
+    values: Array, targets: Targets, weights: Array, critic: Critic
 ) -> tuple[Array, Metrics]:
     """Return the weighted sum of `clipped_value_loss`, and metrics of the tokens with a weight.
 
     All arrays are [R, S].
     """
     mask = weights > 0
-    losses = clipped_value_loss(values, targets.old_values, targets.returns, clip)
+    clip = critic.clip
+    losses = clipped_value_loss(
+        values, targets.old_values, targets.returns, clip, critic.huber, critic.quantile
+    )
     value = masked.total(weights * losses, mask)
     all_squares = targets.squares.sum()
     explained_squares = all_squares - targets.residual_squares.sum()
