@@ -123,6 +123,20 @@ def test_flags_exist(page, flags):
     assert unknown == set()
 
 
+def commands_of_conventions() -> list[str]:
+    """Return the commands of the page that reproduces the peers' defaults, each on one line."""
+    page = (ROOT / "docs" / "reference" / "conventions.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    lines = "".join(blocks).replace("\n    ", " ").splitlines()
+    assert all(line.startswith("python launch/run.py ") for line in lines)
+    return [line.removeprefix("python launch/run.py ") for line in lines]
+
+
+@pytest.mark.parametrize("command", commands_of_conventions())
+def test_the_flags_that_reproduce_the_peers_are_accepted(command):
+    config.require_trainable(config.parse(command.split()))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_presets_exist(page):
     text = page.read_text(encoding="utf-8")

@@ -62,6 +62,8 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
+    dual_clip: float | None = None
+    """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     credit: Literal["token", "turn"] = "token"
@@ -73,7 +75,9 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
         ReferenceKl.__post_init__(self)
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
         positive = (self.clip_low, self.clip_high, self.gamma)
-        if min(numbers) < 0 or 0 in positive or max(self.clip_low, self.gamma) > 1:
+        dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
+        in_range = max(self.clip_low, self.gamma) <= 1 < dual_clip
+        if min(numbers) < 0 or 0 in positive or not in_range:
             raise InputError(
                 "a setting of REINFORCE is out of range", where="--algorithm", fix="see --help-all"
             )
@@ -98,7 +102,12 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
     Its state is the scale of the KL coefficients, if that adapts.
     """
     weighting = masked.weighting(config.loss_aggregation, length=sampling.max_new_tokens)
-    surrogate = partial(clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
+    surrogate = partial(
+        clipped_surrogate,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
     by_turn = config.credit == "turn"
     controllers = kl_controllers(config)
     returns_of = advantages.turn_returns if by_turn else advantages.returns_to_go
