@@ -14,8 +14,10 @@ from tpu_rl.losses.advantages import leave_one_out
 from tpu_rl.losses.log_probs import TokenLogProbs
 from tpu_rl.losses.policy_batch import (
     PolicyBatch,
+    RunningReturns,
     clipped_return_change,
     normalized_advantages,
+    normalized_rewards,
     top_entropy,
 )
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
@@ -97,6 +99,32 @@ def test_returns_of_episodes_are_clipped():
     rollout = replace(tiny.rollout(), action_mask=mask, episode_id=jnp.array([0, 1, 2, 2]))
     change = clipped_return_change(rewards, rollout, (-1.0, 5.0))
     np.testing.assert_allclose(change, [0, 1, 0, -1])
+
+
+def test_rewards_are_divided_by_the_running_deviation():
+    """Episodes of two batches, with one of two rows and one that is not scored, against numpy."""
+    random = np.random.default_rng(0)
+    running = RunningReturns(*jnp.zeros(3))
+    mask = jnp.ones((5, 2), bool).at[:, 0].set(False)
+    seen = []
+    for _ in range(2):
+        rewards = random.normal(3.0, 2.0, (5, 2)).astype(np.float32)
+        rollout = replace(
+            tiny.rollout(),
+            action_mask=mask,
+            rewards=jnp.asarray(rewards),
+            scored=jnp.array([True, True, True, True, False]),
+            truncated=jnp.zeros(5, bool),
+            episode_id=jnp.array([0, 1, 1, 2, 3]),
+        )
+        actual, running = normalized_rewards(rollout, running, 1.5)
+        single = rewards[:, 1]
+        seen += [single[0], single[1] + single[2], single[3]]
+        expected = np.clip(single / np.std(seen, ddof=1), -1.5, 1.5)
+        np.testing.assert_allclose(actual[:, 1], expected, rtol=1e-5)
+        np.testing.assert_array_equal(actual[:, 0], 0)
+    np.testing.assert_allclose(running.mean, np.mean(seen), rtol=1e-5)
+    assert float(running.count) == 6
 
 
 @pytest.mark.parametrize(

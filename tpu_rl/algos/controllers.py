@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tpu_rl.algos.roles import moving_reference
+from tpu_rl.losses.policy_batch import RunningReturns
 from tpu_rl.losses.reference_kl import ReferenceKl, adapted_kl_scale
 from tpu_rl.types import Array, Params, no_state, unchanged
 
@@ -81,6 +82,17 @@ def applied_entropy_coef(state: tuple[Array, Array], target: float) -> Array:
     """Return the coefficient of a batch: 0 while the last entropy is above the target."""
     coef, entropy = state
     return jnp.where(entropy <= target, coef, 0.0)
+
+
+def running_returns(reward_clip: float | None) -> dict[str, Controller]:
+    """Return the controller "returns", whose state make_batch renews (`normalized_rewards`), or
+    none without a clip."""
+
+    def init_state(params: Params) -> RunningReturns:
+        del params
+        return RunningReturns(*jnp.zeros((3,), jnp.float32))
+
+    return {} if reward_clip is None else {"returns": (init_state, unchanged)}
 
 
 def _kl_scale(target: float, horizon: float) -> Controller:

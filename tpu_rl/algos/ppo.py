@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
-from tpu_rl.algos.controllers import combined, kl_controllers
+from tpu_rl.algos.controllers import combined, kl_controllers, running_returns
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, value_loss
@@ -44,6 +44,7 @@ from tpu_rl.losses.policy_batch import (
     PolicyBatch,
     corrected,
     learned_tokens,
+    normalized_rewards,
     pack_policy_batch,
     reference_penalty,
 )
@@ -78,6 +79,9 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
     clip_high: float = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
+    normalized_reward_clip: float | None = None
+    """Divide rewards by the running standard deviation of all returns so far, and clip them to this
+    many of it (PPO-max, arXiv 2307.04964); 10 is usual, none leaves rewards alone."""
     dual_clip: float | None = None
     """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
     entropy_coef: float = 0.0
@@ -92,7 +96,7 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
-        positive = (self.clip_low, self.clip_high, self.lam_alpha)
+        positive = (self.clip_low, self.clip_high, self.lam_alpha, self.normalized_reward_clip)
         dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
         in_range = self.lam <= 1 and self.clip_low < 1 < dual_clip
         if min(numbers) < 0 or 0 in positive or not in_range:
@@ -129,7 +133,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     if that adapts."""
     policy = roles["policy"]
     critic = config.critic
-    controllers = kl_controllers(config)
+    controllers = kl_controllers(config) | running_returns(config.normalized_reward_clip)
     surrogate = partial(
         clipped_surrogate,
         clip_low=config.clip_low,
@@ -141,6 +145,11 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         rollout, layout = experience
         rows = layout.rows(rollout.tokens)
         rewards = rollout.rewards
+        if config.normalized_reward_clip is not None:
+            rewards, running = normalized_rewards(
+                rollout, state["returns"], config.normalized_reward_clip
+            )
+            state = state | {"returns": running}
         mask = rollout.action_mask
         # r_t <- r_t - kl_reward_coef * kl_scale * KL_t, token by token.
         kl_scale = state["kl_scale"] if "kl_scale" in controllers else 1.0

@@ -8,7 +8,7 @@ together for methods with a group baseline (GRPO, GSPO, CISPO).
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,45 @@ def clipped_return_change(
     totals = advantages.episode_totals(totals, rollout.episode_id)
     change = jnp.clip(totals, *clip_range) - totals
     return jnp.where(_ends_episode(rollout), change, 0.0)
+
+
+class RunningReturns(NamedTuple):
+    """Moments of the returns of all scored episodes of a run so far, [] float32."""
+
+    count: Array
+    mean: Array
+    squares: Array
+    """Sum of (return - mean)^2."""
+
+
+def normalized_rewards(
+    rollout: Rollout, running: RunningReturns, clip: float
+) -> tuple[Array, RunningReturns]:
+    """Return rewards / running standard deviation of returns, clipped to +-clip, [N, T], and the
+    moments with this batch (PPO-max, arXiv 2307.04964).
+
+    The paper subtracts the running mean too, from its one reward at the end. Here rewards may stand
+    at any action, and 0 stays 0. While all returns were equal, rewards are only clipped.
+    """
+    mask = rollout.action_mask
+    row_returns = masked.total(rollout.rewards, learned_tokens(rollout), axis=-1)
+    returns = advantages.episode_totals(row_returns, rollout.episode_id)
+    # Chan's update of the moments, by the episodes of this batch.
+    counted = _ends_episode(rollout) & rollout.scored
+    count = counted.sum().astype(jnp.float32)
+    mean = masked.mean(returns, counted)
+    squares = masked.total(jnp.square(returns - mean), counted)
+    total = running.count + count
+    shift = mean - running.mean
+    share = count / jnp.maximum(total, 1.0)
+    running = RunningReturns(
+        total,
+        running.mean + shift * share,
+        running.squares + squares + jnp.square(shift) * running.count * share,
+    )
+    deviation = jnp.sqrt(running.squares / jnp.maximum(total - 1.0, 1.0))
+    scale = jnp.where(deviation > advantages.EPSILON, deviation, 1.0)
+    return jnp.where(mask, jnp.clip(rollout.rewards / scale, -clip, clip), 0.0), running
 
 
 def _ends_episode(rollout: Rollout) -> Array:
