@@ -5,8 +5,11 @@ as per-token log-probs, beta 0, one process and one accumulation step. Each case
 loss_type, importance_sampling_level, epsilon and epsilon_high.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,9 @@ from tpu_rl.algos.gspo import GspoConfig, gspo_surrogate, sequence_ratio
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs
-from tpu_rl.losses.policy_batch import PolicyBatch
+from tpu_rl.losses.policy_batch import PolicyBatch, top_entropy
 from tpu_rl.losses.policy_gradient import SurrogateFunction, clipped_surrogate, policy_loss
+from tpu_rl.losses.sampler_correction import SamplerCorrection, importance_weights
 from tpu_rl.types import Metrics, PackedRows
 
 # Three completions, of four, three and two tokens.
@@ -63,13 +67,19 @@ def batch_of(advantages: np.ndarray, weighting: masked.Weighting) -> PolicyBatch
 
 
 def loss_and_gradient(
-    surrogate: SurrogateFunction, advantages: np.ndarray, weighting: masked.Weighting
+    surrogate: SurrogateFunction,
+    advantages: np.ndarray,
+    weighting: masked.Weighting,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> tuple[float, list[list[float]], Metrics]:
-    """Return the loss, its gradient for each completion's log-probs, and the metrics."""
-    batch = batch_of(advantages, weighting)
+    """Return the loss, its gradient for each completion's log-probs, and the metrics, with changes
+    of the batch and settings of the loss."""
+    batch = replace(batch_of(advantages, weighting), **changes)
 
     def loss(log_probs: jax.Array) -> tuple[jax.Array, Metrics]:
-        return policy_loss(TokenLogProbs(log_probs, jnp.zeros_like(log_probs)), batch, surrogate)
+        policy = TokenLogProbs(log_probs, jnp.zeros_like(log_probs))
+        return policy_loss(policy, batch, surrogate, **settings)
 
     # Prompt and padding hold numbers that must not matter.
     log_probs = packed(LOG_PROBS, fill=-7.0)
@@ -102,6 +112,120 @@ def test_grpo_has_trls_loss_and_gradient():
     )
     assert share(metrics, "policy/clip_low") == pytest.approx(2 / 9)
     assert share(metrics, "policy/clip_high") == pytest.approx(2 / 9)
+
+
+GRPO = partial(clipped_surrogate, clip_low=0.2, clip_high=0.25)
+# The completions' log-ratios of old policy and sampler add up to 0.1, -0.3 and -0.4.
+SAMPLER_LOG_PROBS = np.array(
+    [[-0.6, -1.1, -0.9, -2.2], [-0.7, -0.6, -0.7, 0.0], [-1.2, -0.8, 0.0, 0.0]]
+)
+REFERENCE_LOG_PROBS = np.array(
+    [[-0.9, -1.0, -0.8, -1.5], [-0.7, -0.8, -0.9, 0.0], [-1.1, -1.2, 0.0, 0.0]]
+)
+ENTROPY = np.array([[0.9, 0.2, 1.3, 0.5], [0.4, 1.1, 0.7, 0.0], [1.0, 0.3, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "floor", "threshold", "share", "expected_loss", "expected_gradient"),
+    [
+        (
+            *("sequence_mask", 3.0, None, None, 1.0, -0.7173580666528068),
+            [-0.2249764679, -0.1508062363, 0, 0, 0, 0.1085691341, 0, -0.0404353773, -0.0545820502],
+        ),
+        (
+            *("sequence_truncate", 1.1, 0.8, None, 1.0, -0.7147371072076678),
+            [-0.223923839, -0.1501006381, 0, 0, 0, 0.1172424015, 0, -0.0482579956, -0.0651414804],
+        ),
+        (
+            *("token_mask", 1.2, 0.8, None, 1.0, -0.4363144313247319),
+            [-0.184195153, -0.1508062363, 0, 0, 0, 0, 0, 0, -0.0736780612],
+        ),
+        (
+            *("token_truncate", 1.2, None, None, 1.0, -0.6224333003350927),
+            [-0.184195153, -0.1508062363, 0, 0, 0, 0.1085691341, 0, -0.0446880031, -0.0736780612],
+        ),
+        (
+            *("sequence_mask", 3.0, None, 0.05, 1.0, -0.9312880143195551),
+            [-0.2249764679, -0.1508062363, 0, 0, 0, 0, 0, -0.0404353773, -0.0545820502],
+        ),
+        (
+            *("sequence_mask", 3.0, None, None, 0.4, -0.3870866524505878),
+            [-0.2249764679, 0, 0, 0, 0, 0.1085691341, 0, -0.0404353773, 0],
+        ),
+    ],
+    ids=["default", "sequence_truncate", "token_mask", "token_truncate", "off_policy", "entropy"],
+)
+def test_corrections_and_masks_have_trls_loss_and_gradient(
+    mode, cap, floor, threshold, share, expected_loss, expected_gradient
+):
+    """loss_type dapo with vllm_importance_sampling_mode, clip_max and clip_min,
+    off_policy_mask_threshold and top_entropy_quantile; the first is the default."""
+    config = SamplerCorrection(
+        importance_sampling_mode=mode,
+        importance_sampling_cap=cap,
+        importance_sampling_floor=floor,
+    )
+    actions = jnp.asarray(MASK)
+    log_ratio = jnp.asarray(OLD_LOG_PROBS - SAMPLER_LOG_PROBS)
+    importance, _ = importance_weights(config, log_ratio, actions)
+    changes = {
+        "importance": packed(np.asarray(importance)),
+        "sampler_log_probs": packed(SAMPLER_LOG_PROBS),
+        "off_policy_mask_threshold": threshold,
+    }
+    if share < 1:
+        high = top_entropy(jnp.asarray(ENTROPY), actions, share)
+        changes["high_entropy"] = packed(np.asarray(high))
+    loss, gradient, _ = loss_and_gradient(GRPO, ADVANTAGES, masked.token_mean, changes)
+    assert loss == pytest.approx(expected_loss)
+    check(gradient, [expected_gradient])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected_loss", "expected_gradient"),
+    [
+        (
+            "exact",
+            -0.599869547526604,
+            [
+                -0.1981386697,
+                -0.1382745272,
+                0.0074992156,
+                -0.008287915,
+                -0.0016462627,
+                0.1538806519,
+                -0.0016462627,
+                -0.0653493691,
+                -0.0746412797,
+            ],
+        ),
+        (
+            "k3",
+            -0.6017146814752302,
+            [
+                -0.1999040158,
+                -0.1389151562,
+                0.0043718816,
+                -0.0072080141,
+                -0.0024600306,
+                0.1502161124,
+                -0.0024600306,
+                -0.0675305087,
+                -0.077054969,
+            ],
+        ),
+    ],
+)
+def test_the_kl_in_the_loss_has_trls_value_and_gradient(
+    estimator, expected_loss, expected_gradient
+):
+    """loss_type dapo, beta 0.1, with and without use_bias_correction_kl."""
+    changes = {"reference_log_probs": packed(REFERENCE_LOG_PROBS)}
+    loss, gradient, _ = loss_and_gradient(
+        GRPO, ADVANTAGES, masked.token_mean, changes, kl_coef=0.1, kl_estimator=estimator
+    )
+    assert loss == pytest.approx(expected_loss)
+    check(gradient, [expected_gradient])
 
 
 @pytest.mark.parametrize("level", ["sequence", "sequence_token"])
