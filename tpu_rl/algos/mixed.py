@@ -87,7 +87,7 @@ class MixedConfig(GrpoConfig):
                 why="the sampler has no log-probs of a solution, and a solution has no turns",
                 fix="use --algorithm.kl-loss-coef, or --algorithm.method chord",
             )
-        if self.method == "visurf" and self.old_log_probs != "recomputed":
+        if self.method == "visurf" and not self.recomputes:
             raise InputError(
                 "visurf compares with the policy before the update",
                 where="--algorithm.old-log-probs",

@@ -218,8 +218,9 @@ def normalized_advantages(
     """Return the values [N] of `advantage`, shifted and scaled to mean 0 and standard deviation 1
     over the scored ones; 0 where all are equal. The deviation is the sample one."""
     values = advantage(returns, group_id, scored)
-    centered = jnp.where(scored, values - masked.mean(values, scored), 0.0)
-    deviation = jnp.sqrt(jnp.square(centered).sum() / jnp.maximum(scored.sum() - 1.0, 1.0))
+    counted = scored > 0
+    centered = jnp.where(counted, values - masked.mean(values, counted), 0.0)
+    deviation = jnp.sqrt(jnp.square(centered).sum() / jnp.maximum(counted.sum() - 1.0, 1.0))
     is_equal = deviation <= advantages.EPSILON
     return jnp.where(is_equal, 0.0, centered / (deviation + advantages.EPSILON))
 
