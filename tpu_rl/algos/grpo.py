@@ -26,7 +26,8 @@ episode's, the return from each turn on, compared with turns that began in the s
     per turn   credit "turn"
     GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
 
-`group_policy_gradient` is the same algorithm with any surrogate: see `gspo` and `cispo`.
+`group_policy_gradient` is the same algorithm with any surrogate: see `gspo`, `cispo` and
+`surrogates`.
 
 Deviations: the default weights are "token_mean", as in TRL and verl, also in the presets named
 after GRPO. The standard deviation of a group is the sample one (n - 1), as there. Two states of
@@ -72,7 +73,8 @@ class GroupPolicyConfig:
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
     batch's (batch), unscaled (centered), or minus the mean of the others (leave_one_out)."""
     loss_aggregation: masked.LossAggregation = "token_mean"
-    """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
+    """Weights of the tokens: every token alike, every completion alike, the sum over a completion
+    (sequence_sum), or that divided by the length limit (constant_length)."""
     kl_reward_coef: float = 0.0
     """Coefficient of the KL to the reference that is subtracted from each token's reward. It is
     estimated by log policy - log reference (k1)."""
@@ -213,7 +215,9 @@ def group_policy_gradient(
         )
         rollout, layout = experience
         weights = {
-            name: layout.pack(term.weights(rollout, layout)) for name, term in further_terms.items()
+            name: layout.pack(term.weights(rollout, layout))
+            for name, term in further_terms.items()
+            if term.weights is not None
         }
         return replace(batch, weights=batch.weights | weights), state
 

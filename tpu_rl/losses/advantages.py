@@ -97,6 +97,15 @@ def group_count(returns: Array, group_id: Array, scored: Array) -> Array:
     return _group_moments(returns, group_id, scored)[0]
 
 
+def group_success(returns: Array, group_id: Array, scored: Array) -> Array:
+    """Return the share of the scored completions of each row's group whose return is above 0, [N].
+
+    Zero for rows that are not scored.
+    """
+    success = jnp.where(returns > 0, 1.0, 0.0)
+    return jnp.where(scored, success - group_centered(success, group_id, scored), 0.0)
+
+
 def zero_variance_groups(returns: Array, group_id: Array, scored: Array) -> Array:
     """Return True for rows whose group has equal scored returns, and so teaches nothing, [N]."""
     return _group_moments(returns, group_id, scored)[2] <= EPSILON
