@@ -13,11 +13,12 @@ from tpu_rl.losses.advantages import (
     group_centered,
     group_scaled,
     leave_one_out,
+    length_weighted,
 )
 from tpu_rl.proofs import tiny
 
 NAN = float("nan")
-EVERY = [group_centered, group_scaled, batch_scaled, leave_one_out]
+EVERY = [group_centered, group_scaled, batch_scaled, leave_one_out, length_weighted]
 
 # Two turns of two tokens; one turn; nothing.
 MASK = jnp.array([[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0] * 6]).astype(bool)

@@ -15,6 +15,9 @@ into the reward (k1), or into the loss (with its exact gradient).
     RLOO       advantages "leave_one_out", kl_reward_coef > 0            arXiv 2402.14740
     DAPO       weights "token_mean", clip_high 0.28, overlong_buffer,
                and dynamic sampling (a setting of the batch)             arXiv 2503.14476
+    OPO        advantages "opo"                                          arXiv 2505.23585
+    pass@k     advantages "pass_at_k"                                    arXiv 2503.19595
+    MaxRL      advantages "max_rl"                                       arXiv 2602.02710
     decoupled  old_log_probs "recomputed", importance_sampling_cap 2:
                the ratio is to the proximal policy, and a weight
                corrects for the policy that sampled (AReaL)              arXiv 2505.24298
@@ -61,6 +64,12 @@ ADVANTAGES = {
     "batch": advantages.batch_scaled,
     "centered": advantages.group_centered,
     "leave_one_out": advantages.leave_one_out,
+    "leave_one_out_scaled": advantages.leave_one_out_scaled,
+    "opo": advantages.length_weighted,
+    "pass_at_k": advantages.best_minus_second,
+    "pass_at_k_scaled": advantages.best_minus_second_scaled,
+    "max_rl": advantages.mean_scaled,
+    "gpg": advantages.unequal_groups,
 }
 
 
@@ -69,9 +78,24 @@ class GroupPolicyConfig:
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
-    advantages: Literal["group", "batch", "centered", "leave_one_out"] = "group"
+    advantages: Literal[
+        "group",
+        "batch",
+        "centered",
+        "leave_one_out",
+        "leave_one_out_scaled",
+        "opo",
+        "pass_at_k",
+        "pass_at_k_scaled",
+        "max_rl",
+        "gpg",
+    ] = "group"
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
-    batch's (batch), unscaled (centered), or minus the mean of the others (leave_one_out)."""
+    batch's (batch), unscaled (centered), over the mean (max_rl, for returns of at least 0), or
+    times N over the completions in groups of unequal returns (gpg); minus the mean of the others
+    (leave_one_out), also over the batch's deviation (leave_one_out_scaled); minus the mean weighted
+    by length (opo); the best completion's lead over the second best (pass_at_k), also over the
+    group's deviation (pass_at_k_scaled)."""
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, the sum over a completion
     (sequence_sum), or that divided by the length limit (constant_length)."""

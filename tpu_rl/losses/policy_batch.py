@@ -133,11 +133,12 @@ def credited_advantages(
     mask = rollout.action_mask
     episode_id = rollout.episode_id
     group_id = rollout.group_id
-    scored = learned_tokens(rollout).any(-1)
+    lengths = learned_tokens(rollout).sum(-1)
+    scored = lengths > 0
     if credit == "turn":
         turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
         return advantages.per_turn(advantage, turn_returns, mask, group_id, scored, episode_id)
-    of_episodes = advantages.per_episode(advantage, returns, group_id, scored, episode_id)
+    of_episodes = advantages.per_episode(advantage, returns, group_id, lengths, episode_id)
     result = jnp.where(mask, of_episodes[:, None], 0.0)
     if credit == "step":
         turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
