@@ -52,6 +52,7 @@ FACTORIES: dict[type, Callable[..., Algorithm]] = {
     SurrogatesConfig: surrogates,
 }
 GROUPS, COMPLETIONS, PROMPT, LIMIT = 4, 4, 3, 7
+OLD = "old_log_probs"
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,17 @@ class Case:
     peer: str
     name: str
     ours: Any
-    """Configuration of the algorithm, or a row of ADVANTAGES."""
+    """Configuration of the algorithm."""
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
-    old: str = "old_log_probs"
+    old: str = OLD
     """"near_log_probs": the policy but for a constant, where covariances of policy and old policy
     are the same."""
     note: str = ""
-
-    @property
-    def kind(self) -> str:
-        return "advantages" if isinstance(self.ours, str) else "loss"
+    kind: str = "loss"
+    """"advantages": those of the batch are compared, and no loss."""
+    arrays: dict[str, str] = field(default_factory=dict)
+    """Further parameters of the peer's function -> the arrays that they get."""
 
     def sent(self) -> dict[str, Any]:
         """Return what the peer's process needs to know."""
@@ -82,6 +83,7 @@ class Case:
             "settings": self.settings,
             "arguments": self.arguments,
             "old": self.old,
+            "arrays": self.arrays,
         } | ({"config": True} if self.name == "grpo_passk" else {})
 
 
@@ -89,6 +91,17 @@ def trl(loss_type: str, ours: Any, note: str = "", **settings: Any) -> Case:
     arguments = settings.pop("arguments", {})
     name = "GMPOTrainer" if loss_type == "GMPOTrainer" else "GRPOTrainer"
     return Case("trl", name, ours, {"loss_type": loss_type, **settings}, arguments, note=note)
+
+
+def verl(name: str, ours: Any, note: str = "", old: str = OLD, **settings: Any) -> Case:
+    return Case("verl", name, ours, settings, note=note, old=old)
+
+
+def estimator(
+    name: str, ours: Any, note: str = "", arrays: dict[str, str] | None = None, **settings: Any
+) -> Case:
+    kind = "advantages"
+    return Case("verl", name, ours, settings, note=note, kind=kind, arrays=arrays or {})
 
 
 def of_surrogates(name: str, **settings: Any) -> SurrogatesConfig:
@@ -118,81 +131,83 @@ CASES = [
         epsilon_low=0.4,
         epsilon_high=0.4,
     ),
-    Case("verl", "vanilla", GrpoConfig()),
-    Case("verl", "vanilla", GrpoConfig(dual_clip=1.3), {"clip_ratio_c": 1.3}),
-    Case(
-        "verl",
+    verl("vanilla", GrpoConfig()),
+    verl("vanilla", GrpoConfig(dual_clip=1.3), clip_ratio_c=1.3),
+    verl(
         "vanilla",
         GrpoConfig(loss_aggregation="sequence_mean"),
-        {"loss_agg_mode": "seq-mean-token-mean"},
+        loss_agg_mode="seq-mean-token-mean",
     ),
-    Case(
-        "verl",
-        "vanilla",
-        GrpoConfig(loss_aggregation="sequence_sum"),
-        {"loss_agg_mode": "seq-mean-token-sum"},
+    verl(
+        "vanilla", GrpoConfig(loss_aggregation="sequence_sum"), loss_agg_mode="seq-mean-token-sum"
     ),
-    Case(
-        "verl",
+    verl(
         "vanilla",
         GrpoConfig(loss_aggregation="constant_length"),
-        {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        loss_agg_mode="seq-mean-token-sum-norm",
     ),
-    Case(
-        "verl",
+    verl(
         "gspo",
         GspoConfig(importance_sampling_level="sequence_token", **OUR_WIDE),
-        {"loss_agg_mode": "seq-mean-token-mean", **VERL_WIDE},
+        loss_agg_mode="seq-mean-token-mean",
+        **VERL_WIDE,
     ),
-    Case("verl", "cispo", CispoConfig(clip_low=0.2, clip_high=0.2)),
-    Case(
-        "verl",
+    verl("cispo", CispoConfig(clip_low=0.2, clip_high=0.2)),
+    verl(
         "sapo",
         of_surrogates("sapo", loss_aggregation="sequence_mean"),
-        {"tau_pos": 1.0, "tau_neg": 1.05},
+        tau_pos=1.0,
+        tau_neg=1.05,
     ),
-    Case(
-        "verl",
+    verl(
         "geo_mean",
         of_surrogates("gmpo", loss_aggregation="sequence_mean", clip_low=0.2, clip_high=0.2),
     ),
-    Case(
-        "verl",
+    verl(
         "dppo_tv",
         of_surrogates("dppo_tv", ratio_cap=1.3, clip_low=0.01, clip_high=0.01),
-        {"clip_ratio_c": 1.3, "clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
+        clip_ratio_c=1.3,
+        clip_ratio_low=0.01,
+        clip_ratio_high=0.01,
     ),
-    Case(
-        "verl",
+    verl(
         "dppo_kl",
         of_surrogates("dppo_kl", ratio_cap=1.3, clip_low=1e-3, clip_high=1e-3),
-        {"clip_ratio_c": 1.3, "clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3},
+        clip_ratio_c=1.3,
+        clip_ratio_low=1e-3,
+        clip_ratio_high=1e-3,
     ),
-    Case("verl", "dro", of_surrogates("dro", beta=0.3), {"policy_loss": {"dro_beta": 0.3}}),
-    Case("verl", "gpg", of_surrogates("gpg")),
-    Case(
-        "verl",
+    verl("dro", of_surrogates("dro", beta=0.3), policy_loss={"dro_beta": 0.3}),
+    verl("gpg", of_surrogates("gpg")),
+    verl(
         "clip_cov",
         of_surrogates("clip_cov", covariance_share=0.9, covariance_low=0.2, covariance_high=1.5),
-        {"policy_loss": {"clip_cov_ratio": 0.9, "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}},
-        old="near_log_probs",
-        note="at the first update; all candidates dropped",
+        "at the first update; all candidates dropped",
+        "near_log_probs",
+        policy_loss={"clip_cov_ratio": 0.9, "clip_cov_lb": 0.2, "clip_cov_ub": 1.5},
     ),
-    Case(
-        "verl",
+    verl(
         "kl_cov",
         of_surrogates("kl_cov", covariance_share=0.2, covariance_kl_coef=0.5),
-        {"policy_loss": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}},
-        old="near_log_probs",
-        note="at the first update",
+        "at the first update",
+        "near_log_probs",
+        policy_loss={"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
     ),
-    Case("verl", "grpo", "group"),
-    Case("verl", "grpo", "centered", {"norm_adv_by_std_in_grpo": False}),
-    Case("verl", "rloo", "leave_one_out"),
-    Case("verl", "opo", "opo"),
-    Case("verl", "grpo_passk", "pass_at_k", {"norm_adv_by_std_in_grpo": False}),
-    Case("verl", "grpo_passk", "pass_at_k_scaled", {"norm_adv_by_std_in_grpo": True}),
-    Case("verl", "gpg", "gpg", note="zeros are one whole group"),
+    estimator("grpo", GrpoConfig(advantages="group")),
+    estimator("grpo", GrpoConfig(advantages="centered"), norm_adv_by_std_in_grpo=False),
+    estimator("rloo", GrpoConfig(advantages="leave_one_out")),
+    estimator("opo", GrpoConfig(advantages="opo")),
+    estimator("grpo_passk", GrpoConfig(advantages="pass_at_k"), norm_adv_by_std_in_grpo=False),
+    estimator(
+        "grpo_passk", GrpoConfig(advantages="pass_at_k_scaled"), norm_adv_by_std_in_grpo=True
+    ),
+    estimator("gpg", GrpoConfig(advantages="gpg"), note="zeros are one whole group"),
+    estimator(
+        "optimal_token_baseline",
+        GrpoConfig(credit="token", advantages="opo"),
+        arrays={"old_log_probs": "log_probs", "sum_pi_squared": "sum_pi_squared"},
+        handle_zero_tail=False,
+    ),
 ]
 
 
@@ -224,6 +239,8 @@ def make_rollout() -> tuple[Rollout, dict[str, np.ndarray]]:
         return np.take_along_axis(shifted, completion_ids[..., None], -1)[..., 0]
 
     log_probs = log_probs_under(tables["table"])
+    probs = np.exp(tables["table"][previous])
+    probs /= probs.sum(-1, keepdims=True)
     arrays = {
         "table": tables["table"],
         "reference_table": tables["reference"],
@@ -234,6 +251,8 @@ def make_rollout() -> tuple[Rollout, dict[str, np.ndarray]]:
         "group": group,
         "old_log_probs": log_probs + 0.3 * random.normal(size=log_probs.shape),
         "near_log_probs": log_probs - 0.01,
+        "log_probs": log_probs,
+        "sum_pi_squared": np.square(probs).sum(-1),
         "reference_log_probs": log_probs_under(tables["reference"]),
     }
     lengths_and_scores = (jnp.asarray(returns), jnp.asarray(group), jnp.asarray(lengths))
@@ -251,8 +270,8 @@ def make_rollout() -> tuple[Rollout, dict[str, np.ndarray]]:
     return rollout, arrays
 
 
-def our_loss(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tuple[float, Any]:
-    """Return our loss and its gradient for the policy's table."""
+def our_batch(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """Return our algorithm, its params, its batch and the layout of that."""
     old = np.zeros(rollout.tokens.shape)
     old[:, PROMPT:] = arrays[case.old]
     old = jnp.where(rollout.action_mask, jnp.asarray(old), 0.0)
@@ -272,6 +291,12 @@ def our_loss(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tup
     sampling = Sampling(temperature=1.0, max_new_tokens=LIMIT)
     algorithm = FACTORIES[type(case.ours)](case.ours, roles, sampling)
     batch, _ = algorithm.make_batch(experience, params, None)
+    return algorithm, params, batch, experience[1]
+
+
+def our_loss(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tuple[float, Any]:
+    """Return our loss and its gradient for the policy's table."""
+    algorithm, params, batch, _ = our_batch(case, rollout, arrays)
 
     def loss(table: jax.Array) -> jax.Array:
         total = jnp.zeros(())
@@ -284,18 +309,15 @@ def our_loss(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> tup
     return float(value), np.asarray(gradient)
 
 
-def our_advantages(name: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the advantages of a row of ADVANTAGES, at the completions' tokens."""
-    values = ADVANTAGES[name](
-        jnp.asarray(arrays["returns"]), jnp.asarray(arrays["group"]), jnp.asarray(arrays["lengths"])
-    )
-    return np.asarray(values)[:, None] * arrays["mask"]
+def our_advantages(case: Case, rollout: Rollout, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return our advantages at the completions' tokens."""
+    _, _, batch, layout = our_batch(case, rollout, arrays)
+    values = np.asarray(layout.unpack(batch.advantages))[:, PROMPT:]
+    return np.where(arrays["mask"] > 0, values, 0.0)
 
 
 def flags(case: Case) -> str:
     """Return the flags that differ from the defaults of our method."""
-    if isinstance(case.ours, str):
-        return f"`--algorithm.advantages {case.ours}`"
     config = case.ours
     method = FACTORIES[type(config)].__name__
     changed = [
@@ -342,8 +364,9 @@ def main() -> None:
     for number, case in enumerate(cases):
         there = results[f"{number}_value"]
         cells = [name_there(case), flags(case)]
-        if isinstance(case.ours, str):
-            cells += [f"{np.abs(our_advantages(case.ours, arrays) - there).max():.0e}", "", ""]
+        if case.kind == "advantages":
+            ours = our_advantages(case, rollout, arrays)
+            cells += [f"{np.abs(ours - there).max():.0e}", "", ""]
         else:
             gradient = results[f"{number}_gradient"]
             loss, our_gradient = our_loss(case, rollout, arrays)

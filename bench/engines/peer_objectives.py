@@ -182,7 +182,7 @@ def verl_advantages(verl: types.ModuleType, case: dict[str, Any], arrays: Any) -
     mask = torch.tensor(arrays["mask"])
     settings = dict(case.get("settings", {}))
     function = verl.get_adv_estimator_fn(case["name"])
-    extra = {name: torch.tensor(arrays[name]) for name in case.get("arrays", ())}
+    extra = {name: torch.tensor(arrays[array]) for name, array in case["arrays"].items()}
     rewards = torch.tensor(arrays["rewards"])
     index = arrays["group"]
     config = AlgoConfig(settings)

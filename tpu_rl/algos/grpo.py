@@ -29,6 +29,13 @@ episode's, the return from each turn on, compared with turns that began in the s
     per turn   credit "turn"
     GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
 
+With `credit` "token" the returns from the k-th token on are compared with those of the group's
+other k-th tokens. With advantages "opo", another forward pass of the policy gives each token the
+weight W_ik = sum_(j <= k) |d log policy(y_ij) / d logits|^2: the optimal token baseline, as in verl
+with handle_zero_tail off.
+
+    optimal token baseline   credit "token", advantages "opo"
+
 `group_policy_gradient` is the same algorithm with any surrogate: see `gspo`, `cispo` and
 `surrogates`.
 
@@ -122,7 +129,8 @@ class GroupPolicyConfig:
     credit: Credit = "episode"
     """The returns that a group compares. episode: of whole episodes. turn: from a turn on, among
     turns with the same number. step: of episodes and, among turns that answer the same observation,
-    from a turn on (GiGPO)."""
+    from a turn on (GiGPO). token: from a token on, among tokens with the same number; with
+    --algorithm.advantages opo this is the optimal token baseline."""
     gamma: float = 1.0
     """Discount per turn of the returns from a turn on."""
     step_coef: float = 1.0
@@ -141,9 +149,9 @@ class GroupPolicyConfig:
             raise _invalid("the importance sampling cap is not above 0")
         if not 0 < self.gamma <= 1 or self.step_coef < 0:
             raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
-        if self.credit == "episode" and self.gamma != 1:
+        if self.credit in ("episode", "token") and self.gamma != 1:
             raise InputError(
-                f"gamma {self.gamma} discounts turns, and credit is given to whole episodes",
+                f"gamma {self.gamma} discounts turns, and credit is not given to turns",
                 where="--algorithm.gamma, --algorithm.credit",
                 fix="use --algorithm.credit turn or step, or --algorithm.gamma 1",
             )

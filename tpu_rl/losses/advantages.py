@@ -127,10 +127,10 @@ def length_weighted(returns: Array, group_id: Array, lengths: Array) -> Array:
     length.
     """
     centered = group_centered(returns, group_id, lengths)
-    weights = lengths.astype(jnp.float32)
+    weights = lengths.astype(returns.dtype)
     weighted = _group_total(weights * centered, group_id)
-    mean = weighted / jnp.maximum(_group_total(weights, group_id), 1.0)
-    return jnp.where(lengths > 0, centered - mean, 0.0)
+    total = _group_total(weights, group_id)
+    return jnp.where(lengths > 0, centered - weighted / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def best_minus_second(returns: Array, group_id: Array, lengths: Array) -> Array:
@@ -301,14 +301,18 @@ def turn_starts(action_mask: Array) -> Array:
 
 def turn_ids(action_mask: Array, episode_id: Array | None = None) -> Array:
     """Return the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
-    ids = jnp.cumsum(turn_starts(action_mask), axis=1)
-    if episode_id is not None:
-        so_far = jnp.cumsum(ids[:, -1])
-        before_row = so_far - ids[:, -1]
-        segment = _episode_segments(episode_id)
-        before_episode = jax.ops.segment_min(before_row, segment, num_segments=len(segment))
-        ids += (before_row - before_episode[segment])[:, None]
-    return jnp.where(action_mask, ids, 0)
+    return jnp.where(action_mask, _so_far(turn_starts(action_mask), episode_id), 0)
+
+
+def _so_far(values: Array, episode_id: Array | None) -> Array:
+    """Return the sum of `values` up to each token of its episode, [N, T]."""
+    sums = jnp.cumsum(values, axis=1)
+    if episode_id is None:
+        return sums
+    before_row = jnp.cumsum(sums[:, -1]) - sums[:, -1]
+    segment = _episode_segments(episode_id)
+    before_episode = jax.ops.segment_min(before_row, segment, num_segments=len(segment))
+    return sums + (before_row - before_episode[segment])[:, None]
 
 
 def turn_sums(values: Array, action_mask: Array) -> Array:
@@ -382,6 +386,33 @@ def per_turn(
     turns = turn_ids(mask, episode_id)
     compared = _dense_ids(group_id)[:, None] * (turns.max() + 1) + turns
     return _compare_turns(advantage, returns, mask, compared, scored)
+
+
+def per_token(
+    advantage: Advantage,
+    returns: Array,
+    mask: Array,
+    group_id: Array,
+    scored: Array,
+    score_norms: Array,
+    episode_id: Array | None = None,
+) -> Array:
+    """Compare the returns from the k-th action on with those of the group's other k-th actions,
+    [N, T].
+
+    The length of an action, which `length_weighted` takes as its weight, is the sum of
+    `score_norms` up to it. With the squared norms of the tokens' scores, this is the optimal token
+    baseline B_k = sum_i G_ik W_ik / sum_i W_ik (see `policy_batch.credited_advantages`). An action
+    that only one episode of its group reached has advantage 0.
+
+    The arguments are those of `per_turn`, and score_norms [N, T].
+    """
+    counted = mask & scored[:, None]
+    number = _so_far(mask, episode_id)
+    compared = _dense_ids(group_id)[:, None] * (number.max() + 1) + number
+    lengths = jnp.where(counted, _so_far(jnp.where(mask, score_norms, 0.0), episode_id), 0.0)
+    values = advantage(returns.reshape(-1), compared.reshape(-1), lengths.reshape(-1))
+    return jnp.where(counted, values.reshape(mask.shape), 0.0)
 
 
 def per_state(
