@@ -391,8 +391,8 @@ def test_scales_and_filters_of_advantages():
     assert result(outlier_sigmas=0.95) == [0.0] * 7 + [0.6] * 2
     # The mean of -log p is 9.4 / 9 = 1.0444; exp(-.7) and exp(-.6) are above .49, exp(-.9) is not.
     mastered = [0.0, 1.5, 0.0, 1.5] + [-0.8] * 3 + [0.6] * 2
-    assert result(entropy_target=1.05, mastered_probability=0.49) == mastered
-    assert result(entropy_target=1.04, mastered_probability=0.49) == plain
+    assert result(mastered_entropy=1.05, mastered_probability=0.49) == mastered
+    assert result(mastered_entropy=1.04, mastered_probability=0.49) == plain
 
 
 def test_a_setting_that_the_surrogate_does_not_read_is_refused():

@@ -15,7 +15,6 @@ from tpu_rl.losses.advantages import (
     group_centered,
     group_scaled,
     leave_one_out,
-    leave_one_out_scaled,
     length_weighted,
     mean_scaled,
     unequal_groups,
@@ -58,13 +57,6 @@ def test_leave_one_out():
         [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 4 - 8, 0, 8 - 4],
         rtol=1e-6,
     )
-
-
-def test_leave_one_out_scaled():
-    values = np.array([1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 4 - 8, 0, 8 - 4])
-    deviation = np.std(np.delete(values, 6), ddof=1)
-    actual = leave_one_out_scaled(RETURNS, GROUP, SCORED)
-    np.testing.assert_allclose(actual, values / deviation, rtol=2e-6)
 
 
 def test_length_weighted_has_verls_numbers():

@@ -30,9 +30,9 @@ episode's, the return from each turn on, compared with turns that began in the s
     GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
 
 With `credit` "token" the returns from the k-th token on are compared with those of the group's
-other k-th tokens. With advantages "opo", another forward pass of the policy gives each token the
-weight W_ik = sum_(j <= k) |d log policy(y_ij) / d logits|^2: the optimal token baseline, as in verl
-with handle_zero_tail off.
+other k-th tokens. Another forward pass of the policy gives each token a weight, W_ik = sum_(j <= k)
+|d log policy(y_ij) / d logits|^2. With advantages "opo", which reads weights, this is the optimal
+token baseline, as in verl with handle_zero_tail off.
 
     optimal token baseline   credit "token", advantages "opo"
 
@@ -71,7 +71,6 @@ ADVANTAGES = {
     "batch": advantages.batch_scaled,
     "centered": advantages.group_centered,
     "leave_one_out": advantages.leave_one_out,
-    "leave_one_out_scaled": advantages.leave_one_out_scaled,
     "opo": advantages.length_weighted,
     "pass_at_k": advantages.best_minus_second,
     "pass_at_k_scaled": advantages.best_minus_second_scaled,
@@ -90,7 +89,6 @@ class GroupPolicyConfig:
         "batch",
         "centered",
         "leave_one_out",
-        "leave_one_out_scaled",
         "opo",
         "pass_at_k",
         "pass_at_k_scaled",
@@ -100,9 +98,8 @@ class GroupPolicyConfig:
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
     batch's (batch), unscaled (centered), over the mean (max_rl, for returns of at least 0), or
     times N over the completions in groups of unequal returns (gpg); minus the mean of the others
-    (leave_one_out), also over the batch's deviation (leave_one_out_scaled); minus the mean weighted
-    by length (opo); the best completion's lead over the second best (pass_at_k), also over the
-    group's deviation (pass_at_k_scaled)."""
+    (leave_one_out); minus the mean weighted by length (opo); the best completion's lead over the
+    second best (pass_at_k), also over the group's deviation (pass_at_k_scaled)."""
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, the sum over a completion
     (sequence_sum), or that divided by the length limit (constant_length)."""

@@ -32,7 +32,7 @@ return above 0. All means are over the learned tokens of an optimizer step.
                                                               where the prompt is hard
     A = 0 where |A - mean A| > outlier_sigmas deviations      StableReinforce, 2505.02835
     A = 0 where A > 0 and old policy >= mastered_probability, UloRL, 2507.19766
-          while the mean of -log old policy is below entropy_target
+          while the mean of -log old policy is below mastered_entropy
 
 The metric policy/without_advantage is the share of tokens with A = 0, for any reason.
 
@@ -144,7 +144,7 @@ class SurrogatesConfig(GroupPolicyConfig):
     """Add this x the share of the group with success to `negative_scale`."""
     outlier_sigmas: float | None = None
     """Drop tokens whose advantage is more standard deviations from the mean; 3 is usual."""
-    entropy_target: float | None = None
+    mastered_entropy: float | None = None
     """While the entropy is below this many nats per token, do not reinforce mastered tokens."""
     mastered_probability: float = 0.99
     """A token is mastered from this probability on."""
@@ -163,7 +163,7 @@ class SurrogatesConfig(GroupPolicyConfig):
         positive = {**self.settings, "mastered_probability": self.mastered_probability}
         optional = {
             name: getattr(self, name)
-            for name in ("outlier_sigmas", "entropy_target")
+            for name in ("outlier_sigmas", "mastered_entropy")
             if getattr(self, name) is not None
         }
         for name, value in (positive | optional).items():
@@ -457,10 +457,10 @@ def scaled_and_filtered(
         distance = jnp.abs(values - _per_step(masked.mean, values, learned))
         deviation = jnp.sqrt(_per_step(masked.mean, jnp.square(distance), learned))
         values = jnp.where(distance > config.outlier_sigmas * deviation, 0.0, values)
-    if config.entropy_target is not None:
+    if config.mastered_entropy is not None:
         entropy = -_per_step(masked.mean, batch.old_log_probs, learned)
         is_mastered = batch.old_log_probs >= math.log(config.mastered_probability)
-        drop = (entropy < config.entropy_target) & is_mastered & (values > 0)
+        drop = (entropy < config.mastered_entropy) & is_mastered & (values > 0)
         values = jnp.where(drop, 0.0, values)
     return values
 
@@ -507,4 +507,4 @@ def surrogates(config: SurrogatesConfig, roles: Roles, sampling: Sampling) -> Al
         metrics["policy/without_advantage"] = masked.average(is_without, batch.action_mask)
         return value, metrics
 
-    return Algorithm(make_batch, loss)
+    return base._replace(make_batch=make_batch, loss=loss)

@@ -89,14 +89,10 @@ def batch_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
 
     arXiv 2508.08221.
     """
-    centered = group_centered(returns, group_id, lengths)
-    return _scaled(centered, _deviation(returns, lengths > 0))
-
-
-def _deviation(values: Array, scored: Array) -> Array:
-    """Return the sample standard deviation of the scored values, []."""
-    squared = jnp.square(values - masked.mean(values, scored))
-    return jnp.sqrt(masked.total(squared, scored) / jnp.maximum(scored.sum() - 1.0, 1.0))
+    scored = lengths > 0
+    squared = jnp.square(returns - masked.mean(returns, scored))
+    deviation = jnp.sqrt(masked.total(squared, scored) / jnp.maximum(scored.sum() - 1.0, 1.0))
+    return _scaled(group_centered(returns, group_id, lengths), deviation)
 
 
 def _scaled(values: Array, scale: Array) -> Array:
@@ -108,16 +104,6 @@ def leave_one_out(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Subtract the mean of the *other* completions of the group (RLOO, arXiv 2402.14740)."""
     count, centered, _ = _group_moments(returns, group_id, lengths)
     return centered * count / jnp.maximum(count - 1.0, 1.0)
-
-
-def leave_one_out_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
-    """Divide `leave_one_out` by its standard deviation over the batch (TRL's RLOO with
-    `normalize_advantages`).
-
-    TRL subtracts the mean over the batch too, which is zero.
-    """
-    values = leave_one_out(returns, group_id, lengths)
-    return _scaled(values, _deviation(values, lengths > 0))
 
 
 def length_weighted(returns: Array, group_id: Array, lengths: Array) -> Array:

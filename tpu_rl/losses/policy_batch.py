@@ -302,7 +302,7 @@ def make_policy_batch(
     if recompute_log_probs:
         old_log_probs = recomputed_log_probs(policy, params, rollout, layout, temperature)
     score_norms = None
-    if credit == "token" and advantage is advantages.length_weighted:
+    if credit == "token":
         score_norms = layout.unpack(
             frozen_score_norms(policy, params, layout.rows(rollout.tokens), temperature)
         )
