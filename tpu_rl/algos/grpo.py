@@ -52,6 +52,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
@@ -152,6 +154,13 @@ class GroupPolicyConfig:
                 where="--algorithm.gamma, --algorithm.credit",
                 fix="use --algorithm.credit turn or step, or --algorithm.gamma 1",
             )
+        if self.advantages == "max_rl" and (self.kl_reward_coef or self.overlong_buffer):
+            raise InputError(
+                "max_rl takes no penalties in the return",
+                where="--algorithm.advantages, --algorithm.kl-reward-coef or .overlong-buffer",
+                why="it divides by the mean return of a group, which they may bring below 0",
+                fix="use --algorithm.kl-loss-coef or --algorithm.mask-truncated",
+            )
         if self.credit != "step" and self.step_coef != 1:
             raise InputError(
                 "there is no coefficient of steps without step groups",
@@ -162,7 +171,10 @@ class GroupPolicyConfig:
     @property
     def experience(self) -> ExperienceSpec:
         # The completions of a prompt are compared: one alone would always have advantage 0.
-        return ExperienceSpec("rollouts", smallest_group=2)
+        spec = ExperienceSpec("rollouts", smallest_group=2)
+        if self.advantages != "max_rl":
+            return spec
+        return spec._replace(transforms=lambda tokenizer: (require_returns_above_zero,))
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -186,6 +198,24 @@ class GrpoConfig(GroupPolicyConfig):
         check_clip_range(self.clip_low, self.clip_high)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise _invalid(f"dual clip {self.dual_clip} is not above 1")
+
+
+def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
+    """Return scored completions as they are: the transform of max_rl.
+
+    Raises:
+        InputError: if the return of a completion is below 0.
+    """
+    del step, state
+    lowest = float(np.asarray(scored.rollout.rewards).sum(-1).min())
+    if lowest < 0:
+        raise InputError(
+            f"a completion has the return {lowest:g}",
+            where="--algorithm.advantages max_rl",
+            why="it divides by the mean return of a group, so that returns must be 0 or more",
+            fix="use rewards of at least 0, or other advantages",
+        )
+    return scored
 
 
 def check_clip_range(clip_low: float, clip_high: float) -> None:
