@@ -179,6 +179,8 @@ class SurrogatesConfig(GroupPolicyConfig):
             raise _invalid("clip_low", f"{self.settings['clip_low']} is not below 1")
         if positive.get("covariance_low", 0) >= positive.get("covariance_high", 1):
             raise _invalid("covariance_low", "it is not below covariance_high")
+        if self.mastered_entropy is None and self.mastered_probability != 0.99:
+            raise _invalid("mastered_probability", "it is not read without mastered_entropy")
         if self.credit != "episode" and row.of_completions:
             raise InputError(
                 "the loss of a whole completion cannot give credit to its turns",
