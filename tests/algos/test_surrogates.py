@@ -1,15 +1,16 @@
-"""The surrogates of GRPO, GSPO and CISPO against TRL's numbers, and their own properties.
+"""The surrogates of GRPO and its relatives against the peers' numbers, and their own properties.
 
 TRL's numbers are those of trl 1.16.0: `GRPOTrainer._compute_loss` in float64 with the arrays below
 as per-token log-probs, beta 0, one process and one accumulation step. Each case names its
-loss_type, importance_sampling_level, epsilon and epsilon_high.
+loss_type, importance_sampling_level, epsilon and epsilon_high. verl's numbers are those of verl
+0.9.1, of the functions of `core_algos` with the same arrays.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,15 @@ import pytest
 
 from tpu_rl.algos.cispo import CispoConfig, cispo_surrogate
 from tpu_rl.algos.gspo import GspoConfig, gspo_surrogate, sequence_ratio
+from tpu_rl.algos.surrogates import (
+    SURROGATES,
+    SurrogateName,
+    SurrogatesConfig,
+    covariances,
+    drawn_by_covariance,
+    largest,
+    scaled_and_filtered,
+)
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs
@@ -343,6 +353,191 @@ def test_cispo_clips_from_below_if_it_is_told_to():
     assert share(metrics, "policy/clip_low") == pytest.approx(3 / 9)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "weighting", "expected_loss", "expected_gradient"),
+    [
+        (
+            "sapo",
+            {},
+            masked.sequence_mean,
+            -1.0033915940095721,
+            [
+                [-0.1508195197, -0.1015052298, -0.1636726243, -0.1756407463],
+                [0.0646461685, 0.130786829, 0.0646461685],
+                [-0.0902791968, -0.1206556154],
+            ],
+        ),
+        (
+            "gmpo",
+            {"clip_low": 0.1, "clip_high": 0.15},
+            masked.sequence_mean,
+            -0.44259800735952465,
+            [[0, -0.1330618067, 0, 0], [0, 0.0982374143, 0], [-0.102531511, 0]],
+        ),
+        (
+            "vespo",
+            {},
+            masked.token_mean,
+            0.07459007403798215,
+            [[-0.0322893575] * 4, [0.0796555978] * 3, [-0.0593939473] * 2],
+        ),
+        (
+            "dppo_tv",
+            {"clip_low": 0.05, "clip_high": 0.12, "ratio_cap": 1.3},
+            masked.token_mean,
+            0.8061556115446986,
+            [
+                [-0.2035671264, -0.1364551255, 0, -0.2166666667],
+                [0, 0.1155555556, 0],
+                [-0.0603224945, -0.0814268505],
+            ],
+        ),
+        (
+            "dppo_kl",
+            {"clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.3},
+            masked.token_mean,
+            0.8061556115446986,
+            [
+                [-0.2035671264, -0.1364551255, 0, -0.2166666667],
+                [0, 0.1155555556, 0],
+                [-0.0603224945, -0.0814268505],
+            ],
+        ),
+        (
+            "dro",
+            {"beta": 0.3},
+            masked.token_mean,
+            0.6201666666666666,
+            [
+                [-0.16, -0.1733333333, -0.1566666667, -0.1533333333],
+                [0.0788888889, 0.1055555556, 0.0788888889],
+                [-0.07, -0.06],
+            ],
+        ),
+        (
+            "gpg",
+            {},
+            masked.token_mean,
+            0.6066666666666666,
+            [[-1.5 / 9] * 4, [0.8 / 9] * 3, [-0.6 / 9] * 2],
+        ),
+        # KL-Cov without its penalty: the plain ratio.
+        (
+            "kl_cov",
+            {},
+            masked.token_mean,
+            -0.6771315035155557,
+            [
+                [-0.2035671264, -0.1364551255, -0.2249764680, -0.2486374496],
+                [0.0658505085, 0.1465530018, 0.0658505085],
+                [-0.0603224945, -0.0814268505],
+            ],
+        ),
+    ],
+)
+def test_a_surrogate_has_the_peers_loss_and_gradient(
+    name, settings, weighting, expected_loss, expected_gradient
+):
+    """VESPO's numbers are TRL's, the others verl's."""
+    numbers = SurrogatesConfig(surrogate=name, **settings).settings
+    of_surrogate = {key: x for key, x in numbers.items() if not key.startswith("covariance")}
+    surrogate = partial(SURROGATES[name].function, **of_surrogate)
+    loss, gradient, _ = loss_and_gradient(surrogate, ADVANTAGES, weighting)
+    assert loss == pytest.approx(expected_loss, rel=2e-8)
+    check(gradient, expected_gradient)
+
+
+def test_every_surrogate_has_a_row():
+    assert set(SURROGATES) == set(get_args(SurrogateName))
+
+
+def test_stable_reinforce_has_a_finite_gradient_at_a_huge_ratio():
+    """exp(+-800) is inf and 0; the log-ratio is clipped to +-ln 1000 before."""
+    surrogate = partial(
+        SURROGATES["stable_reinforce"].function, clip_low=0.2, clip_high=0.2, log_ratio_bound=6.9
+    )
+    log_ratio = jnp.array([[800.0, 0.1, -800.0]])
+
+    def loss(log_probs: jax.Array) -> jax.Array:
+        return surrogate(log_probs, jnp.zeros((1, 3)), jnp.array([[-1.0, -1.0, 1.0]]), None).losses
+
+    np.testing.assert_allclose(loss(log_ratio), [[np.exp(6.9), np.exp(0.1), -np.exp(-6.9)]])
+    gradient = jax.grad(lambda x: loss(x).sum())(log_ratio)
+    np.testing.assert_allclose(gradient, [[0, np.exp(0.1), 0]])
+
+
+def one_step(advantages: np.ndarray = ADVANTAGES) -> PolicyBatch:
+    """Return the batch above with the axes [M, K] in front."""
+    return jax.tree.map(lambda x: x[None, None], batch_of(advantages, masked.token_mean))
+
+
+def chosen(selected: jax.Array) -> list[int]:
+    """Return the numbers of the tokens, of the nine of all completions."""
+    return np.flatnonzero(np.asarray(selected).reshape(-1)[1:-1]).tolist()
+
+
+def test_covariances_select_verls_tokens():
+    """The tokens that verl's kl_cov (ratio .34) penalizes and that its clip_cov (.2 to .9) drops,
+    where the policy is the old policy."""
+    batch = one_step()
+    learned = batch.weights["policy"] > 0
+    assert chosen(largest(covariances(batch), 0.34, learned)) == [0, 1, 2]
+    rollout = SimpleNamespace(
+        tokens=np.zeros(MASK.shape),
+        birth_key=jax.random.key_data(jax.random.split(jax.random.key(0), 3)),
+    )
+    layout = SimpleNamespace(pack=lambda x: packed(np.asarray(x))[None, None])
+    bounds = {"covariance_low": 0.2, "covariance_high": 0.9}
+    drawn = drawn_by_covariance(batch, rollout, layout, covariance_share=0.5, **bounds)
+    assert chosen(drawn) == [0, 2]
+    # One token is the least, and it is one of the two.
+    [token] = chosen(drawn_by_covariance(batch, rollout, layout, covariance_share=0.01, **bounds))
+    assert token in (0, 2)
+    none = {"covariance_low": 5.0, "covariance_high": 6.0}
+    assert chosen(drawn_by_covariance(batch, rollout, layout, covariance_share=0.5, **none)) == []
+
+
+def test_scales_and_filters_of_advantages():
+    """Two of three completions have a return above 0, so p = 2 / 3."""
+    rollout = SimpleNamespace(
+        rewards=np.eye(3, 4) * [1.0, 0.0, 2.0, 0.0],
+        action_mask=jnp.asarray(MASK | np.eye(3, 4, dtype=bool)),
+        scored=jnp.ones(3, bool),
+        truncated=jnp.zeros(3, bool),
+        group_id=jnp.zeros(3, jnp.int32),
+        episode_id=None,
+    )
+    layout = SimpleNamespace(pack=lambda x: packed(np.asarray(x))[None, None])
+
+    def result(**settings: float) -> list[float]:
+        values = scaled_and_filtered(SurrogatesConfig(**settings), one_step(), rollout, layout)
+        return np.asarray(values).reshape(-1)[1:-1].tolist()
+
+    plain = [1.5] * 4 + [-0.8] * 3 + [0.6] * 2
+    assert result() == plain
+    harder = [1.5 * 1.1] * 4 + [-0.8 * 1.1] * 3 + [0.6 * 1.1] * 2
+    assert result(difficulty_slope=0.3) == pytest.approx(harder)
+    softer = [1.5] * 4 + [-0.8 * (0.2 + 0.5 * 2 / 3)] * 3 + [0.6] * 2
+    assert result(negative_scale=0.2, success_slope=0.5) == pytest.approx(softer)
+    # Mean 4.8 / 9, deviation 1.0044: the three advantages are 0.962, -1.327 and 0.066 of it away.
+    assert result(outlier_sigmas=1.1) == [1.5] * 4 + [0.0] * 3 + [0.6] * 2
+    assert result(outlier_sigmas=0.95) == [0.0] * 7 + [0.6] * 2
+    # The mean of -log p is 9.4 / 9 = 1.0444; exp(-.7) and exp(-.6) are above .49, exp(-.9) is not.
+    mastered = [0.0, 1.5, 0.0, 1.5] + [-0.8] * 3 + [0.6] * 2
+    assert result(mastered_entropy=1.05, mastered_probability=0.49) == mastered
+    assert result(mastered_entropy=1.04, mastered_probability=0.49) == plain
+
+
+def test_a_setting_that_the_surrogate_does_not_read_is_refused():
+    with pytest.raises(InputError, match=r"sapo does not read beta, clip_low"):
+        SurrogatesConfig(surrogate="sapo", clip_low=0.2, beta=1.0)
+
+
+def test_gpg_learns_from_the_latest_policy_alone():
+    assert SurrogatesConfig(surrogate="gpg").experience.latest_policy
+    assert not SurrogatesConfig(surrogate="dro").experience.latest_policy
+
+
 def test_the_sequence_ratio_leaves_tool_output_out():
     """A token that the policy did not choose has sequence id 0 and changes no length."""
     ids = jnp.array([[0, 1, 1, 0, 1, 2, 2, 0]], jnp.int32)
@@ -361,6 +556,15 @@ def test_the_sequence_ratio_leaves_tool_output_out():
         partial(GspoConfig, clip_low=1.0),
         partial(GspoConfig, clip_high=0.0),
         partial(GspoConfig, entropy_coef=-1.0),
+        partial(SurrogatesConfig, clip_low=1.0),
+        partial(SurrogatesConfig, surrogate="dro", beta=0.0),
+        partial(SurrogatesConfig, surrogate="kl_cov", covariance_share=1.1),
+        partial(SurrogatesConfig, surrogate="clip_cov", covariance_low=5.0),
+        partial(SurrogatesConfig, surrogate="gmpo", credit="turn"),
+        partial(SurrogatesConfig, negative_scale=-0.1),
+        partial(SurrogatesConfig, mastered_probability=0.9),
+        partial(SurrogatesConfig, mastered_entropy=0.1, mastered_probability=1.1),
+        partial(SurrogatesConfig, outlier_sigmas=0.0),
         partial(CispoConfig, clip_low=0.0),
         partial(CispoConfig, clip_high=-1.0),
         partial(CispoConfig, importance_sampling_cap=0.0),

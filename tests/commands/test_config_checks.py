@@ -54,6 +54,15 @@ MISFITS = {
         ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.dynamic-sampling-rounds", "3"],
         "--rollout.dynamic-sampling-rounds, --batch.group-size",
     ),
+    "one reward is not normalized": (
+        ["arithmetic_grpo", "--rollout.normalize-rewards"],
+        "--rollout.normalize-rewards, --reward",
+    ),
+    "a group of one reward is not normalized": (
+        ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.normalize-rewards"]
+        + ["--reward", "arithmetic", "2*math"],
+        "--rollout.normalize-rewards, --batch.group-size",
+    ),
     "one reward has no variance": (
         ["arithmetic_ppo", "--batch.group-size", "1", "--rollout.keep-variance-share", "0.5"],
         "--rollout.keep-variance-share, --batch.group-size",

@@ -1,6 +1,7 @@
 """Transforms of a batch: rows that join groups spoil nothing, in any source of rollouts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tpu_rl.experience import transforms
 from tpu_rl.experience.config import SamplingConfig
 from tpu_rl.experience.source import from_scored
 from tpu_rl.experience.transforms import AddedRow, add_rows
+from tpu_rl.rewards import RewardTerm
 from tpu_rl.rollout import dynamic_sampling, records
 from tpu_rl.types import RowSource
 
@@ -53,6 +55,22 @@ def test_experts_are_the_last_rows_of_their_groups():
         np.testing.assert_array_equal(
             getattr(policy.rollout, name), getattr(scored.rollout, name), name
         )
+
+
+def test_normalized_rewards_are_those_of_gdpo():
+    """Rewards 2, 1, 4, 1 and 0, 30, 10, none of one group, with the weights 1 and -3."""
+    parts = {
+        "a": np.array([2, 1, 4, 1], np.float32),
+        "b": np.array([0, 30, 10, np.nan], np.float32),
+    }
+    terms = [RewardTerm("a"), RewardTerm("b", -3.0), RewardTerm("a", 0.0)]
+    scored = replace(score_prompts(["1234"], {"digit": digit}, 4), parts=parts)
+    result = transforms.normalized_rewards(terms)(scored, 1, NO_STATE)
+    of_a = (parts["a"] - 2) / np.std(parts["a"], ddof=1)
+    of_b = (parts["b"] - 40 / 3) / np.std(parts["b"][:3], ddof=1)
+    expected = of_a - 3 * np.array([*of_b[:3], 0])
+    np.testing.assert_allclose(result.rollout.rewards.sum(-1), expected, rtol=1e-5)
+    np.testing.assert_array_equal(result.rewards, scored.rewards)
 
 
 def test_metrics_are_those_of_the_policy_and_records_name_the_expert():

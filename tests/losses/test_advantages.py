@@ -1,15 +1,23 @@
 """Group baselines by hand, and what must not change them."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_rl.algos.grpo import ADVANTAGES
 from tpu_rl.losses import advantages
 from tpu_rl.losses.advantages import (
     batch_scaled,
+    best_minus_second,
+    best_minus_second_scaled,
     group_centered,
     group_scaled,
     leave_one_out,
+    length_weighted,
+    mean_scaled,
+    unequal_groups,
     zero_variance_groups,
 )
 
@@ -51,7 +59,68 @@ def test_leave_one_out():
     )
 
 
-@pytest.mark.parametrize("advantage", EVERY)
+def test_length_weighted_has_verls_numbers():
+    """verl 0.9.1's OPO for returns 1, 2, 3 of 4, 3 and 2 tokens: the baseline is 16 / 9."""
+    actual = length_weighted(jnp.array([1.0, 2.0, 3.0]), jnp.zeros(3, int), jnp.array([4, 3, 2]))
+    np.testing.assert_allclose(actual, [-7 / 9, 2 / 9, 11 / 9], rtol=1e-6)
+    # A row that is not scored has length 0.
+    lengths = jnp.array([1, 3, 1, 2, 2, 1, 0, 3])
+    expected = [1 - 13 / 5, 2 - 13 / 5, 6 - 13 / 5, 0, 0, 4 - 7, 0, 8 - 7]
+    np.testing.assert_allclose(length_weighted(RETURNS, GROUP, lengths), expected, rtol=1e-6)
+
+
+def test_best_minus_second():
+    lead = [0, 0, 4, 0, 0, 0, 0, 4]
+    np.testing.assert_array_equal(best_minus_second(RETURNS, GROUP, SCORED), lead)
+    scaled = best_minus_second_scaled(RETURNS, GROUP, SCORED)
+    np.testing.assert_allclose(
+        scaled, [0, 0, 4 / np.sqrt(7), 0, 0, 0, 0, 4 / np.sqrt(8)], rtol=2e-6
+    )
+    # One scored completion has no second.
+    alone = best_minus_second(RETURNS, GROUP, SCORED.at[5].set(False))
+    np.testing.assert_array_equal(alone, [0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def test_unequal_groups():
+    """5 of 7 scored completions are in groups of unequal returns."""
+    expected = np.array([-2, -1, 3, 0, 0, -2, 0, 2]) * 7 / 5
+    np.testing.assert_allclose(unequal_groups(RETURNS, GROUP, SCORED), expected, rtol=1e-6)
+
+
+def test_mean_scaled():
+    expected = [-2 / 3, -1 / 3, 1, 0, 0, -2 / 6, 0, 2 / 6]
+    np.testing.assert_allclose(mean_scaled(RETURNS, GROUP, SCORED), expected, rtol=1e-5)
+    zeros = mean_scaled(jnp.array([-1.0, 1.0, 0.0]), jnp.zeros(3, int), jnp.ones(3, bool))
+    np.testing.assert_array_equal(zeros, 0)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.7])
+@pytest.mark.parametrize(
+    ("advantage", "objective_slope", "completions"),
+    [
+        # d/dp of -sum_k (1 - p)^k / k for k < n, from the mean over completions.
+        (mean_scaled, lambda p, n: sum((1 - p) ** (k - 1) for k in range(1, n)), "mean"),
+        # d/dp of pass@n = 1 - (1 - p)^n, from the sum over completions.
+        (best_minus_second, lambda p, n: n * (1 - p) ** (n - 1), "sum"),
+    ],
+    ids=["max_rl", "pass_at_k"],
+)
+def test_the_expected_gradient_is_that_of_the_papers_objective(
+    advantage, objective_slope, completions, p
+):
+    """All 2^4 outcomes of a policy that succeeds with probability p = sigmoid(logit)."""
+    n = 4
+    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=n)))
+    group = np.repeat(np.arange(len(outcomes)), n)
+    values = advantage(jnp.asarray(outcomes.reshape(-1)), group, jnp.ones(len(group), bool))
+    scores = outcomes - p  # d log policy / d logit
+    chances = np.prod(np.where(outcomes > 0, p, 1 - p), axis=1)
+    gradient = np.sum(chances * np.sum(np.asarray(values).reshape(-1, n) * scores, axis=1))
+    gradient /= n if completions == "mean" else 1
+    np.testing.assert_allclose(gradient, objective_slope(p, n) * p * (1 - p), rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES.values())
 @pytest.mark.parametrize("level", [0.0, 0.1, 1 / 3, 100.1, -12345.6])
 def test_equal_returns_give_exactly_zero(advantage, level):
     """Also where the mean of equal float32 numbers is not that number: 3 x 100.1 / 3 differs in the

@@ -13,11 +13,12 @@ from tpu_rl.losses.advantages import (
     group_centered,
     group_scaled,
     leave_one_out,
+    length_weighted,
 )
 from tpu_rl.proofs import tiny
 
 NAN = float("nan")
-EVERY = [group_centered, group_scaled, batch_scaled, leave_one_out]
+EVERY = [group_centered, group_scaled, batch_scaled, leave_one_out, length_weighted]
 
 # Two turns of two tokens; one turn; nothing.
 MASK = jnp.array([[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0] * 6]).astype(bool)
@@ -139,6 +140,22 @@ def test_turns_are_compared_with_the_same_turn_of_the_group_by_hand():
         ],
         0,
     )
+
+
+def test_the_optimal_token_baseline_by_hand():
+    """Two episodes of 2 and 3 actions with the returns 1 and 3. The third action is alone; the
+    first two have the baselines (.5 x 1 + 1 x 3) / 1.5 and (1.5 x 1 + 2 x 3) / 3.5."""
+    mask = jnp.array([[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1]], bool)
+    norms = jnp.array([[9, 0.5, 9, 1], [9, 1, 1, 9], [9, 9, 2, 9], [9, 9, 9, 9]])
+    returns = jnp.array([[0, 1, 0, 1], [0, 3, 3, 0], [0, 0, 3, 0], [NAN] * 4])
+    # The second episode has two rows; the last row is not scored.
+    group, episode = jnp.zeros(4, int), jnp.array([0, 1, 1, 2])
+    scored = jnp.array([True, True, True, False])
+    actual = advantages.per_token(
+        length_weighted, returns, mask, group, scored, norms, episode_id=episode
+    )
+    expected = [[0, -4 / 3, 0, -8 / 7], [0, 2 / 3, 6 / 7, 0], [0] * 4, [0] * 4]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_step_groups_by_hand():

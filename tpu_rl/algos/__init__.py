@@ -29,6 +29,7 @@ from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.rft import RftConfig, rft
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
+from tpu_rl.algos.surrogates import SurrogatesConfig, surrogates
 from tpu_rl.algos.unlearn import UnlearnConfig, unlearn
 from tpu_rl.algos.value_pretraining import ValuePretrainingConfig, value_pretraining
 from tpu_rl.types import Algorithm
@@ -51,6 +52,7 @@ ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
     RftConfig: rft,
     SentenceRewardConfig: sentence_reward,
     SftConfig: sft,
+    SurrogatesConfig: surrogates,
     UnlearnConfig: unlearn,
     ValuePretrainingConfig: value_pretraining,
 }

@@ -16,6 +16,9 @@ other forms.
     RLOO       advantages "leave_one_out", kl_reward_coef > 0            arXiv 2402.14740
     DAPO       weights "token_mean", clip_high 0.28, overlong_buffer,
                and dynamic sampling (a setting of the batch)             arXiv 2503.14476
+    OPO        advantages "opo"                                          arXiv 2505.23585
+    pass@k     advantages "pass_at_k"                                    arXiv 2503.19595
+    MaxRL      advantages "max_rl"                                       arXiv 2602.02710
     decoupled  importance_sampling_cap 2: the ratio is to the
                recomputed policy, and a weight corrects for
                the policy that sampled (AReaL)                           arXiv 2505.24298
@@ -27,7 +30,15 @@ episode's, the return from each turn on, compared with turns that began in the s
     per turn   credit "turn"
     GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
 
-`group_policy_gradient` is the same algorithm with any surrogate: see `gspo` and `cispo`.
+With `credit` "token" the returns from the k-th token on are compared with those of the group's
+other k-th tokens. Another forward pass of the policy gives each token a weight, W_ik = sum_(j <= k)
+|d log policy(y_ij) / d logits|^2. With advantages "opo", which reads weights, this is the optimal
+token baseline, as in verl with handle_zero_tail off.
+
+    optimal token baseline   credit "token", advantages "opo"
+
+`group_policy_gradient` is the same algorithm with any surrogate: see `gspo`, `cispo` and
+`surrogates`.
 
 Deviations: the default weights are "token_mean", as in TRL and verl, also in the presets named
 after GRPO. The standard deviation of a group is the sample one (n - 1), as there. Two states of
@@ -41,6 +52,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
+
+import numpy as np
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.controllers import (
@@ -74,6 +87,11 @@ ADVANTAGES = {
     "batch": advantages.batch_scaled,
     "centered": advantages.group_centered,
     "leave_one_out": advantages.leave_one_out,
+    "opo": advantages.length_weighted,
+    "pass_at_k": advantages.best_minus_second,
+    "pass_at_k_scaled": advantages.best_minus_second_scaled,
+    "max_rl": advantages.mean_scaled,
+    "gpg": advantages.unequal_groups,
 }
 
 
@@ -82,16 +100,30 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
-    advantages: Literal["group", "batch", "centered", "leave_one_out"] = "group"
+    advantages: Literal[
+        "group",
+        "batch",
+        "centered",
+        "leave_one_out",
+        "opo",
+        "pass_at_k",
+        "pass_at_k_scaled",
+        "max_rl",
+        "gpg",
+    ] = "group"
     """Baseline and scale: return minus the group's mean over its standard deviation (group) or the
-    batch's (batch), unscaled (centered), or minus the mean of the others (leave_one_out)."""
+    batch's (batch), unscaled (centered), over the mean (max_rl, for returns of at least 0), or
+    times N over the completions in groups of unequal returns (gpg); minus the mean of the others
+    (leave_one_out); minus the mean weighted by length (opo); the best completion's lead over the
+    second best (pass_at_k), also over the group's deviation (pass_at_k_scaled)."""
     normalize_advantages: bool = False
     """Scale the advantages to mean 0 and standard deviation 1 over the batch's completions, after
     the baseline (RLOO in TRL)."""
     reward_clip_range: tuple[float, float] | None = None
     """Smallest and largest return of an episode, before penalties and the KL."""
     loss_aggregation: masked.LossAggregation = "token_mean"
-    """Weights of the tokens: every token alike, every completion alike, or a constant divisor."""
+    """Weights of the tokens: every token alike, every completion alike, the sum over a completion
+    (sequence_sum), or that divided by the length limit (constant_length)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. With an entropy target, the one of the beginning."""
     entropy_target: float | None = None
@@ -114,7 +146,8 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     credit: Credit = "episode"
     """The returns that a group compares. episode: of whole episodes. turn: from a turn on, among
     turns with the same number. step: of episodes and, among turns that answer the same observation,
-    from a turn on (GiGPO)."""
+    from a turn on (GiGPO). token: from a token on, among tokens with the same number; with
+    --algorithm.advantages opo this is the optimal token baseline."""
     gamma: float = 1.0
     """Discount per turn of the returns from a turn on."""
     step_coef: float = 1.0
@@ -142,11 +175,18 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
             )
         if not 0 < self.gamma <= 1 or self.step_coef < 0:
             raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
-        if self.credit == "episode" and self.gamma != 1:
+        if self.credit in ("episode", "token") and self.gamma != 1:
             raise InputError(
-                f"gamma {self.gamma} discounts turns, and credit is given to whole episodes",
+                f"gamma {self.gamma} discounts turns, and credit is not given to turns",
                 where="--algorithm.gamma, --algorithm.credit",
                 fix="use --algorithm.credit turn or step, or --algorithm.gamma 1",
+            )
+        if self.advantages == "max_rl" and (self.kl_reward_coef or self.overlong_buffer):
+            raise InputError(
+                "max_rl takes no penalties in the return",
+                where="--algorithm.advantages, --algorithm.kl-reward-coef or .overlong-buffer",
+                why="it divides by the mean return of a group, which they may bring below 0",
+                fix="use --algorithm.kl-loss-coef or --algorithm.mask-truncated",
             )
         if self.credit != "step" and self.step_coef != 1:
             raise InputError(
@@ -158,7 +198,10 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     @property
     def experience(self) -> ExperienceSpec:
         # The completions of a prompt are compared: one alone would always have advantage 0.
-        return ExperienceSpec("rollouts", smallest_group=2)
+        spec = ExperienceSpec("rollouts", smallest_group=2)
+        if self.advantages != "max_rl":
+            return spec
+        return spec._replace(transforms=lambda tokenizer: (require_returns_above_zero,))
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -182,6 +225,24 @@ class GrpoConfig(GroupPolicyConfig):
         check_clip_range(self.clip_low, self.clip_high)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise _invalid(f"dual clip {self.dual_clip} is not above 1")
+
+
+def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
+    """Return scored completions as they are: the transform of max_rl.
+
+    Raises:
+        InputError: if the return of a completion is below 0.
+    """
+    del step, state
+    lowest = float(np.asarray(scored.rollout.rewards).sum(-1).min())
+    if lowest < 0:
+        raise InputError(
+            f"a completion has the return {lowest:g}",
+            where="--algorithm.advantages max_rl",
+            why="it divides by the mean return of a group, so that returns must be 0 or more",
+            fix="use rewards of at least 0, or other advantages",
+        )
+    return scored
 
 
 def check_clip_range(clip_low: float, clip_high: float) -> None:
@@ -253,7 +314,9 @@ def group_policy_gradient(
         )
         rollout, layout = experience
         weights = {
-            name: layout.pack(term.weights(rollout, layout)) for name, term in further_terms.items()
+            name: layout.pack(term.weights(rollout, layout))
+            for name, term in further_terms.items()
+            if term.weights is not None
         }
         if "kl_scale" in controllers:
             weights["kl"] = batch.weights["policy"] * state["kl_scale"]

@@ -16,6 +16,9 @@ too. It is for advantages that differ between the turns of an episode (`credit`)
 With "sequence_product" the ratio is that of the completion, s^|y|, as in TRL's RLOOTrainer: with
 advantages "leave_one_out" its gradient is the off-policy gradient of the expected return.
 
+With `loss_aggregation` "sequence_sum" the loss of each completion counts as many times as it has
+tokens. This is LUSPO (arXiv 2602.05261; TRL's loss_type "luspo").
+
 Deviations: clip_low and clip_high are the paper's; TRL's default of 0.2 is far outside the usual
 range of s. The metrics policy/clip_low and policy/clip_high are shares of tokens, so long
 completions count more; TRL's are shares of completions. verl caps log s_t at 10, we do not.

@@ -320,7 +320,7 @@ def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None
 
 
 def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
-    """Return the transforms of each batch: the baseline, the filter, then the algorithm's own."""
+    """Return the transforms of each batch: baseline, filter, scales, then the algorithm's own."""
     chain: list[Transform] = []
     spec = stage.algorithm.experience
     value = spec.prompt_value
@@ -336,6 +336,9 @@ def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))
+    if context.config.rollout.normalize_rewards:
+        terms = registry.displayed(context.config.reward_terms)
+        chain.append(transforms.normalized_rewards(terms))
     return [*chain, *transforms.of_algorithm(spec, context.language.tokenizer)]
 
 

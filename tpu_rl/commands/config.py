@@ -551,6 +551,14 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
     config_checks.check_dynamic_sampling(config.rollout, config.batch)
     config_checks.check_variance_filter(config.rollout, config.batch, specs)
+    config_checks.check_normalized_rewards(
+        config.rollout,
+        config.batch,
+        specs,
+        config.reward,
+        config.environment,
+        config.agent,
+    )
 
 
 def _presets() -> dict[str, Callable[[], ExperimentConfig]]:

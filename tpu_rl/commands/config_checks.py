@@ -498,3 +498,35 @@ def check_variance_filter(
             where=f"{where}, --batch.num-minibatches",
             fix="change the share, --batch.prompts or --batch.num-minibatches",
         )
+
+
+def check_normalized_rewards(
+    rollout: RolloutConfig,
+    batch: BatchConfig,
+    specs: Sequence[ExperienceSpec],
+    rewards: Sequence[str],
+    environment: str,
+    agent: str,
+) -> None:
+    """Check that there are several rewards of several completions to normalize."""
+    if not rollout.normalize_rewards:
+        return
+    where = "--rollout.normalize-rewards"
+    whys = {
+        "--reward": (len(rewards) < 2, "there is one reward, or none; scale its advantages"),
+        "--batch.group-size": (batch.group_size == 1, "a group of one has no deviation"),
+        "--environment": (bool(environment), "rewards of turns would lose their turns"),
+        "--agent": (bool(agent), "rewards of turns would lose their turns"),
+        "--algorithm": (
+            any(spec.source != "rollouts" or spec.prompt_value is not None for spec in specs),
+            "it reads rewards as they are: for a baseline, a filter or pairs",
+        ),
+    }
+    for flag, (is_wrong, why) in whys.items():
+        if is_wrong:
+            raise InputError(
+                f"rewards cannot be normalized with this {flag}",
+                where=f"{where}, {flag}",
+                why=why,
+                fix=f"leave {where} out",
+            )

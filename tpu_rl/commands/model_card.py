@@ -36,6 +36,7 @@ NAMES = {
     "Rft": "rejection-sampling fine-tuning",
     "SentenceReward": "sentence reward model",
     "Sft": "supervised fine-tuning",
+    "Surrogates": "GRPO with another surrogate",
     "Unlearn": "unlearning",
     "ValuePretraining": "value pretraining",
 }

@@ -98,6 +98,10 @@ class RolloutConfig:
     keep_variance_share: float = 1.0
     """Learn only from this share of the prompts, those whose rewards have the largest standard
     deviations (StarPO-S); 1 keeps all. The other prompts count in metrics alone."""
+    normalize_rewards: bool = False
+    """Scale each reward by its mean and standard deviation in the group, before the weighted sum,
+    so that no reward drowns another (GDPO, with --algorithm.advantages batch). Metrics show the
+    rewards as they are."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every

@@ -16,13 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_rl import rewards
 from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages
 from tpu_rl.rollout import dynamic_sampling
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.rollout.scoring import Scored, by_episode, first_of_runs
+from tpu_rl.rollout.scoring import Scored, by_episode, first_of_runs, place_rewards
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import RowSource, TrainState
 
@@ -87,8 +88,8 @@ def prompt_baseline(engine: Engine, spec: PromptValue) -> Transform:
     def set_baseline(scored: Scored, step: int, state: TrainState) -> Scored:
         request = RolloutRequest(scored.rows, step, policy_step=int(state.step))
         sampled = by_episode(engine.roll_out(state.params, request))
-        rewards = sampled.rewards.reshape(-1, spec.samples)
-        values = advantages.optimal_value(jnp.asarray(rewards), jnp.isfinite(rewards), spec.beta)
+        returns = sampled.rewards.reshape(-1, spec.samples)
+        values = advantages.optimal_value(jnp.asarray(returns), jnp.isfinite(returns), spec.beta)
         baseline = np.repeat(np.asarray(values), _rows_per_group(scored)).astype(np.float32)
         has_value = np.isfinite(baseline)
         rollout = replace(
@@ -109,6 +110,34 @@ def most_varied(share: float) -> Transform:
         return dynamic_sampling.keep_most_varied(scored, share)
 
     return keep
+
+
+def normalized_rewards(terms: Sequence[rewards.RewardTerm]) -> Transform:
+    """Build the transform that scales each reward in its group before the sum (GDPO, arXiv
+    2601.05242, eq. 4 and 5).
+
+        return_i = sum_k |w_k| (x_ik - group mean of x_k) / group standard deviation of x_k
+
+    x_k is the term w_k r_k of the total, 0 where its gate is closed. A reward that has no value for
+    a completion counts in no mean of the group, and 0 in the completion's sum. What `rewards` and
+    `parts` say, and so all metrics, does not change.
+    """
+
+    def normalize(scored: Scored, step: int, state: TrainState) -> Scored:
+        del state
+        rollout = scored.rollout
+        totals = np.zeros(len(scored.rewards), np.float32)
+        for term in rewards.at_step(terms, step):
+            values = term.values(scored.parts)
+            known = np.isfinite(values)
+            scaled = advantages.group_scaled(
+                jnp.asarray(values), jnp.asarray(rollout.group_id), jnp.asarray(known)
+            )
+            totals += abs(term.weight) * np.asarray(scaled)
+        returns = np.where(rollout.scored, totals, np.float32(np.nan))
+        return replace(scored, rollout=place_rewards(rollout, returns))
+
+    return normalize
 
 
 # --- rows that the policy did not write ---

@@ -1,7 +1,9 @@
 """Advantages of completions relative to their group, and of tokens relative to a critic.
 
 Group baselines compare the completions of one prompt. They take returns [N] float32, group_id [N]
-and scored [N] bool, and return [N] float32. Rows that are not scored count in no mean and get zero.
+and lengths [N], and return [N] float32. Lengths are numbers of actions, 0 at rows that are not
+scored; where only that matters, [N] bool will do. Rows that are not scored count in no mean and get
+zero.
 
 Token advantages take rewards, values and mask [N, T] and return [N, T]. Tokens that the policy did
 not choose (tool output) are skipped as if they were not there: they use up neither discount nor
@@ -29,7 +31,7 @@ EPSILON = 1e-6
 """Standard deviations up to this count as zero."""
 
 Advantage = Callable[[Array, Array, Array], Array]
-"""(returns [N], group_id [N], scored [N]) -> advantages [N]: a group baseline."""
+"""(returns [N], group_id [N], lengths [N]) -> advantages [N]: a group baseline."""
 
 
 def _dense_ids(ids: Array) -> Array:
@@ -37,69 +39,149 @@ def _dense_ids(ids: Array) -> Array:
     return jnp.searchsorted(jnp.sort(ids), ids)
 
 
-def _group_moments(returns: Array, group_id: Array, scored: Array) -> tuple[Array, Array, Array]:
-    """Return the count of each row's group, the return minus the group's mean, and the group's
-    standard deviation, each [N]."""
-    size = group_id.shape[0]
+def _group_total(values: Array, group_id: Array) -> Array:
+    """Return the sum over each row's group, [N]."""
     # Group ids may be of any size; segments are below N.
     segment = _dense_ids(group_id)
+    return jax.ops.segment_sum(values, segment, num_segments=len(segment))[segment]
 
-    def group_total(values: Array) -> Array:
-        return jax.ops.segment_sum(values, segment, num_segments=size)[segment]
 
+def _group_max(values: Array, group_id: Array) -> Array:
+    """Return the largest value of each row's group, [N]."""
+    segment = _dense_ids(group_id)
+    return jax.ops.segment_max(values, segment, num_segments=len(segment))[segment]
+
+
+def _group_moments(returns: Array, group_id: Array, lengths: Array) -> tuple[Array, Array, Array]:
+    """Return the count of each row's group, the return minus the group's mean, and the group's
+    standard deviation, each [N]."""
+    scored = lengths > 0
     # Subtract the group's lowest return first, so that equal returns are exactly zero. The float32
     # mean of three 100.1 is not 100.1, and dividing that rounding error by itself would give an
     # advantage near one.
-    scored_returns = jnp.where(scored, returns, jnp.inf)
-    lowest = jax.ops.segment_min(scored_returns, segment, num_segments=size)[segment]
+    lowest = -_group_max(jnp.where(scored, -returns, -jnp.inf), group_id)
     above = jnp.where(scored, returns - lowest, 0.0)
-    count = group_total(scored.astype(jnp.float32))
-    centered = jnp.where(scored, above - group_total(above) / jnp.maximum(count, 1.0), 0.0)
-    variance = group_total(jnp.square(centered)) / jnp.maximum(count - 1.0, 1.0)
+    count = _group_total(scored.astype(jnp.float32), group_id)
+    mean = _group_total(above, group_id) / jnp.maximum(count, 1.0)
+    centered = jnp.where(scored, above - mean, 0.0)
+    variance = _group_total(jnp.square(centered), group_id) / jnp.maximum(count - 1.0, 1.0)
     return count, centered, jnp.sqrt(variance)
 
 
-def group_centered(returns: Array, group_id: Array, scored: Array) -> Array:
+def group_centered(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Subtract the group's mean, without scaling (Dr. GRPO, arXiv 2503.20783)."""
-    return _group_moments(returns, group_id, scored)[1]
+    return _group_moments(returns, group_id, lengths)[1]
 
 
-def group_scaled(returns: Array, group_id: Array, scored: Array) -> Array:
+def group_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Compute (return - group mean) / group standard deviation (GRPO, arXiv 2402.03300, section
     4.1.2).
 
     The deviation is the sample one (n - 1), as in TRL and verl. A group whose returns are all equal
     gets zero.
     """
-    _, centered, deviation = _group_moments(returns, group_id, scored)
-    return jnp.where(deviation > EPSILON, centered / (deviation + EPSILON), 0.0)
+    _, centered, deviation = _group_moments(returns, group_id, lengths)
+    return _scaled(centered, deviation)
 
 
-def batch_scaled(returns: Array, group_id: Array, scored: Array) -> Array:
+def batch_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Compute (return - group mean) / standard deviation of all returns of the batch.
 
     arXiv 2508.08221.
     """
-    centered = group_centered(returns, group_id, scored)
+    scored = lengths > 0
     squared = jnp.square(returns - masked.mean(returns, scored))
     deviation = jnp.sqrt(masked.total(squared, scored) / jnp.maximum(scored.sum() - 1.0, 1.0))
-    return jnp.where(deviation > EPSILON, centered / (deviation + EPSILON), 0.0)
+    return _scaled(group_centered(returns, group_id, lengths), deviation)
 
 
-def leave_one_out(returns: Array, group_id: Array, scored: Array) -> Array:
+def _scaled(values: Array, scale: Array) -> Array:
+    """Divide by a scale, such as a standard deviation; zero where that is zero."""
+    return jnp.where(scale > EPSILON, values / (scale + EPSILON), 0.0)
+
+
+def leave_one_out(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Subtract the mean of the *other* completions of the group (RLOO, arXiv 2402.14740)."""
-    count, centered, _ = _group_moments(returns, group_id, scored)
+    count, centered, _ = _group_moments(returns, group_id, lengths)
     return centered * count / jnp.maximum(count - 1.0, 1.0)
 
 
-def group_count(returns: Array, group_id: Array, scored: Array) -> Array:
+def length_weighted(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Subtract the group's mean under weights that are the lengths (OPO, arXiv 2505.23585, eq. 8).
+
+    It is the baseline of least variance if the squared norm of a completion's score grows with its
+    length.
+    """
+    centered = group_centered(returns, group_id, lengths)
+    weights = lengths.astype(returns.dtype)
+    weighted = _group_total(weights * centered, group_id)
+    total = _group_total(weights, group_id)
+    return jnp.where(lengths > 0, centered - weighted / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def best_minus_second(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Give the best completion of a group its lead over the second best, and zero to all others.
+
+    This is max_j R_j - max_{j != i} R_j, an unbiased gradient of the best of n: of pass@n if
+    returns are 0 or 1 (arXiv 2503.19595, and verl's grpo_passk).
+    """
+    scored_returns = jnp.where(lengths > 0, returns, -jnp.inf)
+    best = _group_max(scored_returns, group_id)
+    is_best = (scored_returns == best) & (lengths > 0)
+    is_alone = _group_total(is_best.astype(jnp.float32), group_id) == 1
+    second = _group_max(jnp.where(is_best, -jnp.inf, scored_returns), group_id)
+    return jnp.where(is_best & is_alone & jnp.isfinite(second), best - second, 0.0)
+
+
+def best_minus_second_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Divide `best_minus_second` by the group's standard deviation (verl's default)."""
+    _, _, deviation = _group_moments(returns, group_id, lengths)
+    return _scaled(best_minus_second(returns, group_id, lengths), deviation)
+
+
+def mean_scaled(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Compute (return - group mean) / group mean, for returns of at least 0 (MaxRL, arXiv
+    2602.02710).
+
+    With returns of 0 or 1 and n completions, this is an unbiased gradient of the sum of
+    -(1 - p)^k / k over k below n, the start of the series of log p. Groups whose mean is not above
+    0 get zero. (The paper's sum goes to n: there, failures count in a group without success too.)
+    """
+    count, centered, _ = _group_moments(returns, group_id, lengths)
+    total = _group_total(jnp.where(lengths > 0, returns, 0.0), group_id)
+    return _scaled(centered, total / jnp.maximum(count, 1.0))
+
+
+def unequal_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Subtract the group's mean, and multiply by N / (completions in groups of unequal returns).
+
+    GPG, arXiv 2504.02546, eq. 5, with f_norm 1. verl counts the completions whose return is not 0
+    instead, which is the same where the groups of equal returns are those with zeros alone.
+    """
+    _, centered, deviation = _group_moments(returns, group_id, lengths)
+    scored = lengths > 0
+    unequal = jnp.sum(scored & (deviation > EPSILON))
+    return centered * scored.sum() / jnp.maximum(unequal, 1)
+
+
+def group_count(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Return the number of scored completions in each row's group, [N]."""
-    return _group_moments(returns, group_id, scored)[0]
+    return _group_moments(returns, group_id, lengths)[0]
 
 
-def zero_variance_groups(returns: Array, group_id: Array, scored: Array) -> Array:
+def group_success(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Return the share of the scored completions of each row's group whose return is above 0, [N].
+
+    Zero for rows that are not scored.
+    """
+    success = jnp.where(returns > 0, 1.0, 0.0)
+    centered = group_centered(success, group_id, lengths)
+    return jnp.where(lengths > 0, success - centered, 0.0)
+
+
+def zero_variance_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
     """Return True for rows whose group has equal scored returns, and so teaches nothing, [N]."""
-    return _group_moments(returns, group_id, scored)[2] <= EPSILON
+    return _group_moments(returns, group_id, lengths)[2] <= EPSILON
 
 
 def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
@@ -205,14 +287,18 @@ def turn_starts(action_mask: Array) -> Array:
 
 def turn_ids(action_mask: Array, episode_id: Array | None = None) -> Array:
     """Return the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
-    ids = jnp.cumsum(turn_starts(action_mask), axis=1)
-    if episode_id is not None:
-        so_far = jnp.cumsum(ids[:, -1])
-        before_row = so_far - ids[:, -1]
-        segment = _episode_segments(episode_id)
-        before_episode = jax.ops.segment_min(before_row, segment, num_segments=len(segment))
-        ids += (before_row - before_episode[segment])[:, None]
-    return jnp.where(action_mask, ids, 0)
+    return jnp.where(action_mask, _so_far(turn_starts(action_mask), episode_id), 0)
+
+
+def _so_far(values: Array, episode_id: Array | None) -> Array:
+    """Return the sum of `values` up to each token of its episode, [N, T]."""
+    sums = jnp.cumsum(values, axis=1)
+    if episode_id is None:
+        return sums
+    before_row = jnp.cumsum(sums[:, -1]) - sums[:, -1]
+    segment = _episode_segments(episode_id)
+    before_episode = jax.ops.segment_min(before_row, segment, num_segments=len(segment))
+    return sums + (before_row - before_episode[segment])[:, None]
 
 
 def turn_sums(values: Array, action_mask: Array) -> Array:
@@ -288,6 +374,33 @@ def per_turn(
     return _compare_turns(advantage, returns, mask, compared, scored)
 
 
+def per_token(
+    advantage: Advantage,
+    returns: Array,
+    mask: Array,
+    group_id: Array,
+    scored: Array,
+    score_norms: Array,
+    episode_id: Array | None = None,
+) -> Array:
+    """Compare the returns from the k-th action on with those of the group's other k-th actions,
+    [N, T].
+
+    The length of an action, which `length_weighted` takes as its weight, is the sum of
+    `score_norms` up to it. With the squared norms of the tokens' scores, this is the optimal token
+    baseline B_k = sum_i G_ik W_ik / sum_i W_ik (see `policy_batch.credited_advantages`). An action
+    that only one episode of its group reached has advantage 0.
+
+    The arguments are those of `per_turn`, and score_norms [N, T].
+    """
+    counted = mask & scored[:, None]
+    number = _so_far(mask, episode_id)
+    compared = _dense_ids(group_id)[:, None] * (number.max() + 1) + number
+    lengths = jnp.where(counted, _so_far(jnp.where(mask, score_norms, 0.0), episode_id), 0.0)
+    values = advantage(returns.reshape(-1), compared.reshape(-1), lengths.reshape(-1))
+    return jnp.where(counted, values.reshape(mask.shape), 0.0)
+
+
 def per_state(
     advantage: Advantage,
     returns: Array,
@@ -313,7 +426,8 @@ def _compare_turns(
     advantage: Advantage, returns: Array, mask: Array, compared: Array, scored: Array
 ) -> Array:
     """Return `advantage` of turns among those with the same number in `compared` [N, T]."""
-    counted = turn_starts(mask) & scored[:, None]
+    # What counts are the first actions of turns, with the lengths of their turns.
+    counted = jnp.where(scored[:, None], turn_sums(mask.astype(jnp.float32), mask), 0.0)
     values = advantage(returns.reshape(-1), compared.reshape(-1), counted.reshape(-1))
     return over_turns(values.reshape(mask.shape), mask)
 
@@ -351,7 +465,7 @@ def per_episode(
     advantage: Advantage,
     returns: Array,
     group_id: Array,
-    scored: Array,
+    lengths: Array,
     episode_id: Array | None = None,
 ) -> Array:
     """Compare the returns of episodes with those of their group, [N].
@@ -360,14 +474,16 @@ def per_episode(
     gets its advantage. A row that is not scored counts nothing, whatever its episode.
     """
     if episode_id is None:
-        return advantage(returns, group_id, scored)
+        return advantage(returns, group_id, lengths)
+    scored = lengths > 0
     size = len(returns)
     totals = episode_totals(jnp.where(scored, returns, 0.0), episode_id)
     rows = jnp.arange(size)
     segment = _episode_segments(episode_id)
     scored_rows = jnp.where(scored, rows, size)
     first = jax.ops.segment_min(scored_rows, segment, num_segments=size)[segment]
-    values = advantage(totals, group_id, rows == first)
+    episode_lengths = episode_totals(lengths.astype(jnp.float32), episode_id)
+    values = advantage(totals, group_id, jnp.where(rows == first, episode_lengths, 0.0))
     return jnp.where(scored, values[jnp.minimum(first, size - 1)], 0.0)
 
 

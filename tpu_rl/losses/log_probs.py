@@ -90,6 +90,28 @@ def frozen_log_probs(
     return packing.over_micro_batches(log_probs, rows)
 
 
+def frozen_score_norms(
+    role: Role, params: Params, rows: PackedRows, temperature: float = 1.0
+) -> Array:
+    """Compute |d log p(token) / d logits|^2 of a whole batch [M, K, R, S], without gradients.
+
+    It is 1 - 2 p(token) + sum_v p(v)^2, with the logits over the temperature. Zero at tokens that
+    are no actions. For make_batch.
+    """
+
+    def score_norms(micro_batch: PackedRows) -> Array:
+        def of_chunk(tokens: Array, states: Array) -> Array:
+            probs = jax.nn.softmax(role.logits(params, states) / temperature)
+            chosen = jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
+            return jnp.maximum(1.0 - 2.0 * chosen + jnp.square(probs).sum(-1), 0.0)
+
+        hidden = role.hidden(params, micro_batch)
+        chunk_tokens = tokens_at_once(vocabulary(role, params, hidden))
+        return over_actions(of_chunk, micro_batch, hidden, chunk_tokens=chunk_tokens)
+
+    return packing.over_micro_batches(score_norms, rows)
+
+
 def log_probs_of_hidden(
     role: Role,
     params: Params,

@@ -105,7 +105,7 @@ def sequence_max(values: Array, sequence_ids: Array) -> Array:
 
 Weighting = Callable[[Array, Array, int], Array]
 """(mask, minibatch, minibatches) -> weights."""
-LossAggregation = Literal["token_mean", "sequence_mean", "constant_length"]
+LossAggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 
 
 def token_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
@@ -128,7 +128,8 @@ def sequence_mean(mask: Array, minibatch: Array, minibatches: int) -> Array:
 def constant_length(mask: Array, minibatch: Array, minibatches: int, length: int) -> Array:
     """Weigh every token 1 / (number of sequences x a constant length).
 
-    Unlike the other two it has no length bias (Dr. GRPO, arXiv 2503.20783).
+    Unlike the other two it has no length bias (Dr. GRPO, arXiv 2503.20783). With length 1 it is the
+    sum over each sequence (LUSPO, arXiv 2602.05261).
     """
     return mask / (length * _per_minibatch(mask.any(-1), minibatch, minibatches))
 
@@ -140,6 +141,8 @@ def weighting(aggregation: LossAggregation, length: int = 1) -> Weighting:
             return token_mean
         case "sequence_mean":
             return sequence_mean
+        case "sequence_sum":
+            return partial(constant_length, length=1)
         case "constant_length":
             return partial(constant_length, length=length)
 

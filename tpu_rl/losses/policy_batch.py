@@ -15,14 +15,19 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.losses import advantages, masked
-from tpu_rl.losses.log_probs import TokenLogProbs, frozen_log_probs, token_log_probs
+from tpu_rl.losses.log_probs import (
+    TokenLogProbs,
+    frozen_log_probs,
+    frozen_score_norms,
+    token_log_probs,
+)
 from tpu_rl.losses.reference_kl import ReferenceKl, kl_estimate
 from tpu_rl.losses.sampler_correction import Corrected, SamplerCorrection, correct
 from tpu_rl.train import packing
 from tpu_rl.types import Array, Experience, Layout, PackedRows, Params, Role, Rollout, RowSource
 
-Credit = Literal["episode", "turn", "step"]
-"""What a group compares: episodes, their k-th turns, or GiGPO's step groups (see
+Credit = Literal["episode", "turn", "step", "token"]
+"""What a group compares: episodes, their k-th turns, GiGPO's step groups, or their k-th tokens (see
 `credited_advantages`)."""
 
 
@@ -213,12 +218,12 @@ def _ends_episode(rollout: Rollout) -> Array:
 
 
 def normalized_advantages(
-    advantage: advantages.Advantage, returns: Array, group_id: Array, scored: Array
+    advantage: advantages.Advantage, returns: Array, group_id: Array, lengths: Array
 ) -> Array:
     """Return the values [N] of `advantage`, shifted and scaled to mean 0 and standard deviation 1
-    over the scored ones; 0 where all are equal. The deviation is the sample one."""
-    values = advantage(returns, group_id, scored)
-    counted = scored > 0
+    over those with lengths above 0; 0 where all are equal. The deviation is the sample one."""
+    values = advantage(returns, group_id, lengths)
+    counted = lengths > 0
     centered = jnp.where(counted, values - masked.mean(values, counted), 0.0)
     deviation = jnp.sqrt(jnp.square(centered).sum() / jnp.maximum(counted.sum() - 1.0, 1.0))
     is_equal = deviation <= advantages.EPSILON
@@ -233,6 +238,7 @@ def credited_advantages(
     credit: Credit,
     gamma: float,
     step_coef: float,
+    score_norms: Array | None = None,
 ) -> Array:
     """Return the advantages of actions relative to their group, [N, T].
 
@@ -240,6 +246,7 @@ def credited_advantages(
         turn      A_ik of the return G_ik from turn k on, among the turns k of the group
         step      A_i of R_i + step_coef x A_ik of G_ik, among the turns of the group that begin in
                   the same state (GiGPO, arXiv 2505.10978, eq. 8)
+        token     A_ik of the return from the k-th action on, among the k-th actions of the group
 
     Args:
       rollout: the completions.
@@ -249,15 +256,22 @@ def credited_advantages(
       credit: what is compared.
       gamma: discount per turn in G.
       step_coef: coefficient of the advantages of step groups.
+      score_norms: [N, T], for credit to tokens: what each action adds to the length that
+        `advantages.length_weighted` takes as weight. None: 1.
     """
     mask = rollout.action_mask
     episode_id = rollout.episode_id
     group_id = rollout.group_id
-    scored = learned_tokens(rollout).any(-1)
+    lengths = learned_tokens(rollout).sum(-1)
+    scored = lengths > 0
     if credit == "turn":
         turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
         return advantages.per_turn(advantage, turn_returns, mask, group_id, scored, episode_id)
-    of_episodes = advantages.per_episode(advantage, returns, group_id, scored, episode_id)
+    if credit == "token":
+        norms = jnp.ones(mask.shape) if score_norms is None else score_norms
+        to_go = advantages.returns_to_go(rewards, mask, gamma, episode_id)
+        return advantages.per_token(advantage, to_go, mask, group_id, scored, norms, episode_id)
+    of_episodes = advantages.per_episode(advantage, returns, group_id, lengths, episode_id)
     result = jnp.where(mask, of_episodes[:, None], 0.0)
     if credit == "step":
         turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
@@ -284,6 +298,10 @@ def compared_turns(rollout: Rollout, credit: Credit) -> Array | None:
         case "turn":
             episode_id = rollout.episode_id
             peers = advantages.per_turn(count, anything, mask, group_id, scored, episode_id)
+        case "token":
+            episode_id = rollout.episode_id
+            ones = jnp.ones(mask.shape)
+            peers = advantages.per_token(count, anything, mask, group_id, scored, ones, episode_id)
         case "step":
             peers = advantages.per_state(count, anything, rollout.tokens, mask, group_id, scored)
     return (peers > 1).astype(jnp.float32)
@@ -405,10 +423,17 @@ def make_policy_batch(
     found = corrected(correction, policy, params, rollout, layout, temperature, with_entropy)
     learned = found.keep(learned_tokens(rollout, mask_truncated=mask_truncated))
     weights = weighting(learned, layout.minibatch, layout.minibatches)
+    score_norms = None
+    if credit == "token":
+        score_norms = layout.unpack(
+            frozen_score_norms(policy, params, layout.rows(rollout.tokens), temperature)
+        )
     batch = pack_policy_batch(
         rollout,
         layout,
-        credited_advantages(rollout, rewards, returns, advantage, credit, gamma, step_coef),
+        credited_advantages(
+            rollout, rewards, returns, advantage, credit, gamma, step_coef, score_norms
+        ),
         weights,
         reference_log_probs,
         found,

@@ -46,9 +46,9 @@ over a sequence is one over its actions (`masked.sequence_total`).
 class LossTerm(NamedTuple):
     """A further term of a loss: sum_t w_t losses_t over tokens with a weight."""
 
-    weights: Callable[[Rollout, Layout], Array]
+    weights: Callable[[Rollout, Layout], Array] | None
     """(rollout, layout) -> [N, T] weights, which sum to the weight of the term in each optimizer
-    step, e.g. by `masked.token_mean`."""
+    step, e.g. by `masked.token_mean`. None: the algorithm adds them to the batch itself."""
     losses: Callable[[Array, PolicyBatch], Array]
     """(log-probs under the params being trained, batch) -> losses, all [R, S]."""
 

@@ -21,6 +21,7 @@ from tpu_rl.algos import (
     RftConfig,
     SentenceRewardConfig,
     SftConfig,
+    SurrogatesConfig,
     ValuePretrainingConfig,
 )
 from tpu_rl.commands.config import (
@@ -121,6 +122,15 @@ def arithmetic_gspo() -> ExperimentConfig:
 def arithmetic_cispo() -> ExperimentConfig:
     """CISPO on the default run's problems: REINFORCE with the ratio as a clipped weight."""
     return replace(arithmetic_grpo(), algorithm=CispoConfig())
+
+
+def arithmetic_sapo() -> ExperimentConfig:
+    """SAPO on the default run's problems: GRPO with a soft gate in place of the clipped ratio.
+
+    `--algorithm.surrogate` takes the other surrogates, such as gmpo or kl_cov.
+    """
+    algorithm = SurrogatesConfig(surrogate="sapo", loss_aggregation="sequence_mean")
+    return replace(arithmetic_grpo(), algorithm=algorithm)
 
 
 def arithmetic_rft() -> ExperimentConfig:
