@@ -526,10 +526,11 @@ def reward_names(config: ExperimentConfig) -> list[str]:
 
 def reward_directories(config: ExperimentConfig) -> list[Path]:
     """Return the directories of the trained reward models of a run."""
-    trained = [name for name in reward_names(config) if is_directory(name)]
+    parts = [part for name in reward_names(config) for part in registry.parts_of(name)]
+    trained = [part for part in parts if is_directory(part)]
     return [folder for name in trained for folder in reward_model.directories(name)]
 
 
 def is_directory(name: str) -> bool:
-    """Return True if a reward is the directory of a trained reward model."""
-    return Path(name).expanduser().is_dir()
+    """Return True if a reward is, or reads, the directory of a trained reward model."""
+    return any(Path(part).expanduser().is_dir() for part in registry.parts_of(name))

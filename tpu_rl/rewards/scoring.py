@@ -251,7 +251,7 @@ def _call(
     `of_rollout` has the columns that the function names among its parameters.
     """
     arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
-    accepted = _parameters(function)
+    accepted = parameters(function)
     if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
         arguments = {p.name: arguments[p.name] for p in accepted if p.name in arguments}
     return worker_process.call(function, {**arguments, **of_rollout}, len(completions))
@@ -259,7 +259,7 @@ def _call(
 
 def requested_columns(function: Reward) -> set[str]:
     """Return the names of `ROLLOUT_COLUMNS` that are parameters of the function."""
-    return {parameter.name for parameter in _parameters(function) or ()} & set(ROLLOUT_COLUMNS)
+    return {parameter.name for parameter in parameters(function) or ()} & set(ROLLOUT_COLUMNS)
 
 
 def as_answers(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
@@ -296,7 +296,7 @@ def require_columns(
     present = {"prompts", "completions", *columns, *rollout_columns}
     # verl's rows have the answer in an object.
     column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
-    for parameter in _parameters(function) or ():
+    for parameter in parameters(function) or ():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
@@ -310,7 +310,7 @@ def require_columns(
             )
 
 
-def _parameters(function: Reward) -> list[inspect.Parameter] | None:
+def parameters(function: Reward) -> list[inspect.Parameter] | None:
     """Return the parameters, or None for a callable written in C that has no signature."""
     try:
         return list(inspect.signature(function).parameters.values())
