@@ -136,8 +136,8 @@ def resolve(
     """Return a reward function.
 
     Args:
-        name: a built-in reward, also with settings, FILE.py:function, python:NAME of a registered function, or the
-            directory or run folder of a trained reward model.
+        name: a built-in reward, also with settings, FILE.py:function, python:NAME of a registered
+            function, or the directory or run folder of a trained reward model.
         limits: of functions from files, which run in processes of their own.
         allow_unsandboxed_code: run model-written programs unconfined where the kernel cannot
             confine them.

@@ -17,7 +17,9 @@ from tpu_rl.rewards import (
     length,
     math_verify_pool,
     programs,
+    sets,
     text_form,
+    tool_matching,
 )
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.worker_pool import IsolatedReward
@@ -85,6 +87,10 @@ BUILTIN: dict[str, Verifier] = {
             length.effort,
             text_form.repetition,
             text_form.think_format,
+            sets.f_beta,
+            sets.hit_score,
+            sets.listed_items,
+            tool_matching.tool_calls,
         )
     },
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
