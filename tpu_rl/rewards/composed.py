@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from tpu_rl.runtime.worker_child import shorten
 
 T = TypeVar("T")
 
-NO_READING = (ArithmeticError, LookupError, TypeError, ValueError)
+NO_READING = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error)
 """What a reader raises for a text that it cannot read."""
 
 

@@ -12,12 +12,14 @@ from typing import NamedTuple
 from tpu_rl.environments import TASKS, calculator, search
 from tpu_rl.environments.answers import final_number
 from tpu_rl.rewards import (
+    actions,
     choice,
     gsm8k_answers,
     length,
     math_verify_pool,
     programs,
     sets,
+    similarity,
     text_form,
     tool_matching,
 )
@@ -91,6 +93,12 @@ BUILTIN: dict[str, Verifier] = {
             sets.hit_score,
             sets.listed_items,
             tool_matching.tool_calls,
+            actions.action,
+            actions.box_iou,
+            actions.point_in_box,
+            similarity.ordered_keys,
+            similarity.patch_ratio,
+            similarity.rubric,
         )
     },
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
