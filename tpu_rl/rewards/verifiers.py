@@ -20,6 +20,7 @@ from tpu_rl.rewards import (
     programs,
     sets,
     similarity,
+    sql_pool,
     text_form,
     tool_matching,
 )
@@ -99,6 +100,8 @@ BUILTIN: dict[str, Verifier] = {
             similarity.ordered_keys,
             similarity.patch_ratio,
             similarity.rubric,
+            sql_pool.sql,
+            sql_pool.sql_match,
         )
     },
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
