@@ -275,16 +275,16 @@ def settings_of(row: rewards.Verifier) -> list[str]:
     """Return the paragraph of a reward's settings, if it has any."""
     if row.make is None:
         return []
-    names = {other.score: name for name, other in rewards.BUILTIN.items()}
     defaults = [
-        f"`{name}={names[p.default] if callable(p.default) else shown(p.default)}`"
-        for name, p in inspect.signature(row.make).parameters.items()
+        f"`{name}={shown(p.default)}`" for name, p in inspect.signature(row.make).parameters.items()
     ]
     return [f"Settings: {', '.join(defaults)}."] if defaults else []
 
 
 def shown(value: object) -> str:
-    """Return a setting's value as users write it."""
+    """Return a setting's value as users write it; a reward's name for a reward."""
+    if callable(value):
+        return next(name for name, row in rewards.BUILTIN.items() if row.score is value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -100,6 +100,8 @@ def _made(name: str, row: Verifier, settings: Mapping[str, str], *how: Any) -> R
     if row.make is None:
         raise _setting_error(name, "it has no settings")
     known = inspect.signature(row.make).parameters
+    if missing := [key for key in row.required if not settings.get(key)]:
+        raise _setting_error(name, f"it needs {missing[0]}=")
     values: dict[str, Any] = {}
     for key, text in settings.items():
         if key not in known:
@@ -146,7 +148,7 @@ def resolve(
         InputError: if there is no such reward, or if programs cannot be confined.
     """
     base, settings = settings_of(name)
-    if settings:
+    if settings or (name in BUILTIN and BUILTIN[name].required):
         return _made(name, BUILTIN[base], settings, limits, allow_unsandboxed_code)
     if name in BUILTIN:
         return _built_in(BUILTIN[name], allow_unsandboxed_code)

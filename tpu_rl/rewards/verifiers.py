@@ -14,10 +14,12 @@ from tpu_rl.environments.answers import final_number
 from tpu_rl.rewards import (
     actions,
     choice,
+    confidence,
     gsm8k_answers,
     length,
     math_verify_pool,
     programs,
+    recall,
     sets,
     similarity,
     sql_pool,
@@ -61,6 +63,8 @@ class Verifier(NamedTuple):
     make: Callable[..., Reward] | None = None
     """Returns the reward with settings, as `NAME(KEY=VALUE, ...)` names them. The defaults of its
     parameters say of which kind each setting is; a function stands for the name of a reward."""
+    required: tuple[str, ...] = ()
+    """The settings that must be there."""
 
     @property
     def needs_sandbox(self) -> bool:
@@ -100,10 +104,13 @@ BUILTIN: dict[str, Verifier] = {
             similarity.ordered_keys,
             similarity.patch_ratio,
             similarity.rubric,
+            confidence.brier,
+            confidence.doubt,
             sql_pool.sql,
             sql_pool.sql_match,
         )
     },
+    "recall": _made(recall.recall)._replace(required=("documents",)),
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
     "gsm8k": Verifier(gsm8k_answers.gsm8k, AnswerReaders(final_number)),
     "gsm8k_marks": Verifier(calculator.right_marks),
