@@ -164,3 +164,50 @@ def test_only_easy_groups_shape_the_length_of_right_answers():
 def test_equally_long_right_answers_share_one_value():
     columns = {"answer": ["1"] * 2, "token_counts": [4, 4], "group": [0, 0]}
     assert score("easy_length(of=gsm8k)", ["#### 1"] * 2, **columns) == [0.75, 0.75]
+
+
+# --- rewards of spans and of groups ---
+
+
+def test_a_reward_may_read_only_the_text_behind_a_mark():
+    seen = []
+
+    def of(completions, answer, **_):
+        seen.extend(completions)
+        return [
+            float(text.endswith(truth)) for text, truth in zip(completions, answer, strict=True)
+        ]
+
+    name = rewards.register("of", of)
+    texts = ["<think>1</think>2", "<think>2", "a</think>b</think>2", "3</think>"]
+    assert score(f"after(of={name})", texts, answer=["2", "2", "2", "3"]) == [1, 0, 1, 0]
+    assert seen == ["2", "2", ""]
+    with pytest.raises(InputError, match="needs a column 'answer'"):
+        score(f"after(of={name})", texts)
+    messages = [[{"role": "assistant", "content": "#### 2</think>#### 1"}]]
+    assert score("after(of=gsm8k)", messages, answer=["1"]) == [1]
+    assert messages[0][0]["content"] == "#### 2</think>#### 1"
+    assert score("after(of=gsm8k, mark=!)", ["#### 1! #### 2"], answer=["1"]) == [0]
+    with pytest.raises(InputError, match="impossible setting"):
+        registry.resolve("after(mark=)")
+
+
+def test_a_rule_comes_first_and_a_model_second():
+    """The model's score counts only where the rule says no (arXiv 2505.22203)."""
+    total = rewards.score(
+        {"gsm8k": rewards.gsm8k, "model": lambda completions, **_: [0.25] * len(completions)},
+        ["p"] * 2,
+        ["#### 1", "one"],
+        {"answer": ["1", "1"]},
+        terms=[RewardTerm.parse("gsm8k"), RewardTerm.parse("model?gsm8k<0.5")],
+    ).totals
+    assert total.tolist() == [1, 0.25]
+
+
+def test_the_majority_of_a_group_needs_no_reference():
+    texts = ["#### 1", "#### 2", "\\boxed{1.0}", "none", "#### 2", "#### 2", "#### 3", "none"]
+    texts += ["<answer>Oslo</answer>", "<answer> oslo </answer>", "<answer></answer>", "#### 5"]
+    groups = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    expected = [1, 0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert score("majority", texts, group=groups) == expected
+    assert score("majority", ["none"], group=[0]) == [0]

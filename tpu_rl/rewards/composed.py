@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,21 +32,41 @@ def on(of: Reward, combine: Callable[..., Sequence[Any]]) -> Reward:
     """
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
-        numbers, faults = scoring.apply(
-            getattr(of, "__name__", "reward"), of, prompts, completions, columns, columns
-        )
-        values = [None if np.isnan(number) else float(number) for number in numbers]
-        results: list[Any] = list(combine(values, prompts, completions, **columns))
-        for row, value in enumerate(values):
-            results[row] = None if value is None else results[row]
-        for fault in faults:
-            results[fault.row] = RewardFailure(fault.message, fault.frames)
-        return results
+        found = values_of(of, prompts, completions, columns)
+        values = [None if isinstance(value, RewardFailure) else value for value in found]
+        results = combine(values, prompts, completions, **columns)
+        return [
+            value if value is None or isinstance(value, RewardFailure) else result
+            for value, result in zip(found, results, strict=True)
+        ]
 
-    # What either function names is a column that this reward needs.
+    return declare(score, of, combine)
+
+
+def values_of(
+    of: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[float | RewardFailure | None]:
+    """Return a reward's value of each completion: None without one, a failure for a fault."""
+    if not completions:
+        return []
+    name = getattr(of, "__name__", "reward")
+    numbers, faults = scoring.apply(name, of, prompts, completions, columns, columns)
+    values: list[float | RewardFailure | None] = [
+        None if np.isnan(number) else float(number) for number in numbers
+    ]
+    for fault in faults:
+        values[fault.row] = RewardFailure(fault.message, fault.frames)
+    return values
+
+
+def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> Reward:
+    """Return `score`, which needs the columns that `of` and the others name among parameters."""
     declared = {
         p.name: p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
-        for function in (of, combine)
+        for function in (of, *others)
         for p in scoring.parameters(function) or ()
         if p.name not in ("values", "prompts", "completions") and p.kind is not p.VAR_POSITIONAL
     }

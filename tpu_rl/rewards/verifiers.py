@@ -18,6 +18,7 @@ from tpu_rl.rewards import (
     gsm8k_answers,
     length,
     math_verify_pool,
+    others,
     programs,
     recall,
     sets,
@@ -106,6 +107,8 @@ BUILTIN: dict[str, Verifier] = {
             similarity.rubric,
             confidence.brier,
             confidence.doubt,
+            others.after,
+            others.majority,
             sql_pool.sql,
             sql_pool.sql_match,
         )
