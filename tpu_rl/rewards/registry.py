@@ -256,7 +256,8 @@ def at_step(terms: Sequence[RewardTerm], step: int) -> tuple[RewardTerm, ...]:
 
 def _scheduled_weight(term: RewardTerm, step: int) -> float:
     try:
-        weight = registered(term.schedule or "")(step)
+        schedule = term.schedule or ""
+        weight = (terms.schedule_of(schedule) or registered(schedule))(step)
         number = as_number(weight)
     except InputError:
         raise
