@@ -3,7 +3,7 @@
     gsm8k                      the reward gsm8k
     0.2*my.py:format           a fifth of what the function returns
     "RM_DIR?gsm8k>0.5"         the score of a reward model, where gsm8k is above 0.5
-    linear(1,0,100)*my.py:hint a weight that goes from 1 at step 1 to 0 at step 100, and stays there;
+    linear(1,0,100)*my.py:hint a weight that goes from 1 at step 1 to 0 at step 100 and later;
                                cosine(1,0,100) goes smoothly, jump(1,0,100) at step 100
     python:decay*gsm8k         a weight that a registered function step -> weight gives
 
