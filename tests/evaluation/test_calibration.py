@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tests.rewards.test_settings import score
+from tests.fixtures.reward_scores import score
 from tpu_rl.commands import evaluators
 from tpu_rl.evaluation import calibration
 from tpu_rl.rewards.confidence import read_confidence

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.rewards.test_settings import score
+from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import recall, registry
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.rewards.test_settings import score
+from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import sets
 

@@ -3,21 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.fixtures.reward_scores import score
 from tpu_rl import rewards
 from tpu_rl.commands import preflight
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import RewardTerm, composed, registry
-
-LIMITS = rewards.DEFAULT_LIMITS
-
-
-def score(name, completions, **columns):
-    """Return the values of a reward by its name, as a run would compute them."""
-    rollout = {key: columns.pop(key) for key in rewards.ROLLOUT_COLUMNS if key in columns}
-    functions = {name: registry.resolve(name, LIMITS)}
-    prompts = ["p"] * len(completions)
-    scores = rewards.score(functions, prompts, completions, columns, 1.0, rollout_columns=rollout)
-    return scores.parts[name].tolist()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.rewards.test_settings import score
+from tests.fixtures.reward_scores import score
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import sql_pool, sql_queries
 

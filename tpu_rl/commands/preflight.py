@@ -32,6 +32,7 @@ from tpu_rl.experience import tasks
 from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import episodes
+from tpu_rl.rollout.scoring import ENVIRONMENT
 from tpu_rl.runtime import compilation_cache, processes
 from tpu_rl.runtime.host import (
     claim_devices,
@@ -359,6 +360,13 @@ def require_reward(config: ExperimentConfig) -> None:
     environment = compose.environment(config)
     if compose.is_judged(config):
         return
+    if ENVIRONMENT in config.reward_names:
+        raise InputError(
+            "the reward environment has no value",
+            where="--reward",
+            why="no environment gives rewards",
+            fix="name one with get_reward: --environment",
+        )
     if not config.reward and sources & REWARDED:
         raise InputError(
             "no reward given",

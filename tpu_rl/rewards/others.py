@@ -49,6 +49,22 @@ def _with_text(completion: Any, text: str) -> Any:
     return messages
 
 
+def environment(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    environment_rewards: Sequence[float | None],
+    **_: Any,
+) -> list[float | None]:
+    """Return the reward of each episode's environment, as a term with a weight and a gate.
+
+    Without this term, it counts with the weight 1. `0.5*environment?math>0.5` counts half of it, in
+    episodes that math accepts; rewards of turns are scaled in the same way.
+    """
+    del prompts, completions
+    return list(environment_rewards)
+
+
 def majority() -> Reward:
     """Return 1 for each completion with the most frequent answer of its group, else 0.
 

@@ -22,6 +22,7 @@ them get, with one value per completion (a column of the data with such a name g
     step             the step of the run; 0 in evaluations
     environments     as in TRL: an object with the public attributes of the episode's environment at
                      its end, those that JSON can write; None without an environment
+    environment_rewards  the sum of the rewards of the episode's environment
 
 If a prompt is a conversation, its completion is one too: [{"role": "assistant", "content": TEXT}].
 With an environment it has all messages after the prompt, also those of the environment.
@@ -57,6 +58,7 @@ ROLLOUT_COLUMNS = (
     "group",
     "step",
     "environments",
+    "environment_rewards",
 )
 """Names of what a function may ask about a rollout; see the module's docstring."""
 

@@ -115,6 +115,7 @@ BUILTIN: dict[str, Verifier] = {
     },
     "recall": _made(recall.recall)._replace(required=("documents",)),
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
+    "environment": Verifier(others.environment),
     "gsm8k": Verifier(gsm8k_answers.gsm8k, AnswerReaders(final_number)),
     "gsm8k_marks": Verifier(calculator.right_marks),
     "math": Verifier(
