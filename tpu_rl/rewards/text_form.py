@@ -48,6 +48,7 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
         **_: Any,
     ) -> list[float]:
         del prompts, completions
-        return [penalty * share(ids) for ids in completion_ids]
+        # Without -0.
+        return [penalty * share(ids) + 0.0 for ids in completion_ids]
 
     return score
