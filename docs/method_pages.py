@@ -237,6 +237,9 @@ def rewards_page() -> str:
         "that runs *during sampling* computes in other processes, while other completions are",
         "decoded; all others run in the process of the run, once per batch.",
         "",
+        "A reward with *settings* takes them in parentheses: `repetition(size=4)`. A setting `of`",
+        "is another reward, also one with settings: `cosine_length(of=gsm8k, max_tokens=2048)`.",
+        "",
         "This page is generated: edit `tpu_rl/rewards/verifiers.py` or the docstrings, then run",
         "`python docs/method_pages.py`.",
         "",
@@ -245,13 +248,15 @@ def rewards_page() -> str:
     ]
     details = []
     for name, row in sorted(rewards.BUILTIN.items()):
-        paragraphs = (inspect.getdoc(row.score) or "").partition("\n\nRaises:")[0].split("\n\n")
+        paragraphs = (
+            (inspect.getdoc(row.make or row.score) or "").partition("\n\nRaises:")[0].split("\n\n")
+        )
         gives = escape(" ".join(paragraphs[0].split()).removeprefix("Return ").rstrip("."))
         columns = ", ".join(f"`{column}`" for column in required_columns(row)) or "none"
         votes = "yes" if any(row.readers) else "no"
         lines.append(f"| `{name}` | {gives} | {columns} | {votes} | {place_of(row)} |")
-        if paragraphs[1:]:
-            details += [f"## {name}", *map(markdown, paragraphs[1:])]
+        if paragraphs[1:] or row.make:
+            details += [f"## {name}", *map(markdown, paragraphs[1:]), *settings_of(row)]
     return "\n\n".join(["\n".join(lines), *details]) + "\n"
 
 
@@ -260,8 +265,27 @@ def required_columns(row: rewards.Verifier) -> list[str]:
     return [
         parameter.name
         for parameter in inspect.signature(row.score).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and parameter.default is parameter.empty
+        and parameter.name not in rewards.ROLLOUT_COLUMNS
     ]
+
+
+def settings_of(row: rewards.Verifier) -> list[str]:
+    """Return the paragraph of a reward's settings, if it has any."""
+    if row.make is None:
+        return []
+    defaults = [
+        f"`{name}={shown(p.default)}`" for name, p in inspect.signature(row.make).parameters.items()
+    ]
+    return [f"Settings: {', '.join(defaults)}."] if defaults else []
+
+
+def shown(value: object) -> str:
+    """Return a setting's value as users write it; a reward's name for a reward."""
+    if callable(value):
+        return next(name for name, row in rewards.BUILTIN.items() if row.score is value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def place_of(row: rewards.Verifier) -> str:

@@ -239,9 +239,8 @@ def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeyp
     printed = capsys.readouterr().out
     [line] = [line for line in printed.splitlines() if "maj@8" in line]
     assert f"{100 * sum(votes) / len(votes):.1f} %" in line
-    for _, idle in (math_verify_pool._start(), math_verify_pool._start("answer_classes")):
-        for _ in range(idle.qsize()):
-            idle.get().stop()
+    for function in ("equivalent", "answer_classes"):
+        math_verify_pool._start(function).stop()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ def test_terms_are_read(text, term):
         ("0.2*", "it names no reward"),
         ("?gsm8k>0.5", "it names no reward"),
         ("*gsm8k", "the weight is ''"),
+        ("linear(1,0)*gsm8k", "the weight is 'linear(1,0)'"),
+        ("linear(1,0,1)*gsm8k", "the weight is 'linear(1,0,1)'"),
+        ("linear(a,0,9)*gsm8k", "the weight is 'linear(a,0,9)'"),
+        ("liner(1,0,9)*gsm8k", "the weight is 'liner(1,0,9)'"),
         ("half*gsm8k", "the weight is 'half'"),
         ("2*3*gsm8k", "the weight is '2*3'"),
         ("nan*gsm8k", "the weight is nan"),
@@ -66,6 +70,21 @@ def test_a_term_that_cannot_be_read_is_an_input_error(text, why):
     assert error.value.why == why
     assert repr(text) in error.value.where
     assert error.value.fix == terms.EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weights"),
+    [
+        ("linear(1,0,5)", [1, 0.75, 0.5, 0.25, 0, 0]),
+        ("cosine(0, 2, 5)", [0, 1 - 0.5**0.5, 1, 1 + 0.5**0.5, 2, 2]),
+        ("jump(-1,0.5,5)", [-1, -1, -1, -1, 0.5, 0.5]),
+    ],
+)
+def test_schedules_give_the_weight_of_each_step(schedule, weights):
+    total = terms.parse_all([f"{schedule} * repetition(size=2)?gsm8k>0.5"])
+    assert total[0].name == "repetition(size=2)"
+    result = [registry.at_step(total, step)[0].weight for step in range(1, 7)]
+    assert result == pytest.approx(weights)
 
 
 def test_totals_without_any_weight_are_refused():

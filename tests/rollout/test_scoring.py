@@ -1,5 +1,7 @@
 """Rewards of sampled completions."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from tests.fixtures.echo import WIDTH, digit, score_prompts
 from tpu_rl import rewards
 from tpu_rl.algos.grpo import GrpoConfig, grpo
+from tpu_rl.errors import InputError
 from tpu_rl.proofs import tiny
+from tpu_rl.rewards import terms as rewards_terms
 from tpu_rl.rollout import records, scoring
 from tpu_rl.train import packing
 from tpu_rl.types import Experience
@@ -100,3 +104,59 @@ def test_what_a_failed_episode_had_earned_is_no_part_of_its_rewards_mean():
     judged = scoring.with_episodes(scores, episodes, are_judged=False)
     np.testing.assert_array_equal(judged.totals, [1.0, np.nan, np.nan])
     np.testing.assert_array_equal(judged.parts["Game"], [1.0, np.nan, np.nan])
+
+
+def test_the_reward_of_an_environment_has_weights_gates_and_schedules():
+    """Rewards of turns have the same weight, so that rewards still add up to the totals."""
+    rollout = score_prompts(["12"], {}, group_size=2).rollout
+    turns = np.zeros(rollout.action_mask.shape, np.float32)
+    turns[np.arange(2), np.asarray(rollout.action_mask).argmax(1)] = [1.0, 2.0]
+    outcomes = scoring.EpisodeOutcomes(
+        names=["Game"] * 2,
+        is_scored=True,
+        rewards=np.array([4.0, 8.0], np.float32),
+        turn_rewards=turns,
+        faults=["", ""],
+        messages=[[{"role": "assistant", "content": text}] for text in ("1", "2")],
+        states=[{}] * 2,
+        counts={},
+    )
+    sampled = scoring.Sampled(
+        rollout=rollout,
+        rows=[{"prompt": "12"}],
+        prompts=["12"] * 2,
+        completions=["1", "2"],
+        lengths=np.array([2, 1]),
+        step=2,
+        episodes=outcomes,
+    )
+    functions = {
+        "environment": rewards.BUILTIN["environment"].score,
+        "digit": lambda completions, **_: [float(c[-1]["content"]) for c in completions],
+    }
+
+    def totals(*texts):
+        total = rewards_terms.parse_all(texts)
+        named = {name: functions[name] for name in rewards_terms.names_of(total)}
+        scored = scoring.score(sampled, named, 0.5, total)
+        placed = np.asarray(scored.rollout.rewards)
+        np.testing.assert_allclose(placed.sum(1), scored.rewards)
+        # The turn of the other row is its last action, which has all of its reward.
+        return scored.rewards.tolist(), placed[turns == 1].item()
+
+    assert totals("digit") == ([5, 10], 1)
+    assert totals("digit", "0.5*environment") == ([3, 6], 0.5)
+    assert totals("environment?digit>1") == ([0, 8], 0)
+    assert totals("digit", "0*environment") == ([1, 2], 0)
+    assert totals("linear(1,0,5)*environment") == ([3, 6], 0.75)
+    # As a gate only, it counts with the weight 1 as before.
+    assert totals("digit?environment>5") == ([4, 10], 1)
+    rows = scoring.EpisodeRows(rollout, np.array([1]), [])
+    weighted = rows._replace(rollout=replace(rollout, rewards=turns)).with_weights(np.array([0.5]))
+    np.testing.assert_array_equal(weighted.rollout.rewards, turns / 2)
+
+
+def test_the_reward_of_an_environment_needs_one():
+    function = {"environment": rewards.BUILTIN["environment"].score}
+    with pytest.raises(InputError, match="the reward environment has no value"):
+        score_prompts(["12"], function, group_size=2)

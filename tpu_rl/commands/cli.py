@@ -2,6 +2,7 @@
 
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
 tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as python launch/NAME.py
+tpu-rl check-reward NAME ROWS.jsonl         the same as python launch/check_reward.py
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
 """
@@ -23,7 +24,10 @@ from tpu_rl.runtime import stdio
 IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 """Commands that go on when nobody reads their output any more. The others end."""
 
-COMMANDS = ("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check")
+COMMANDS = (
+    *("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check"),
+    "check_reward",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         print((__doc__ or "").rstrip())
         return 0
     name, *arguments = argv
+    name = name.replace("check-reward", "check_reward")
     if name == "--version":
         print(f"tpu_rl {tpu_rl.__version__}")
         return 0

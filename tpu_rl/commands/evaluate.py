@@ -32,7 +32,7 @@ from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, M
 from tpu_rl.commands.saved_run import load_language, load_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import answer_accuracy, guided_accuracy, held_out_loss
+from tpu_rl.evaluation import answer_accuracy, calibration, guided_accuracy, held_out_loss
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
@@ -382,6 +382,8 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             f"{name}: {percent(result.well_formed)} % {formed}, "
             f"{result.mean_length:.1f} tokens on average"
         )
+        if result.calibration is not None:
+            console.print(calibration.as_text(name, result.calibration), markup=False)
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
 

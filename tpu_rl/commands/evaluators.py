@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,13 @@ from tpu_rl.data import Row
 from tpu_rl.environments import task_of
 from tpu_rl.environments.task import no_slices
 from tpu_rl.errors import InputError
-from tpu_rl.evaluation import answer_accuracy, held_out_loss, pair_accuracy, reward_accuracy
+from tpu_rl.evaluation import (
+    answer_accuracy,
+    calibration,
+    held_out_loss,
+    pair_accuracy,
+    reward_accuracy,
+)
 from tpu_rl.evaluation.answer_accuracy import Estimate
 from tpu_rl.evaluation.reward_accuracy import HeldOutPairs, Judge
 from tpu_rl.experience import step_labels, tasks
@@ -220,6 +227,11 @@ def _answer_metrics(
         f"{prefix}length_mean": result.mean_length,
         f"{prefix}n": result.n,
     }
+    if result.calibration is not None:
+        for name in calibration.MEASURES:
+            value = getattr(result.calibration, name)
+            # AUROC is not defined where all answers are right.
+            measured |= {f"{prefix}confidence_{name}": value} if math.isfinite(value) else {}
     for name, estimate in further.items():
         measured |= {
             f"{prefix}reward/{name}": estimate.value,

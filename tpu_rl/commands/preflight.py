@@ -32,6 +32,7 @@ from tpu_rl.experience import tasks
 from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import episodes
+from tpu_rl.rollout.scoring import ENVIRONMENT
 from tpu_rl.runtime import compilation_cache, processes
 from tpu_rl.runtime.host import (
     claim_devices,
@@ -359,6 +360,13 @@ def require_reward(config: ExperimentConfig) -> None:
     environment = compose.environment(config)
     if compose.is_judged(config):
         return
+    if ENVIRONMENT in config.reward_names:
+        raise InputError(
+            "the reward environment has no value",
+            where="--reward",
+            why="no environment gives rewards",
+            fix="name one with get_reward: --environment",
+        )
     if not config.reward and sources & REWARDED:
         raise InputError(
             "no reward given",
@@ -526,10 +534,11 @@ def reward_names(config: ExperimentConfig) -> list[str]:
 
 def reward_directories(config: ExperimentConfig) -> list[Path]:
     """Return the directories of the trained reward models of a run."""
-    trained = [name for name in reward_names(config) if is_directory(name)]
+    parts = [part for name in reward_names(config) for part in registry.parts_of(name)]
+    trained = [part for part in parts if is_directory(part)]
     return [folder for name in trained for folder in reward_model.directories(name)]
 
 
 def is_directory(name: str) -> bool:
-    """Return True if a reward is the directory of a trained reward model."""
-    return Path(name).expanduser().is_dir()
+    """Return True if a reward is, or reads, the directory of a trained reward model."""
+    return any(Path(part).expanduser().is_dir() for part in registry.parts_of(name))

@@ -17,6 +17,8 @@ from scipy import special
 
 from tpu_rl import rewards
 from tpu_rl.data import Row
+from tpu_rl.evaluation import calibration
+from tpu_rl.evaluation.calibration import Calibration
 from tpu_rl.rewards import AnswerReaders, ReadGroups
 from tpu_rl.rollout.engine import Engine, RolloutRequest
 from tpu_rl.rollout.scoring import by_episode
@@ -74,6 +76,8 @@ class Evaluation:
     reads_answers: bool
     """True if answers can be read. If not, there is no majority vote, and "well formed" means
     "ended"."""
+    calibration: Calibration | None
+    """Of the completions that state a confidence; None if none does, or if rewards are graded."""
     errors: list[str]
     """Messages of the reward function's failures. The completions it failed on are left out."""
     problems: list[Problem]
@@ -132,9 +136,10 @@ def evaluate(
                     rows=scored_rows,
                 )
             )
+    is_graded = _is_graded(judged[np.isfinite(judged)])
     accuracy = estimate([float(np.mean(problem.correct)) for problem in problems])
     return Evaluation(
-        is_graded=_is_graded(judged[np.isfinite(judged)]),
+        is_graded=is_graded,
         accuracy=accuracy.value,
         low=accuracy.low,
         high=accuracy.high,
@@ -145,6 +150,7 @@ def evaluate(
         well_formed=float(np.mean(ended & readable)),
         mean_length=float(scored.lengths.mean()),
         reads_answers=reads_answers,
+        calibration=None if is_graded else calibration.of_completions(texts, judged),
         errors=errors,
         problems=problems,
         rollout=scored.rollout,

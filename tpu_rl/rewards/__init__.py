@@ -3,8 +3,11 @@
 scoring           the convention of reward functions, and scores by it
 registry          functions by the names of `--reward`, and Python functions with such names
 verifiers         the table of built-in rewards
-choice, gsm8k_answers, math_verify_pool, programs
+actions, choice, confidence, gsm8k_answers, length, math_verify_pool, others, programs, recall,
+sets, similarity, sql_pool, text_form, tool_matching
                   their functions
+composed          rewards of other rewards, and readers of references
+spans             the part of a completion that states its answer
 terms             weights, gates and schedules of a total
 reward_model      a trained model as a reward
 worker_pool       functions of files in processes that can be killed
@@ -39,6 +42,7 @@ from tpu_rl.rewards.scoring import require_few_faults as require_few_faults
 from tpu_rl.rewards.scoring import score as score
 from tpu_rl.rewards.terms import PYTHON as PYTHON
 from tpu_rl.rewards.terms import RewardTerm as RewardTerm
+from tpu_rl.rewards.terms import totals as totals
 from tpu_rl.rewards.verifiers import BUILTIN as BUILTIN
 from tpu_rl.rewards.verifiers import AnswerReaders as AnswerReaders
 from tpu_rl.rewards.verifiers import ReadAnswer as ReadAnswer

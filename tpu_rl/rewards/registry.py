@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,12 +48,86 @@ def displayed(total: Sequence[RewardTerm]) -> tuple[RewardTerm, ...]:
 
 def display_name(name: str) -> str:
     """Return the name of a reward in metrics and messages: FILE.function for FILE.py:function."""
+    base, settings = settings_of(name)
+    if settings:
+        values = ", ".join(f"{key}={display_name(value)}" for key, value in settings.items())
+        return f"{base}({values})"
     return Path(name.removeprefix(PYTHON)).name.replace(".py:", ".")
 
 
 def files(names: Sequence[str]) -> list[str]:
-    """Return FILE.py of each name FILE.py:function."""
-    return [name.rpartition(":")[0] for name in names if ".py:" in name]
+    """Return FILE.py of each name FILE.py:function, also of those in settings."""
+    parts = [part for name in names for part in parts_of(name)]
+    return [part.rpartition(":")[0] for part in parts if ".py:" in part]
+
+
+def settings_of(name: str) -> tuple[str, dict[str, str]]:
+    """Return the name and the settings of `NAME(KEY=VALUE, ...)`; no settings for other names.
+
+    Raises:
+        InputError: if the settings of a built-in reward cannot be read.
+    """
+    base, has_settings, text = name.partition("(")
+    if not has_settings or base not in BUILTIN or not name.endswith(")"):
+        return name, {}
+    text = text[:-1]
+    settings = {}
+    # Commas inside of further parentheses belong to the settings of another reward.
+    found = re.findall(r"(?:[^,()]|\([^()]*(?:\([^()]*\)[^()]*)*\))+", text)
+    if ",".join(found) != text:
+        raise _setting_error(name, "its parentheses or commas do not match")
+    for setting in found:
+        key, has_value, value = setting.partition("=")
+        if not has_value or key.strip() in settings:
+            raise _setting_error(name, f"{setting.strip()!r} is not one KEY=VALUE")
+        settings[key.strip()] = value.strip()
+    return base, settings
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names of the rewards that a name stands for: its own, and those in settings."""
+    base, settings = settings_of(name)
+    make = BUILTIN[base].make if settings else None
+    if make is None:
+        return [name]
+    defaults = {key: p.default for key, p in inspect.signature(make).parameters.items()}
+    others = [value for key, value in settings.items() if callable(defaults.get(key))]
+    return [base, *(part for other in others for part in parts_of(other))]
+
+
+def _made(name: str, row: Verifier, settings: Mapping[str, str], *how: Any) -> Reward:
+    """Return the reward of a row with settings; `how` is what `resolve` takes besides a name."""
+    if row.make is None:
+        raise _setting_error(name, "it has no settings")
+    known = inspect.signature(row.make).parameters
+    if missing := [key for key in row.required if not settings.get(key)]:
+        raise _setting_error(name, f"it needs {missing[0]}=")
+    values: dict[str, Any] = {}
+    for key, text in settings.items():
+        if key not in known:
+            raise _setting_error(name, f"{key!r} is none of {', '.join(known)}")
+        default = known[key].default
+        if callable(default):
+            values[key] = resolve(text, *how)
+            continue
+        try:
+            values[key] = _BOOLS[text] if isinstance(default, bool) else type(default)(text)
+        except (KeyError, ValueError):
+            kind = type(default).__name__
+            raise _setting_error(name, f"{key}={text} is no {kind}, as in {default}") from None
+    return row.make(**values)
+
+
+_BOOLS = {"true": True, "True": True, "false": False, "False": False}
+
+
+def _setting_error(name: str, why: str) -> InputError:
+    return InputError(
+        "not the settings of a reward",
+        where=f"--reward {name!r}",
+        why=why,
+        fix="write NAME(KEY=VALUE, ...), as in repetition(size=4); docs/reference/rewards.md",
+    )
 
 
 def resolve(
@@ -62,8 +138,8 @@ def resolve(
     """Return a reward function.
 
     Args:
-        name: a built-in reward, FILE.py:function, python:NAME of a registered function, or the
-            directory or run folder of a trained reward model.
+        name: a built-in reward, also with settings, FILE.py:function, python:NAME of a registered
+            function, or the directory or run folder of a trained reward model.
         limits: of functions from files, which run in processes of their own.
         allow_unsandboxed_code: run model-written programs unconfined where the kernel cannot
             confine them.
@@ -71,6 +147,9 @@ def resolve(
     Raises:
         InputError: if there is no such reward, or if programs cannot be confined.
     """
+    base, settings = settings_of(name)
+    if settings or (name in BUILTIN and BUILTIN[name].required):
+        return _made(name, BUILTIN[base], settings, limits, allow_unsandboxed_code)
     if name in BUILTIN:
         return _built_in(BUILTIN[name], allow_unsandboxed_code)
     if name.startswith(PYTHON):
@@ -177,7 +256,8 @@ def at_step(terms: Sequence[RewardTerm], step: int) -> tuple[RewardTerm, ...]:
 
 def _scheduled_weight(term: RewardTerm, step: int) -> float:
     try:
-        weight = registered(term.schedule or "")(step)
+        schedule = term.schedule or ""
+        weight = (terms.schedule_of(schedule) or registered(schedule))(step)
         number = as_number(weight)
     except InputError:
         raise

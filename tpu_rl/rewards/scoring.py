@@ -22,6 +22,7 @@ them get, with one value per completion (a column of the data with such a name g
     step             the step of the run; 0 in evaluations
     environments     as in TRL: an object with the public attributes of the episode's environment at
                      its end, those that JSON can write; None without an environment
+    environment_rewards  the sum of the rewards of the episode's environment
 
 If a prompt is a conversation, its completion is one too: [{"role": "assistant", "content": TEXT}].
 With an environment it has all messages after the prompt, also those of the environment.
@@ -57,6 +58,7 @@ ROLLOUT_COLUMNS = (
     "group",
     "step",
     "environments",
+    "environment_rewards",
 )
 """Names of what a function may ask about a rollout; see the module's docstring."""
 
@@ -251,7 +253,7 @@ def _call(
     `of_rollout` has the columns that the function names among its parameters.
     """
     arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
-    accepted = _parameters(function)
+    accepted = parameters(function)
     if accepted is not None and not any(p.kind is p.VAR_KEYWORD for p in accepted):
         arguments = {p.name: arguments[p.name] for p in accepted if p.name in arguments}
     return worker_process.call(function, {**arguments, **of_rollout}, len(completions))
@@ -259,7 +261,7 @@ def _call(
 
 def requested_columns(function: Reward) -> set[str]:
     """Return the names of `ROLLOUT_COLUMNS` that are parameters of the function."""
-    return {parameter.name for parameter in _parameters(function) or ()} & set(ROLLOUT_COLUMNS)
+    return {parameter.name for parameter in parameters(function) or ()} & set(ROLLOUT_COLUMNS)
 
 
 def as_answers(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
@@ -296,7 +298,7 @@ def require_columns(
     present = {"prompts", "completions", *columns, *rollout_columns}
     # verl's rows have the answer in an object.
     column = "reward_model.ground_truth" if "reward_model" in columns else "COLUMN"
-    for parameter in _parameters(function) or ():
+    for parameter in parameters(function) or ():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
@@ -310,7 +312,7 @@ def require_columns(
             )
 
 
-def _parameters(function: Reward) -> list[inspect.Parameter] | None:
+def parameters(function: Reward) -> list[inspect.Parameter] | None:
     """Return the parameters, or None for a callable written in C that has no signature."""
     try:
         return list(inspect.signature(function).parameters.values())

@@ -3,6 +3,8 @@
     gsm8k                      the reward gsm8k
     0.2*my.py:format           a fifth of what the function returns
     "RM_DIR?gsm8k>0.5"         the score of a reward model, where gsm8k is above 0.5
+    linear(1,0,100)*my.py:hint a weight that goes from 1 at step 1 to 0 at step 100 and later;
+                               cosine(1,0,100) goes smoothly, jump(1,0,100) at step 100
     python:decay*gsm8k         a weight that a registered function step -> weight gives
 
 The total of a completion is the sum of weight * value over its terms. A gate of two rewards, which
@@ -52,7 +54,8 @@ class RewardTerm:
     """With 0 the reward is measured and not counted."""
     gate: Gate | None = None
     schedule: str | None = None
-    """python:NAME of a registered function that gives the weight of each step (`at_step`)."""
+    """What gives the weight of each step: python:NAME of a registered function, or one of
+    `SCHEDULES` with its numbers (`at_step`)."""
 
     @staticmethod
     def parse(text: str) -> RewardTerm:
@@ -70,7 +73,8 @@ class RewardTerm:
             )
         body, has_gate, condition = text.partition("?")
         weight, has_weight, name = body.rpartition("*")
-        is_scheduled = weight.startswith(PYTHON)
+        weight = weight.strip()
+        is_scheduled = weight.startswith(PYTHON) or schedule_of(weight) is not None
         term = RewardTerm(
             name.strip() if has_weight or has_gate else text,
             _number(weight, "the weight", text) if has_weight and not is_scheduled else 1.0,
@@ -104,6 +108,34 @@ class RewardTerm:
         others = parts[self.gate.name]
         counted = np.where(self.gate.holds(others), weighted, np.float32(0))
         return np.where(np.isnan(values) | np.isnan(others), np.float32(np.nan), counted)
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: share,
+    "cosine": lambda share: (1 - math.cos(math.pi * share)) / 2,
+    "jump": float.__floor__,
+}
+"""Name -> how far a weight has gone from its first to its last value, by the share of the steps."""
+
+
+def schedule_of(text: str) -> Callable[[int], float] | None:
+    """Return the function step -> weight that NAME(FIRST,LAST,STEPS) describes; None for others.
+
+    The weight is FIRST at step 1, and LAST from the step STEPS on.
+    """
+    match = re.fullmatch(r"(\w+)\(([^(),]*),([^(),]*),\s*([0-9]+)\s*\)", text)
+    if match is None or match[1] not in SCHEDULES or int(match[4]) < 2:
+        return None
+    try:
+        first, last = float(match[2]), float(match[3])
+    except ValueError:
+        return None
+
+    def weight(step: int) -> float:
+        share = min(max((step - 1) / (int(match[4]) - 1), 0.0), 1.0)
+        return first + (last - first) * SCHEDULES[match[1]](share)
+
+    return weight
 
 
 def parse_all(texts: Iterable[str]) -> tuple[RewardTerm, ...]:

@@ -11,7 +11,22 @@ from typing import NamedTuple
 
 from tpu_rl.environments import TASKS, calculator, search
 from tpu_rl.environments.answers import final_number
-from tpu_rl.rewards import choice, gsm8k_answers, math_verify_pool, programs
+from tpu_rl.rewards import (
+    actions,
+    choice,
+    confidence,
+    gsm8k_answers,
+    length,
+    math_verify_pool,
+    others,
+    programs,
+    recall,
+    sets,
+    similarity,
+    sql_pool,
+    text_form,
+    tool_matching,
+)
 from tpu_rl.rewards.scoring import Reward
 from tpu_rl.rewards.worker_pool import IsolatedReward
 
@@ -37,6 +52,7 @@ class Verifier(NamedTuple):
     """A built-in reward. The documentation shows the first paragraph of its function."""
 
     score: Reward
+    """With a `make`: its reward with default settings."""
     readers: AnswerReaders = AnswerReaders()
     """Majority votes need one of them."""
     in_workers: bool = False
@@ -45,11 +61,20 @@ class Verifier(NamedTuple):
     score_unsandboxed: Reward | None = None
     """A reward that has it runs programs in the sandbox. This one runs them without, for
     --allow-unsandboxed-code where the kernel has no sandbox."""
+    make: Callable[..., Reward] | None = None
+    """Returns the reward with settings, as `NAME(KEY=VALUE, ...)` names them. The defaults of its
+    parameters say of which kind each setting is; a function stands for the name of a reward."""
+    required: tuple[str, ...] = ()
+    """The settings that must be there."""
 
     @property
     def needs_sandbox(self) -> bool:
         """True if the reward runs programs that a model wrote."""
         return self.score_unsandboxed is not None
+
+
+def _made(make: Callable[..., Reward]) -> Verifier:
+    return Verifier(make(), make=make)
 
 
 def _rows_of_tasks() -> Mapping[str, Verifier]:
@@ -62,7 +87,35 @@ def _rows_of_tasks() -> Mapping[str, Verifier]:
 
 
 BUILTIN: dict[str, Verifier] = {
+    **{
+        make.__name__: _made(make)
+        for make in (
+            length.cosine_length,
+            length.easy_length,
+            length.effort,
+            text_form.repetition,
+            text_form.think_format,
+            sets.f_beta,
+            sets.hit_score,
+            sets.listed_items,
+            tool_matching.tool_calls,
+            actions.action,
+            actions.box_iou,
+            actions.point_in_box,
+            similarity.ordered_keys,
+            similarity.patch_ratio,
+            similarity.rubric,
+            confidence.brier,
+            confidence.doubt,
+            others.after,
+            others.majority,
+            sql_pool.sql,
+            sql_pool.sql_match,
+        )
+    },
+    "recall": _made(recall.recall)._replace(required=("documents",)),
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
+    "environment": Verifier(others.environment),
     "gsm8k": Verifier(gsm8k_answers.gsm8k, AnswerReaders(final_number)),
     "gsm8k_marks": Verifier(calculator.right_marks),
     "math": Verifier(

@@ -13,9 +13,12 @@ import inspect
 import itertools
 import math
 import pickle
+import queue
 import struct
 import time
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,6 +218,37 @@ class Worker:
         reason, frames = workers.reason_of_end(self._process, user_file, seconds, in_time)
         self.stop()
         return RewardFailure(reason, "\n".join(frames[:6]))
+
+
+class Pool:
+    """Threads with a worker each, which all run one function of a file of this library."""
+
+    def __init__(self, path: str, memory_bytes: int = 0, size: int = 4):
+        """Start the workers; see `Worker`."""
+        # A worker ends with the thread that starts it. These threads live as long as the pool.
+        self._threads = ThreadPoolExecutor(size)
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._threads.map(lambda _: Worker(path, memory_bytes), range(size)):
+            self._idle.put(worker)
+
+    def map(
+        self, requests: Sequence[dict[str, list[Any]]], seconds: Sequence[float]
+    ) -> list[list[Any] | RewardFailure]:
+        """Return the values of each request, each with its own time."""
+
+        def answer(request: dict[str, list[Any]], request_seconds: float) -> Any:
+            worker = self._idle.get()
+            try:
+                return worker.call(request, len(request["completions"]), request_seconds)
+            finally:
+                self._idle.put(worker)
+
+        return list(self._threads.map(answer, requests, seconds))
+
+    def stop(self) -> None:
+        """End the workers that are idle."""
+        while not self._idle.empty():
+            self._idle.get().stop()
 
 
 class IsolatedReward:

@@ -25,6 +25,9 @@ from tpu_rl.sampler import PartialCompletion
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout
 
+ENVIRONMENT = "environment"
+"""The reward that stands for the environment's own."""
+
 
 @dataclass(frozen=True)
 class PartialGroup:
@@ -79,6 +82,12 @@ class EpisodeRows(NamedTuple):
     """[N] int: the last row of each episode."""
     texts: list[str]
     """[R] what the policy wrote in each row."""
+
+    def with_weights(self, weights: np.ndarray) -> EpisodeRows:
+        """Return the rows with the rewards of turns times the weight [N] of their episode."""
+        episode_of = np.searchsorted(self.last, np.arange(len(self.rollout.tokens)))
+        scaled = np.asarray(self.rollout.rewards) * weights[episode_of][:, None]
+        return self._replace(rollout=replace(self.rollout, rewards=scaled))
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,7 @@ def score(
     prompts, columns = repeat_rows(sampled.rows, group_size)
     answers = answers_of(sampled)
     scores = rewards.Scores(np.zeros(len(prompts), np.float32), {}, [])
+    terms = rewards.at_step(terms, sampled.step)
     if reward_functions:
         scores = score_across_processes(
             reward_functions,
@@ -198,14 +208,19 @@ def score(
             max_fault_share,
             group_size,
             sampled.streamed_rewards(),
-            rewards.at_step(terms, sampled.step),
+            terms,
             rollout_columns(sampled, reward_functions.values()),
         )
     turn_rewards = None
+    episode_rows = sampled.episode_rows
     if sampled.episodes is not None:
-        scores = with_episodes(scores, sampled.episodes, bool(reward_functions))
+        weights = weights_of_environment(terms, scores.parts)
+        scores = with_episodes(scores, sampled.episodes, bool(reward_functions), weights is None)
         rewards.require_few_faults(scores, answers, max_fault_share)
         turn_rewards = sampled.episodes.turn_rewards
+        if weights is not None:
+            turn_rewards = turn_rewards * weights[:, None]
+            episode_rows = episode_rows and episode_rows.with_weights(weights)
     scored = Scored(
         rollout=place_rewards(sampled.rollout, scores.totals, turn_rewards),
         prompts=sampled.prompts,
@@ -221,22 +236,37 @@ def score(
         tokens_of_drafts=sampled.tokens_of_drafts,
         episodes=sampled.episodes,
     )
-    return scored if sampled.episode_rows is None else by_row(scored, sampled.episode_rows)
+    return scored if episode_rows is None else by_row(scored, episode_rows)
+
+
+def weights_of_environment(
+    terms: Sequence[rewards.RewardTerm], parts: Mapping[str, np.ndarray]
+) -> np.ndarray | None:
+    """Return the weight [N] of each episode's own reward; None if no term is called so.
+
+    It is the sum of the weights of the terms `environment` whose gates hold.
+    """
+    own = [term for term in terms if term.name == ENVIRONMENT]
+    if not own:
+        return None
+    ones = {**parts, ENVIRONMENT: np.ones_like(parts[ENVIRONMENT])}
+    return np.nan_to_num(rewards.totals(own, ones))
 
 
 def with_episodes(
-    scores: rewards.Scores, episodes: EpisodeOutcomes, are_judged: bool
+    scores: rewards.Scores, episodes: EpisodeOutcomes, are_judged: bool, adds_rewards: bool = True
 ) -> rewards.Scores:
     """Return the scores with the rewards and the faults of an environment.
 
-    Its rewards are one more term with the weight 1, as in TRL. An episode without such a reward has
+    Its rewards are one more term with the weight 1, as in TRL, unless a term of the total is called
+    `environment` and has added them (`adds_rewards`). An episode without such a reward has
     the total of the reward functions, if there are any (`are_judged`). An episode that failed has
     no total.
     """
     totals = scores.totals
     parts = dict(scores.parts)
     failed = np.array([bool(fault) for fault in episodes.faults])
-    if episodes.is_scored:
+    if episodes.is_scored and adds_rewards:
         # A function that does not score an episode leaves it to the environment; a fault does not.
         is_faulty = np.isin(np.arange(len(totals)), [fault.row for fault in scores.faults])
         judged = np.where(np.isfinite(totals) | is_faulty, totals, 0) if are_judged else 0.0
@@ -342,7 +372,19 @@ def rollout_columns(
             else [None] * num_rows
         ),
     }
+    episodes = sampled.episodes
+    if episodes is not None and episodes.is_scored:
+        columns["environment_rewards"] = lambda: [
+            float(value) if np.isfinite(value) else None for value in episodes.rewards
+        ]
     requested = {name for function in functions for name in rewards.requested_columns(function)}
+    if "environment_rewards" in requested - columns.keys():
+        raise InputError(
+            "the reward environment has no value",
+            where="--reward",
+            why="no environment gives rewards",
+            fix="name one with get_reward: --environment",
+        )
     return {name: column() for name, column in columns.items() if name in requested}
 
 

@@ -57,7 +57,9 @@ class StreamingRewards:
         for name, function in reward_functions.items():
             rewards.require_columns(name, function, columns, rewards.ROLLOUT_COLUMNS)
         # Environments are known when all episodes are over.
-        known_at_end = {"environments"} | (set() if is_truncated else {"truncated"})
+        known_at_end = {"environments", "environment_rewards"} | (
+            set() if is_truncated else {"truncated"}
+        )
         self._functions = {
             name: function
             for name, function in reward_functions.items()

@@ -19,14 +19,16 @@ from tpu_rl.errors import MachineError
 _lock = threading.Lock()
 
 
-def require(package: str, pip_name: str = "") -> Any:
+def require(
+    package: str, pip_name: str = "", user: str = "the environment", where: str = "--environment"
+) -> Any:
     """Return an imported package. Raises MachineError if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise MachineError(
-            f"the environment needs the package {package}, which cannot be imported",
-            where="--environment",
+            f"{user} needs the package {package}, which cannot be imported",
+            where=where,
             why=str(error),
             fix=f"pip install {pip_name or package}",
         ) from error

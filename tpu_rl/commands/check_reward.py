@@ -1,0 +1,111 @@
+"""Measure a reward on completions whose labels are known.
+
+    python launch/check_reward.py NAME ROWS.jsonl
+
+Each row has `completion`, `label` (1 for right, 0 for wrong, or a number), and the columns that the
+reward reads; `prompt` may be there. This prints the accuracy, the agreement and the AUROC of the
+reward's verdicts, the rows on which it is wrong, and how many of the completions it accepts when
+they are spoiled: halved, empty, or with the columns of another row. Verdicts are values above 0.5.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from tpu_rl import rewards
+from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.evaluation import verifier_bench
+from tpu_rl.rewards import registry
+from tpu_rl.runtime.worker_child import shorten
+
+
+@dataclass(frozen=True)
+class Flags:
+    reward: tyro.conf.Positional[str]
+    """As for --reward: a built-in reward, FILE.py:function, or the folder of a reward model."""
+    rows: tyro.conf.Positional[str]
+    """JSON lines with `completion`, `label` and the columns of the reward."""
+    show: int = 5
+    """Wrong verdicts of each kind to print."""
+    allow_unsandboxed_code: bool = False
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("check_reward"), description=__doc__)
+    try:
+        report(flags, read(flags.rows))
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def read(file: str) -> list[dict[str, Any]]:
+    """Return labeled rows.
+
+    Raises:
+        InputError: if the file cannot be read, or a row lacks a completion or a label.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InputError("no such file", where=file, fix="name a file of JSON lines")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            row["completion"] = rewards.text_of(row["completion"])
+            row["label"] = float(row["label"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(
+                "not a labeled row",
+                where=f"{file}, line {number}",
+                why=f"{type(error).__name__}: {error}",
+                fix='write {"completion": "...", "label": 1} and the columns of the reward',
+            ) from error
+        rows.append(row)
+    if not rows:
+        raise InputError("no rows", where=file, fix="name a file of JSON lines")
+    return rows
+
+
+def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
+    """Print the measures of a reward on rows."""
+    function = registry.resolve(flags.reward, allow_unsandboxed_code=flags.allow_unsandboxed_code)
+    name = registry.display_name(flags.reward)
+    completions = [row["completion"] for row in rows]
+    prompts = [row.get("prompt") or "" for row in rows]
+    names = dict.fromkeys(key for row in rows for key in row)
+    columns = {
+        key: [row.get(key) for row in rows]
+        for key in names
+        if key not in ("prompt", "completion", "label")
+    }
+    rewards.require_columns(name, function, columns)
+    answers = rewards.as_answers(prompts, completions)
+    values, faults = rewards.apply(name, function, prompts, answers, columns)
+    labels = np.array([row["label"] for row in rows])
+    verdicts = verifier_bench.judge(values, labels)
+    print(f"{name} on {len(rows)} rows, {int((labels > 0.5).sum())} of them right")
+    print(
+        f"accuracy {100 * verdicts.accuracy:.1f} %, agreement (kappa) {verdicts.kappa:.3f}, "
+        f"AUROC {verdicts.auroc:.3f}"
+    )
+    for kind in ("false_positives", "false_negatives", "unscored"):
+        found = getattr(verdicts, kind)
+        print(f"{kind.replace('_', ' ')}: {len(found)}")
+        for row in found[: flags.show]:
+            print(f"  row {row + 1}, value {values[row]:.3g}: {shorten(completions[row])}")
+    for fault in faults[: flags.show]:
+        print(f"fault, row {fault.row + 1}: {fault.message}")
+    for arm, share in verifier_bench.arms(function, prompts, completions, columns).items():
+        print(f"accepted, {arm}: {100 * share:.1f} %")

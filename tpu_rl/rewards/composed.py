@@ -1,0 +1,106 @@
+"""Rewards that see the values of another reward, and readers of the data's references."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tpu_rl.errors import InputError
+from tpu_rl.rewards import scoring, worker_process
+from tpu_rl.rewards.scoring import Reward
+from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.runtime.worker_child import shorten
+
+T = TypeVar("T")
+
+NO_READING = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error)
+"""What a reader raises for a text that it cannot read."""
+
+
+def on(of: Reward, combine: Callable[..., Sequence[Any]]) -> Reward:
+    """Return a reward that is a function of another one's values.
+
+    Args:
+        of: the other reward. A completion that it does not score, or fails on, has none here.
+        combine: fn(values, prompts, completions, **columns) -> a number for each completion.
+            `values` has None for completions without one. Both functions get the columns that they
+            name.
+    """
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
+        found = values_of(of, prompts, completions, columns)
+        values = [None if isinstance(value, RewardFailure) else value for value in found]
+        results = combine(values, prompts, completions, **columns)
+        return [
+            value if value is None or isinstance(value, RewardFailure) else result
+            for value, result in zip(found, results, strict=True)
+        ]
+
+    return declare(score, of, combine)
+
+
+def values_of(
+    of: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[float | RewardFailure | None]:
+    """Return a reward's value of each completion: None without one, a failure for a fault."""
+    if not completions:
+        return []
+    name = getattr(of, "__name__", "reward")
+    numbers, faults = scoring.apply(name, of, prompts, completions, columns, columns)
+    values: list[float | RewardFailure | None] = [
+        None if np.isnan(number) else float(number) for number in numbers
+    ]
+    for fault in faults:
+        values[fault.row] = RewardFailure(fault.message, fault.frames)
+    return values
+
+
+def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> Reward:
+    """Return `score`, which needs the columns that `of` and the others name among parameters."""
+    declared = {
+        p.name: p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
+        for function in (of, *others)
+        for p in scoring.parameters(function) or ()
+        if p.name not in ("values", "prompts", "completions") and p.kind is not p.VAR_POSITIONAL
+    }
+    own = list(inspect.signature(score).parameters.values())[:2]
+    score.__dict__["__signature__"] = inspect.Signature(
+        own + sorted(declared.values(), key=lambda p: p.kind)
+    )
+    score.__dict__["whole_batch"] = worker_process.sees_whole_batch(of)
+    return score
+
+
+def references(
+    name: str, values: Sequence[Any], read: Callable[[Any], T], expected: str
+) -> list[T]:
+    """Return what `read` makes of each value of the data's column `name`.
+
+    Raises:
+        InputError: for the first value that `read` raises an error of `NO_READING` for.
+    """
+    results = []
+    for row, value in enumerate(values):
+        try:
+            results.append(read(value))
+        except NO_READING as error:
+            raise InputError(
+                f"the column {name!r} of the data cannot be read",
+                where=f"row {row} of those scored together: {shorten(value)}",
+                why=str(error) or type(error).__name__,
+                fix=f"write {expected}",
+            ) from error
+    return results
+
+
+def require(condition: bool, setting: str, fix: str) -> None:
+    """Raise InputError if a setting of a reward is impossible."""
+    if not condition:
+        raise InputError("a reward has an impossible setting", where=setting, fix=fix)

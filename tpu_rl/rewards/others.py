@@ -1,0 +1,101 @@
+"""Rewards that read another reward, or other completions, in place of a reference."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from tpu_rl.environments import text_of
+from tpu_rl.environments.answers import final_number
+from tpu_rl.rewards import composed
+from tpu_rl.rewards.math_verify_pool import math_equivalent
+from tpu_rl.rewards.scoring import Reward
+
+
+def after(of: Reward = math_equivalent, mark: str = "</think>") -> Reward:
+    """Return the reward `of` of the text behind each completion's last mark; 0 without the mark.
+
+    So a reward model judges the answer and not the thoughts (RLMT, arXiv 2509.20357):
+    `after(of=RM_DIR)`. In a conversation, the model's last message is cut.
+    """
+    composed.require(bool(mark), "after(mark=)", "use a text, as in after(mark=</think>)")
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
+        texts = [text_of(completion) for completion in completions]
+        rows = [row for row, text in enumerate(texts) if mark in text]
+        answers = [_with_text(completions[row], texts[row].rpartition(mark)[2]) for row in rows]
+        results: list[Any] = [0.0] * len(texts)
+        values = composed.values_of(
+            of,
+            [prompts[row] for row in rows],
+            answers,
+            {name: [column[row] for row in rows] for name, column in columns.items()},
+        )
+        for row, value in zip(rows, values, strict=True):
+            results[row] = value
+        return results
+
+    return composed.declare(score, of)
+
+
+def _with_text(completion: Any, text: str) -> Any:
+    """Return a completion whose last message of the model has another text."""
+    if isinstance(completion, str):
+        return text
+    messages = [dict(message) for message in completion]
+    said = [m for m in messages if m.get("role", "assistant") == "assistant"] or messages
+    said[-1]["content"] = text
+    return messages
+
+
+def environment(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    environment_rewards: Sequence[float | None],
+    **_: Any,
+) -> list[float | None]:
+    """Return the reward of each episode's environment, as a term with a weight and a gate.
+
+    Without this term, it counts with the weight 1. `0.5*environment?math>0.5` counts half of it, in
+    episodes that math accepts; rewards of turns are scaled in the same way.
+    """
+    del prompts, completions
+    return list(environment_rewards)
+
+
+def majority() -> Reward:
+    """Return 1 for each completion with the most frequent answer of its group, else 0.
+
+    No reference is needed (TTRL, arXiv 2504.16084). The answer is the number behind the last "####"
+    or in the last \\boxed{}, else the text of the last <answer>. Of equally frequent answers the
+    one that was given first counts. Completions without an answer do not vote and get 0.
+    """
+
+    def score(
+        prompts: Sequence[Any], completions: Sequence[Any], *, group: Sequence[int], **_: Any
+    ) -> list[float]:
+        del prompts
+        answers = [_answer(text_of(completion)) for completion in completions]
+        votes: dict[int, Counter[Hashable]] = defaultdict(Counter)
+        for number, answer in zip(group, answers, strict=True):
+            if answer is not None:
+                votes[number][answer] += 1
+        best = {number: counts.most_common(1)[0][0] for number, counts in votes.items()}
+        return [
+            float(answer is not None and answer == best[number])
+            for number, answer in zip(group, answers, strict=True)
+        ]
+
+    score.__dict__["whole_batch"] = True
+    return score
+
+
+def _answer(text: str) -> Hashable | None:
+    number = final_number(text)
+    if number is not None or "<answer>" not in text:
+        return number
+    return (
+        " ".join(text.rpartition("<answer>")[2].partition("</answer>")[0].lower().split()) or None
+    )
