@@ -42,6 +42,7 @@ from tpu_rl.experience import (
     transforms,
 )
 from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.likelihood import reference_likelihood
 from tpu_rl.experience.source import Source
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
@@ -333,6 +334,11 @@ def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
             purpose=Purpose.BASELINE,
         )
         chain.append(transforms.prompt_baseline(engine, value))
+    likelihood = context.config.rollout.likelihood
+    if likelihood.coef:
+        policy = log_probs_of(context, "policy")
+        tokenizer = context.language.tokenizer
+        chain.append(reference_likelihood(likelihood, policy, tokenizer, context.max_length))
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))

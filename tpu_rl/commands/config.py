@@ -252,7 +252,7 @@ class ExperimentConfig:
     @property
     def reward_terms(self) -> tuple[RewardTerm, ...]:
         """The terms of the total reward, as `reward` describes them."""
-        return terms.parse_all(self.reward)
+        return terms.parse_all(self.reward, is_whole=not self.rollout.likelihood.coef)
 
     @property
     def reward_names(self) -> list[str]:
@@ -297,7 +297,15 @@ class ExperimentConfig:
             }
         )
         config_checks.check_not_negative({"--samples.max-per-step": self.samples.max_per_step})
-        terms.parse_all(self.reward)
+        names = self.reward_names
+        config_checks.check_likelihood(
+            self.rollout,
+            self.batch,
+            [stage.algorithm.experience for stage in self.stages],
+            names,
+            self.environment,
+            self.agent,
+        )
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from tpu_rl.algorithm_spec import ExperienceSpec
@@ -498,6 +499,53 @@ def check_variance_filter(
             where=f"{where}, --batch.num-minibatches",
             fix="change the share, --batch.prompts or --batch.num-minibatches",
         )
+
+
+def check_likelihood(
+    rollout: RolloutConfig,
+    batch: BatchConfig,
+    specs: Sequence[ExperienceSpec],
+    rewards: Sequence[str],
+    environment: str,
+    agent: str,
+) -> None:
+    """Check that the likelihood of the reference answer can be a reward."""
+    likelihood = rollout.likelihood
+    if not likelihood.coef:
+        return
+    where = "--rollout.likelihood.coef"
+    if not 0 < likelihood.coef < math.inf or not likelihood.mark:
+        raise InputError(
+            "the coefficient is not above 0, or the mark is empty",
+            where=f"{where}, --rollout.likelihood.mark",
+            fix="use 1, and the text that stands before answers, e.g. '####'",
+        )
+    whys = {
+        "--environment": (bool(environment), "a conversation has no single answer"),
+        "--agent": (bool(agent), "a conversation has no single answer"),
+        "--rollout.dynamic-sampling-rounds": (
+            rollout.dynamic_sampling_rounds > 0,
+            "groups are filled up before the likelihood is known",
+        ),
+        "--rollout.normalize-rewards": (
+            rollout.normalize_rewards,
+            "only terms of --reward are scaled one by one",
+        ),
+        "--batch.group-size": (batch.group_size == 1, "one completion cannot be compared"),
+        "--reward": ("likelihood" in rewards, "its values would have the name of another reward"),
+        "--algorithm": (
+            any(spec.source != "rollouts" for spec in specs),
+            "it does not learn from rewards of rollouts",
+        ),
+    }
+    for flag, (is_wrong, why) in whys.items():
+        if is_wrong:
+            raise InputError(
+                f"the likelihood is no reward with this {flag}",
+                where=f"{where}, {flag}",
+                why=why,
+                fix=f"leave {where} out, or change {flag}",
+            )
 
 
 def check_normalized_rewards(

@@ -358,7 +358,7 @@ def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
     environment = compose.environment(config)
-    if compose.is_judged(config):
+    if compose.is_judged(config) or config.rollout.likelihood.coef:
         return
     if ENVIRONMENT in config.reward_names:
         raise InputError(

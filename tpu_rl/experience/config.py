@@ -89,6 +89,20 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class LikelihoodConfig:
+    """The likelihood of the reference answer as a reward (RLPR)."""
+
+    coef: float = 0.0
+    """Add this x the reward: how much likelier the policy finds the reference answer after its own
+    completion than without one, from 0 to 1. 0 is off. With it, `--reward` may be left out, or only
+    measure."""
+    column: str = "answer"
+    """Column of the data rows that holds the answer, as a text."""
+    mark: str = "####"
+    """What stands before the answer in a completion, with its space if it has one."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Settings of when rollouts are sampled, and which of them a step learns from."""
 
@@ -102,6 +116,8 @@ class RolloutConfig:
     """Scale each reward by its mean and standard deviation in the group, before the weighted sum,
     so that no reward drowns another (GDPO, with --algorithm.advantages batch). Metrics show the
     rewards as they are."""
+    likelihood: LikelihoodConfig = LikelihoodConfig()
+    """The likelihood of the reference answer as a reward."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every

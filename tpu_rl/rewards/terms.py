@@ -138,14 +138,18 @@ def schedule_of(text: str) -> Callable[[int], float] | None:
     return weight
 
 
-def parse_all(texts: Iterable[str]) -> tuple[RewardTerm, ...]:
+def parse_all(texts: Iterable[str], is_whole: bool = True) -> tuple[RewardTerm, ...]:
     """Return the terms of a total, each once.
 
+    Args:
+        texts: the terms.
+        is_whole: nothing else gives rewards, so one of the terms must count.
+
     Raises:
-        InputError: if a text describes no term, or all weights are 0.
+        InputError: if a text describes no term, or all weights of the whole total are 0.
     """
     terms = tuple(dict.fromkeys(RewardTerm.parse(text) for text in texts))
-    if terms and not any(term.weight for term in terms):
+    if is_whole and terms and not any(term.weight for term in terms):
         raise InputError(
             "every reward has the weight 0",
             where="--reward",
