@@ -120,7 +120,8 @@ def render(
         "return_assistant_tokens_mask": marks_assistant(template),
     }
     if template in _endless:
-        raise _endless[template]
+        # One object for all raises: its traceback would grow with each.
+        raise _endless[template].with_traceback(None)
     worker = _worker(CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS)
     try:
         reply = worker.call({**variables, **request})
