@@ -150,6 +150,8 @@ class ExperienceSpec(NamedTuple):
     computed once; for sampled pairs they are the sampler's."""
     transforms: Callable[[Any], Sequence[Any]] | None = None
     """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
+    raw_returns: bool = False
+    """rollouts: the loss reads returns on their own scale: a threshold, a clip, or their sign."""
     expert_column: str | None = None
     """rollouts: column whose text joins each group as a row of `RowSource.EXPERT`."""
     rows_added: int = 0

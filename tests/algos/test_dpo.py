@@ -495,6 +495,8 @@ def test_bco_remembers_the_mean_of_its_steps():
         {"loss": "aot", "weigh_by_policy": True},
         {"loss": "aot", "reference_free": True},
         {"reference_free": True, "reference_mix": 0.5},
+        {"reference_free": True, "f_divergence": "forward_kl"},
+        {"loss": "aot", "robust_radius": 0.1},
     ],
 )
 def test_settings_out_of_range_are_refused(values):

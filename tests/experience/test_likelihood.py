@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.echo import TOKENIZER, digit, score_prompts
+from tpu_rl.commands.config import require_trainable
 from tpu_rl.commands.presets import arithmetic
 from tpu_rl.errors import InputError
 from tpu_rl.experience.config import LikelihoodConfig
@@ -76,8 +77,9 @@ def test_a_row_without_an_answer_is_refused():
 def test_wrong_settings_are_refused(field, value, flag):
     run = arithmetic.arithmetic_grpo()
     likelihood = dataclasses.replace(LikelihoodConfig(coef=1.0), **{field: value})
+    run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, likelihood=likelihood))
     with pytest.raises(InputError) as error:
-        dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, likelihood=likelihood))
+        require_trainable(run)
     assert flag in str(error.value.where)
 
 
@@ -86,4 +88,4 @@ def test_settings_that_read_rewards_before_are_refused(rollout):
     run = arithmetic.arithmetic_grpo()
     changed = dataclasses.replace(run.rollout, likelihood=LikelihoodConfig(coef=1.0), **rollout)
     with pytest.raises(InputError):
-        dataclasses.replace(run, rollout=changed)
+        require_trainable(dataclasses.replace(run, rollout=changed))

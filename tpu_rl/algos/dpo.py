@@ -130,10 +130,12 @@ class DpoConfig:
         if any(not math.isfinite(weight) or weight <= 0 for weight in names.values()):
             return f"a weight of the losses is not above 0: {names}"
         matched = [name for name in names if preference.PAIR_LOSSES[name].matched]
-        if matched and (self.weigh_by_policy or len(names) > 1):
+        if matched and (self.weigh_by_policy or self.robust_radius or len(names) > 1):
             return f"{matched[0]} compares no pairs, so it has no weights of pairs and is no term"
         if matched and self.reference_free:
             return f"{matched[0]} needs a reference"
+        if self.reference_free and self.f_divergence != "reverse_kl":
+            return "reference_free has no reference from which f_divergence could measure"
         # Label smoothing is for the losses of a sum that know it.
         knowing = [
             name for name in names if "label_smoothing" in preference.PAIR_LOSSES[name].options

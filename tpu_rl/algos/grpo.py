@@ -53,7 +53,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
+import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.controllers import (
@@ -125,15 +125,15 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     """Weights of the tokens: every token alike, every completion alike, the sum over a completion
     (sequence_sum), or that divided by the length limit (constant_length)."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus. With an entropy target, the one of the beginning."""
+    """Coefficient of the entropy bonus. With an entropy target, its initial value."""
     entropy_target: float | None = None
     """Nats per token. After each optimizer step the coefficient of the entropy bonus rises if the
     entropy is at most this, and falls otherwise; above the target there is no bonus (Skywork-OR1,
     arXiv 2505.22312)."""
     entropy_coef_delta: float = 0.005
-    """Step of that coefficient."""
+    """Change of the entropy coefficient per optimizer step, with an entropy target."""
     entropy_coef_max: float = 1.0
-    """Its largest value."""
+    """Largest entropy coefficient, with an entropy target."""
     top_entropy_quantile: float = 1.0
     """Learn only from this share of the batch's tokens, those with the highest entropy before the
     update (arXiv 2506.01939); 0.2 is usual. The KL in the loss is about all tokens."""
@@ -188,6 +188,13 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
                 why="it divides by the mean return of a group, which they may bring below 0",
                 fix="use --algorithm.kl-loss-coef or --algorithm.mask-truncated",
             )
+        if self.advantages == "max_rl" and self.credit != "episode":
+            raise InputError(
+                "max_rl compares whole episodes",
+                where="--algorithm.advantages, --algorithm.credit",
+                why="returns from a turn on may be below 0 where that of the episode is not",
+                fix="use --algorithm.credit episode",
+            )
         if self.credit != "step" and self.step_coef != 1:
             raise InputError(
                 "there is no coefficient of steps without step groups",
@@ -198,8 +205,10 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     @property
     def experience(self) -> ExperienceSpec:
         # The completions of a prompt are compared: one alone would always have advantage 0.
-        spec = ExperienceSpec("rollouts", smallest_group=2)
-        if self.advantages != "max_rl":
+        reads_returns = self.advantages == "max_rl" or self.reward_clip_range is not None
+        spec = ExperienceSpec("rollouts", smallest_group=2, raw_returns=reads_returns)
+        clip = self.reward_clip_range
+        if self.advantages != "max_rl" or (clip is not None and clip[0] >= 0):
             return spec
         return spec._replace(transforms=lambda tokenizer: (require_returns_above_zero,))
 
@@ -231,10 +240,12 @@ def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
     """Return scored completions as they are: the transform of max_rl.
 
     Raises:
-        InputError: if the return of a completion is below 0.
+        InputError: if the return of an episode is below 0.
     """
     del step, state
-    lowest = float(np.asarray(scored.rollout.rewards).sum(-1).min())
+    rollout = scored.rollout
+    returns = jnp.asarray(rollout.rewards).sum(-1)
+    lowest = float(advantages.episode_totals(returns, rollout.episode_id).min())
     if lowest < 0:
         raise InputError(
             f"a completion has the return {lowest:g}",

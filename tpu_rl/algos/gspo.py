@@ -79,7 +79,8 @@ def sequence_ratio(
     actions = rows.sequence_ids > 0
     log_ratio = masked.sequence_total(log_probs - old_log_probs, rows.sequence_ids)
     if not normalized:
-        return jnp.exp(log_ratio)
+        # exp of more overflows, and a clipped ratio would have the gradient 0 x inf.
+        return jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     lengths = masked.sequence_total(actions.astype(log_probs.dtype), rows.sequence_ids)
     return jnp.exp(log_ratio / jnp.maximum(lengths, 1.0))
 

@@ -1,4 +1,4 @@
-"""Mixed groups: GRPO whose groups also learn from a solution that the data bring.
+"""Mixed groups: GRPO whose groups also learn from a solution from the data.
 
 Each row of the data has a solution in a column. It joins its group as one more row.
 
@@ -49,6 +49,16 @@ from tpu_rl.types import (
 Method = Literal["chord", "relift", "luffy", "visurf"]
 
 
+_MU = ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")
+_READS: dict[Method, tuple[str, ...]] = {
+    "chord": ("phi", *_MU),
+    "relift": ("min_reward", *_MU),
+    "luffy": ("solution_reward", "shaping"),
+    "visurf": ("solution_reward",),
+}
+"""Method -> the settings that it reads, of those that only some methods do."""
+
+
 @dataclass(frozen=True)
 class MixedConfig(GrpoConfig):
     """GRPO's settings, and those of the solutions. Lengths are tokens."""
@@ -70,7 +80,7 @@ class MixedConfig(GrpoConfig):
     min_reward: float = 0.5
     """relift: a completion with at least this return is a success."""
     solution_reward: float = 1.0
-    """luffy, visurf: the reward of a solution."""
+    """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
     shaping: float = 0.1
     """luffy: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely tokens."""
 
@@ -80,6 +90,21 @@ class MixedConfig(GrpoConfig):
             raise _invalid("mu is from 0 to 1, and mu_valley is at most mu_peak")
         if min(self.mu_warmup_steps, self.mu_decay_steps) < 0 or self.shaping <= 0:
             raise _invalid("a number of steps is negative, or the shaping is not above 0")
+        names = {name for read in _READS.values() for name in read} - set(_READS[self.method])
+        unread = sorted(n for n in names if getattr(self, n) != getattr(MixedConfig, n))
+        if unread:
+            raise InputError(
+                f"method {self.method} does not read {', '.join(unread)}",
+                where="--algorithm.method",
+                fix=f"leave it out; it reads: {', '.join(_READS[self.method])}",
+            )
+        if self._compares_solutions and self.top_entropy_quantile < 1:
+            raise InputError(
+                f"{self.method} learns from all tokens of a solution",
+                where="--algorithm.top-entropy-quantile",
+                why="the quantile would count the solutions and filter the policy's tokens alone",
+                fix="leave it out, or use --algorithm.method chord",
+            )
         if self._compares_solutions and (self.kl_reward_coef or self.credit != "episode"):
             raise InputError(
                 f"{self.method} compares solutions with whole completions by their rewards alone",
@@ -102,7 +127,10 @@ class MixedConfig(GrpoConfig):
     @property
     def experience(self) -> ExperienceSpec:
         return super().experience._replace(
-            columns=("prompt", self.column), expert_column=self.column, rows_added=1
+            columns=("prompt", self.column),
+            expert_column=self.column,
+            rows_added=1,
+            raw_returns=True,
         )
 
 
@@ -120,12 +148,16 @@ def mu(config: MixedConfig, step: Array) -> Array:
 
 
 def without_success(rollout: Rollout, min_reward: float) -> Array:
-    """Return [N] bool: True for rows of a group that has no completion with such a return."""
+    """Return [N] bool: True for rows of a group that has scored completions, and none with such a
+    return."""
     returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
     success = rollout.scored & (returns >= min_reward)
     group = jnp.searchsorted(jnp.sort(rollout.group_id), rollout.group_id)
-    successes = jax.ops.segment_sum(success.astype(jnp.int32), group, num_segments=len(group))
-    return successes[group] == 0
+
+    def count(rows: Array) -> Array:
+        return jax.ops.segment_sum(rows.astype(jnp.int32), group, num_segments=len(group))[group]
+
+    return (count(success) == 0) & (count(rollout.scored) > 0)
 
 
 def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
@@ -175,7 +207,8 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             # All learned tokens count as GRPO weighs them, in the term that is theirs.
             of_solutions = layout.pack(is_solution)
             weights["solution"] = jnp.where(of_solutions, weights["policy"], 0.0)
-            weights["policy"] = jnp.where(of_solutions, 0.0, weights["policy"])
+            for name in weights.keys() - {"solution"}:
+                weights[name] = jnp.where(of_solutions, 0.0, weights[name])
         else:
             share = mu(config, jnp.max(rollout.policy_step))
             weights["solution"] *= share

@@ -112,7 +112,7 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
 
     @property
     def experience(self) -> ExperienceSpec:
-        return ExperienceSpec("rollouts")
+        return ExperienceSpec("rollouts", raw_returns=self.positive_coef > 0)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

@@ -8,9 +8,10 @@ completions replace those of the data, it is sequence-level distillation (arXiv 
 3.2, by sampling instead of beam search).
 
     dft   w_t x stop_gradient(policy(y_t)): the gradient is that of the token's probability, so that
-          tokens which the policy holds for unlikely count less      arXiv 2508.05629, equation 9
+          tokens that the policy considers unlikely count less      arXiv 2508.05629, equation 9
     pear  w_t x min(cap, prod_{j >= t} (policy(y_j) / author(y_j))^(gamma^(j - t))), of the policy
-          before the batch: what it would write itself counts more, as a start for RL     (PEAR)
+          before the batch: what it would write itself counts more, as a start for RL. The variant
+          of tokens of PEAR, arXiv 2602.01058; weights are not divided by their mean
     + kl_coef sum_t w_t KL(first policy || policy) at token t        SuperHF, arXiv 2310.16763
 """
 
@@ -67,6 +68,13 @@ class SftConfig:
     """The largest of PEAR's weights."""
 
     def __post_init__(self):
+        defaults = (SftConfig.author_gamma, SftConfig.author_cap)
+        if self.author is None and (self.author_gamma, self.author_cap) != defaults:
+            raise InputError(
+                "author_gamma and author_cap are about PEAR's weights, which need the author",
+                where="--algorithm.author",
+                fix="give the model that wrote the data",
+            )
         if not 0 <= self.author_gamma <= 1 or self.author_cap <= 0:
             raise InputError(
                 "author_gamma is not from 0 to 1, or author_cap is not above 0",

@@ -181,6 +181,15 @@ class SurrogatesConfig(GroupPolicyConfig):
             raise _invalid("covariance_low", "it is not below covariance_high")
         if self.mastered_entropy is None and self.mastered_probability != 0.99:
             raise _invalid("mastered_probability", "it is not read without mastered_entropy")
+        of_tokens = self.mastered_entropy is not None or self.top_entropy_quantile < 1
+        if row.of_completions and (of_tokens or self.rejection.startswith("token")):
+            raise InputError(
+                "the loss of a whole completion cannot leave out single tokens",
+                where="--algorithm.surrogate, with --algorithm.mastered-entropy, "
+                "--algorithm.top-entropy-quantile or --algorithm.rejection",
+                why="they stay in the completion's ratio, and so keep their gradient",
+                fix="use another surrogate, or a rejection of sequences",
+            )
         if self.credit != "episode" and row.of_completions:
             raise InputError(
                 "the loss of a whole completion cannot give credit to its turns",
@@ -199,7 +208,9 @@ class SurrogatesConfig(GroupPolicyConfig):
     @property
     def experience(self) -> ExperienceSpec:
         no_ratio = self.surrogate == "gpg"
-        return super().experience._replace(latest_policy=no_ratio)
+        spec = super().experience
+        reads_returns = spec.raw_returns or bool(self.difficulty_slope or self.success_slope)
+        return spec._replace(latest_policy=no_ratio, raw_returns=reads_returns)
 
 
 def _invalid(name: str, what: str) -> InputError:
@@ -357,13 +368,13 @@ def covariances(batch: PolicyBatch) -> Array:
 def largest(values: Array, share: float, learned: Array) -> Array:
     """Return True at the largest values of each optimizer step, [M, K, R, S] bool.
 
-    They are `share` of the step's learned tokens, rounded down, and at least one. Values of -inf
-    are never among them.
+    They are `share` of the step's learned tokens, rounded down, and at least one. Only values above
+    0 are among them, so none are where all are equal.
     """
     count = jnp.maximum(jnp.floor(share * learned.sum((1, 2, 3))), 1).astype(jnp.int32)
     ascending = jnp.sort(values.reshape(len(values), -1), axis=-1)
     bound = jnp.take_along_axis(ascending, ascending.shape[1] - count[:, None], axis=1)
-    return (values > -jnp.inf) & (values >= bound[:, :, None, None])
+    return (values > 0) & (values >= bound[:, :, None, None])
 
 
 def drawn_by_covariance(

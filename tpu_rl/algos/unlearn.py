@@ -8,7 +8,7 @@
 
 CE-U distills the model's own distribution without the true token. Its gradient with respect to the
 logits is p_y at y and -p_k p_y / (1 - p_y) elsewhere: it fades as the token is forgotten. That of
-gradient ascent grows instead, and takes all else along; it is here as the control.
+gradient ascent grows instead, and damages everything else; it is the control.
 
 A row has a column `forget`, true or false. Both means are over the optimizer step.
 

@@ -297,15 +297,7 @@ class ExperimentConfig:
             }
         )
         config_checks.check_not_negative({"--samples.max-per-step": self.samples.max_per_step})
-        names = self.reward_names
-        config_checks.check_likelihood(
-            self.rollout,
-            self.batch,
-            [stage.algorithm.experience for stage in self.stages],
-            names,
-            self.environment,
-            self.agent,
-        )
+        _ = self.reward_terms
         config_checks.check_run_dir(self.run_dir)
         profiler.require_within_run(self.profile, self.steps)
         config_checks.check_phases([phase.until for phase in self.phases], self.steps)
@@ -557,8 +549,16 @@ def require_trainable(config: ExperimentConfig) -> None:
     specs = [algorithm.experience for algorithm in algorithms]
     config_checks.check_training(algorithms, config.sampling)
     config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
-    config_checks.check_dynamic_sampling(config.rollout, config.batch)
+    config_checks.check_dynamic_sampling(config.rollout, config.batch, specs)
     config_checks.check_variance_filter(config.rollout, config.batch, specs)
+    config_checks.check_likelihood(
+        config.rollout,
+        config.batch,
+        specs,
+        config.reward_names,
+        config.environment,
+        config.agent,
+    )
     config_checks.check_normalized_rewards(
         config.rollout,
         config.batch,

@@ -455,8 +455,18 @@ def check_pairs(
         )
 
 
-def check_dynamic_sampling(rollout: RolloutConfig, batch: BatchConfig) -> None:
-    """Check that dynamic sampling has groups to compare."""
+def check_dynamic_sampling(
+    rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
+) -> None:
+    """Check that dynamic sampling has groups to compare, and leaves those that solutions join."""
+    chooses = rollout.dynamic_sampling_rounds or rollout.keep_variance_share < 1
+    if chooses and any(spec.expert_column is not None for spec in specs):
+        raise InputError(
+            "groups are chosen by their rewards before the solutions join them",
+            where="--rollout.dynamic-sampling-rounds, --rollout.keep-variance-share",
+            why="groups without a success, which solutions help most, have equal rewards",
+            fix="leave both out",
+        )
     if rollout.dynamic_sampling_rounds and batch.group_size == 1:
         raise InputError(
             "no group of one completion has different rewards",
@@ -566,8 +576,11 @@ def check_normalized_rewards(
         "--environment": (bool(environment), "rewards of turns would lose their turns"),
         "--agent": (bool(agent), "rewards of turns would lose their turns"),
         "--algorithm": (
-            any(spec.source != "rollouts" or spec.prompt_value is not None for spec in specs),
-            "it reads rewards as they are: for a baseline, a filter or pairs",
+            any(
+                spec.source != "rollouts" or spec.prompt_value is not None or spec.raw_returns
+                for spec in specs
+            ),
+            "it reads rewards as they are: for a baseline, a threshold, a clip or pairs",
         ),
     }
     for flag, (is_wrong, why) in whys.items():

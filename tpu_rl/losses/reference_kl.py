@@ -10,7 +10,7 @@ Of tokens y ~ policy, with x = log policy(y) - log reference(y), as a loss and o
     k1+, k3+, abs+                 as above           that of k2, put in place of its own
     exact      policy/old x k3     KL                 that of KL(policy || reference)
 
-Only exact keeps value and gradient off policy, where the others are wrong for want of a ratio. The
+Only exact keeps value and gradient off policy, where the others lack the importance ratio. The
 prefixes are taken as given in all of them: for the KL of whole sequences, put k1 into the reward.
 There, where nothing is differentiated, k1 and k3 are unbiased.
 
@@ -79,16 +79,17 @@ class ReferenceKl:
                 where="--algorithm.reference-reset-every",
                 fix="give a KL coefficient, too",
             )
-        for estimator, coefficient in (
-            ("kl_reward_estimator", self.kl_reward_coef),
-            ("kl_estimator", self.kl_loss_coef),
+        for estimator, name in (
+            ("kl_reward_estimator", "kl_reward_coef"),
+            ("kl_estimator", "kl_loss_coef"),
         ):
+            coefficient = getattr(self, name)
             if not coefficient and getattr(self, estimator) != getattr(ReferenceKl, estimator):
                 flag = f"--algorithm.{estimator.replace('_', '-')}"
                 raise InputError(
                     "an estimator of a KL whose coefficient is 0",
                     where=flag,
-                    fix="give --algorithm.kl-reward-coef or --algorithm.kl-loss-coef, too",
+                    fix=f"give --algorithm.{name.replace('_', '-')}, too",
                 )
 
     @property

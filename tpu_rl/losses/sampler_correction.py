@@ -64,15 +64,15 @@ class SamplerCorrection:
     """Multiply each token's loss by the importance weight old policy / sampling distribution, up to
     this cap: it corrects for a sampler that rounds, is older, or leaves tokens out. 2 is usual."""
     importance_sampling_mode: Mode = "token_truncate"
-    """Weight of a token, or the product of its completion's (sequence); above the cap it is the
-    cap (truncate), or 0 (mask)."""
+    """Weight per token, or per completion: the product over its tokens (sequence). Above the cap it
+    is the cap (truncate), or 0 (mask)."""
     importance_sampling_floor: float | None = None
     """Weights below are raised to this number (truncate), or 0 (mask)."""
     importance_sampling_normalize: bool = False
     """Divide the weights by their mean over the batch: of tokens, or of completions in the modes of
     sequences."""
     rejection: Rejection = "none"
-    """Leave tokens or completions out whose distance from the sampler, estimated by k1, k2 or k3,
+    """Leave out tokens or completions whose distance from the sampler, estimated by k1, k2 or k3,
     is out of range; for completions, the sum, mean or largest over their tokens."""
     rejection_max: float | None = None
     """Largest distance; for k1 the largest ratio sampling distribution / old policy."""
@@ -85,9 +85,16 @@ class SamplerCorrection:
 
     def __post_init__(self):
         cap, floor = self.importance_sampling_cap, self.importance_sampling_floor
-        if cap is not None and not 0 <= (floor or 0.0) < cap:
+        threshold = self.off_policy_mask_threshold
+        if threshold is not None and not threshold > 0:
             raise InputError(
-                "the importance sampling cap is not above its floor, or one of them is negative",
+                f"off_policy_mask_threshold {threshold} is not above 0",
+                where="--algorithm.off-policy-mask-threshold",
+                fix="use a number of nats per token, such as 0.5",
+            )
+        if cap is not None and not 0 <= (floor or 0.0) <= 1 <= cap:
+            raise InputError(
+                f"importance weights from {floor or 0.0} to {cap} exclude 1, equal policies",
                 where="--algorithm.importance-sampling-cap, --algorithm.importance-sampling-floor",
                 fix="use a cap above 1, such as 2, and a floor below 1",
             )
@@ -113,9 +120,10 @@ class SamplerCorrection:
                     where=f"--algorithm.rejection, --algorithm.{name.replace('_', '-')}",
                     fix="k1 needs a positive minimum and maximum, k2 and k3 a maximum alone",
                 )
-        if (self.rejection_min or 0.0) > (self.rejection_max or 0.0):
+        low, high = self.rejection_min, self.rejection_max
+        if low is not None and high is not None and not low <= 1 <= high:
             raise InputError(
-                f"rejection from {self.rejection_min} to {self.rejection_max} keeps nothing",
+                f"rejection from {low} to {high} leaves out equal policies",
                 where="--algorithm.rejection-min, --algorithm.rejection-max",
                 fix="use a minimum below 1 and a maximum above 1",
             )

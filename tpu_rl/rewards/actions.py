@@ -17,7 +17,7 @@ from tpu_rl.rewards.scoring import Reward
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in any unit that the answers use too."""
 
-_NUMBER = r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*"
+_NUMBER = r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,30})?)\s*"
 _POINT = re.compile(rf"[(\[]{_NUMBER},{_NUMBER}[)\]]")
 _BOX = re.compile(rf"[(\[]{','.join([_NUMBER] * 4)}[)\]]")
 
@@ -89,7 +89,7 @@ def box_iou(threshold: float = 0.0) -> Reward:
         boxes = composed.references("answer", answer, _box, "[left, top, right, bottom]")
         values = []
         for completion, box in zip(completions, boxes, strict=True):
-            found = _BOX.findall(spans.answer_of(text_of(completion)))
+            found = _BOX.findall(_joined(spans.answer_of(text_of(completion))))
             value = iou(_numbers(found[-1]), box) if found else 0.0
             values.append(float(value >= threshold) if threshold else value)
         return values
@@ -110,6 +110,11 @@ def _area(box: Box) -> float:
     return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
+def _joined(text: str) -> str:
+    """Return a text with "<|box_start|>(1,2),(3,4)" of Qwen2-VL as "(1,2,3,4)"."""
+    return re.sub(r"(<\|box_start\|>\([^()]{1,80})\),\s?\(", r"\1,", text)
+
+
 def _numbers(found: Sequence[Any]) -> Any:
     return tuple(float(number) for number in found)
 
@@ -126,7 +131,7 @@ def _is_in(point: Sequence[float], box: Box) -> bool:
 
 
 def _last_point(text: str) -> tuple[float, float] | None:
-    text = spans.answer_of(text)
+    text = _joined(spans.answer_of(text))
     points = [(match.start(), _numbers(match.groups())) for match in _POINT.finditer(text)]
     for match in _BOX.finditer(text):
         left, top, right, bottom = _numbers(match.groups())
@@ -143,10 +148,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 _KEYS = (
-    ("kind", ("action", "type")),
+    ("kind", ("action", "type", "gt_action")),
     ("point", ("point", "coordinate", "coordinates")),
-    ("box", ("box", "bbox", "gt_bbox")),
-    ("text", ("text", "input_text")),
+    ("box", ("box", "bbox", "bbox_2d", "gt_bbox")),
+    ("text", ("text", "input_text", "gt_input_text")),
 )
 
 
@@ -155,6 +160,8 @@ def _gold_action(value: Any) -> Action:
     kind, box, text = found["kind"], found["box"], found["text"]
     if kind is None and box is None and text is None:
         raise ValueError("it has none of action, box and text")
+    if box is None and found["point"] is not None:
+        raise ValueError("its point needs a box around it, under the name box")
     return Action(
         None if kind is None else _plain(kind),
         None if box is None else _box(box),

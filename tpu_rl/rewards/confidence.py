@@ -17,8 +17,8 @@ from tpu_rl.rewards.math_verify_pool import math_equivalent
 from tpu_rl.rewards.scoring import Reward
 
 _STATED = re.compile(
-    r"\bconfidence\b[\s*_>\"'`]*(?:(?:is|level|score)\b[\s*_\"']*)?[:=>]?[\s*_\"'`]*"
-    r"(-?[0-9]{1,6}(?:\.[0-9]{1,9})?)\s*(\\?%|/\s*[0-9]{1,4})?",
+    r"\bconfidence\b[\s*_>\"'`]*+(?:(?:is|level|score)\b[\s*_\"']*+)?[:=>]?[\s*_\"'`]*+"
+    r"(-?(?:[0-9]{1,6}(?:\.[0-9]{1,9})?|\.[0-9]{1,9}))\s*(\\?%|(?:/|out of)\s*[0-9]{1,4})?",
     re.IGNORECASE,
 )
 _SHIFT = 3.4539
@@ -41,7 +41,7 @@ def read_confidence(text: str) -> float | None:
     if unit.endswith("%"):
         whole = 100.0
     elif unit:
-        whole = float(unit[1:])
+        whole = float(unit.lower().removeprefix("out of").removeprefix("/"))
     else:
         whole = 1.0 if "." in digits and float(digits) <= 1 else 10.0
     number = float(digits)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_rl.environments import text_of
 from tpu_rl.environments.answers import final_number
-from tpu_rl.rewards import composed
+from tpu_rl.rewards import composed, scoring
 from tpu_rl.rewards.math_verify_pool import math_equivalent
 from tpu_rl.rewards.scoring import Reward
 
@@ -20,6 +20,8 @@ def after(of: Reward = math_equivalent, mark: str = "</think>") -> Reward:
     `after(of=RM_DIR)`. In a conversation, the model's last message is cut.
     """
     composed.require(bool(mark), "after(mark=)", "use a text, as in after(mark=</think>)")
+    whole = scoring.requested_columns(of) & {"completion_ids", "token_counts"}
+    composed.require(not whole, "after(of=)", "use a reward of texts: this one reads tokens")
 
     def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
         texts = [text_of(completion) for completion in completions]

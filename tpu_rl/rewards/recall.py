@@ -23,7 +23,7 @@ _NOTHING = -3.5
 _FORMAT = (-4.0, 1.0)
 """Without a query in <answer>, and with one."""
 _TEXTS = ("text", "contents", "content")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class Documents(NamedTuple):
@@ -99,7 +99,7 @@ def _query(text: str) -> str | None:
         value = json.loads(query)
     except (ValueError, RecursionError):
         value = query
-    value = value.get("query") if isinstance(value, dict) else value
+    value = value.get("query") if isinstance(value, dict) else query
     return value if isinstance(value, str) and value.strip() else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,8 @@ def _made(name: str, row: Verifier, settings: Mapping[str, str], *how: Any) -> R
         if key not in known:
             raise _setting_error(name, f"{key!r} is none of {', '.join(known)}")
         default = known[key].default
+        if callable(default) and not text:
+            raise _setting_error(name, f"{key}= names no reward")
         if callable(default):
             values[key] = resolve(text, *how)
             continue
@@ -115,6 +118,8 @@ def _made(name: str, row: Verifier, settings: Mapping[str, str], *how: Any) -> R
         except (KeyError, ValueError):
             kind = type(default).__name__
             raise _setting_error(name, f"{key}={text} is no {kind}, as in {default}") from None
+        if isinstance(values[key], float) and not math.isfinite(values[key]):
+            raise _setting_error(name, f"{key}={text} is not finite")
     return row.make(**values)
 
 

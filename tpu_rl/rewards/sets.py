@@ -34,7 +34,12 @@ def items_of(text: str) -> set[str]:
 
 
 def _gold(value: Any) -> set[str]:
-    items = items_of(value) if isinstance(value, str) else {str(item) for item in value}
+    if isinstance(value, dict):
+        raise ValueError("it is no list")
+    if isinstance(value, str):
+        items = items_of(value)
+    else:
+        items = {str(item).strip(_QUOTES) for item in value} - {""}
     if not items:
         raise ValueError("it has no items")
     return items

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tpu_rl.environments import text_of
 from tpu_rl.rewards import composed, spans
 from tpu_rl.rewards.scoring import Reward
-
-_CHARACTERS = 4000
-"""Patches that are longer are compared by lines, because the time grows with the square."""
+from tpu_rl.rewards.worker_pool import Pool
+from tpu_rl.rewards.worker_process import RewardFailure
 
 
 def ordered_keys() -> Reward:
@@ -39,7 +39,9 @@ def ordered_keys() -> Reward:
 
 def _keys(value: Any) -> list[str]:
     value = spans.value_of(value) if isinstance(value, str) else value
-    keys = [str(key).lower() for key in value]
+    if not isinstance(value, list | tuple):
+        raise ValueError("it is no list")
+    keys = [" ".join(str(key).lower().split()) for key in value]
     if not keys or "" in keys:
         raise ValueError("it is empty, or has an empty key")
     return keys
@@ -47,8 +49,12 @@ def _keys(value: Any) -> list[str]:
 
 def _order(text: str, keys: Sequence[str]) -> float:
     # Of keys that begin with each other, the longest counts.
-    words = "|".join(re.escape(key) for key in sorted(set(keys), key=len, reverse=True))
-    found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.lower())
+    # Scripts such as Chinese have no spaces between words.
+    words = "|".join(
+        rf"(?<!\w){re.escape(key)}(?!\w)" if key.isascii() else re.escape(key)
+        for key in sorted(set(keys), key=len, reverse=True)
+    )
+    found = re.findall(words, " ".join(text.lower().split()))
     common = _longest_common_subsequence(found, keys)
     return 2 * common / (len(found) + len(keys))
 
@@ -151,10 +157,14 @@ def _hunks(text: str) -> dict[str, str]:
     files: dict[str, list[str]] = {}
     lines: list[str] | None = None
     name = old = ""
-    for line in text.splitlines():
-        if line.startswith("--- "):
-            old, lines = line[4:], None
-        elif line.startswith("+++ "):
+    in_header = False
+    all_lines = text.splitlines()
+    for line, after in zip(all_lines, [*all_lines[1:], ""], strict=False):
+        # "--- x" also removes the line "-- x".
+        if line.startswith("--- ") and after.startswith("+++ "):
+            old, lines, in_header = line[4:], None, True
+        elif line.startswith("+++ ") and in_header:
+            in_header = False
             name, lines = line[4:], None
             # A file that is deleted has its old name.
             name = old if name.strip() == "/dev/null" else name
@@ -173,9 +183,14 @@ def _hunks(text: str) -> dict[str, str]:
     }
 
 
+@functools.cache
+def _pool() -> Pool:
+    return Pool(f"{Path(__file__).with_name('patches.py')}:ratio", size=4)
+
+
 def _ratio(a: str, b: str) -> float:
     if not a or not b:
         return 0.0
-    if max(len(a), len(b)) > _CHARACTERS:
-        return difflib.SequenceMatcher(None, a.split("\n"), b.split("\n"), False).ratio()
-    return difflib.SequenceMatcher(None, a, b, False).ratio()
+    (result,) = _pool().map([{"completions": [a], "patch": [b]}], [2.0])
+    # A patch that repeats itself so often that difflib takes seconds is none.
+    return 0.0 if isinstance(result, RewardFailure) else result[0]

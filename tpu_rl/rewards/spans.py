@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LONGEST_VALUE = 100_000
 
@@ -23,8 +23,10 @@ def without_thoughts(text: str) -> str:
 def answer_of(text: str) -> str:
     """Return the text of the last <answer>, or of the last fenced block, or all; no thoughts."""
     text = without_thoughts(text)
-    found = _ANSWER.findall(text) or _FENCED.findall(text)
-    return (found[-1] if found else text).strip()
+    answers = _ANSWER.findall(text)
+    text = answers[-1].strip() if answers else text
+    blocks = _FENCED.findall(text)
+    return (blocks[-1] if blocks else text).strip()
 
 
 def value_of(text: str) -> Any:
@@ -40,6 +42,8 @@ def value_of(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return ast.literal_eval(text.strip())
+        value = ast.literal_eval(text.strip())
+        str(value)  # Python reads long hexadecimal integers, and refuses to write them.
+        return value
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError("it is neither JSON nor a Python literal") from error

@@ -59,7 +59,13 @@ def _reward(function: str, folder: str, value: Any) -> Reward:
         databases = [_find(str(name), folder, row) for row, name in enumerate(database)]
         golds = [str(query) for query in answer]
         for row, pair in enumerate(zip(golds, databases, strict=True)):
-            _require_runs(*pair, row)
+            if fault := _fault(*pair):
+                raise InputError(
+                    "a gold query does not run",
+                    where=f"row {row} of those scored together: {shorten(pair[0])}",
+                    why=fault,
+                    fix="the column `answer` has queries for SQLite; `database` is where they run",
+                )
         requests = [
             {"completions": [_query(text_of(completion))], "database": [where], "answer": [gold]}
             for completion, where, gold in zip(completions, databases, golds, strict=True)
@@ -85,17 +91,10 @@ def _pool(function: str, size: int = 4) -> Pool:
 
 
 @functools.lru_cache(1 << 16)
-def _require_runs(query: str, database: str, row: int) -> None:
-    """Raise InputError if a gold query does not run."""
-    request = {"completions": [query], "database": [database]}
-    (result,) = _pool("check").map([request], [SECONDS])
-    if isinstance(result, RewardFailure):
-        raise InputError(
-            "a gold query does not run",
-            where=f"row {row} of those scored together: {shorten(query)}",
-            why=str(result),
-            fix="the column `answer` has queries for SQLite; `database` is where they run",
-        )
+def _fault(query: str, database: str) -> str:
+    """Return why a gold query does not run; "" if it does."""
+    (result,) = _pool("check").map([{"completions": [query], "database": [database]}], [SECONDS])
+    return str(result) if isinstance(result, RewardFailure) else ""
 
 
 def _query(text: str) -> str:

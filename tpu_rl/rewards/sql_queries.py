@@ -50,6 +50,10 @@ def check(completions: Sequence[str], database: Sequence[str]) -> list[float]:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         if rows is None:
             raise ValueError(f"it returns more than {MAX_ROWS} rows")
+        tables = _rows(where, "SELECT name FROM sqlite_master WHERE type = 'table'") or []
+        names = [str(name).replace('"', '""') for (name,) in tables]
+        if not any(_rows(where, f'SELECT 1 FROM "{name}" LIMIT 1') for name in names):
+            raise ValueError("the tables of its database have no rows, so that all results agree")
     return [1.0] * len(completions)
 
 
@@ -108,7 +112,7 @@ def _is_equal(ordered: bool, rows: Sequence[Row], gold: Sequence[Row]) -> bool:
 
 def _is_ordered(query: str) -> bool:
     """Return True if a query has an ORDER BY outside of parentheses."""
-    plain = re.sub(r"'[^']*'|\"[^\"]*\"", "", query)
+    plain = re.sub(r"--[^\n]*|/\*.*?\*/|'[^']*'|\"[^\"]*\"", "", query, flags=re.DOTALL)
     while (shorter := re.sub(r"\([^()]*\)", "", plain)) != plain:
         plain = shorter
     return re.search(r"\border\s+by\b", plain, re.IGNORECASE) is not None

@@ -19,7 +19,7 @@ _NAME = re.compile(
 )
 """A text in quotes, or a name before its arguments. ToolACE's names have spaces."""
 
-_NEXT_OBJECT = re.compile(r"\}\s*\n\s*\{(?=\s*\"name\")")
+_NEXT_OBJECT = re.compile(r"\}[^\S\n]*\n\s*\{(?=\s*\"name\")")
 """The border of two calls in one mark, which ToolRL writes one a line."""
 _LONGEST_CODE = 10_000
 
@@ -97,6 +97,8 @@ def _made(completion: Any) -> list[ToolCall]:
         if said and said[-1].get("tool_calls"):
             return calls_of(said[-1]["tool_calls"])
     text = text_of(completion)
+    if not spans.without_thoughts(text).strip():
+        raise ValueError("it says nothing")
     if spans.answer_of(text).startswith(("[", "{")) or _format_of(text) is not None:
         return _read(text)
     try:
@@ -109,7 +111,13 @@ def _format_of(text: str) -> str | None:
     """Return the format of which the text without thoughts has an opening mark."""
     text = spans.without_thoughts(text)
     rows = formats.FORMATS.items()
-    return next((name for name, row in rows if any(map(text.__contains__, row.openings))), None)
+    found = next((name for name, row in rows if any(map(text.__contains__, row.openings))), None)
+    # It has no opening mark.
+    if found is None and re.search(
+        r"\bto=functions\.[^<]{0,200}(?:<\|constrain\|>[^<]{0,80})?<\|message\|>", text
+    ):
+        return "harmony"
+    return found
 
 
 def _read(text: str) -> list[ToolCall]:
@@ -158,7 +166,7 @@ def _read_python(code: str) -> list[ToolCall]:
         for node in nodes:
             if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name):
                 raise ValueError("it is no call like name(key=value)")
-            arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+            arguments = {str(k.arg): formats.literal(k.value) for k in node.keywords}
             calls.append(ToolCall(names[int(node.func.id[1:])], arguments))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("it is neither JSON nor a call like name(key=value)") from error

@@ -881,12 +881,12 @@ def _read_python_call(call: ast.Call, parameters: Parameters) -> ToolCall | BadC
     given = dict(zip(names, call.args, strict=False))
     given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
     try:
-        return ToolCall(name, {key: _literal(value) for key, value in given.items()})
+        return ToolCall(name, {key: literal(value) for key, value in given.items()})
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return BadCall("its arguments are no plain values")
 
 
-def _literal(node: ast.expr) -> Any:
+def literal(node: ast.expr) -> Any:
     """Return the value of an expression, of which words of JSON may be parts."""
     for part in ast.walk(node):
         for field, value in ast.iter_fields(part):
