@@ -48,6 +48,7 @@ MEASURED = {
     "rft": ("learning", "Rejection-sampling fine-tuning and expert iteration"),
     "sentence_reward": ("reward_models", "Ranking held-out pairs"),
     "sft": ("learning", "The shipped model"),
+    "unlearn": ("learning", "Unlearning"),
     "value_pretraining": ("learning", "PPO with a critic, VC-PPO, VAPO"),
 }
 """Module of an algorithm -> the page of docs/benchmarks that measures it, and the section. Of a
