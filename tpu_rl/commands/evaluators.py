@@ -190,7 +190,9 @@ def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row
             if isinstance(function, IsolatedReward):
                 function.stop()
     terms = registry.displayed(config.reward_terms)
-    is_total = terms and not any(term.schedule for term in terms)
+    # With a likelihood as the only reward that counts, the weights of all terms are 0.
+    counts = any(term.weight for term in terms)
+    is_total = counts and not any(term.schedule for term in terms)
     if not is_total or not functions.keys() >= set(reward_terms.names_of(terms)):
         terms = (rewards.RewardTerm(correct),)
     return Scorer(tokenizer, functions, limits.fault_share, terms)
