@@ -497,6 +497,7 @@ def test_bco_remembers_the_mean_of_its_steps():
         {"reference_free": True, "reference_mix": 0.5},
         {"reference_free": True, "f_divergence": "forward_kl"},
         {"loss": "aot", "robust_radius": 0.1},
+        {"alpha_po": 0.5},
     ],
 )
 def test_settings_out_of_range_are_refused(values):

@@ -53,6 +53,12 @@ def test_confidences_as_people_write_them(text, confidence):
     assert score == pytest.approx(-((1 - confidence) ** 2))
 
 
+def test_a_tagged_one_is_a_probability_and_a_bare_one_is_of_ten():
+    texts = ["#### 1\n<confidence>1</confidence>", "#### 1\nConfidence: 1"]
+    found = scores("brier(of=gsm8k)", texts, answer=["1", "1"])
+    assert found == pytest.approx([0.0, -0.81])
+
+
 def test_an_empty_answer_is_no_call_and_a_gpt_oss_call_is_one():
     said = '<|channel|>commentary to=functions.f<|message|>{"a": 1}'
     call = [{"name": "f", "arguments": {"a": 1}}]

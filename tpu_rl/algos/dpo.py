@@ -136,6 +136,10 @@ class DpoConfig:
             return f"{matched[0]} needs a reference"
         if self.reference_free and self.f_divergence != "reverse_kl":
             return "reference_free has no reference from which f_divergence could measure"
+        options = {option for name in names for option in preference.PAIR_LOSSES[name].options}
+        for field, option in (("simpo_margin", "margin"), ("alpha_po", "alpha_po")):
+            if option not in options and getattr(self, field) != getattr(DpoConfig, field):
+                return f"{', '.join(names)} reads no {field}"
         # Label smoothing is for the losses of a sum that know it.
         knowing = [
             name for name in names if "label_smoothing" in preference.PAIR_LOSSES[name].options

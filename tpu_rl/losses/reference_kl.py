@@ -67,6 +67,12 @@ class ReferenceKl:
                 where="--algorithm",
                 fix="see --help-all",
             )
+        if self.kl_target is None and self.kl_horizon != ReferenceKl.kl_horizon:
+            raise InputError(
+                "a horizon without a KL target",
+                where="--algorithm.kl-horizon",
+                fix="give --algorithm.kl-target, too",
+            )
         if self.kl_target is not None and not self.has_kl:
             raise InputError(
                 "a KL target without a KL coefficient",

@@ -31,19 +31,20 @@ def read_confidence(text: str) -> float | None:
     """Return the confidence, from 0 to 1, that a completion states last; None without one.
 
     "Confidence: 8" and "Confidence: 8/10" are 0.8, as "80%" and "<confidence>0.8</confidence>".
-    A number without a unit is of 10, and with a decimal point and at most 1 a probability. Numbers
-    outside of their range state nothing.
+    A number without a unit is of 10. It is a probability if it is at most 1 and has a decimal point
+    or stands in <confidence>, as RLCR's do. Numbers outside of their range state nothing.
     """
-    found = _STATED.findall(text)
+    found = list(_STATED.finditer(text))
     if not found:
         return None
-    digits, unit = found[-1]
+    digits, unit = found[-1].groups(default="")
+    is_tagged = found[-1][0][len("confidence") :].startswith(">")
     if unit.endswith("%"):
         whole = 100.0
     elif unit:
         whole = float(unit.lower().removeprefix("out of").removeprefix("/"))
     else:
-        whole = 1.0 if "." in digits and float(digits) <= 1 else 10.0
+        whole = 1.0 if float(digits) <= 1 and ("." in digits or is_tagged) else 10.0
     number = float(digits)
     return number / whole if 0 <= number <= whole and whole else None
 
