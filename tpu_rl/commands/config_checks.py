@@ -548,14 +548,7 @@ def check_likelihood(
             "it does not learn from rewards of rollouts",
         ),
     }
-    for flag, (is_wrong, why) in whys.items():
-        if is_wrong:
-            raise InputError(
-                f"the likelihood is no reward with this {flag}",
-                where=f"{where}, {flag}",
-                why=why,
-                fix=f"leave {where} out, or change {flag}",
-            )
+    _refuse_together(where, "the likelihood is no reward", whys)
 
 
 def check_normalized_rewards(
@@ -583,11 +576,19 @@ def check_normalized_rewards(
             "it reads rewards as they are: for a baseline, a threshold, a clip or pairs",
         ),
     }
+    _refuse_together(where, "rewards cannot be normalized", whys)
+
+
+def _refuse_together(where: str, what: str, whys: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise InputError if a flag does not go together with the setting `where`.
+
+    `whys` has, for each flag, whether that is so, and the reason.
+    """
     for flag, (is_wrong, why) in whys.items():
         if is_wrong:
             raise InputError(
-                f"rewards cannot be normalized with this {flag}",
+                f"{what} with this {flag}",
                 where=f"{where}, {flag}",
                 why=why,
-                fix=f"leave {where} out",
+                fix=f"leave {where} out, or change {flag}",
             )

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.data import Row
-from tpu_rl.errors import InputError
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.text_log_probs import TextLogProbs
-from tpu_rl.experience.transforms import Transform
+from tpu_rl.experience.transforms import Transform, text_of_column
 from tpu_rl.rollout.scoring import Scored, first_of_runs, place_rewards
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Demonstrations, TrainState
@@ -92,7 +91,9 @@ def reference_likelihood(
         tokens = np.asarray(rollout.tokens)
         group_starts = first_of_runs(np.asarray(rollout.group_id))
         group = np.searchsorted(group_starts, np.arange(len(mask)), side="right") - 1
-        answers = [_answer(row, config.column, tokenizer) for row in scored.rows]
+        answers = [
+            tokenizer.encode_continuation(text_of_column(row, config.column)) for row in scored.rows
+        ]
         prompts = [tokens[start, : mask[start].argmax()].tolist() for start in group_starts]
         mark = tokenizer.encode_continuation(config.mark)
         # First the answers without a completion, one for each group.
@@ -125,15 +126,3 @@ def reference_likelihood(
         )
 
     return add_likelihood
-
-
-def _answer(row: Row, column: str, tokenizer: Tokenizer) -> list[int]:
-    answer = row.get(column)
-    if not isinstance(answer, str) or not answer:
-        raise InputError(
-            f"the column `{column}` holds no text",
-            where=f"the row with the prompt {str(row.get('prompt'))[:80]!r}",
-            why=f"it is {answer!r}"[:120],
-            fix="write the reference answer, or name its column: --rollout.likelihood.column",
-        )
-    return tokenizer.encode_continuation(answer)

@@ -153,8 +153,8 @@ class AddedRow:
     """The completion, for people."""
 
 
-def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
-    """Encode the completion that a data row has in a column, with its end-of-sequence token.
+def text_of_column(row: Row, column: str) -> str:
+    """Return the text that a data row has in a column.
 
     Raises:
         InputError: if the column is missing or holds no text.
@@ -165,8 +165,18 @@ def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
             f"the column `{column}` holds no text",
             where=f"the row with the prompt {str(row.get('prompt'))[:80]!r}",
             why=f"it is {text!r}"[:120],
-            fix="write a text, or leave the row out",
+            fix="write a text, or leave the row out; a flag of the method names the column",
         )
+    return text
+
+
+def row_of_column(row: Row, column: str, tokenizer: Tokenizer) -> AddedRow:
+    """Encode the completion that a data row has in a column, with its end-of-sequence token.
+
+    Raises:
+        InputError: if the column is missing or holds no text.
+    """
+    text = text_of_column(row, column)
     return AddedRow([*tokenizer.encode(text), tokenizer.eos_ids[0]], text)
 
 
