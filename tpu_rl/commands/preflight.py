@@ -29,6 +29,7 @@ from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError, printable
 from tpu_rl.experience import tasks
+from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.rewards import registry, reward_model
 from tpu_rl.rewards.worker_pool import IsolatedReward
 from tpu_rl.rollout import episodes
@@ -479,6 +480,9 @@ def check_rewards(config: ExperimentConfig, rows: list[data.Row]) -> None:
     longer than the watchdog waits, or is another one on another process. Trained reward models are
     not checked, because loading one takes a device.
     """
+    likelihood = config.rollout.likelihood
+    if likelihood.coef and rows:
+        text_of_column(rows[0], likelihood.column)
     # Groups that are scored as they end may take twice as long in sum.
     num_files = len(registry.files(config.reward_names))
     seconds = 2 * config.reward_limits.batch_seconds * num_files
