@@ -1,4 +1,4 @@
-"""What algorithms adapt from step to step: coefficients and references.
+"""Controllers: coefficients and references that algorithms adapt from step to step.
 
 A controller is an (init_state, after_update) of its own. `combined` makes those of an algorithm.
 """

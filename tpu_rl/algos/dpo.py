@@ -215,7 +215,7 @@ class Batch:
     """bool: True where a pair's weight is, even if the worst case took the weight away."""
     reference_log_probs: Array
     token_weights: Array | None = None
-    """What each token counts in the scores; None: all the same."""
+    """Weight of each token in the scores; None: all the same."""
     matched: preference.Pair | None = None
     """The scores that a pair's scores are compared with, if not with each other."""
 

@@ -64,7 +64,7 @@ class MixedConfig(GrpoConfig):
     """GRPO's settings, and those of the solutions. Lengths are tokens."""
 
     method: Method = "chord"
-    """What is learned from the solutions; see the head of `tpu_rl/algos/mixed.py`."""
+    """Way to learn from the solutions; see the head of `tpu_rl/algos/mixed.py`."""
     column: str = "solution"
     """Column of the data rows that holds a solution of the prompt, as a text."""
     phi: bool = True

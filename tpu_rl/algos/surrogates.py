@@ -257,7 +257,8 @@ def gmpo(
     clip_high: float,
 ) -> Surrogate:
     log_ratio = log_probs - old_log_probs
-    is_good, is_bad = advantages > 0, advantages < 0
+    is_good = advantages > 0
+    is_bad = advantages < 0
     clipped = jnp.where(is_good, jnp.minimum(log_ratio, clip_high), log_ratio)
     clipped = jnp.where(is_bad, jnp.maximum(clipped, -clip_low), clipped)
     actions = (rows.sequence_ids > 0).astype(log_ratio.dtype)

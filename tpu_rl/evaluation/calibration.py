@@ -54,7 +54,8 @@ def of_completions(texts: Sequence[str], judged: np.ndarray) -> Calibration | No
     stated = scored & np.isfinite(read)
     if not stated.any():
         return None
-    p, y = read[stated], judged[stated] > 0.5
+    p = read[stated]
+    y = judged[stated] > 0.5
     bins = reliability(p, y)
     return Calibration(stated.sum() / scored.sum(), ece(bins), brier(p, y), auroc(p, y), bins)
 

@@ -35,8 +35,10 @@ class Verdicts(NamedTuple):
 def judge(values: np.ndarray, labels: np.ndarray) -> Verdicts:
     """Compare values [N], NaN for none, with labels [N] that are right above 0.5."""
     scored = np.isfinite(values)
-    accepted, right = values > 0.5, labels > 0.5
-    a, r = accepted[scored], right[scored]
+    accepted = values > 0.5
+    right = labels > 0.5
+    a = accepted[scored]
+    r = right[scored]
     accuracy = float((a == r).mean()) if len(a) else float("nan")
     chance = float(a.mean() * r.mean() + (~a).mean() * (~r).mean()) if len(a) else 1.0
     return Verdicts(

@@ -99,7 +99,7 @@ class LikelihoodConfig:
     column: str = "answer"
     """Column of the data rows that holds the answer, as a text."""
     mark: str = "####"
-    """What stands before the answer in a completion, with its space if it has one."""
+    """Text before the answer in a completion, with its space if it has one."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ NAME = "likelihood"
 
 
 def tokens_up_to(ids: Sequence[int], mark: str, tokenizer: Tokenizer) -> int | None:
-    """Return how many of the tokens write a text up to the end of its last mark.
+    """Count the tokens that write a text up to the end of its last mark.
 
     None if the text lacks the mark.
     """
@@ -39,7 +39,8 @@ def tokens_up_to(ids: Sequence[int], mark: str, tokenizer: Tokenizer) -> int | N
     if end < 0:
         return None
     end += len(mark)
-    low, high = 0, len(ids)
+    low = 0
+    high = len(ids)
     while low < high:
         middle = (low + high) // 2
         if len(tokenizer.decode(list(ids[:middle]))) < end:

@@ -337,7 +337,7 @@ class PairLoss(NamedTuple):
     difference: bool = False
     """The loss depends on chosen - rejected of sums only, so `divergence_score` may replace s."""
     matched: Literal["", "differences", "completions"] = ""
-    """What the loss compares by rank and not within a pair (`match_by_rank`): the policy's
+    """Scores that the loss compares by rank and not within a pair (`match_by_rank`): the policy's
     differences chosen - rejected with the reference's, or chosen with rejected completions."""
 
 

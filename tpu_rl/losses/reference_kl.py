@@ -100,7 +100,7 @@ class ReferenceKl:
 
     @property
     def has_kl(self) -> bool:
-        """Whether there is a KL to the reference."""
+        """True with a KL to the reference."""
         return bool(self.kl_reward_coef or self.kl_loss_coef)
 
 

@@ -84,7 +84,8 @@ class SamplerCorrection:
     2512.02556, eq. 9)."""
 
     def __post_init__(self):
-        cap, floor = self.importance_sampling_cap, self.importance_sampling_floor
+        cap = self.importance_sampling_cap
+        floor = self.importance_sampling_floor
         threshold = self.off_policy_mask_threshold
         if threshold is not None and not threshold > 0:
             raise InputError(
@@ -120,7 +121,8 @@ class SamplerCorrection:
                     where=f"--algorithm.rejection, --algorithm.{name.replace('_', '-')}",
                     fix="k1 needs a positive minimum and maximum, k2 and k3 a maximum alone",
                 )
-        low, high = self.rejection_min, self.rejection_max
+        low = self.rejection_min
+        high = self.rejection_max
         if low is not None and high is not None and not low <= 1 <= high:
             raise InputError(
                 f"rejection from {low} to {high} leaves out equal policies",
@@ -130,19 +132,19 @@ class SamplerCorrection:
 
     @property
     def compares(self) -> bool:
-        """Whether old policy and sampler are compared before the update."""
+        """True if old policy and sampler are compared before the update."""
         return self.importance_sampling_cap is not None or self.rejection != "none"
 
     @property
     def recomputes(self) -> bool:
-        """Whether the old log-probs come from a forward pass of the trainer."""
+        """True if the old log-probs come from a forward pass of the trainer."""
         return self.old_log_probs == "recomputed" or (
             self.old_log_probs == "auto" and self.compares
         )
 
 
 class Corrected(NamedTuple):
-    """What a correction found. All [N, T] but the packed old log-probs."""
+    """Results of a correction. All [N, T] but the packed old log-probs."""
 
     old_log_probs: Array | None = None
     """[M, K, R, S]: recomputed, or None."""
@@ -207,7 +209,8 @@ def importance_weights(
     limit the variance and leave a bias. With a recomputed old policy this is the weight of the
     decoupled objective (AReaL, arXiv 2505.24298, eq. 5).
     """
-    cap, floor = config.importance_sampling_cap, config.importance_sampling_floor
+    cap = config.importance_sampling_cap
+    floor = config.importance_sampling_floor
     of_sequence = config.importance_sampling_mode.startswith("sequence")
     if of_sequence:
         # sum_t d_t, at every token of the completion.

@@ -23,7 +23,7 @@ _BOX = re.compile(rf"[(\[]{','.join([_NUMBER] * 4)}[)\]]")
 
 
 class Action(NamedTuple):
-    """What should be done on a screen. None stands for "anything"."""
+    """Action on a screen. None stands for "anything"."""
 
     kind: str | None
     box: Box | None

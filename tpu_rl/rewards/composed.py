@@ -18,7 +18,7 @@ from tpu_rl.runtime.worker_child import shorten
 T = TypeVar("T")
 
 NO_READING = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error)
-"""What a reader raises for a text that it cannot read."""
+"""Errors that a reader raises for a text that it cannot read."""
 
 
 def on(of: Reward, combine: Callable[..., Sequence[Any]]) -> Reward:
@@ -81,7 +81,7 @@ def declare(score: Reward, of: Reward, *others: Callable[..., Any]) -> Reward:
 def references(
     name: str, values: Sequence[Any], read: Callable[[Any], T], expected: str
 ) -> list[T]:
-    """Return what `read` makes of each value of the data's column `name`.
+    """Read each value of the data's column `name` by `read`.
 
     Raises:
         InputError: for the first value that `read` raises an error of `NO_READING` for.

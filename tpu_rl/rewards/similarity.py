@@ -16,7 +16,7 @@ from tpu_rl.rewards.worker_process import RewardFailure
 
 
 def ordered_keys() -> Reward:
-    """Return how well each completion names the words of `keys` in their order, from 0 to 1.
+    """Score how well each completion names the words of `keys` in their order, from 0 to 1.
 
     F = 2 P R / (P + R) with P = L / keys that it names and R = L / keys, where L is the longest
     common subsequence of `keys` and the keys in the order in which the completion names them; each

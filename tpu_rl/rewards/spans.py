@@ -13,7 +13,7 @@ _LONGEST_VALUE = 100_000
 
 
 def without_thoughts(text: str) -> str:
-    """Return what follows the last </think>; "" for thoughts that do not end."""
+    """Return the text after the last </think>; "" for thoughts that do not end."""
     before, end, after = text.rpartition("</think>")
     if end:
         return after

@@ -54,7 +54,7 @@ class RewardTerm:
     """With 0 the reward is measured and not counted."""
     gate: Gate | None = None
     schedule: str | None = None
-    """What gives the weight of each step: python:NAME of a registered function, or one of
+    """Schedule of the weight over steps: python:NAME of a registered function, or one of
     `SCHEDULES` with its numbers (`at_step`)."""
 
     @staticmethod

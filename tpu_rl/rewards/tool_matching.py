@@ -25,7 +25,7 @@ _LONGEST_CODE = 10_000
 
 
 def tool_calls() -> Reward:
-    """Return how well each completion's calls of tools match those of `answer`, from -3 to 3.
+    """Score how well each completion's calls of tools match those of `answer`, from -3 to 3.
 
     S = J(names) + sum over gold calls of max over unused calls of the same name of [J(keys) + the
     number of equal values], with J(a, b) = |a and b| / |a or b| of multisets; R = 6 S / S_max - 3
