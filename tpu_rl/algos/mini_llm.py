@@ -119,8 +119,8 @@ def mini_llm(config: MiniLlmConfig, roles: Roles, sampling: Sampling) -> Algorit
         correction = corrected(
             config, roles["policy"], params, rollout, layout, sampling.temperature
         )
-        kept = correction.keep(mask)
-        weights = masked.sequence_mean(kept, layout.minibatch, layout.minibatches)
+        kept_tokens = correction.keep(mask)
+        weights = masked.sequence_mean(kept_tokens, layout.minibatch, layout.minibatches)
         advantage = later_log_ratios(log_ratios, mask, config)
         return pack_policy_batch(rollout, layout, advantage, weights, None, correction), state
 

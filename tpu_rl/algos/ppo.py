@@ -179,11 +179,11 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         learned = learned_tokens(rollout)
         valued = learned & advantages.turn_starts(mask) if by_turn else learned
         correction = corrected(config, policy, params, rollout, layout, sampling.temperature)
-        kept = correction.keep(learned)
+        kept_tokens = correction.keep(learned)
         if config.whiten:
-            advantage = masked.whiten(advantage, kept)
+            advantage = masked.whiten(advantage, kept_tokens)
         else:
-            advantage = jnp.where(kept, advantage, 0.0)
+            advantage = jnp.where(kept_tokens, advantage, 0.0)
         # Right answers: episodes that earned more than 0, before the KL is subtracted.
         earned = masked.total(rollout.rewards, learned, axis=-1)
         right = learned & (advantages.episode_totals(earned, episode_id) > 0)[:, None]
@@ -191,7 +191,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         weighting = partial(
             masked.token_mean, minibatch=layout.minibatch, minibatches=layout.minibatches
         )
-        weights = weighting(kept)
+        weights = weighting(kept_tokens)
         packed = pack_policy_batch(
             rollout, layout, advantage, weights, reference_log_probs, correction
         )

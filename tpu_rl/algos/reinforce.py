@@ -128,12 +128,12 @@ def reinforce(config: ReinforceConfig, roles: Roles, sampling: Sampling) -> Algo
         correction = corrected(
             config, roles["policy"], params, rollout, layout, sampling.temperature
         )
-        kept = correction.keep(learned)
+        kept_tokens = correction.keep(learned)
         if config.whiten:
-            advantage = masked.whiten(advantage, kept)
+            advantage = masked.whiten(advantage, kept_tokens)
         else:
-            advantage = jnp.where(kept, advantage, 0.0)
-        weights = weighting(kept, layout.minibatch, layout.minibatches)
+            advantage = jnp.where(kept_tokens, advantage, 0.0)
+        weights = weighting(kept_tokens, layout.minibatch, layout.minibatches)
         batch = pack_policy_batch(
             rollout, layout, advantage, weights, reference_log_probs, correction
         )
