@@ -4,7 +4,7 @@ import pytest
 
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import verl
+from tpu_rl.runtime import verl_rewards
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, limit=3):
@@ -24,7 +24,7 @@ def test_each_completion_is_judged_by_itself(is_chat):
     texts = ["it is 1", "it is 1"]
     prompts = [[{"role": "user", "content": "a"}] if is_chat else "a"] * 2
     completions = rewards.as_answers(prompts, texts)
-    function = verl.adapt(compute_score)
+    function = verl_rewards.adapt(compute_score)
     assert function(prompts=prompts, completions=completions, **COLUMNS) == [1.5, 0.0]
     truths = {"ground_truth": ["2", "1"]}
     assert function(prompts=prompts, completions=completions, **truths) == [0.0, 1.0]
@@ -36,7 +36,7 @@ def test_other_functions_stay():
     def score(completions, ground_truth):
         return [0.0] * len(completions)
 
-    assert verl.adapt(score) is score
+    assert verl_rewards.adapt(score) is score
 
 
 def test_a_file_may_hold_one(tmp_path):

@@ -276,6 +276,18 @@ def test_impossible_limits_are_refused_by_their_flag(wrong):
     assert error.value.where == f"--reward-limits.{name.replace('_', '-')}"
 
 
+def test_a_worker_loads_the_standard_library_only(tmp_path):
+    """numpy alone would take 100 MB of the address space that --reward-limits.memory-gb grants."""
+    (tmp_path / "mine.py").write_text(
+        "import sys\n"
+        "def score(prompts, completions):\n"
+        "    return [float(name in sys.modules) for name in completions]\n"
+    )
+    score = rewards.from_path(f"{tmp_path / 'mine.py'}:score", RewardLimits())
+    assert score(["p"] * 3, ["numpy", "jax", "tpu_rl"]) == [0, 0, 1]
+    score.stop()
+
+
 LEAK = """
 kept = []
 def score(prompts, completions):

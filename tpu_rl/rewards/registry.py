@@ -13,11 +13,12 @@ from typing import Any
 
 from tpu_rl import sandbox, user_code
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import terms, verl
+from tpu_rl.rewards import terms
 from tpu_rl.rewards.scoring import DEFAULT_LIMITS, Reward
 from tpu_rl.rewards.terms import PYTHON, RewardTerm
 from tpu_rl.rewards.verifiers import BUILTIN, Verifier
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
+from tpu_rl.runtime import verl_rewards
 from tpu_rl.runtime.worker_child import as_number, shorten
 
 
@@ -195,7 +196,7 @@ def from_path(path: str, limits: RewardLimits = DEFAULT_LIMITS) -> Reward:
     user_code.require_file(file, "reward", file_name)
     if limits.isolate:
         return IsolatedReward(path, limits)
-    return verl.adapt(user_code.load_function(path, "reward"))
+    return verl_rewards.adapt(user_code.load_function(path, "reward"))
 
 
 # --- functions of this process ---
@@ -230,7 +231,7 @@ def register(name: str, function: Callable[..., Any]) -> str:
             why=f"it is {shorten(function)}",
             fix="pass a function(prompts, completions, **columns)",
         )
-    _REGISTERED[name] = verl.adapt(function)
+    _REGISTERED[name] = verl_rewards.adapt(function)
     return f"{PYTHON}{name}"
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.errors import InputError, TpuRlError
-from tpu_rl.rewards import verl
-from tpu_rl.runtime import worker_child
+from tpu_rl.runtime import verl_rewards, worker_child
 from tpu_rl.runtime.worker_child import MAX_TEXT, as_number, shorten
 
 worker_child.MACHINERY.add(__file__)
@@ -115,7 +114,7 @@ def main(
     """
     incoming = worker_child.begin(requests, replies, crash, trainer, memory_bytes)
     try:
-        function = verl.adapt(user_code.load_function(path, "reward"))
+        function = verl_rewards.adapt(user_code.load_function(path, "reward"))
         loaded = {"parameters": _parameters(function), "whole_batch": sees_whole_batch(function)}
         worker_child.reply(replies, loaded)
     except InputError as error:

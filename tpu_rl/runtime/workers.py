@@ -76,8 +76,9 @@ def spawn(program: str, memory_bytes: int, arguments: Sequence[Any]) -> Process:
         pass_fds=worker_ends,
         start_new_session=True,
         # If the user's code uses JAX, it must not claim the accelerators. Sets of texts have one
-        # order in all workers, and after a resume.
-        env={"PYTHONHASHSEED": "0"}
+        # order in all workers, and after a resume. One arena: a thread's own would reserve 128 MB
+        # of address space for a moment, and a limit close above that would be hit by chance.
+        env={"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
         | os.environ
         | {"JAX_PLATFORMS": "cpu", child_processes.MARK: mark},
     )
