@@ -50,7 +50,8 @@ def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) ->
     """A completion and a token at a time, from one forward a completion."""
     language = tiny.attention_model()
     mask, returns, tokens = (np.asarray(x) for x in (data.action_mask, data.returns, data.tokens))
-    learned = [np.flatnonzero(row)[: 1 if settings.prefixes == "single" else None] for row in mask]
+    end = 1 if settings.prefixes == "single" else None
+    learned = [np.flatnonzero(row)[settings.unlabeled_tokens :][:end] for row in mask]
     total, count = 0.0, sum(len(columns) > 0 for columns in learned)
     written = [np.flatnonzero(row)[1:] for row in mask]
     num_writers = sum(len(columns) > 0 for columns in written)
@@ -85,6 +86,14 @@ def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) ->
             weight = 1 / (num_writers * len(written[n]))
             if settings.loss_aggregation == "token_mean":
                 weight = 1 / sum(map(len, written))
+            for distance in range(2, settings.next_token_horizon + 1):
+                head = tiny.attention_model(
+                    outputs=tiny.VOCABULARY * (settings.next_token_horizon - 1)
+                )
+                every = np.asarray(head.logits(params["ahead"], hidden))[0]
+                ahead = np.split(every, settings.next_token_horizon - 1, axis=-1)[distance - 2]
+                state = ahead[max(t - distance, 0)]
+                loss += np.logaddexp.reduce(state) - state[tokens[n, t]]
             total += settings.next_token_coef * weight * loss
     return total
 
@@ -94,6 +103,7 @@ def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) ->
     [
         QSharpConfig(loss_aggregation="sequence_mean", next_token_coef=0.3),
         QSharpConfig(q_type="q", candidates=None),
+        QSharpConfig(roll_in="none", next_token_coef=0.3, next_token_horizon=3, unlabeled_tokens=1),
         QSharpConfig(distribution="squared_error", prefixes="single", next_token_coef=0.3),
         QSharpConfig(q_type="q", distribution="histogram", support=(0.0, 1.0, 5)),
     ],
@@ -108,7 +118,9 @@ def test_the_loss_is_its_formula(settings):
         data = tiny.q_examples()
         actual, metrics = loss_of(settings, data, roles, params)
         np.testing.assert_allclose(actual, plain_loss(settings, data, model, params), rtol=1e-6)
-        of_next_tokens = settings.next_token_coef * metrics.get("q/next_token_loss", 0.0)
+        of_next_tokens = settings.next_token_coef * sum(
+            value for name, value in metrics.items() if name.startswith("q/next_token_loss")
+        )
         assert float(metrics["q/loss"] + of_next_tokens) == pytest.approx(actual, rel=1e-6)
         assert 0 < metrics["q/mean"] < 1
         assert 0 < metrics["q/accuracy"] < 1
@@ -158,6 +170,8 @@ def test_the_best_q_is_the_law_of_the_returns():
         {"candidates": None},
         {"prompts": 0},
         {"next_token_coef": -0.1},
+        {"next_token_horizon": 2},
+        {"unlabeled_tokens": 1},
         {"candidate_mass": 0.0},
         {"candidate_mass": 1.5},
         {"candidate_mass": 0.9, "q_type": "q"},

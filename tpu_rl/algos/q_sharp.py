@@ -7,7 +7,7 @@ reference, and guide the reference by it.
     histogram       L = -sum_i label_i(R) log z_i           cross-entropy
     squared_error   L = (p - R)^2                           the paper's ablation
 
-    plus, with `next_token_coef` c,  -c sum_t v_t log p(y_t | x, y_<t)
+    plus, with `next_token_coef` c,  -c sum_k sum_t v_t log p_k(y_t | x, y_<=t-k)
 
 The sum is over the tokens that the *reference* wrote, and the one before them: the last token of a
 prefix that the guided policy wrote and the reference continued (`experience.q_examples`). R is the
@@ -19,7 +19,9 @@ the state of the token before, with one output per token of the vocabulary.
 The last term is q's own next-token loss on the tokens that the reference wrote: the reference's
 frozen unembedding reads q's hidden states. It has no part in guidance. It keeps what pretraining
 taught q's layers (to follow an edge of a graph, say) while the returns say nothing yet about how to
-use it.
+use it. With `next_token_horizon` above 1, a linear head for each distance k = 2, 3, ... predicts
+the token k places ahead. q's layers must then look further than the next token, as the value must.
+The heads are a role of their own, "ahead", which nothing reads after training.
 
 Deviations: two-hot labels are offered as well as the nearest atom. Every token and every example
 count alike. The paper weights examples alike ("sequence_mean"). A completion's length is known only
@@ -44,6 +46,7 @@ from tpu_rl.losses import masked, return_distributions
 from tpu_rl.losses.log_probs import (
     log_probs_of_hidden,
     over_actions,
+    predicting,
     tokens_at_once,
     vocabulary,
 )
@@ -91,6 +94,11 @@ class QSharpConfig:
     next_token_coef: float = 0.0
     """Coefficient of q's next-token loss on the tokens that the reference wrote. It keeps what the
     pretrained layers know. Not with `q_model`."""
+    next_token_horizon: int = 1
+    """Predict the tokens up to so many places ahead, each distance with a head of its own."""
+    unlabeled_tokens: int = 0
+    """First tokens of an answer without a label, if the prompt dictates them. Their label would be
+    the return of the prompt, for each answer again. Only with `roll_in="none"`."""
     drop_equal_returns: bool = False
     """Drop prompts whose examples all have the same return, as the paper does. With 16 examples, q
     then learns 0.07 for a prompt that is solved with probability 0.02."""
@@ -126,6 +134,23 @@ class QSharpConfig:
                 where="--algorithm.next-token-coef, --algorithm.q-model",
                 why="the reference's unembedding reads q's hidden states",
                 fix="leave one of the two out",
+            )
+        if self.next_token_horizon < 1 or (
+            self.next_token_horizon > 1 and not self.next_token_coef
+        ):
+            raise InputError(
+                f"Q# cannot predict {self.next_token_horizon} tokens ahead",
+                where="--algorithm.next-token-horizon",
+                why="the horizon is 1 or more, and belongs to the loss of --algorithm."
+                "next-token-coef",
+                fix="set --algorithm.next-token-coef too, or leave the horizon at 1",
+            )
+        if self.unlabeled_tokens < 0 or (self.unlabeled_tokens and self.roll_in != "none"):
+            raise InputError(
+                f"Q# cannot leave {self.unlabeled_tokens} first tokens without a label",
+                where="--algorithm.unlabeled-tokens",
+                why="it is a number of tokens of answers that the reference wrote from their start",
+                fix="use --algorithm.roll-in none with it, or 0",
             )
         has_candidates = self.q_type == "q" if self.candidates is None else self.candidates > 0
         if not has_candidates or self.kl_coef <= 0 or self.prompts <= 0:
@@ -178,7 +203,12 @@ class QSharpConfig:
             q = q._replace(outputs=self.outputs)
         else:
             q = q._replace(outputs_per_token=self.outputs)
-        return {"policy": RoleSpec(trainable=False), "q": q}
+        roles = {"policy": RoleSpec(trainable=False), "q": q}
+        if self.next_token_horizon > 1:
+            roles["ahead"] = RoleSpec(
+                trainable=True, trunk_of="q", outputs_per_token=self.next_token_horizon - 1
+            )
+        return roles
 
 
 @struct.dataclass
@@ -207,6 +237,7 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
         learned = examples.action_mask
         # The first labeled token may be the last of a prefix that another policy wrote.
         written = learned & (jnp.cumsum(learned, axis=-1) > 1)
+        learned &= jnp.cumsum(learned, axis=-1) > config.unlabeled_tokens
         if config.prefixes == "single":
             learned &= jnp.cumsum(learned, axis=-1) == 1
         weights = {"q": weighting(learned, layout.minibatch, layout.minibatches)}
@@ -232,6 +263,20 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
         chunk_tokens = tokens_at_once(vocabulary(q, params, hidden))
         return over_actions(chosen_outputs, rows, hidden, chunk_tokens=chunk_tokens)
 
+    def log_probs_ahead(params: Params, rows: PackedRows, hidden: Array, distance: int) -> Array:
+        """Return log p of each token given the states `distance` >= 2 tokens before it, [R, S]."""
+        ahead = roles["ahead"]
+        vocabulary_size = vocabulary(roles["policy"], params, hidden)
+
+        def logits(params: Params, states: Array) -> Array:
+            first = (distance - 2) * vocabulary_size
+            return ahead.logits(params, states)[..., first : first + vocabulary_size]
+
+        # log_probs_of_hidden shifts by one token.
+        for _ in range(distance - 1):
+            hidden = predicting(hidden, rows)
+        return log_probs_of_hidden(ahead._replace(logits=logits), params, hidden, rows).log_probs
+
     def loss(params: Params, batch: Batch) -> tuple[Array, Metrics]:
         weights = batch.weights["q"]
         returns = batch.returns
@@ -250,6 +295,12 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
             log_probs = log_probs_of_hidden(roles["policy"], params, hidden, batch.rows).log_probs
             value -= next_token_coef * masked.total(next_weights * log_probs, next_weights > 0)
             metrics["q/next_token_loss"] = masked.weighted_average(-log_probs, next_weights)
+            for distance in range(2, config.next_token_horizon + 1):
+                log_probs = log_probs_ahead(params, batch.rows, hidden, distance)
+                value -= next_token_coef * masked.total(next_weights * log_probs, next_weights > 0)
+                metrics[f"q/next_token_loss_{distance}"] = masked.weighted_average(
+                    -log_probs, next_weights
+                )
         mean = return_distributions.mean_return(outputs, support)
         middle = 0.5 if support is None else (support.low + support.high) / 2
         right = jnp.where((mean > middle) == (returns > middle), 1.0, 0.0)

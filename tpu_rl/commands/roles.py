@@ -460,7 +460,7 @@ def _beginning(
         require_same_tokens(lang.tokenizer, directory, name)
         model, params = load(config, model_path(spec.path), mesh)
     if spec.trunk_of is not None:
-        return models.random_head(model, spec.outputs or 1, key)
+        return models.random_head(model, head_outputs(model, spec) or 1, key)
     if spec.random:
         return random_params(role_model(config, lang.model, spec), key, mesh)
     if spec.layers is not None:

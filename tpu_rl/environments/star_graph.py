@@ -65,15 +65,18 @@ class StarGraphData:
     """Training graphs."""
     split: Literal["train", "post"] = "post"
     """The graphs that are trained on: those of pretraining, or others."""
+    demonstrated: Literal["right", "any"] = "right"
+    """Paths that demonstrations show. right: to the goal. any: down a random branch to its end,
+    which is the goal once in `degree` times."""
 
 
 @dataclass(frozen=True)
 class StarGraphSource:
     """`rows` graphs with the columns `prompt`, `completion` and `answer`, all texts.
 
-    Row i is a function of (config, split, seed, i). `answer` is the path, and so is `completion`,
-    which demonstrations imitate. There are so many graphs that those of two splits never agree (the
-    probability is below rows^2 / nodes!).
+    Row i is a function of (config, split, seed, i). `answer` is the path to the goal, and
+    `completion` the path that demonstrations show. There are so many graphs that those of two
+    splits never agree (the probability is below rows^2 / nodes!).
     """
 
     config: StarGraph = StarGraph()
@@ -81,6 +84,7 @@ class StarGraphSource:
     rows: int = 200_000
     """Number of graphs. A few can be memorized."""
     seed: int = 0
+    demonstrated: Literal["right", "any"] = "right"
 
     def __len__(self) -> int:
         return self.rows
@@ -91,8 +95,9 @@ class StarGraphSource:
         split_number = {"train": 0, "post": 1, "eval": 2}[self.split]
         entropy = (self.seed, 7, split_number, int(index))
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-        prompt, path = _sample(self.config, generator)
-        return {"prompt": prompt, "completion": path, "answer": path}
+        prompt, answer, other = _sample(self.config, generator)
+        completion = answer if self.demonstrated == "right" else other
+        return {"prompt": prompt, "completion": completion, "answer": answer}
 
 
 def parse_path(text: str) -> tuple[int, ...]:
@@ -113,7 +118,7 @@ def correct(
 
 
 def _train_rows(data: StarGraphData, seed: int) -> StarGraphSource:
-    return StarGraphSource(data.graph, data.split, data.rows, seed)
+    return StarGraphSource(data.graph, data.split, data.rows, seed, data.demonstrated)
 
 
 def _evaluation_rows(data: StarGraphData, count: int) -> StarGraphSource:
@@ -129,8 +134,8 @@ TASK = Task(
 )
 
 
-def _sample(config: StarGraph, generator: np.random.Generator) -> tuple[str, str]:
-    """Return (prompt, path) of a random graph."""
+def _sample(config: StarGraph, generator: np.random.Generator) -> tuple[str, str, str]:
+    """Return (prompt, path to the goal, path down a random branch) of a random graph."""
     names = generator.permutation(config.nodes)[: config.num_nodes]
     center = names[0]
     branches = names[1:].reshape(config.degree, config.length - 1)
@@ -138,4 +143,6 @@ def _sample(config: StarGraph, generator: np.random.Generator) -> tuple[str, str
     edges = [f"{a},{b}" for path in paths for a, b in zip(path, path[1:], strict=False)]
     shuffled = "|".join(edges[i] for i in generator.permutation(len(edges)))
     path = paths[generator.integers(config.degree)]
-    return f"{shuffled}/{center},{path[-1]}=", ",".join(map(str, path))
+    walk = paths[generator.integers(config.degree)]
+    prompt = f"{shuffled}/{center},{path[-1]}="
+    return prompt, ",".join(map(str, path)), ",".join(map(str, walk))
