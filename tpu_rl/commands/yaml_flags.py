@@ -34,45 +34,66 @@ def read(path: Path) -> tuple[str | None, list[str]]:
     Raises:
         InputError: if there is no such file, or it is not a mapping of flags to values.
     """
+    where = f"--config {path}"
+    content = read_mapping(path, where)
+    preset = content.pop(PRESET, None)
+    if preset is not None and not isinstance(preset, str):
+        raise InputError(f"{PRESET}: {preset} is no name", where=where)
+    return preset, arguments(content, where)
+
+
+def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
+    """Return the content of a YAML file, a mapping that is not empty.
+
+    Args:
+        path: the file.
+        where: the place that errors name, by default the file.
+
+    Raises:
+        InputError: if it cannot be read, or is something else.
+    """
+    where = where or str(path)
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            "the configuration cannot be read", where=f"--config {path}", why=str(error)
-        ) from None
+        raise InputError("the configuration cannot be read", where=where, why=str(error)) from None
     except yaml.YAMLError as error:
         raise InputError(
             "the configuration is no YAML",
-            where=f"--config {path}",
+            where=where,
             why=" ".join(str(error).split()),
             fix="write one `flag: value` a line",
         ) from None
     if not isinstance(content, dict) or not content:
         raise InputError(
             "the configuration has no flags",
-            where=f"--config {path}",
+            where=where,
             why=f"it is {shorten(content)}",
             fix="write one `flag: value` a line",
         )
-    preset = content.pop(PRESET, None)
-    if preset is not None and not isinstance(preset, str):
-        raise InputError(f"{PRESET}: {preset} is no name", where=f"--config {path}")
-    return preset, list(_arguments(content, "", path))
+    return content
 
 
-def _arguments(content: Mapping[Any, Any], parents: str, path: Path) -> Iterator[str]:
+def arguments(content: Mapping[Any, Any], where: str) -> list[str]:
+    """Return the arguments that a mapping of flags, nested or with dots, stands for.
+
+    Raises:
+        InputError: if a key or value is none of a flag. It names `where`.
+    """
+    return list(_arguments(content, "", where))
+
+
+def _arguments(content: Mapping[Any, Any], parents: str, where: str) -> Iterator[str]:
     """Yield the arguments of a mapping, whose flags begin with `parents`."""
     for key, value in content.items():
         if not isinstance(key, str) or not key.strip():
-            raise InputError(f"{key!r} is no flag", where=f"--config {path}", fix=FIX)
+            raise InputError(f"{key!r} is no flag", where=where, fix=FIX)
         flag = parents + key.removeprefix("--")
         if isinstance(value, Mapping):
-            yield from _arguments(value, f"{flag}.", path)
+            yield from _arguments(value, f"{flag}.", where)
             continue
         if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
-            raise InputError(
-                f"{flag} is a list of lists or mappings", where=f"--config {path}", fix=FIX
-            )
+            raise InputError(f"{flag} is a list of lists or mappings", where=where, fix=FIX)
         yield from flag_names.arguments(flag, value)
 
 

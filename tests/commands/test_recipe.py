@@ -1,0 +1,248 @@
+"""Recipes: the file, what a filter keeps, the table, and a chain that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tpu_rl.commands import answers, recipe, recipe_file
+from tpu_rl.commands.answers import Answers
+from tpu_rl.commands.recipe_file import Keep
+from tpu_rl.errors import InputError
+
+CHAIN = """
+run-dir: {run_dir}
+common:
+  batch.prompts: 4
+  batch.row-length: 128
+  evaluation.rows: 8
+  evaluation.interval: 2
+  checkpoint.interval: 1
+evaluations:
+  five: {{preset: arithmetic_grpo, evaluation.rows: 8}}
+stages:
+  sft:
+    preset: arithmetic_sft
+    model: builtin:arithmetic
+    steps: 2
+    optimizer.learning-rate: 1.0e-4
+    optimizer.warmup-steps: 0
+  kept:
+    preset: arithmetic_grpo
+    model: {{stage: sft}}
+    batch.group-size: 4
+    keep: {{prompts: 24, chunk: 8, max-per-prompt: 1}}
+  rft:
+    preset: sft
+    model: {{stage: sft}}
+    data.path: {{stage: kept}}
+    reward: [arithmetic]
+    steps: 2
+    sampling.max-prompt-tokens: 24
+    sampling.max-new-tokens: 64
+    optimizer.warmup-steps: 0
+  grpo:
+    preset: arithmetic_grpo
+    model: {{stage: rft}}
+    batch.group-size: 4
+    steps: 3
+"""
+
+ROUNDS = """
+stages:
+  sft: {preset: sft, model: "builtin:arithmetic", data.path: rows.jsonl}
+  rounds:
+    repeat: 2
+    stages:
+      kept: {preset: grpo, model: {stage: tuned, first: sft}, reward: [arithmetic], keep: {}}
+      tuned: {preset: sft, model: {stage: sft}, data.path: "${kept},more.jsonl"}
+  last: {preset: grpo, model: {stage: tuned}, reward: ["0.5*${sft}"]}
+"""
+
+
+def read(tmp_path: Path, text: str) -> recipe_file.Recipe:
+    path = tmp_path / "chain.yaml"
+    path.write_text(text)
+    return recipe_file.read(path)
+
+
+def test_rounds_are_written_out_and_references_are_folders(tmp_path):
+    chain = read(tmp_path, ROUNDS)
+    assert [stage.name for stage in chain.stages] == [
+        *("sft", "kept_1", "tuned_1", "kept_2", "tuned_2", "last")
+    ]
+    flags = {stage.name: stage.argv for stage in chain.stages}
+    assert "--model.path=runs/chain/sft/model" in flags["kept_1"]
+    assert "--model.path=runs/chain/tuned_1/model" in flags["kept_2"]
+    assert "--data.path=runs/chain/kept_2/rows.jsonl,more.jsonl" in flags["tuned_2"]
+    assert "--model.path=runs/chain/tuned_2/model" in flags["last"]
+    assert flags["last"][-3:-1] == ["--reward", "0.5*runs/chain/sft/model"]
+    assert [stage.reads_only_models for stage in chain.stages] == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("stages:\n  sft", "stagse:\n  sft", "unknown key 'stagse'"),
+        ("preset: sft, data", "data", "no preset"),
+        ("repeat: 2", "repeat: yes", "repeat: True is no number"),
+        ("repeat: 2", "repeat: 2\n    often: 1", "unknown key 'often'"),
+        ("stage: tuned}, reward", "stage: tune}, reward", "no stage tune"),
+        (", first: sft", "", "stage tuned has not run before this one"),
+        ("keep: {}", "keep: {prompts: many}", "keep: prompts: 'many' is wrong"),
+        ("keep: {}", "keep: {rows: best}", "keep: rows: 'best' is wrong"),
+        ("keep: {}", "keep: {pass_rate: 1}", "unknown key 'pass_rate'"),
+        ("keep: {}", "keep: {pass-rate: [0, 2]}", "keep: pass-rate"),
+        ("  last:", "  tuned:", "two stages are called tuned"),
+        ("  last:", "  sft:", "stands twice"),
+        ("  last:", "  a b:", "'a b' is no name"),
+        ("preset: grpo, model: {stage: tuned}, ", "preset: 3, ", "preset: 3 is no name"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_error(tmp_path, old, new, expected):
+    text = ROUNDS.replace("preset: sft, model: \"builtin:arithmetic\", data", "preset: sft, data")
+    assert old in text
+    with pytest.raises(InputError) as raised:
+        read(tmp_path, text.replace(old, new, 1))
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("    steps: 3", "    stepz: 3", "stepz"),
+        ("    steps: 3", "    steps: many", "many"),
+        ("preset: arithmetic_sft", "preset: arithmetic_sf", "unknown preset"),
+        ("prompts: 24, ", "", "makes prompts without end"),
+        ("model: builtin:arithmetic", "model: builtin:none", "builtin:none"),
+        ("evaluation.rows: 8}}", "evaluation.rows: x}}", "evaluation five"),
+    ],
+)
+def test_all_stages_are_checked_before_the_first_begins(tmp_path, capsys, old, new, expected):
+    assert old in CHAIN
+    path = tmp_path / "chain.yaml"
+    text = CHAIN.replace(old, new, 1) if old != "    steps: 3" else CHAIN.replace(old, new)
+    path.write_text(text.format(run_dir=tmp_path / "run"))
+    assert recipe.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert expected in error
+    assert not (tmp_path / "run" / "sft").exists()
+
+
+def scored(rewards: list[float], completions: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(rewards=np.array(rewards, np.float32), completions=completions)
+
+
+PROMPTS = [{"prompt": "a", "text": "x"}, {"prompt": [{"role": "user", "content": "b"}]}]
+OUTCOME = scored([1, 1, 0.5, 0, 0, np.nan, 0, 0], ["p", "p", "q", "r", "s", "t", "u", "v"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (Keep(), [("p", 1.0), ("q", 0.5)]),
+        (Keep(max_per_prompt=1), [("p", 1.0)]),
+        (Keep(min_reward=0.6, duplicates=True), [("p", 1.0), ("p", 1.0)]),
+        (Keep(min_reward=0.0, max_per_prompt=1), [("p", 1.0), ("s", 0.0)]),
+        (Keep(pass_rate=(0.0, 0.5), min_reward=0.0), []),
+    ],
+)
+def test_a_filter_keeps_what_passes_the_best_first_and_once(keep, expected):
+    rows, numbers = recipe.choose(PROMPTS, OUTCOME, keep)
+
+    def text_of(completion) -> str:
+        return completion if isinstance(completion, str) else completion[0]["content"]
+
+    assert [(text_of(row["completion"]), row["reward"]) for row in rows] == expected
+    assert numbers["sampled"] == 8
+    assert numbers["judged"] == 7
+    assert numbers["kept"] == len(expected)
+    assert all("text" not in row for row in rows)
+
+
+def test_a_filter_makes_pairs_and_chooses_prompts():
+    pairs, _ = recipe.choose(PROMPTS, OUTCOME, Keep(rows="pairs"))
+    assert pairs == [{"prompt": "a", "chosen": "p", "rejected": "r"}]
+    prompts, _ = recipe.choose(PROMPTS, OUTCOME, Keep(rows="prompts", pass_rate=(0.5, 0.8)))
+    assert prompts == [PROMPTS[0] | {"pass_rate": 0.75}]
+
+
+def test_the_table_pairs_problems_and_tells_what_was_forgotten(tmp_path):
+    def known(rewards: list[float]) -> Answers:
+        return Answers(["p"] * 4, [["c"]] * 4, np.array(rewards)[:, None])
+
+    table = {
+        "start": {"a": known([0, 0, 1, 1]), "b": known([1, 1, 1, np.nan])},
+        "sft": {"a": known([1, 1, 1, 1]), "b": known([0, 0, 1, 1])},
+        "grpo": {"a": known([1, 1, 1, 0]), "b": known([0, 1, 1, 1])},
+    }
+    changes = recipe.changes_of(table, "grpo")
+    assert changes["a"].value == 0.25
+    assert changes["a"].n == 4
+    assert changes["b"].value == pytest.approx(-1 / 3)
+    assert changes["b"].n == 3
+    values = {
+        row: {name: item.estimate() for name, item in sets.items()} for row, sets in table.items()
+    }
+    assert recipe.forgetting(values, "a") == 0.25
+    assert recipe.forgetting(values, "b") == 0.25
+
+    path = tmp_path / "answers.jsonl"
+    answers.write(path, table["start"]["b"], "these")
+    again = answers.read(path, "these")
+    assert again is not None
+    assert np.array_equal(again.rewards, table["start"]["b"].rewards, equal_nan=True)
+    assert answers.read(path, "others") is None
+
+
+# --- a chain that is killed ---
+
+
+def start_chain(folder: Path) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
+    (folder / "chain.yaml").write_text(CHAIN.format(run_dir=folder / "chain"))
+    command = [sys.executable, "-m", "tpu_rl.commands.cli", "recipe", str(folder / "chain.yaml")]
+    log = (folder / "log").open("a")
+    return subprocess.Popen(command, env=os.environ, stdout=log, stderr=log, start_new_session=True)
+
+
+def results(folder: Path) -> dict:
+    """Digests of all stages and the table; model paths are in no digest."""
+    return json.loads((folder / "chain" / "summary.json").read_text())
+
+
+KILLED_AFTER = (
+    "sft/metrics.jsonl",
+    "sft/summary.json",
+    "kept/chunks/0.jsonl",
+    "rft/checkpoints/1",
+    "grpo/checkpoints/2",
+    "evaluations/rft--five.jsonl",
+)
+"""Files whose appearance is the moment of a kill."""
+
+
+@pytest.mark.nightly
+def test_a_chain_killed_at_any_moment_ends_with_the_same_digests(tmp_path):
+    assert start_chain(tmp_path / "whole").wait() == 0
+    killed = tmp_path / "killed"
+    num_kills = 0
+    for name in KILLED_AFTER:
+        process = start_chain(killed)
+        while process.poll() is None and not (killed / "chain" / name).exists():
+            time.sleep(0.005)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            num_kills += 1
+        process.wait()
+    assert num_kills >= 4
+    assert start_chain(killed).wait() == 0, (killed / "log").read_text()
+    assert results(killed) == results(tmp_path / "whole")

@@ -1,0 +1,450 @@
+"""Run a recipe: stages of training and filtering, and one table of what each of them can do.
+
+    python launch/recipe.py FILE.yaml [--dry-run]
+
+The file is described in docs/how-to/recipes.md. Each stage of training is an ordinary run, in a
+folder of its own below the recipe's. The same command continues where it stopped. At the end,
+report.md and summary.json of the recipe say how well each stage solves each set of problems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from tpu_rl import run_files
+from tpu_rl.checkpoint import lock
+from tpu_rl.commands import answers, config, preflight, recipe_file, roles, run
+from tpu_rl.commands.answers import Answers
+from tpu_rl.commands.config import ExperimentConfig
+from tpu_rl.commands.recipe_file import Keep, Recipe
+from tpu_rl.data import Row
+from tpu_rl.diagnosis.secret_settings import refuse_secrets
+from tpu_rl.environments import task_of
+from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.evaluation import comparison
+from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.experience import tasks
+from tpu_rl.experience.config import sampler_config
+from tpu_rl.report import markdown
+from tpu_rl.rewards import registry
+from tpu_rl.rollout.engine import Scorer
+from tpu_rl.rollout.scoring import Scored
+from tpu_rl.runtime import cluster
+from tpu_rl.runtime.host import explain_full_disk
+from tpu_rl.runtime.preemption import INTERRUPTED, Preempted
+from tpu_rl.types import Purpose
+
+EVALUATIONS = "evaluations"
+ROWS = "rows.jsonl"
+REPORT = "report.md"
+SUMMARY = "summary.json"
+NOT_KEPT = ("messages", "text", "completion", "system", "system_prompt")
+"""Columns that would say something else of a row than its new prompt and completion."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    file: tyro.conf.Positional[str]
+    """The recipe."""
+    dry_run: bool = False
+    """Check all stages and evaluations, and stop."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    flags = tyro.cli(Flags, args=argv, prog=typed_command("recipe"), description=__doc__)
+    command = f"{typed_command('recipe')} {shlex.join(argv)}"
+    try:
+        refuse_secrets(argv)
+        if cluster.find([])[0] is not None:
+            raise InputError(
+                "recipes run in one process",
+                why="a filter stage writes its rows in one",
+                fix="start the stages by themselves: see --dry-run for their flags",
+            )
+        recipe = recipe_file.read(Path(flags.file))
+        configs = check(recipe, shows=flags.dry_run)
+        if not flags.dry_run:
+            with explain_full_disk(), lock.hold(recipe.run_dir):
+                run_recipe(recipe, configs, command)
+    except Preempted as stop:
+        print(f"{stop}\n  to go on: {command}", file=sys.stderr)
+        return stop.code
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print(f"interrupted\n  to go on: {command}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Let errors say which stage or evaluation they are of."""
+    try:
+        yield
+    except TpuRlError as error:
+        where = f"{what}: {error.where}" if error.where else what
+        raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from error
+
+
+def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
+    """Return the configuration of each stage, and of each evaluation by its name with a colon.
+
+    Everything that can be wrong before the stages have run is an error here. A stage whose model
+    comes from another is checked with the model that the chain begins with.
+
+    Args:
+        recipe: the recipe.
+        shows: also print what each stage would do.
+    """
+    configs: dict[str, ExperimentConfig] = {}
+    first_model: dict[str, str | None] = {}
+    for stage in recipe.stages:
+        with named(f"stage {stage.name}"):
+            parsed = configs[stage.name] = config.parse(stage.argv)
+            path = parsed.model.path
+            model_of = {str(recipe.run_dir / name / "model"): name for name in stage.needs}
+            first_model[stage.name] = first_model[model_of[path]] if path in model_of else path
+            if stage.keep is not None:
+                check_filter(parsed, stage.keep)
+            if not stage.reads_only_models:
+                how = "checked when the stages that it reads have run"
+            else:
+                model = replace(parsed.model, path=first_model[stage.name])
+                examine(replace(parsed, model=model))
+                how = "checked"
+        if shows:
+            print(f"stage {stage.name}: {shlex.join(stage.argv)}\n  {how}")
+    for name, argv in recipe.evaluations.items():
+        with named(f"evaluation {name}"):
+            parsed = configs[f"{name}:"] = config.parse(argv)
+            count = len(answers.problems_of(parsed, is_whole=True))
+            if parsed.evaluation_reward is None and not parsed.environment:
+                raise InputError("no reward says what is correct", where="reward")
+        if shows:
+            print(f"evaluation {name}: {count} problems, reward {parsed.evaluation_reward}")
+    return configs
+
+
+def examine(config: ExperimentConfig) -> None:
+    """Check a stage as its run does before it begins."""
+    for warning in preflight.check(config, needs_weights=False):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def check_filter(config: ExperimentConfig, keep: Keep) -> None:
+    """Raise InputError if a filter stage cannot choose."""
+    if task_of(config.data) is not None and not keep.prompts:
+        raise InputError(
+            "the task makes prompts without end", where="keep: prompts", fix="say how many"
+        )
+    if not config.reward and not config.environment:
+        raise InputError("nothing judges the completions", where="reward", fix="name a reward")
+    if keep.rows == "pairs" and config.batch.group_size < 2:
+        raise InputError(
+            "a pair needs two completions", where="batch.group-size", fix="use at least 2"
+        )
+    if config.environment or config.agent:
+        raise InputError(
+            "a filter keeps completions of one turn",
+            where="environment, agent",
+            fix="use the method rft, which imitates whole conversations",
+        )
+
+
+def run_recipe(recipe: Recipe, configs: dict[str, ExperimentConfig], command: str) -> None:
+    """Run the stages that have not run yet, measure their models, and write the report."""
+    started = recipe.stages[0]
+    begins_at = configs[started.name].model
+    table: dict[str, dict[str, Answers]] = {}
+    if begins_at.path is not None and not begins_at.random_init:
+        table["start"] = measure(recipe, configs, "start", begins_at.path)
+    for number, stage in enumerate(recipe.stages, start=1):
+        stage_config = configs[stage.name]
+        print(f"stage {number} of {len(recipe.stages)}: {stage.name}", flush=True)
+        with named(f"stage {stage.name}"):
+            if stage.keep is not None:
+                filter_rows(stage_config, stage.keep)
+                continue
+            run.start(stage_config, command, partial(run.leave_at_once, command))
+        jax.clear_caches()
+        is_policy = roles.main_role(stage_config.algorithm) == "policy"
+        if is_policy and roles.reading(stage_config.algorithm) is None:
+            model = str(Path(stage_config.run_dir) / "model")
+            table[stage.name] = measure(recipe, configs, stage.name, model)
+    write_report(recipe, table)
+
+
+# --- filters ---
+
+
+def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
+    """Sample completions of the stage's prompts, and write the rows to keep to rows.jsonl.
+
+    Chunks of prompts are sampled and written one after the other, so that a filter that was killed
+    goes on. What a chunk draws depends on the seed and on its number only.
+
+    Raises:
+        InputError: if the folder has rows of other settings, or no row is left.
+    """
+    folder = Path(config.run_dir)
+    settings = {"stage": answers.identity(config, str(config.model.path)), "keep": asdict(keep)}
+    text = json.dumps(settings, sort_keys=True)
+    summary = run_files.read_json(folder / SUMMARY)
+    known = folder / "settings.json"
+    if known.exists() and known.read_text(encoding="utf-8") != text:
+        raise InputError(
+            "the folder has rows that other settings kept",
+            where=str(folder),
+            fix="use another run-dir in the recipe, or the settings of before",
+        )
+    if summary and (folder / ROWS).exists():
+        print(f"these rows are kept: {folder / ROWS}, {summary['kept']} of them")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(known, text)
+    preflight.prepare(config)
+    language, params = answers.load_model(str(config.model.path), config)
+    tokenizer = language.tokenizer
+    rows = tasks.usable_rows(
+        config.data,
+        config.algorithm.experience,
+        tokenizer,
+        seed=config.seed,
+        num_held_out=config.evaluation.rows,
+        max_prompt_tokens=config.sampling.max_prompt_tokens,
+    )
+    count = min(keep.prompts or len(rows), len(rows))
+    group = config.batch.group_size
+    settings_of_sampler = sampler_config(config.sampling, tokenizer, group)
+    functions = registry.reward_functions(
+        config.reward_names, config.reward_limits, config.allow_unsandboxed_code
+    )
+    terms = registry.displayed(config.reward_terms)
+    scorer = Scorer(tokenizer, functions, config.reward_limits.fault_share, terms)
+    for number, first in enumerate(range(0, count, keep.chunk)):
+        path = folder / "chunks" / f"{number}.jsonl"
+        if path.exists():
+            continue
+        path.parent.mkdir(exist_ok=True)
+        chunk = [dict(rows[i]) for i in range(first, min(first + keep.chunk, count))]
+        scored = answers.sample(
+            config,
+            language,
+            params,
+            chunk,
+            settings_of_sampler,
+            scorer,
+            Purpose.ROLLOUT,
+            step=number,
+            seed=config.seed,
+        )
+        kept_rows, numbers = choose(chunk, scored, keep)
+        answers.write_lines(path, [numbers, *kept_rows])
+        print(f"  {first + len(chunk)} of {count} prompts: {json.dumps(numbers)}", flush=True)
+    join_chunks(folder, -(-count // keep.chunk))
+
+
+def join_chunks(folder: Path, count: int) -> None:
+    """Write rows.jsonl and the summary of a filter from its chunks."""
+    totals: dict[str, int] = {}
+    lines: list[str] = []
+    for number in range(count):
+        text = (folder / "chunks" / f"{number}.jsonl").read_text(encoding="utf-8")
+        first, *rest = text.splitlines()
+        lines += rest
+        for name, value in json.loads(first).items():
+            totals[name] = totals.get(name, 0) + value
+    if not lines:
+        raise InputError(
+            "the filter kept no row",
+            where=str(folder),
+            why=json.dumps(totals),
+            fix="lower keep: min-reward, or widen pass-rate, in a new run-dir",
+        )
+    content = "".join(f"{line}\n" for line in lines)
+    write_text(folder / ROWS, content)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    write_text(folder / SUMMARY, json.dumps(totals | {"sha256": digest}))
+    print(f"done: {folder / ROWS}, {totals['kept']} rows")
+
+
+def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict[str, int]]:
+    """Return (the rows to keep, counts of what was sampled, judged, passing and kept).
+
+    Args:
+        rows: the prompts.
+        scored: the completions, those of a prompt beside each other. A completion whose reward is
+            NaN is never kept.
+        keep: the rule.
+    """
+    group = len(scored.completions) // len(rows)
+    rewards = [float(reward) for reward in scored.rewards]
+    chosen: list[Row] = []
+    numbers = {"prompts": len(rows), "sampled": len(rewards), "judged": 0, "passing": 0}
+    for index, row in enumerate(rows):
+        span = range(index * group, (index + 1) * group)
+        judged = [i for i in span if rewards[i] == rewards[i]]
+        passing = [i for i in judged if rewards[i] >= keep.min_reward]
+        numbers["judged"] += len(judged)
+        numbers["passing"] += len(passing)
+        rate = len(passing) / len(judged) if judged else 0.0
+        if not judged or not keep.pass_rate[0] <= rate <= keep.pass_rate[1]:
+            continue
+        ranked = sorted(judged, key=lambda i: (-rewards[i], i))
+        best, worst = ranked[0], ranked[-1]
+        plain = {name: value for name, value in row.items() if name not in NOT_KEPT}
+        if keep.rows == "prompts":
+            chosen.append(row | {"pass_rate": rate})
+        elif keep.rows == "pairs":
+            gap = rewards[best] - rewards[worst]
+            if gap > 0 and gap >= keep.gap:
+                texts = [answer(row, scored.completions[i]) for i in (best, worst)]
+                chosen.append(plain | {"chosen": texts[0], "rejected": texts[1]})
+        else:
+            texts = []
+            for i in ranked:
+                text = scored.completions[i]
+                is_full = 0 < keep.max_per_prompt <= len(texts)
+                if rewards[i] < keep.min_reward or is_full:
+                    break
+                if keep.duplicates or text not in texts:
+                    texts.append(text)
+                    chosen.append(plain | {"completion": answer(row, text), "reward": rewards[i]})
+    return chosen, numbers | {"kept": len(chosen)}
+
+
+def answer(row: Row, text: str) -> Any:
+    """Return a completion in the form of its prompt: a text, or messages."""
+    return text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+# --- the table ---
+
+
+def measure(
+    recipe: Recipe, configs: dict[str, ExperimentConfig], stage: str, model: str
+) -> dict[str, Answers]:
+    """Return the answers of a model to each set of problems, from its files if they are there."""
+    measured: dict[str, Answers] = {}
+    loaded = None
+    for name in recipe.evaluations:
+        settings = replace(configs[f"{name}:"], run_dir="")
+        of = answers.identity(settings, model)
+        path = recipe.run_dir / EVALUATIONS / f"{stage}--{name}.jsonl"
+        known = answers.read(path, of)
+        if known is None:
+            with named(f"evaluation {name} of {stage}"):
+                if loaded is None:
+                    preflight.prepare(replace(settings, model=replace(settings.model, path=model)))
+                    loaded = answers.load_model(model, settings)
+                rows = answers.problems_of(settings, is_whole=True)
+                known = answers.evaluate(settings, *loaded, rows)
+            answers.write(path, known, of)
+        measured[name] = known
+        value = known.estimate()
+        print(f"  {name}: {markdown.of(value)}", flush=True)
+    return measured
+
+
+def write_report(recipe: Recipe, table: dict[str, dict[str, Answers]]) -> None:
+    """Write report.md and summary.json: the stages, R[stage, set], and changes against the start.
+
+    Forgetting of a set is the best value of an earlier row less the last one (A. Chaudhry et al.,
+    arXiv 1801.10112, equation 3, with the start as the first task).
+    """
+    stages = []
+    for stage in recipe.stages:
+        summary = run_files.read_json(recipe.run_dir / stage.name / SUMMARY)
+        digest = summary.get("params_digest") or summary.get("sha256", "")
+        preset = stage.argv[0] + (" (filter)" if stage.keep is not None else "")
+        what = f"{summary['kept']} rows" if stage.keep is not None else f"{summary['steps']} steps"
+        stages.append({"stage": stage.name, "preset": preset, "result": what, "digest": digest})
+    shown = [[s["stage"], s["preset"], s["result"], f"`{s['digest'][:12]}`"] for s in stages]
+    names = list(recipe.evaluations)
+    values = {
+        row: {name: known.estimate() for name, known in sets.items()} for row, sets in table.items()
+    }
+    changes = {row: changes_of(table, row) for row in list(table)[1:]}
+    forgotten = {name: forgetting(values, name) for name in names}
+    sections = [
+        f"# {recipe.run_dir.name}",
+        markdown.table(["stage", "preset", "result", "digest"], shown),
+    ]
+    if names and table:
+        sections += [
+            "## Each stage on each set of problems",
+            "Accuracy, or the mean reward where rewards are graded, with 95 % intervals over "
+            "problems.",
+            estimates_table(names, values),
+            f"## Change against {next(iter(table))}",
+            "Mean difference on the same problems, with a 95 % bootstrap over problems.",
+            estimates_table(names, changes, signed=True),
+            "Forgetting, the best value before the last row less the last: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in forgotten.items()),
+        ]
+    summary = {
+        "stages": stages,
+        "evaluations": as_dicts(values),
+        "changes": as_dicts(changes),
+        "forgetting": forgotten,
+    }
+    write_text(recipe.run_dir / REPORT, "\n\n".join(sections) + "\n")
+    write_text(recipe.run_dir / SUMMARY, json.dumps(summary, indent=2))
+    print(f"done: {recipe.run_dir / REPORT}")
+
+
+def estimates_table(
+    names: list[str], values: dict[str, dict[str, Estimate]], signed: bool = False
+) -> str:
+    """Return a table with a line per stage and a column per set of problems."""
+    lines = [
+        [row, *(markdown.of(sets[name], signed) for name in names)] for row, sets in values.items()
+    ]
+    return markdown.table(["after", *names], lines)
+
+
+def as_dicts(values: dict[str, dict[str, Estimate]]) -> dict[str, dict[str, Any]]:
+    """Return estimates as JSON values."""
+    return {
+        row: {name: value._asdict() for name, value in sets.items()} for row, sets in values.items()
+    }
+
+
+def changes_of(table: dict[str, dict[str, Answers]], row: str) -> dict[str, Estimate]:
+    """Return the paired difference of a row of the table and its first row, on each set."""
+    first = next(iter(table.values()))
+    changes = {}
+    for name, after in table[row].items():
+        is_graded = after.is_graded or first[name].is_graded
+        pair = [known.values(is_graded) for known in (first[name], after)]
+        both = (pair[0] == pair[0]) & (pair[1] == pair[1])
+        changes[name] = comparison.paired_difference(pair[0][both], pair[1][both])
+    return changes
+
+
+def forgetting(values: dict[str, dict[str, Estimate]], name: str) -> float:
+    """Return the best value of a set before the last row, less that of the last row."""
+    column = [sets[name].value for sets in values.values()]
+    return max(column[:-1]) - column[-1] if len(column) > 1 else 0.0
