@@ -84,7 +84,14 @@ def test_rounds_are_written_out_and_references_are_folders(tmp_path):
     assert "--data.path=runs/chain/kept_2/rows.jsonl,more.jsonl" in flags["tuned_2"]
     assert "--model.path=runs/chain/tuned_2/model" in flags["last"]
     assert flags["last"][-3:-1] == ["--reward", "0.5*runs/chain/sft/model"]
-    assert [stage.reads_only_models for stage in chain.stages] == [True, True, False, True, False, False]
+    assert [stage.reads_only_models for stage in chain.stages] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,7 @@ def test_rounds_are_written_out_and_references_are_folders(tmp_path):
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path, old, new, expected):
-    text = ROUNDS.replace("preset: sft, model: \"builtin:arithmetic\", data", "preset: sft, data")
+    text = ROUNDS.replace('preset: sft, model: "builtin:arithmetic", data', "preset: sft, data")
     assert old in text
     with pytest.raises(InputError) as raised:
         read(tmp_path, text.replace(old, new, 1))

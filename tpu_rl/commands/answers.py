@@ -6,6 +6,7 @@ random keys are those of every evaluation, so that two models differ in nothing 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,11 +67,30 @@ class Answers(NamedTuple):
 
 def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:
     """Load a model directory, hub id or builtin:NAME, in the dtypes of the configuration."""
-    model = replace(config.model, path=address, random_init=False, lora=models.LoraConfig())
-    config = replace(config, model=model)
+    config = with_model(config, address)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
+
+
+def split(argv: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Return (arguments before the first `--`, those after each).
+
+    Each of the latter is a set of problems: a preset and flags of a run.
+    """
+    parts: list[list[str]] = [[]]
+    for argument in argv:
+        if argument == "--":
+            parts.append([])
+        else:
+            parts[-1].append(argument)
+    return parts[0], parts[1:]
+
+
+def with_model(config: ExperimentConfig, address: str) -> ExperimentConfig:
+    """Return the configuration with the model at an address, as it is."""
+    model = replace(config.model, path=address, random_init=False, lora=models.LoraConfig())
+    return replace(config, model=model)
 
 
 def problems_of(config: ExperimentConfig, is_whole: bool) -> list[Row]:
@@ -161,6 +181,11 @@ def sample(
 def identity(config: ExperimentConfig, model: str, **settings: Any) -> str:
     """Return a hash of what answers depend on, besides the weights in the model's folder."""
     return configuration.settings_hash(config) + json.dumps({"model": model, **settings})
+
+
+def short_hash(of: str) -> str:
+    """Return a name for a file of answers."""
+    return hashlib.sha256(of.encode()).hexdigest()[:16]
 
 
 def write(path: Path, answers: Answers, of: str) -> None:

@@ -3,6 +3,8 @@
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
 tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as python launch/NAME.py
 tpu-rl recipe FILE.yaml                     the same as python launch/recipe.py FILE.yaml
+tpu-rl combine --to DIR A=0.5 B=0.5         the same as python launch/combine.py
+tpu-rl compare A B ...                      the same as python launch/compare.py
 tpu-rl check-reward NAME ROWS.jsonl         the same as python launch/check_reward.py
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
@@ -27,7 +29,7 @@ IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 
 COMMANDS = (
     *("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check"),
-    *("check_reward", "recipe"),
+    *("check_reward", "recipe", "combine", "compare"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "params_digest": digest,
         "versions": versions(),
+        "commit": commit(),
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
         "files": manifests.describe_files(run_dir, folders),
     }
@@ -176,6 +178,26 @@ def versions() -> dict[str, str]:
     """Return the versions of tpu_rl, of Python and of the packages that compute."""
     recorded = {"tpu_rl": tpu_rl.__version__, "python": platform.python_version()}
     return recorded | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout that this program runs from, with + if files differ.
+
+    None outside of a checkout, as after installation from a wheel.
+    """
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "tpu_rl")
+        return git("rev-parse", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def evaluation_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -357,7 +357,7 @@ def measure(
         if known is None:
             with named(f"evaluation {name} of {stage}"):
                 if loaded is None:
-                    preflight.prepare(replace(settings, model=replace(settings.model, path=model)))
+                    preflight.prepare(answers.with_model(settings, model))
                     loaded = answers.load_model(model, settings)
                 rows = answers.problems_of(settings, is_whole=True)
                 known = answers.evaluate(settings, *loaded, rows)

@@ -443,7 +443,7 @@ def save(
         name: (_file_dtype(params, file_tensor, dtype), file_tensor.shape)
         for name, file_tensor in file_tensors.items()
     }
-    files = _assign_files(layout, max_shard_bytes or SHARD_BYTES)
+    files = assign_files(layout, max_shard_bytes or SHARD_BYTES)
 
     def tensors_of(names: list[str]) -> Iterator[np.ndarray]:
         for name, tensor in zip(
@@ -462,7 +462,7 @@ def save(
             file_layout = {name: layout[name] for name in names}
             safetensors_files.write_file(directory / file, file_layout, tensors_of(names))
         if len(files) > 1:
-            _write_index(directory / safetensors_files.INDEX, files, layout)
+            write_index(directory / safetensors_files.INDEX, files, layout)
         _write_config(directory / "config.json", model.config, dtype or model.config.param_dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
@@ -507,7 +507,7 @@ def _num_bytes(layout: Layout, name: str) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
+def assign_files(layout: Layout, max_shard_bytes: int) -> dict[str, list[str]]:
     """Return file name -> names of its tensors.
 
     No file has more than `max_shard_bytes` of tensors, unless a single tensor is larger.
@@ -575,7 +575,7 @@ def _merged_tensor(config: DecoderConfig, params: Params, location: WeightLocati
     return lora.merged_weight(config, name, weight, a, b)
 
 
-def _write_index(path: Path, files: Mapping[str, list[str]], layout: Layout) -> None:
+def write_index(path: Path, files: Mapping[str, list[str]], layout: Layout) -> None:
     index = {
         "metadata": {"total_size": sum(_num_bytes(layout, name) for name in layout)},
         "weight_map": {name: file for file, names in files.items() for name in names},
