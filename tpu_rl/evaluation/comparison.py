@@ -47,7 +47,9 @@ def paired_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
     difference = np.asarray(b, np.float64) - np.asarray(a, np.float64)
     n = len(difference)
     rng = np.random.default_rng(seed)
-    means = [difference[rng.integers(n, size=n)].mean() for _ in range(RESAMPLES)]
+    # A hundred resamples at a time bound the memory.
+    draws = (difference[rng.integers(n, size=(100, n))].mean(1) for _ in range(RESAMPLES // 100))
+    means = np.concatenate(list(draws))
     low, high = np.percentile(means, [2.5, 97.5])
     return Estimate(float(difference.mean()), float(low), float(high), n)
 

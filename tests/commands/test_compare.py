@@ -1,0 +1,148 @@
+"""The commands compare and combine."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpu_rl.commands import answers, combine, compare
+from tpu_rl.commands.answers import Answers
+from tpu_rl.errors import InputError
+
+
+def keep(path: Path, rewards: list[float], prompts: str = "abcd", texts: str = "wxyz") -> str:
+    completions = [[text] for text in texts[: len(rewards)]]
+    item = Answers(list(prompts[: len(rewards)]), completions, np.array(rewards)[:, None])
+    answers.write(path, item, "test")
+    return str(path)
+
+
+def test_models_are_paired_on_the_problems_that_they_share(tmp_path, capsys):
+    a = keep(tmp_path / "a.jsonl", [0, 0, 1, 1])
+    b = keep(tmp_path / "b.jsonl", [1, 1, 0], "dba", "zxq")
+    page = tmp_path / "page.md"
+    assert compare.main([a, b, "--to", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == page.read_text()
+    # Shared are a, b and d: 0, 0, 1 against 0, 1, 1.
+    assert f"| {a} | 0.333 " in printed
+    assert f"| {b} | 0.667 " in printed
+    assert "| +0.333 (+0.000 to +1.000) | 1 | 0.667 | 0.667 |" in printed
+
+
+def test_graded_answers_have_no_test_of_counts(tmp_path, capsys):
+    a = keep(tmp_path / "a.jsonl", [0.25, 0, 1, np.nan])
+    b = keep(tmp_path / "b.jsonl", [0.5, 0, 1, 1])
+    assert compare.main([a, b]) == 0
+    printed = capsys.readouterr().out
+    assert "mean reward" in printed
+    assert "| +0.083 (" in printed
+    assert "| - | 0.667 | 1.000 |" in printed
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (None, "nothing to compare with"),
+        ("none.jsonl", "no such file of answers"),
+        ("other", "no problem in common"),
+        ("damaged", "holds no answers"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys, second, expected):
+    names = [keep(tmp_path / "a.jsonl", [0, 1])]
+    if second == "other":
+        names.append(keep(tmp_path / "b.jsonl", [0, 1], "yz"))
+    elif second == "damaged":
+        (tmp_path / "b.jsonl").write_text("{}\n{}\n")
+        names.append(str(tmp_path / "b.jsonl"))
+    elif second:
+        names.append(str(tmp_path / second))
+    assert compare.main(names) in (2, 4)
+    assert expected in capsys.readouterr().err
+
+
+def test_methods_are_compared_over_seeds(capsys):
+    groups = compare.groups_of(("grpo=a,b,c,d", "ppo=e,f,g,h"))
+    values = {name: [float(index)] for index, name in enumerate("abcdefgh")}
+    text = compare.over_seeds(groups, values, "last metric")
+    assert "| grpo | 4 | 1 | 1.500 | 1.500 (" in text
+    assert "| ppo | 1.000 (1.000 to 1.000) |" in text
+    with pytest.raises(InputError, match="names a method twice"):
+        compare.groups_of(("a", "a"))
+    with pytest.raises(InputError, match="names no model"):
+        compare.groups_of(("a=",))
+
+
+def test_a_metric_of_runs_is_compared_without_models(whole, capsys):
+    assert compare.main([str(whole), f"again={whole}", "--metric", "eval/accuracy"]) == 2
+    assert "nothing to compare with" in capsys.readouterr().err
+    assert compare.last_value(str(whole), "policy/entropy") > 0
+    with pytest.raises(InputError, match="did you mean eval/accuracy"):
+        compare.last_value(str(whole), "eval/acuracy")
+
+
+def test_a_replay_names_versions_and_the_command(whole, capsys):
+    assert compare.main(["--replay", str(whole)]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads((whole / "summary.json").read_text())["params_digest"] in printed
+    assert f"launch/run.py {whole}/config.yaml --run-dir {whole}_replay" in printed
+    assert "| jax | " in printed
+
+
+@pytest.mark.nightly
+def test_a_replay_ends_with_the_same_digest(whole, tmp_path, capsys):
+    assert compare.main(["--replay", str(whole), "--to", str(tmp_path / "again")]) == 0
+    assert "the same digest" in capsys.readouterr().out
+
+
+# --- combine ---
+
+
+@pytest.mark.parametrize(
+    ("text", "s", "expected"),
+    [("0.5", 0, 0.5), ("-1", 0, -1), ("1-s", 0.25, 0.75), ("s*(1-s)/2", 0.5, 0.125)],
+)
+def test_weights_are_numbers_or_expressions(text, s, expected):
+    assert combine.weight_of(text, s) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1/0", "2**9", "1e999", "s()", "True", "'1'", "1;2"])
+def test_other_weights_are_refused(text):
+    with pytest.raises(InputError, match="is no weight"):
+        combine.weight_of(text, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["builtin:arithmetic=1"], "no directory to write"),
+        (["--to", "x", "builtin:arithmetic=s"], "weights with s need --sweep"),
+        (["--to", "x", "builtin:arithmetic=1", "--sweep", "1"], "no weight depends on s"),
+        (["--to", "x", "builtin:arithmetic=0.5"], "the weights add up to 0.5, not 1"),
+        (["--to", "x", "builtin:none=1"], "no shipped model"),
+        (["builtin:arithmetic", "--deltas"], "which model the training began with"),
+        (["--to", "x", "builtin:arithmetic=1", "--", "grp"], "unknown preset"),
+    ],
+)
+def test_wrong_flags_of_combine_are_one_error(argv, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert combine.main(argv) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_is_extrapolated_and_its_change_reported(whole, tmp_path, capsys):
+    to = str(tmp_path / "points")
+    run = str(whole)
+    argv = ["--to", to, f"{run}=s", "--base", "builtin:arithmetic", "--sweep", "0", "2"]
+    assert combine.main(argv) == 0
+    assert sorted(path.name for path in Path(to).iterdir()) == ["0", "2"]
+    assert combine.main([run, f"{to}/2", "--base", "builtin:arithmetic", "--deltas"]) == 0
+    printed = capsys.readouterr().out
+    assert "all weights" in printed
+    assert "cosine of the changes" in printed
+    assert printed.rstrip().endswith("1.0000")
+    # The base of a run is known.
+    assert combine.main([run, "--deltas"]) == 0
