@@ -72,6 +72,11 @@ def checkpoints_of(address: str) -> str:
     return str(Path(address) / CHECKPOINTS)
 
 
+def best_of(checkpoints: str) -> str:
+    """Return where the checkpoint of the best evaluation is, beside a run's checkpoints."""
+    return f"{checkpoints}_best"
+
+
 def write_back(address: str, path: Path, names: tuple[str, ...]) -> None:
     """Copy files of a folder that `fetch` returned to the run folder itself."""
     if gcs.is_address(address):

@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -153,6 +154,69 @@ class Plateau:
     """The smallest rise of the mean with which the phase continues."""
 
 
+class StopRule(NamedTuple):
+    """A bound of the mean of a metric."""
+
+    metric: str
+    is_upper: bool
+    limit: float
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """Ends of the main algorithm before its last step. The run then finishes as usual."""
+
+    metric: str = ""
+    """The held-out metric that --stop.patience and --stop.best look at, such as eval/accuracy."""
+    goal: Literal["highest", "lowest"] = "highest"
+    """The better values of --stop.metric."""
+    patience: int = 0
+    """End the run after so many evaluations in a row without a better value; 0 never does."""
+    min_gain: float = 0.0
+    """A value is better only if it exceeds the best one by more than this."""
+    best: bool = False
+    """The run's model is that of the evaluation with the best value, not that of the last step."""
+    when: tuple[str, ...] = ()
+    """End the run when the mean of a metric leaves its bound: METRIC>NUMBER or METRIC<NUMBER, as in
+    'policy/kl_reference>0.5' 'reward/std<0.01' 'rollout/truncated>0.5'. Quote them for the
+    shell."""
+    over: int = 8
+    """Steps of the mean of --stop.when; at evaluations' metrics, so many evaluations."""
+
+    def __post_init__(self):
+        config_checks.check_not_negative({"--stop.patience": self.patience})
+        config_checks.check_not_negative({"--stop.min-gain": self.min_gain})
+        config_checks.check_positive({"--stop.over": self.over})
+        _ = self.rules
+        if bool(self.metric) != bool(self.patience or self.best):
+            raise InputError(
+                "--stop.metric does nothing"
+                if self.metric
+                else "no metric says which evaluation is better",
+                where="--stop.metric, --stop.patience, --stop.best",
+                fix="as in --stop.metric eval/accuracy --stop.patience 3 --stop.best",
+            )
+
+    @property
+    def rules(self) -> tuple[StopRule, ...]:
+        """The bounds of `when`."""
+        rules = []
+        for text in self.when:
+            match = re.fullmatch(r"([^\s<>]+)\s*([<>])\s*(\S+)", text.strip())
+            try:
+                limit = float(match[3]) if match else math.nan
+            except ValueError:
+                limit = math.nan
+            if match is None or not math.isfinite(limit):
+                raise InputError(
+                    f"{text!r} is no bound of a metric",
+                    where="--stop.when",
+                    fix="as in 'reward/std<0.01'",
+                )
+            rules.append(StopRule(match[1], match[2] == ">", limit))
+        return tuple(rules)
+
+
 @dataclass(frozen=True)
 class Phase:
     """A part of a run before its main `algorithm`: value pretraining, or a round of Q#."""
@@ -221,6 +285,7 @@ class ExperimentConfig:
     """The folder of the run; runs/PRESET if empty. The same command on the same folder continues
     where the run stopped."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
     wandb: bool = False
     """Send metrics and some completions to Weights & Biases. WANDB_PROJECT and WANDB_NAME name the
     project and the run."""
@@ -707,29 +772,41 @@ def fixed_settings(config: ExperimentConfig) -> dict[str, Any]:
             flat |= flatten(value, f"{prefix}.{name}".strip("."))
         return flat
 
+    values = to_dict(config)
+    if config.stop == StopConfig():
+        del values["stop"]  # Runs of before there was one go on.
     return {
         name: value
-        for name, value in flatten(to_dict(config), "").items()
+        for name, value in flatten(values, "").items()
         if name not in MAY_CHANGE and name.partition(".")[0] not in MAY_CHANGE
     }
 
 
+def _fixed_here(config: ExperimentConfig, new: ExperimentConfig | None = None) -> dict[str, Any]:
+    """Return the values of settings in MAY_CHANGE that change the result of this run, or of `new`.
+
+    A schedule that decays until the last step changes when that step moves, and a choice of the
+    best evaluation when others are made.
+    """
+    new = new or config
+    settings: dict[str, Any] = {}
+    if new.optimizer.schedule != "constant":
+        settings["steps"] = config.steps
+    if new.stop.metric:
+        settings["evaluation.interval"] = config.evaluation.interval
+    return settings
+
+
 def settings_hash(config: ExperimentConfig) -> str:
     """Return a hash of the settings that must stay while a run goes on."""
-    settings = fixed_settings(config)
-    if config.optimizer.schedule != "constant":
-        settings["steps"] = config.steps
+    settings = fixed_settings(config) | _fixed_here(config)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
     """Return lines "name: old -> new" for all values that differ, except those in MAY_CHANGE."""
-    before = fixed_settings(old)
-    after = fixed_settings(new)
-    # A schedule that decays until the last step changes when that step moves.
-    if new.optimizer.schedule != "constant":
-        before["steps"] = old.steps
-        after["steps"] = new.steps
+    before = fixed_settings(old) | _fixed_here(old, new)
+    after = fixed_settings(new) | _fixed_here(new)
     return [
         f"{name}: {before.get(name)} -> {after.get(name)}"
         for name in before | after

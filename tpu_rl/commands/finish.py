@@ -43,16 +43,22 @@ def finish(context: RunContext, params: Params, began: float, folder: RunFolder)
     folders = save_models(context, params)
     audit_pairs(context, params)
     digest = digests.of_tree(params[roles.main_role(config.algorithm)])
+    stage = stages.of_run(config, run_dir, config.steps)[-1]
     if processes.index():
         return
     rows = list(run_files.read_metrics(run_dir))
+    last = rows[-1]["step"]
+    rules = stages.StopRules(config.stop)
+    reasons = [rules.add(row) for row in rows if stage.first <= row["step"]]
     summary = {
-        "steps": config.steps,
+        "steps": last,
         "seconds": round(time.perf_counter() - began, 1),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "params_digest": digest,
         "versions": versions(),
         "commit": commit(),
+        "stopped": reasons[-1] if last < config.steps else "",
+        "model_step": rules.best_step if config.stop.best else last,
         "eval": {"before": evaluation_of(rows[0]), "after": evaluation_of(rows[-1])},
         "files": manifests.describe_files(run_dir, folders),
     }

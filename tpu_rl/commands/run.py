@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl import metrics, report, run_files
-from tpu_rl.checkpoint import identity, lock, manager, train_state_io
+from tpu_rl.checkpoint import identity, lock, manager, remote_run, train_state_io
 from tpu_rl.checkpoint.run_dir import RunFolder, open_run_folder
 from tpu_rl.commands import (
     compose,
@@ -199,7 +199,8 @@ def is_finished(config: ExperimentConfig, run_dir: Path) -> bool:
     # `finish` deletes it before it writes the summary, and writes it again last.
     page = run_dir / report.FILE
     summary = run_files.read_summary(run_dir)
-    return page.exists() and bool(summary) and summary["steps"] >= config.steps
+    has_ended = bool(summary) and (summary["steps"] >= config.steps or summary.get("stopped"))
+    return page.exists() and bool(has_ended)
 
 
 class StageParts(NamedTuple):
@@ -275,6 +276,8 @@ class Job(NamedTuple):
     signals: Signals
     checkpoints: manager.Checkpoints
     writer: CheckpointWriter
+    best: CheckpointWriter | None
+    """Writes the checkpoint of the best evaluation, if --stop.best asks for it."""
     sink: metrics.Sink
     profile: Profile
     health: HealthMonitor
@@ -321,12 +324,20 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
             ) as sink,
             ExitStack() as open_sources,
         ):
+            best = None
+            if config.stop.best:
+                best_checkpoints = manager.open_checkpoints(
+                    remote_run.best_of(folder.checkpoints), keep=1
+                )
+                open_sources.callback(best_checkpoints.close)
+                best = CheckpointWriter(folder, best_checkpoints, began, names)
             job = Job(
                 config,
                 run_dir,
                 signals,
                 checkpoints,
                 CheckpointWriter(folder, checkpoints, began, names),
+                best,
                 sink,
                 Profile(config.profile, run_dir),
                 HealthMonitor(),
@@ -344,9 +355,24 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                     state = evaluate_before_training(job, context, stage, parts, state)
                 state, step = train_stage(job, stage, parts, state, step)
                 params = state.params
+            if best is not None:
+                params = read_best(config, run_dir, best, state, step).params
         watchdog.mark("the end of the run: its model and report")
         checkpoints.close()
         finish.finish(context, params, began, folder)
+
+
+def read_best(
+    config: ExperimentConfig, run_dir: Path, best: CheckpointWriter, state: TrainState, step: int
+) -> TrainState:
+    """Return the state after the best evaluation, in place of that after the last step."""
+    stage = stages.of_run(config, run_dir, step)[-1]
+    best_step = stages.stop_rules(config, run_dir, stage, step).best_step
+    if best_step in (-1, step):
+        return state
+    abstract_state = train_state_io.abstract(state)
+    del state
+    return best.restore(best_step, abstract_state)
 
 
 def where_it_runs(config: ExperimentConfig, folder: RunFolder) -> str:
@@ -378,6 +404,9 @@ def train_stage(
     A step's metrics are on the disk before its checkpoint, so that a resumed run has each row once.
     """
     plateau = stages.PlateauDetector(stage, job.run_dir, last_step)
+    stop = job.config.stop
+    rules = stages.stop_rules(job.config, job.run_dir, stage, last_step)
+    is_main = stage.index == len(job.config.phases)
     job.writer.phase = stage.index
     for step in range(max(last_step + 1, stage.first), stage.last + 1):
         watchdog.mark(f"the border before step {step}, where all processes meet")
@@ -394,6 +423,8 @@ def train_stage(
         job.signals.has_stepped.set()
         if step == job.first_step:
             print(f"time to first step: {seconds_since_start():.1f} s")
+        if is_main and step == job.first_step:
+            stages.require_metrics(stop, row, "")
         job.health.warn(step, row, experience.records)
         state = job.recovery.after(step, stage.first, state, row, experience, job.checkpoints)
 
@@ -406,15 +437,28 @@ def train_stage(
             watchdog.mark(f"the evaluation after step {step}")
             state, measured = evaluate(parts, state, in_full=is_run_end)
             row |= measured
+        reason = rules.add(row | {"step": step})
+        if reason and not is_run_end:
+            is_stage_end = True
+            row[stages.ENDED] = 1.0
+            watchdog.mark(f"the evaluation after step {step}")
+            state, measured = evaluate(parts, state, in_full=True)
+            row |= measured
         job.writer.confirm_lock()
         job.sink.write(step, row, experience.samples)
         if step % job.config.evaluation.interval == 0 and not is_run_end:
             finish.update_report(job.run_dir)
+        if job.best is not None and is_main and rules.best_step == step:
+            # Before the run's own checkpoint: what that one has measured can be read back.
+            job.best.phase = stage.index
+            job.best.save_once(step, state, parts.source.get_state())
         is_due = step % job.config.checkpoint.interval == 0 and not job.recovery.in_a_row
         if is_stage_end or is_due:
             job.writer.save(step, state, parts.source.get_state(), wait=is_stage_end)
         last_step = step
         if is_stage_end:
+            if reason:
+                print(f"the run ends with step {step}: {reason}")
             break
     return state, last_step
 
@@ -510,6 +554,8 @@ def evaluate_before_training(
     watchdog.mark("the evaluation before the first step")
     first = evaluators.before_training(context, stage, parts.evaluations)
     state, measured = evaluate(parts._replace(evaluations=first), state, in_full=True)
+    if measured:
+        stages.require_metrics(job.config.stop, measured, "eval/")
     job.sink.write(0, measured)
     finish.update_report(job.run_dir)
     return state
@@ -607,6 +653,15 @@ class CheckpointWriter:
             identity.KEY: of_run,
         }
         train_state_io.save(self._checkpoints, step, state, extra, wait)
+
+    def save_once(self, step: int, state: TrainState, source_state: dict[str, Any]) -> None:
+        """Save the state after a step, unless an interrupted job has saved it already."""
+        if step not in self._checkpoints.steps():
+            self.save(step, state, source_state, wait=True)
+
+    def restore(self, step: int, abstract_state: TrainState) -> TrainState:
+        """Read the state after a step."""
+        return train_state_io.restore(self._checkpoints, step, abstract_state)[0]
 
     def catch_up(
         self, step: int, state: TrainState, source_state: Callable[[], dict[str, Any]]

@@ -20,6 +20,8 @@ from tpu_rl.types import Params
 def load_run(address: str) -> tuple[RunContext, Params, int]:
     """Load a run at its newest checkpoint, sharded over all devices of this machine.
 
+    A run that ended with the model of its best evaluation is loaded at that one.
+
     Returns:
       (the run's context, its whole params tree, the step).
 
@@ -43,7 +45,11 @@ def load_run(address: str) -> tuple[RunContext, Params, int]:
     with jax.set_mesh(mesh):
         context, params = compose.make_context(config, run_dir, mesh)
     # For reading only: the run may still be going on.
-    checkpoints = manager.read_checkpoints(remote_run.checkpoints_of(address))
+    place = remote_run.checkpoints_of(address)
+    summary = run_files.read_summary(run_dir)
+    if summary and summary.get("model_step", summary["steps"]) != summary["steps"]:
+        place = remote_run.best_of(place)
+    checkpoints = manager.read_checkpoints(place)
     step = checkpoints.latest()
     if step is None:
         raise InputError(
