@@ -1,0 +1,75 @@
+"""docs/coverage.md: every method has a command that is accepted, or a reason."""
+
+import importlib.util
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tyro
+
+from tpu_rl.commands import cli, combine, compare, config, evaluate, recipe_file
+from tpu_rl.rewards import registry
+
+ROOT = Path(__file__).parents[1]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("coverage", ROOT / "docs" / "coverage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COVERAGE = load()
+METHODS = COVERAGE.read()
+
+
+def test_the_page_is_that_of_the_table():
+    written = COVERAGE.PAGE.read_text(encoding="utf-8")
+    assert written == COVERAGE.page(METHODS), "run: python docs/coverage.py"
+
+
+def test_every_id_stands_once_in_its_order():
+    ids = [method.id for method in METHODS]
+    assert len(ids) == len(set(ids)) == 210
+    numbers = {
+        letter: [int(name[1:]) for name in ids if name[0] == letter and name[1:].isdecimal()]
+        for letter in COVERAGE.IDS
+    }
+    assert {letter: sorted(found) for letter, found in numbers.items()} == {
+        letter: list(range(1, count + 1)) for letter, count in COVERAGE.IDS.items()
+    }
+    assert set(ids) - {name for name in ids if name[1:].isdecimal()} == {"D20b"}
+
+
+def test_every_method_has_a_command_or_a_reason():
+    for method in METHODS:
+        assert method.title
+        assert method.status in COVERAGE.STATUSES
+        assert bool(method.command) == (method.status != "no"), method.id
+        assert method.note or method.status == "yes", method.id
+        if method.command:
+            assert method.command.split()[0] in cli.COMMANDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", sorted({method.command for method in METHODS if method.command})
+)
+def test_the_command_is_accepted(command):
+    name, *arguments = shlex.split(command)
+    if name in ("run", "plan"):
+        if name == "plan":
+            arguments = arguments[:1]  # Its other flags are the planner's.
+        config.parse(arguments)
+    elif name == "recipe":
+        stages = recipe_file.read(ROOT / arguments[0]).stages
+        assert all(config.parse(stage.argv) for stage in stages)
+    elif name == "check_reward":
+        assert arguments[0] in registry.BUILTIN
+    else:
+        flags = {"evaluate": evaluate, "combine": combine, "compare": compare}[name].Flags
+        tyro.cli(flags, args=arguments)
