@@ -194,7 +194,7 @@ def write(path: Path, answers: Answers, of: str) -> None:
     `of` is their `identity`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [{"of": of}]
+    lines: list[dict[str, Any]] = [{"of": of}]
     for prompt, completions, rewards in zip(*answers, strict=True):
         numbers = [float(reward) if np.isfinite(reward) else None for reward in rewards]
         lines.append({"prompt": prompt, "completions": completions, "rewards": numbers})

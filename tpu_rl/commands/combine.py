@@ -135,7 +135,7 @@ def weight_of(text: str, s: float) -> float:
         match node:
             case ast.Expression(body):
                 return value(body)
-            case ast.Constant(number) if type(number) in (int, float):
+            case ast.Constant(int() | float() as number) if not isinstance(number, bool):
                 return float(number)
             case ast.Name("s"):
                 return s

@@ -22,7 +22,7 @@ def check_positive(values: Mapping[str, int]) -> None:
             raise InputError(f"{flag} is {value}", where=flag, fix="use at least 1")
 
 
-def check_not_negative(values: Mapping[str, int]) -> None:
+def check_not_negative(values: Mapping[str, float]) -> None:
     """Check that each flag is at least 0."""
     for flag, value in values.items():
         if value < 0:

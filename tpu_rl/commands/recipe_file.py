@@ -239,9 +239,11 @@ def _keep(values: Any, where: str) -> Keep:
         default = getattr(Keep, names[key].name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if key == "pass-rate":
-            is_pair = isinstance(value, list) and len(value) == 2
-            fits = is_pair and all(isinstance(v, int | float) and 0 <= v <= 1 for v in value)
-            value = tuple(value) if fits else value
+            ends = value if isinstance(value, list) else []
+            fits = len(ends) == 2 and all(
+                isinstance(end, int | float) and 0 <= end <= 1 for end in ends
+            )
+            value = tuple(ends) if fits else value
         elif key == "rows":
             fits = value in ("completions", "pairs", "prompts")
         elif isinstance(default, bool):

@@ -116,8 +116,8 @@ def fitting_tensors(directories: Sequence[Path]) -> list[dict[str, StoredTensor]
     tensors = [safetensors_files.find_tensors(directory) for directory in directories]
     for directory, others in zip(directories[1:], tensors[1:], strict=True):
         require_same(first, directory, _settings(first), _settings(directory), "config.json has")
-        shapes = [{name: t.shape for name, t in part.items()} for part in (tensors[0], others)]
-        require_same(first, directory, *shapes, "the tensor")
+        old, new = ({name: t.shape for name, t in part.items()} for part in (tensors[0], others))
+        require_same(first, directory, old, new, "the tensor")
         for name in TOKENIZER_FILES:
             pair = (first / name, directory / name)
             texts = [path.read_bytes() if path.is_file() else None for path in pair]
