@@ -28,6 +28,7 @@ from tpu_rl.experience.config import sampler_config
 from tpu_rl.rollout.engine import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import Scored, by_episode
 from tpu_rl.rollout.weights import RolloutPolicy
+from tpu_rl.runtime import compilation_cache
 from tpu_rl.sampler import SamplerConfig
 from tpu_rl.types import Params, Purpose
 
@@ -67,6 +68,7 @@ class Answers(NamedTuple):
 
 def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:
     """Load a model directory, hub id or builtin:NAME, in the dtypes of the configuration."""
+    compilation_cache.enable()
     config = with_model(config, address)
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import answers, preflight, roles
+from tpu_rl.commands import answers, roles
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
@@ -117,7 +117,6 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
 
 def measure(config: ExperimentConfig, model: str) -> answers.Estimate:
     """Return how well a model solves the problems of a configuration."""
-    preflight.prepare(answers.with_model(config, model))
     language, params = answers.load_model(model, config)
     return answers.evaluate(
         config, language, params, answers.problems_of(config, is_whole=True)

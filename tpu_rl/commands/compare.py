@@ -29,7 +29,7 @@ import tyro
 
 from tpu_rl import models, run_files
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import answers, config, finish, preflight, roles
+from tpu_rl.commands import answers, config, finish, roles
 from tpu_rl.commands.answers import Answers
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
@@ -96,7 +96,8 @@ def compare(flags: Flags, problems: list[list[str]]) -> str:
         last = {member: [last_value(member, flags.metric)] for member in members}
         return over_seeds(groups, last, f"last {flags.metric}")
     sets = sets_of(members, problems)
-    known = [answers_of(members, settings, flags) for settings in sets]
+    # Of a run, what it held out; of rows that flags name, all.
+    known = [answers_of(members, settings, flags, bool(problems)) for settings in sets]
     sections = []
     scores: dict[str, list[float]] = {member: [] for member in members}
     for number, (settings, found) in enumerate(zip(sets, known, strict=True), start=1):
@@ -165,9 +166,9 @@ def is_file(member: str) -> bool:
 
 
 def answers_of(
-    members: list[str], settings: ExperimentConfig | None, flags: Flags
+    members: list[str], settings: ExperimentConfig | None, flags: Flags, is_whole: bool
 ) -> dict[str, Answers]:
-    """Return each model's answers to a set of problems."""
+    """Return each model's answers to a set of problems. For `is_whole` see `problems_of`."""
     found = {}
     rows = None
     for member in members:
@@ -185,8 +186,7 @@ def answers_of(
         path = Path(flags.keep) / f"{digest}.jsonl" if flags.keep is not None else None
         item = answers.read(path, of) if path is not None else None
         if item is None:
-            preflight.prepare(answers.with_model(settings, model))
-            rows = rows or answers.problems_of(settings, is_whole=not remote_run.is_run(member))
+            rows = rows or answers.problems_of(settings, is_whole)
             loaded = answers.load_model(model, settings)
             item = answers.evaluate(settings, *loaded, rows, flags.samples, flags.temperature)
             if path is not None:

@@ -125,7 +125,7 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
                 how = "checked when the stages that it reads have run"
             else:
                 model = replace(parsed.model, path=first_model[stage.name])
-                examine(replace(parsed, model=model))
+                examine(replace(parsed, model=model), stage.keep)
                 how = "checked"
         if shows:
             print(f"stage {stage.name}: {shlex.join(stage.argv)}\n  {how}")
@@ -140,10 +140,17 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
     return configs
 
 
-def examine(config: ExperimentConfig) -> None:
+def examine(config: ExperimentConfig, keep: Keep | None) -> None:
     """Check a stage as its run does before it begins."""
+    if keep is not None:
+        config = without_batches(config)
     for warning in preflight.check(config, needs_weights=False):
         print(f"warning: {warning}", file=sys.stderr)
+
+
+def without_batches(config: ExperimentConfig) -> ExperimentConfig:
+    """Return the configuration of a filter, whose rows need not fill a batch."""
+    return replace(config, batch=replace(config.batch, prompts=1, num_minibatches=1))
 
 
 def check_filter(config: ExperimentConfig, keep: Keep) -> None:
@@ -217,7 +224,7 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_text(known, text)
-    preflight.prepare(config)
+    preflight.prepare(without_batches(config))
     language, params = answers.load_model(str(config.model.path), config)
     tokenizer = language.tokenizer
     rows = tasks.usable_rows(
@@ -357,7 +364,6 @@ def measure(
         if known is None:
             with named(f"evaluation {name} of {stage}"):
                 if loaded is None:
-                    preflight.prepare(answers.with_model(settings, model))
                     loaded = answers.load_model(model, settings)
                 rows = answers.problems_of(settings, is_whole=True)
                 known = answers.evaluate(settings, *loaded, rows)
