@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpu_rl.commands import answers, combine, compare
+from tpu_rl.commands import answers, combine, compare, config
 from tpu_rl.commands.answers import Answers
 from tpu_rl.errors import InputError
 
@@ -89,6 +89,25 @@ def test_a_replay_names_versions_and_the_command(whole, capsys):
     assert json.loads((whole / "summary.json").read_text())["params_digest"] in printed
     assert f"launch/run.py {whole}/config.yaml --run-dir {whole}_replay" in printed
     assert "| jax | " in printed
+
+
+def test_problems_are_those_of_flags_or_of_the_first_run(whole):
+    (of_run,) = compare.sets_of(["builtin:arithmetic", str(whole)], [])
+    assert of_run is not None
+    assert of_run.evaluation.rows == 8
+    flags = ["arithmetic_grpo", "--evaluation.rows", "3"]
+    sets = compare.sets_of([str(whole)], [flags, flags])
+    assert [item.evaluation.rows for item in sets if item] == [3, 3]
+    assert compare.sets_of(["a.jsonl", "b.jsonl"], []) == [None]
+
+
+def test_all_rows_of_a_file_that_flags_name_are_the_set(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(20)))
+    flags = ["grpo", "--model.path", "builtin:arithmetic", "--data.path", str(path)]
+    settings = config.parse([*flags, "--reward", "gsm8k"])
+    assert len(answers.problems_of(settings, is_whole=True)) == 20
+    assert len(answers.problems_of(settings, is_whole=False)) == 2
 
 
 @pytest.mark.nightly

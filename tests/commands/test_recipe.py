@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_all_stages_are_checked_before_the_first_begins(tmp_path, capsys, old, n
     assert not (tmp_path / "run" / "sft").exists()
 
 
-def scored(rewards: list[float], completions: list[str]) -> SimpleNamespace:
+def scored(rewards: list[float], completions: list[str]) -> Any:
     return SimpleNamespace(rewards=np.array(rewards, np.float32), completions=completions)
 
 

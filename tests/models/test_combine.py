@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ RNG = np.random.default_rng(0)
 BASE = {"a.weight": RNG.normal(size=(6, 4)), "b.bias": RNG.normal(size=3)}
 
 
-def write(path: Path, tensors: dict[str, np.ndarray], dtype=np.float32, **config) -> Path:
+def write(path: Path, tensors: dict[str, np.ndarray], dtype: Any = np.float32, **config) -> Path:
     path.mkdir()
     arrays = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
     layout = {name: (np.dtype(dtype), array.shape) for name, array in arrays.items()}
