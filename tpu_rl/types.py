@@ -60,11 +60,12 @@ class Model(NamedTuple):
     """key -> random params."""
     hidden: Callable[..., Array]
     """(params, tokens, positions, segment_ids, branch_ids, key_tiles=None, visible_until=None,
-    paths=None, routing=None) -> [R, S, D].
+    paths=None, routing=None, images=None) -> [R, S, D].
 
-    All inputs are [R, S] int32, except `key_tiles`, `paths` and `routing` (see `PackedRows`). The
-    first two change no result: `key_tiles` says which attention scores need not be computed, and
-    `paths` in which order to sum. `routing` replaces the router's choice of experts.
+    All inputs are [R, S] int32, except `key_tiles`, `paths`, `routing` and `images` (see
+    `PackedRows`). The first two change no result: `key_tiles` says which attention scores need not
+    be computed, and `paths` in which order to sum. `routing` replaces the router's choice of
+    experts.
     """
     logits: Callable[[Params, Array], Array]
     """(params, hidden [..., D]) -> [..., V] float32."""
@@ -96,6 +97,10 @@ SHARED_PROMPT = "shared_prompt"
 the number of the prompt that each row continues, and how many of its first tokens all rows of this
 prompt have in their caches when a decode step reads them, which first writes its own token. 0
 tokens: the row shares nothing."""
+
+FEATURES = "image_features"
+"""Entry of the params of a model that reads images, while it samples: [F, D], the features of the
+images that token ids from the vocabulary's size on refer to (see `models.vision`)."""
 
 UNREAD = -1
 """Branch of a token whose logits nobody reads. It is not committed. See `Policy.extend`."""
@@ -236,6 +241,10 @@ class Rollout:
     """[N, T, L k] uint8 or uint16: for each token the k experts that the sampler's router chose in
     each of L mixture layers, as their numbers plus 1. 0 where the sampler did not read the token,
     as with the last one of a row. None: not recorded."""
+    images: Array | None = None
+    """[N, n, C, H, W] float32: the images of each row, to whose features token ids from the
+    vocabulary's size on refer (see `models.vision`); zeros behind the last. None: the rows are
+    text. Once the data are packed, the layout has them."""
 
 
 @struct.dataclass
@@ -252,6 +261,8 @@ class Demonstrations:
     weights: Array | None = None
     """[N, T] float32: what each learned token counts, relative to the others; negative if it is to
     be forgotten, and 0 where `action_mask` is False. None: all count the same."""
+    images: Array | None = None
+    """[N, n, C, H, W] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -266,6 +277,8 @@ class Completions:
     """[N] int32. Rows of one group continue the same prompt."""
     on_policy: Array
     """[N] bool: True if the policy itself sampled the row, at this step."""
+    images: Array | None = None
+    """[N, n, C, H, W] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -290,6 +303,8 @@ class Pairs:
     reference_log_probs: Array
     """[N, T] float32: log-probs under the reference at temperature 1. Computed once, when the data
     are read or sampled."""
+    images: Array | None = None
+    """[N, n, C, H, W] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -308,6 +323,8 @@ class QExamples:
     """[N] int32. Rows of one group continue the same prompt."""
     returns: Array
     """[N, T] float32: the sum of rewards from that token on."""
+    images: Array | None = None
+    """[N, n, C, H, W] float32: as in `Rollout`."""
 
 
 # Packed rows.
@@ -368,6 +385,9 @@ class PackedRows:
     """[..., R, S, L k] uint8 or uint16: the experts that process each token, as in
     `Rollout.routing`; where it is 0, the router chooses. Only models with
     `DecoderConfig.records_routing` read it. None: routers choose."""
+    images: Array | None = None
+    """[..., I, C, H, W] float32: the images of these rows, to whose features token ids from the
+    vocabulary's size on refer. None: the rows are text."""
 
 
 @struct.dataclass
@@ -396,6 +416,7 @@ class Layout:
     key_tiles: Array | None = None
     paths: Paths | None = None
     routing: Array | None = None
+    images: Array | None = None
 
     @property
     def minibatches(self) -> int:
@@ -429,6 +450,7 @@ class Layout:
             paths=self.paths,
             visible_until=self.visible_until,
             routing=self.routing,
+            images=self.images,
         )
 
 

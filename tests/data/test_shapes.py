@@ -187,11 +187,11 @@ def test_published_shapes(row, columns, expected):
         ({"messages": [USER, GOOD | {"train": "no"}]}, MESSAGES, "`train`"),
         ({"messages": [USER, GOOD | {"mask": True}]}, MESSAGES, "`mask` of message 2 .* `train`"),
         ({"text": "hi", "role": "assistant", "parent_id": None}, MESSAGES, "one message of a tree"),
-        ({"prompt": "hi", "images": ["a.png"]}, ("prompt",), "a file in `images`"),
+        ({"prompt": "hi", "videos": ["a.mp4"]}, ("prompt",), "a file in `videos`"),
         (
-            {"image": "a.png", "conversations": [turn("human", "<image> hi"), turn("gpt", "a")]},
+            {"video": "a.mp4", "conversations": [turn("human", "<video> hi"), turn("gpt", "a")]},
             MESSAGES,
-            "a file in `image`",
+            "a file in `video`",
         ),
         (
             {"instruction": "a", "output": "b", "history": [["c", "d", "e"]]},
@@ -200,7 +200,7 @@ def test_published_shapes(row, columns, expected):
         ),
         ({"problem": "hi", "steps": ["a"], "label": 1}, ("prompt", "labels"), "no number of one"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]},
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}, GOOD]},
             MESSAGES,
             "no text",
         ),

@@ -502,7 +502,11 @@ def to_pairs(
 def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
     """Return a function that computes log-probs of given completions under a role."""
     return text_log_probs.text_log_probs(
-        context.role(role), context.config.batch, context.mesh, context.attention_index
+        context.role(role),
+        context.config.batch,
+        context.mesh,
+        context.attention_index,
+        context.language.tokenizer.images,
     )
 
 
@@ -625,8 +629,11 @@ def learning(config: ExperimentConfig, stage: Stage) -> Learning:
     """Return the optimizer of a stage and the params that it trains."""
     trained = {name: spec for name, spec in stage.algorithm.roles.items() if spec.trainable}
 
+    frozen = tuple(f"{part}_" for part in config.model.freeze)
+
     def trainable(path: str) -> bool:
-        return path.partition("/")[0] in trained
+        name = path.rpartition("/")[2]
+        return path.partition("/")[0] in trained and not (frozen and name.startswith(frozen))
 
     steps = stage.last - stage.first + 1
     optimizer_steps = steps * config.batch.num_minibatches * config.batch.ppo_epochs

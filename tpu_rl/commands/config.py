@@ -90,6 +90,9 @@ class ModelConfig:
     save-dots: everything but the results of products with weights, and attention's; experts are
     computed again. none: nothing, but experts that several devices share."""
     lora: LoraConfig = LoraConfig()
+    freeze: tuple[Literal["vision", "projector"], ...] = ()
+    """Parts of a model that reads images which do not train. vision: the tower. projector: what
+    makes its states as wide as the text's. With adapters neither trains."""
     router_balance: float = 0.0
     """Mixture of experts: the weight of the load-balance loss. Published models come balanced, and
     their configurations set none for fine-tuning (output_router_logits is false); pretraining uses

@@ -25,6 +25,7 @@ from tpu_rl import models, tokenizers
 from tpu_rl.commands import compose, roles
 from tpu_rl.commands.config import ExperimentConfig, Stage
 from tpu_rl.commands.roles import Language, RunContext
+from tpu_rl.data.encoding import bucket
 from tpu_rl.errors import InputError
 from tpu_rl.experience.layout import experience_sharding, layout_of, longest_texts
 from tpu_rl.models.decoder import axes
@@ -366,6 +367,17 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
         size = policy.mixture_layers * policy.moe.experts_per_token
         routing: Any = np.zeros((*layout.source.shape, size), policy.moe.routing_dtype)
         layout = replace(layout, routing=routing)
+    vision = planned.context.language.model.config.vision
+    if vision is not None:
+        # One image for each prompt.
+        minibatches, micro_batches = layout.source.shape[:2]
+        num_groups = len(np.unique(data.group_id))
+        count = bucket(math.ceil(num_groups / (minibatches * micro_batches)))
+        size = vision.image_size
+        images: Any = np.zeros(
+            (minibatches, micro_batches, count, vision.channels, size, size), np.float32
+        )
+        layout = replace(layout, images=images)
 
     def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:
         placement = experience_sharding(mesh, array.shape)

@@ -25,6 +25,7 @@ from tpu_rl.models.attention import cudnn_trial, flash
 from tpu_rl.models.attention.cudnn import unsupported_reason
 from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.policy import Select
+from tpu_rl.rollout import image_prompts
 from tpu_rl.rollout.weights import RolloutPolicy, SamplingLayout, rollout_policy, sampling_mesh
 from tpu_rl.sampler import guided_policy
 from tpu_rl.tokenizers import Tokenizer, require_same_tokens
@@ -60,6 +61,18 @@ def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
         InputError: if there is none, or the settings do not fit it.
     """
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
+    model = from_config(config, directory).config
+    if model.vision is not None:
+        file = config.data.path if isinstance(config.data, FileData) else None
+        tokenizer = tokenizers.with_images(
+            tokenizer,
+            models.tokenizer_directory(directory),
+            model.vision.image_token,
+            tokens_per_image=model.vision.tokens_per_image,
+            image_size=model.vision.image_size,
+            first_id=model.vocab.size,
+            folder=Path(file or "").parent,
+        )
     return configure_tokenizer(config, tokenizer)
 
 
@@ -183,10 +196,18 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
 
     Raises:
         InputError: if LoRA is wanted and no role can have it, or its settings do not fit a model;
+            if parts for images are to be frozen and there are none;
             if routing is to be replayed and the policy is no mixture; or if a setting does not fit
             a model with a recurrent state.
     """
     bases = adapter_bases(config)
+    if config.model.freeze and base.config.vision is None:
+        raise InputError(
+            f"there is no {config.model.freeze[0]} to freeze",
+            where="--model.freeze",
+            why="the model of --model.path reads texts only",
+            fix="leave the flag out, or use a model that reads images",
+        )
     result = {}
     for name, spec in specs(config).items():
         model = role_model(config, base, spec)
@@ -568,7 +589,9 @@ class RunContext(NamedTuple):
         """Return the role as it completes prompts, with its drafter."""
         drafter = self.policy(self.drafter) if self.drafter else None
         reads = self.selects([role])
-        return rollout_policy(self.policy(role), reads, self.sampling_layout, drafter)
+        sampled = rollout_policy(self.policy(role), reads, self.sampling_layout, drafter)
+        images = image_prompts.with_images(self.sampling_model(role), self.params_of(role))
+        return sampled._replace(with_images=images)
 
     def guided_policy(self, algorithm: Any) -> RolloutPolicy:
         """Return the role "policy" guided by the role "q", for a configuration of Q#."""

@@ -83,6 +83,7 @@ def note_reading(
     used = {*spec.columns, *OTHER_COLUMNS, *(shape.columns if shape else ())}
     used |= COLUMNS_OF_SOURCE.get(spec.source, set())
     used |= {name.partition("=")[2] for name in files.columns}
+    used |= {"images", "image"} if tokenizer.images is not None else set()
     if "messages" in spec.columns and "messages" not in rows[0]:
         used |= {"prompt", "completion", "text"}
     if _reads_all_columns(config) or files.format != "plain":
@@ -144,6 +145,8 @@ def _check_rows(
         row = rows[index]
         with data.naming_row(rows, index):
             ids = np.asarray(encode(row))
+            if tokenizer.images is not None:
+                ids = np.asarray(tokenizer.images.collapse(ids.ravel().tolist()))
             if ids.size and ids.max() >= vocab_size:
                 raise _beyond(tokenizer, int(ids.max()), vocab_size)
             num_tokens += ids.size
@@ -201,7 +204,13 @@ def _encoder(
         return lambda row: data.pairs([row], tokenizer, max_length).tokens
     if given and spec.source == "step_labels":
         return lambda row: data.steps([row], tokenizer, max_length).tokens
-    return lambda row: tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+
+    def encode_prompt(row: Row) -> list[int]:
+        ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+        tokenizer.pixels(row, ids)  # Images that cannot be read are refused here.
+        return ids
+
+    return encode_prompt
 
 
 def _conversations(row: Row) -> list[list[Any]]:

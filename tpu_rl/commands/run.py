@@ -65,6 +65,7 @@ from tpu_rl.runtime.preemption import INTERRUPTED, Preempted, Signals
 from tpu_rl.runtime.profiler import Profile
 from tpu_rl.storage import gcs
 from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import sharding, update_step
 from tpu_rl.types import Experience, Params, Rollout, TrainState
 
@@ -209,6 +210,8 @@ class StageParts(NamedTuple):
     mesh: Mesh
     attention_index: AttentionIndex
     """See `layout.pack_experience`."""
+    images: ImageReader | None
+    """See there."""
     make_batch: Callable[..., tuple[Any, Any]]
     update: update_step.UpdateStep
     source: Source
@@ -255,6 +258,7 @@ def compose_stage(
     parts = StageParts(
         mesh=context.mesh,
         attention_index=context.attention_index,
+        images=context.language.tokenizer.images,
         make_batch=make_batch,
         update=update,
         source=source,
@@ -476,7 +480,9 @@ def take_step(
     state = parts.for_training(state)
     for warning in experience.warnings:
         print(f"warning: step {step}: {printable(warning)}", file=sys.stderr)
-    packed = pack_experience(batch_config, experience.data, parts.mesh, parts.attention_index)
+    packed = pack_experience(
+        batch_config, experience.data, parts.mesh, parts.attention_index, parts.images
+    )
 
     update_began = time.perf_counter()
     watchdog.mark(f"the update of step {step}")

@@ -30,6 +30,51 @@ class Tokenizer(Protocol):
         self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
     ) -> tuple[list[int], list[float]]: ...
 
+    def pixels(self, row: Row, ids: Sequence[int]) -> np.ndarray | None: ...
+
+
+def stacked_pixels(pixels: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return the images [n, C, H, W] of N rows as [N, n, C, H, W]; None if no row has any.
+
+    Rows with fewer images than others have zeros behind theirs.
+    """
+    images = [array for array in pixels if array is not None]
+    if not images:
+        return None
+    most = max(map(len, images))
+    stacked = np.zeros((len(pixels), most, *images[0].shape[1:]), np.float32)
+    for row, array in zip(stacked, pixels, strict=True):
+        if array is not None:
+            row[: len(array)] = array
+    return stacked
+
+
+def alike(images: Sequence[np.ndarray | None], num_rows: Sequence[int]) -> list[np.ndarray | None]:
+    """Return arrays of images [N, n, C, H, W] with the largest n of all, zeros behind the others.
+
+    Where only some batches of rows have images, the others get zeros; None if none has any.
+    """
+    known = [array for array in images if array is not None]
+    if not known:
+        return [None for _ in images]
+    most = max(array.shape[1] for array in known)
+    result: list[np.ndarray | None] = []
+    for array, rows in zip(images, num_rows, strict=True):
+        padded = np.zeros((rows, most, *known[0].shape[2:]), np.float32)
+        if array is not None:
+            padded[:, : array.shape[1]] = array
+        result.append(padded)
+    return result
+
+
+def bucket(count: int) -> int:
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`.
+
+    Programs are compiled for each number of images.
+    """
+    power = 1 << (count.bit_length() - 1)
+    return next(size for size in (power, power * 3 // 2, power * 2) if size >= count)
+
 
 def demonstrations(
     rows: Sequence[Row], tokenizer: Tokenizer, max_length: int
@@ -52,8 +97,10 @@ def demonstrations(
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     weights = np.zeros((len(rows), max_length), np.float32)
+    pixels: list[np.ndarray | None] = []
     for i, row in enumerate(rows):
         ids, of_tokens = _tokenize(row, tokenizer)
+        pixels.append(tokenizer.pixels(row, ids))
         length = min(len(ids), max_length)
         row_weight = row.get("weight")
         tokens[i, :length] = ids[:length]
@@ -67,6 +114,7 @@ def demonstrations(
         "action_mask": weights != 0,
         "group_id": np.arange(len(rows), dtype=np.int32),
         "weights": weights,
+        "images": stacked_pixels(pixels),
     }
     return types.Demonstrations(**arrays)
 
@@ -97,7 +145,7 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
             sides = [("completion", bool(row["label"]))]
         for side, is_good in sides:
             text = {"prompt": row["prompt"], "completion": row[side]}
-            texts.append(text | {"tools": row.get("tools")})
+            texts.append(text | {"tools": row.get("tools"), "images": row.get("images")})
             group_id.append(i)
             preferred.append(is_good)
             margin.append(float(row.get("margin") or 0.0))
@@ -109,6 +157,7 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
         "preferred": np.array(preferred),
         "margin": np.array(margin, np.float32),
         "reference_log_probs": np.zeros((len(texts), max_length), np.float32),
+        "images": encoded.images,
     }
     return types.Pairs(**arrays)
 
@@ -128,8 +177,10 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     is_labeled = np.zeros((len(rows), max_length), bool)
     labels = np.zeros((len(rows), max_length), np.float32)
+    pixels: list[np.ndarray | None] = []
     for i, row in enumerate(rows):
         ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+        pixels.append(tokenizer.pixels(row, ids))
         steps_and_labels = zip(row["completions"], row["labels"], strict=True)
         for number, (step, label) in enumerate(steps_and_labels, start=1):
             ids = ids + tokenizer.encode_continuation(step)
@@ -146,6 +197,7 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
         "action_mask": is_labeled,
         "group_id": np.arange(len(rows), dtype=np.int32),
         "returns": labels,
+        "images": stacked_pixels(pixels),
     }
     return types.QExamples(**arrays)
 

@@ -44,6 +44,12 @@ OTHER_MASKS = ("mask", "masked", "loss_mask", "train_mask", "train_detail", "tra
 """Keys that say the same in ways that differ between libraries, or of parts of a message."""
 
 
+IMAGE_MARK = "\ufffc"
+"""The object replacement character: an image in a text."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of the parts of a message that are images."""
+
+
 def canonical(value: Any, place: str) -> Any:
     """Return a list of messages with `role` and `content`; any other value as it is.
 
@@ -137,6 +143,8 @@ def _text(content: Any, place: str) -> str:
         text = part
         if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text"):
             text = part.get("text")
+        elif isinstance(part, dict) and part["type"] in IMAGE_PARTS:
+            text = IMAGE_MARK
         if not isinstance(text, str):
             raise ValueError(f"{place} has a part that is no text: {_shown(part)}")
         texts.append(text)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tpu_rl.data import images
 from tpu_rl.data import messages as message_forms
 
 Row = dict[str, Any]
@@ -23,8 +24,8 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns that may hold the text of a system message."""
 EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of a question and its answer, where a conversation is a list of both (Capybara)."""
-MEDIA = ("image", "video", "audio")
-"""Kinds of content that a text model does not read. Columns have these names or their plurals."""
+MEDIA = ("video", "audio")
+"""Kinds of content that no model reads. Columns have these names or their plurals."""
 
 
 class Shape(NamedTuple):
@@ -56,6 +57,7 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
     """
     row = renamed(row, names)
     _refuse_media(row)
+    row = images.collected(row)
     texts = [name for name in MESSAGE_COLUMNS if isinstance(row.get(name), str)]
     row = row | {name: message_forms.parsed_list(row[name]) for name in texts}
     shape = shape_of(row)
@@ -69,7 +71,7 @@ def normalize(row: Row, columns: Sequence[str], names: Sequence[str] = ()) -> Ro
         row = row | {"tools": row["functions"]}
     if "tools" in row and "tools" not in columns:
         row = row | {"tools": message_forms.canonical_tools(row["tools"])}
-    return _with_system(_with_columns(row, columns), columns)
+    return images.placed(_with_system(_with_columns(row, columns), columns))
 
 
 def renamed(row: Row, names: Sequence[str]) -> Row:
@@ -517,18 +519,13 @@ def _first_error(row: Row) -> Row:
 
 
 def _refuse_media(row: Row) -> None:
-    """Raise ValueError if the row is about an image, a video or a sound.
-
-    Lists of them and stored files are. A name in `image` may be that of a container: it is one of
-    a file if a text has the placeholder, as in LLaVA's rows.
-    """
+    """Raise ValueError if the row is about a video or a sound."""
     for kind in MEDIA:
         for column in (kind, f"{kind}s"):
-            value = row.get(column)
-            is_file = isinstance(value, list | dict) and bool(value)
-            if is_file or (value and f"<{kind}>" in str([*row.values()])):
+            if images.has_file(row, column, f"<{kind}>"):
                 raise ValueError(
-                    f"the row has a file in `{column}`, and models of this library read texts only"
+                    f"the row has a file in `{column}`, and models of this library read texts and "
+                    "images only"
                 )
 
 

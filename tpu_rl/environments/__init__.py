@@ -6,7 +6,15 @@ Every task is registered once, in `TASKS`, and every built-in environment in
 
 from __future__ import annotations
 
-from tpu_rl.environments import arithmetic, mini_shell, reasoning, reverse, search, star_graph
+from tpu_rl.environments import (
+    arithmetic,
+    mini_shell,
+    pictures,
+    reasoning,
+    reverse,
+    search,
+    star_graph,
+)
 from tpu_rl.environments.arithmetic import (
     ALPHABET,
     Arithmetic,
@@ -15,6 +23,7 @@ from tpu_rl.environments.arithmetic import (
     ArithmeticSource,
 )
 from tpu_rl.environments.mini_shell import MiniShellData, MiniShellSource
+from tpu_rl.environments.pictures import PicturesData, PicturesSource
 from tpu_rl.environments.reasoning import ReasoningGymData
 from tpu_rl.environments.reverse import ReverseData
 from tpu_rl.environments.search import SearchData, SearchSource
@@ -30,6 +39,8 @@ __all__ = [
     "ArithmeticSource",
     "MiniShellData",
     "MiniShellSource",
+    "PicturesData",
+    "PicturesSource",
     "ReasoningGymData",
     "ReverseData",
     "SearchData",
@@ -40,6 +51,7 @@ __all__ = [
     "Task",
     "arithmetic",
     "mini_shell",
+    "pictures",
     "reverse",
     "star_graph",
     "task_of",
@@ -49,6 +61,7 @@ __all__ = [
 TASKS: dict[str, Task] = {
     "arithmetic": arithmetic.TASK,
     "mini_shell": mini_shell.TASK,
+    "pictures": pictures.TASK,
     "reasoning_gym": reasoning.TASK,
     "reverse": reverse.TASK,
     "search": search.TASK,

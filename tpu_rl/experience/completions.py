@@ -9,6 +9,7 @@ import numpy as np
 
 from tpu_rl import data
 from tpu_rl.data import Row
+from tpu_rl.data.encoding import alike
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
 from tpu_rl.rollout.engine import Engine, RolloutRequest
@@ -82,4 +83,7 @@ def together(parts: list[tuple[Rollout | Demonstrations, bool]]) -> Completions:
         mask = np.pad(np.asarray(texts.action_mask), padding)
         columns.append((tokens, mask, group_id.astype(np.int32), np.full(len(tokens), on_policy)))
     arrays: list[Any] = [np.concatenate(column) for column in zip(*columns, strict=True)]
-    return Completions(*arrays)
+    images: Any = alike(
+        [texts.images for texts, _ in parts], [len(texts.tokens) for texts, _ in parts]
+    )
+    return Completions(*arrays, images=None if images[0] is None else np.concatenate(images))

@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.data.encoding import bucket
 from tpu_rl.experience.config import BatchConfig, SamplingConfig
+from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding
 from tpu_rl.types import (
     Completions,
@@ -30,9 +32,16 @@ sizes differ from batch to batch, and each new size compiles the programs again.
 
 
 def pack_experience(
-    batch: BatchConfig, data: Any, mesh: Mesh, attention_index: AttentionIndex = "tiles"
+    batch: BatchConfig,
+    data: Any,
+    mesh: Mesh,
+    attention_index: AttentionIndex = "tiles",
+    images: ImageReader | None = None,
 ) -> Experience:
-    """Return the data with their places in packed rows, as device arrays spread over the mesh."""
+    """Return the data with their places in packed rows, as device arrays spread over the mesh.
+
+    `images` says which token ids refer to images, for a model that reads them.
+    """
 
     def place(array: Any) -> jax.Array:
         return sharding.put(array, experience_sharding(mesh, np.shape(array)))
@@ -44,6 +53,8 @@ def pack_experience(
         # Devices read it in packed rows only.
         layout = with_routing(layout, data.routing)
         data = replace(data, routing=None)
+    if data.images is not None:
+        layout, data = with_images(layout, data, images)
     return jax.tree.map(place, Experience(data, layout))
 
 
@@ -53,6 +64,40 @@ def with_routing(layout: Layout, routing: Any) -> Layout:
     flat = np.asarray(routing).reshape(-1, routing.shape[-1])
     packed: Any = np.where(source[..., None] >= 0, flat[np.maximum(source, 0)], 0)
     return replace(layout, routing=packed.astype(flat.dtype))
+
+
+def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[Layout, Any]:
+    """Return the layout with the images of its micro-batches, and the data without theirs.
+
+    The images of a group stand once in its micro-batch. The data's token ids, which count the
+    features of their own row's images, count those of all images of the micro-batch then.
+    """
+    assert reader is not None, "only models that read images have data with images"
+    tokens = np.array(data.tokens)
+    pixels = np.asarray(data.images)
+    group_id = np.asarray(data.group_id)
+    minibatches, micro_batches, rows, slots = np.shape(layout.source)
+    # The micro-batch of each row: that of its first token.
+    place = np.asarray(layout.slot)[:, 0] // (rows * slots)
+    of_micro_batch: dict[int, list[np.ndarray]] = {}
+    first_image: dict[tuple[int, int], int] = {}
+    for row in range(len(tokens)):
+        of_images = tokens[row] >= reader.first_id
+        if place[row] < 0 or not of_images.any():
+            continue
+        listed = of_micro_batch.setdefault(int(place[row]), [])
+        key = (int(place[row]), int(group_id[row]))
+        if key not in first_image:
+            first_image[key] = len(listed)
+            listed.extend(pixels[row, : reader.count(tokens[row].tolist())])
+        tokens[row, of_images] += first_image[key] * reader.tokens_per_image
+    most = bucket(max(map(len, of_micro_batch.values()), default=1))
+    shape = (minibatches * micro_batches, most, *pixels.shape[2:])
+    images = np.zeros(shape, np.float32)
+    for index, listed in of_micro_batch.items():
+        images[index, : len(listed)] = listed
+    packed: Any = images.reshape(minibatches, micro_batches, *shape[1:])
+    return replace(layout, images=packed), replace(data, tokens=tokens, images=None)
 
 
 def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: bool = True) -> Layout:

@@ -14,6 +14,7 @@ from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.layout import AttentionIndex, pack_experience
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.runtime import watchdog
+from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.train import packing, sharding, update_step
 from tpu_rl.types import Demonstrations, Experience, Pairs, Params, Role
 
@@ -28,7 +29,11 @@ TextLogProbs = Callable[[Params, Sequence[Row], ToTexts], LogProbs]
 
 
 def text_log_probs(
-    role: Role, batch: BatchConfig, mesh: Mesh, attention_index: AttentionIndex
+    role: Role,
+    batch: BatchConfig,
+    mesh: Mesh,
+    attention_index: AttentionIndex,
+    images: ImageReader | None = None,
 ) -> TextLogProbs:
     """Return a function that computes log-probs of completions at temperature 1, a batch of rows at
     a time.
@@ -38,6 +43,7 @@ def text_log_probs(
         batch: the size of a batch, and of its packed rows.
         mesh: the run's mesh.
         attention_index: see `layout.pack_experience`.
+        images: see there.
     """
 
     @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
@@ -56,7 +62,7 @@ def text_log_probs(
             # The last batch is filled up with rows from the beginning, to keep its shape.
             some_rows = [rows[index % len(rows)] for index in range(first, first + size)]
             texts = to_texts(some_rows)
-            experience = pack_experience(batch, texts, mesh, attention_index)
+            experience = pack_experience(batch, texts, mesh, attention_index, images)
             values = sharding.to_host(batch_log_probs(params, experience))
             watchdog.mark("the log-probs of given completions")
             of_rows: LogProbs = [[] for _ in some_rows]

@@ -29,6 +29,7 @@ from tpu_rl.models.moe.router import probe
 from tpu_rl.models.policy import (
     Select,
     apply,
+    image_features,
     policy,
     role,
     with_attention_kernel,
@@ -45,6 +46,7 @@ __all__ = [
     "LoraConfig",
     "Select",
     "apply",
+    "image_features",
     "axes",
     "base_directory",
     "cast_to_compute_dtype",

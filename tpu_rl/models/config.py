@@ -92,6 +92,25 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "shared_up": ("embed", "shared_mlp"),
     "shared_down": ("shared_mlp", "embed"),
     "shared_router": ("shared_routes", "embed"),
+    "vision_class": ("vision_embed",),
+    "vision_patch": ("vision_embed", "channel", "patch_row", "patch_column"),
+    "vision_position": ("vision_position", "vision_embed"),
+    "vision_query": ("vision_heads", "vision_embed"),
+    "vision_key": ("vision_heads", "vision_embed"),
+    "vision_value": ("vision_heads", "vision_embed"),
+    "vision_output": ("vision_embed", "vision_heads"),
+    "vision_up": ("vision_mlp", "vision_embed"),
+    "vision_down": ("vision_embed", "vision_mlp"),
+    "vision_query_bias": ("vision_heads",),
+    "vision_key_bias": ("vision_heads",),
+    "vision_value_bias": ("vision_heads",),
+    "vision_output_bias": ("vision_embed",),
+    "vision_up_bias": ("vision_mlp",),
+    "vision_down_bias": ("vision_embed",),
+    "projector_in": ("projector", "vision_embed"),
+    "projector_in_bias": ("projector",),
+    "projector_out": ("embed", "projector"),
+    "projector_out_bias": ("embed",),
 }
 """Weight name -> logical axes (see `train.sharding`).
 
@@ -132,7 +151,11 @@ OUTPUT_DIMS = {
 """Matrix of a dense layer -> number of its dimensions that are outputs. The other dimensions are
 inputs. Outputs come last, but first where they are two (`has_outputs_first`)."""
 
-STACKED = ("layers", "reusing")
+for _name in ("first", "attention", "mlp", "last"):
+    WEIGHT_AXES[f"vision_{_name}_norm"] = ("vision_embed",)
+    WEIGHT_AXES[f"vision_{_name}_norm_bias"] = ("vision_embed",)
+
+STACKED = ("layers", "reusing", "vision_layers")
 """Parts of the params whose leaves are stacked over the repetitions of a pattern of layers."""
 
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
@@ -141,7 +164,10 @@ EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 FLOAT32 = ("router_correction_bias", "delta_decay_log", "delta_decay_bias")
 """Weights that are stored in float32 whatever the dtype: small changes of them matter."""
 
-PLAIN_NORMS = ("delta_norm",)
+PLAIN_NORMS = (
+    "delta_norm",
+    *(f"vision_{_name}_norm" for _name in ("first", "attention", "mlp", "last")),
+)
 """Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
 
 ONES = ("delta_decay_bias", "layer_scalar", "router_gain")
@@ -514,6 +540,39 @@ class NormConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """A tower that reads images, and its projector (see `models.vision`)."""
+
+    image_size: int
+    """Height and width of an image, in pixels."""
+    patch_size: int
+    """Height and width of a patch, in pixels."""
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_read_layers: int
+    """Number of the first layers that images go through; the states behind them are features."""
+    num_heads: int
+    eps: float
+    activation: str
+    """Key of `layers.ACTIVATIONS`, in the tower."""
+    projector_activation: str
+    projector_bias: bool
+    keeps_class: bool
+    """True if the state of the class token is a feature too."""
+    image_token: int
+    """The id of the token that stands for an image in texts, before it is replaced."""
+    channels: int = 3
+    source: str = "{}"
+    """The Hugging Face configuration around that of the text, as JSON."""
+
+    @property
+    def tokens_per_image(self) -> int:
+        """P: the number of features, and so of tokens, of an image."""
+        return (self.image_size // self.patch_size) ** 2 + self.keeps_class
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """An architecture with its precision. Equal configs share one compiled program."""
 
@@ -578,6 +637,8 @@ class DecoderConfig:
     multimodal: bool = False
     """True if the model was read from one with images (Gemma 3 and 4, Qwen3.5), whose modules have
     other names in transformers."""
+    vision: VisionConfig | None = None
+    """The part that reads images. None: the model reads text alone."""
     source: str = "{}"
     """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
     back."""
@@ -694,6 +755,17 @@ class DecoderConfig:
             "outputs": self.num_outputs or 0,
             "rank": self.adapters.rank if self.adapters else 0,
         }
+        if self.vision is not None:
+            sizes |= {
+                "vision_embed": self.vision.hidden_size,
+                "vision_heads": self.vision.hidden_size,
+                "vision_mlp": self.vision.mlp_size,
+                "vision_position": (self.vision.image_size // self.vision.patch_size) ** 2 + 1,
+                "channel": self.vision.channels,
+                "patch_row": self.vision.patch_size,
+                "patch_column": self.vision.patch_size,
+                "projector": self.hidden_size,
+            }
         return tuple(sizes[axis] for axis in WEIGHT_AXES[name])
 
     def stored_dtype(self, name: str) -> Any:

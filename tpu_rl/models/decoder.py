@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpu_rl.models import exact, kv_cache, layers, quantization
+from tpu_rl.models import exact, kv_cache, layers, quantization, vision
 from tpu_rl.models.attention import decode, delta_rule, flash, latent
 from tpu_rl.models.attention.cudnn import cudnn_attention
 from tpu_rl.models.attention.cudnn import is_supported as cudnn_supports
@@ -52,7 +52,7 @@ from tpu_rl.models.layers import ACTIVATIONS, CACHED, PACKED, ActivationAxes, To
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.train.sharding import constrain, spread
-from tpu_rl.types import ROUTING, SHARED_PROMPT, Array, Model, Params, Paths
+from tpu_rl.types import FEATURES, ROUTING, SHARED_PROMPT, Array, Model, Params, Paths
 
 KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
@@ -85,6 +85,8 @@ class Context(NamedTuple):
     stacks: dict[str, dict[str, Array]] | None = None
     """Name of a layer of the pattern, name of a matrix of experts -> the matrices [repetitions, E,
     I, O] that are read in place; None if each layer takes its own."""
+    features: Array | None = None
+    """[F, D]: the features of images that tokens refer to (see `models.vision`)."""
     reused: LatestKeys | None = None
     """The keys and values that layers reuse; None before the first of these layers."""
 
@@ -98,10 +100,12 @@ def _init_std(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> float
     It is inputs ** -0.5. The last matrix of each branch is smaller by the square root of the number
     of branches (GPT-2), so that the size of the residual stream does not grow with the depth.
     """
-    if name in ("embedding", "unembedding", "layer_embedding"):
+    if name in ("embedding", "unembedding", "layer_embedding", "vision_class", "vision_position"):
         return 0.02
     if name.endswith(("_norm", "_bias", LORA_B, SCALE)):
         return 0.0
+    if name.startswith(("vision_", "projector_")):
+        return math.prod(shape[1:]) ** -0.5
     if name == "score":
         # Hidden states have norm hidden_size ** 0.5, so first outputs are about 0.1.
         return 0.1 * config.hidden_size**-0.5
@@ -164,7 +168,8 @@ def param_shapes(config: DecoderConfig) -> Any:
         context = packed_context(config, TokenIndex(token, token, token, token))
         return Decoder(config).init(jax.random.key(0), token, None, context)["params"]
 
-    return jax.eval_shape(init, token)
+    shapes = jax.eval_shape(init, token)
+    return shapes if config.vision is None else shapes | vision.param_shapes(config)
 
 
 # Modules.
@@ -799,7 +804,10 @@ class Decoder(Weights):
 
         axes = _activation_axes(cache)
         scale = config.vocab.embedding_scale
-        x = _embed(self.weight("embedding"), tokens, scale, config.dtype, axes)
+        words = tokens if config.vision is None else jnp.minimum(tokens, config.vocab.size - 1)
+        x = _embed(self.weight("embedding"), words, scale, config.dtype, axes)
+        if config.vision is not None:
+            x = vision.place_features(config, x, tokens, context.features)
 
         # In the scan nothing must prevent common subexpression elimination: the forward and the
         # backward pass are two loops.
@@ -1044,6 +1052,7 @@ def decoder(config: DecoderConfig) -> Model:
         visible_until: Array | None = None,
         paths: Paths | None = None,
         routing: Array | None = None,
+        images: Array | None = None,
     ) -> Array:
         if visible_until is None:
             visible_until = layers.visible_until(segment_ids, branch_ids)
@@ -1062,6 +1071,8 @@ def decoder(config: DecoderConfig) -> Model:
             key_tiles = None  # They list tiles of tokens in their original order.
             routing = None if routing is None else routing[:, order]
         context = packed_context(config, token_index, key_tiles, paths, routing)
+        if images is not None:
+            context = context._replace(features=vision.features(config, params, images))
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:
@@ -1114,6 +1125,7 @@ def decoder(config: DecoderConfig) -> Model:
         views = kv_cache.with_groups(config, cache, views)
         in_place = expert_stacks(config, params, tokens.size)
         context = cached_context(config, queries, views, lengths, commit, in_place)
+        context = context._replace(features=params.get(FEATURES))
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
         return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}

@@ -29,6 +29,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 

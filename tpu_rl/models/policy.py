@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
+from tpu_rl.models import vision
 from tpu_rl.models.attention import decode
-from tpu_rl.models.config import WeightDtype
+from tpu_rl.models.config import DecoderConfig, WeightDtype
 from tpu_rl.models.decoder import decoder
 from tpu_rl.models.lora import join
 from tpu_rl.types import Array, Model, PackedRows, Params, Policy, Role
@@ -85,12 +87,24 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
             rows.visible_until,
             rows.paths,
             rows.routing if model.config.records_routing else None,
+            rows.images,
         )
 
     def logits(params: Params, hidden: Array) -> Array:
         return model.logits(select(params), hidden)
 
     return Role(hidden, logits, model.exact)
+
+
+def image_features(model: Model) -> Callable[[Params, Any], Array]:
+    """Return the compiled function (the model's params, images [I, C, H, W]) -> features [F, D] of
+    a model that reads images (see `models.vision`)."""
+    return _image_features(model.config)
+
+
+@functools.cache
+def _image_features(config: DecoderConfig) -> Callable[[Params, Any], Array]:
+    return jax.jit(functools.partial(vision.features, config))
 
 
 def with_int8_cache(model: Model) -> Model:

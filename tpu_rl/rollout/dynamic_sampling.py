@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from tpu_rl.data import Row
+from tpu_rl.data.encoding import alike
 from tpu_rl.rollout.scoring import (
     EpisodeOutcomes,
     Scored,
@@ -151,6 +152,11 @@ def _alike(rounds: Sequence[Scored]) -> Sequence[Scored]:
         rounds = [replace(x, rollout=with_parents(x.rollout)) for x in rounds]
     if len({scored.rollout.episode_id is None for scored in rounds}) > 1:
         rounds = [replace(x, rollout=with_episode_ids(x.rollout)) for x in rounds]
+    images = alike([scored.rollout.images for scored in rounds], [len(x.rewards) for x in rounds])
+    rounds = [
+        replace(scored, rollout=replace(scored.rollout, images=pixels))
+        for scored, pixels in zip(rounds, images, strict=True)
+    ]
     widths = [scored.rollout.tokens.shape[1] for scored in rounds]
     if len(set(widths)) == 1:
         return rounds

@@ -24,7 +24,7 @@ import numpy as np
 
 from tpu_rl import sampler
 from tpu_rl.data import Row
-from tpu_rl.rollout import conversations, prompts, scoring, signals
+from tpu_rl.rollout import conversations, image_prompts, prompts, scoring, signals
 from tpu_rl.rollout.group_selection import FirstGroups
 from tpu_rl.rollout.requests import Decoding as Decoding
 from tpu_rl.rollout.requests import Engine as Engine
@@ -58,7 +58,13 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
         began = time.perf_counter()
         num_rows = len(request.rows) * group_size
         resumed = request.resumed or [None] * num_rows
-        token_ids = prompts.encode(request.rows, scorer.tokenizer, decoding.max_prompt_tokens)
+        token_ids, pixels = prompts.encode_with_images(
+            request.rows, scorer.tokenizer, decoding.max_prompt_tokens
+        )
+        reader = scorer.tokenizer.images
+        table = None
+        if reader is not None and any(images is not None for images in pixels):
+            token_ids, table = image_prompts.table(token_ids, pixels, reader)
         verified: list[tuple[int, int]] = []
         signals.mark(decoding.purpose, "rollout", request.step)
         with scorer.streaming(
@@ -80,7 +86,10 @@ def _single_turn_engine(decoding: Decoding, scorer: Scorer) -> Engine:
                 on_verified=lambda drafts, tokens: verified.append((drafts, tokens)),
                 resumed=request.resumed,
                 stop_when=selection.is_enough if selection else None,
+                images=table,
             )
+            if reader is not None and table is not None:
+                rollout = image_prompts.with_own_images(rollout, pixels, reader, group_size)
             if selection is None and streaming.on_finished is not None and request.resumed:
                 streaming.on_finished(_ended_before(resumed))
         signals.mark(decoding.purpose, "rewards", request.step)

@@ -17,6 +17,7 @@ import numpy as np
 from tpu_rl.data import Row, naming_row, take
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers.images import MARK
 
 RAISE_OR_SHORTEN = "raise --sampling.max-prompt-tokens, or shorten or drop the prompt"
 
@@ -25,9 +26,30 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) ->
     """Return the token ids of each row's prompt.
 
     Raises:
-        InputError: if a prompt has no tokens, or more than `max_prompt_tokens`.
+        InputError: if a prompt has no tokens, more than `max_prompt_tokens`, or images.
     """
-    return [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
+    for row in rows:
+        if row.get("images") and tokenizer.images is not None:
+            raise InputError(
+                "prompts with images are answered in a single turn only",
+                where=f"prompt {as_text(row['prompt'])[:60]!r}",
+                why="conversations, environments and Q# read texts",
+                fix="leave --environment out and use another algorithm, or drop the images",
+            )
+    return encode_with_images(rows, tokenizer, max_prompt_tokens)[0]
+
+
+def encode_with_images(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int
+) -> tuple[list[list[int]], list[np.ndarray | None]]:
+    """Return the token ids of each row's prompt, and its images [n, C, H, W] or None.
+
+    Raises:
+        InputError: as `encode`, and if an image cannot be read.
+    """
+    token_ids = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
+    pixels = [tokenizer.pixels(row, ids) for row, ids in zip(rows, token_ids, strict=True)]
+    return token_ids, pixels
 
 
 def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[int]:
@@ -115,14 +137,14 @@ def _is_plain(row: Row) -> bool:
 def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt as people read it: text unchanged, a list of messages one per line."""
     if isinstance(prompt, str):
-        return prompt
+        return prompt.replace(MARK, "<image>")
     return "\n".join(f"{message['role']}: {_message_text(message)}" for message in prompt)
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
     """Return the content of a message, and its calls of functions as JSON."""
     content = message.get("content")
-    parts = [str(content)] if content is not None else []
+    parts = [str(content).replace(MARK, "<image>")] if content is not None else []
     if message.get("tool_calls"):
         parts.append(json.dumps(message["tool_calls"], ensure_ascii=False, default=str))
     return " ".join(parts)

@@ -184,12 +184,20 @@ class Decoding:
         on_verified: sampler.OnVerified | None = None,
         resumed: Sequence[PartialCompletion | None] | None = None,
         stop_when: Callable[[np.ndarray], bool] | None = None,
+        images: np.ndarray | None = None,
     ) -> Rollout:
-        """Complete prompts of token ids with the policy; see `sampler.sample` for the arguments."""
+        """Complete prompts of token ids with the policy; see `sampler.sample` for the arguments.
+
+        `images` [I, C, H, W] are those that the prompts refer to (`image_prompts.table`).
+        """
         with self.on_its_mesh():
+            policy_params = self.policy.params(params)
+            if images is not None:
+                assert self.policy.with_images is not None, "the model reads images"
+                policy_params = self.policy.with_images(policy_params, images)
             return sampler.sample(
                 self.policy.policy,
-                self.policy.params(params),
+                policy_params,
                 prompts,
                 sampler.run_key(self.seed, self.purpose, step),
                 self.config,

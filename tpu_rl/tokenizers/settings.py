@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_rl.errors import InputError
+from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
 
 MAX_TEMPLATE_BYTES = 1_000_000
@@ -77,6 +78,35 @@ def configure(
         template_kwargs=template_kwargs,
     )
     return with_turn_end(replace(tokenizer, chat=settings))
+
+
+def with_images(
+    tokenizer: Tokenizer,
+    directory: Path,
+    token_id: int,
+    *,
+    tokens_per_image: int,
+    image_size: int,
+    first_id: int,
+    folder: Path,
+) -> Tokenizer:
+    """Return the tokenizer of a model that reads images; see `ImageReader` for the arguments.
+
+    Raises:
+        InputError: if the tokenizer has no token that stands for images.
+    """
+    literal = next((text for text, known in tokenizer.control.items() if known == token_id), None)
+    if literal is None:
+        raise InputError(
+            f"the tokenizer has no control token with the id {token_id}",
+            where=f"image_token_index in config.json, tokenizer.json, {directory}",
+            why="it stands for images in texts",
+            fix="use the tokenizer that was published with the model",
+        )
+    reader = ImageReader(
+        str(directory), token_id, literal, first_id, tokens_per_image, image_size, str(folder)
+    )
+    return replace(tokenizer, images=reader)
 
 
 def with_turn_end(tokenizer: Tokenizer) -> Tokenizer:

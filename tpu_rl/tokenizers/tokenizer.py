@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence, tool_calls
+from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence, images, tool_calls
 from tpu_rl.tokenizers.conversations import Conversation, Message, Tools, Turn
+from tpu_rl.tokenizers.images import MARK, ImageReader
 
 AssistantTurns = Literal["all", "last"]
 
@@ -114,6 +117,8 @@ class Tokenizer:
     tool_template: str | None = None
     """The template of conversations with tools, if the tokenizer has another one for them."""
     chat: ChatSettings = ChatSettings()
+    images: ImageReader | None = None
+    """The images of a model that reads them. Prompts and demonstrations then have their ids."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -165,6 +170,8 @@ class Tokenizer:
             ValueError: for an unknown id.
         """
         ids = [int(i) for i in ids]
+        if self.images is not None:
+            ids = self.images.collapse(ids)
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id {i} is not one of the tokenizer's {self.vocab_size}")
@@ -209,7 +216,7 @@ class Tokenizer:
         if isinstance(prompt, str):
             if not self.wraps(prompt):
                 self._refuse_system()
-                return [*self.prefix_ids, *self.encode(prompt)]
+                return [*self.prefix_ids, *self._encode_with_images(prompt)]
             prompt = conversations.as_messages(prompt, "user")
         if prompt and prompt[-1].get("role") == "assistant":
             raise InputError(
@@ -218,7 +225,53 @@ class Tokenizer:
                 why="the model is to write the assistant's next turn",
                 fix="move that message to the column `completion`",
             )
-        return self.render(prompt, tools=tools)
+        return self.with_features(self.render(prompt, tools=tools))
+
+    def pixels(self, row: Mapping[str, Any], ids: Sequence[int]) -> np.ndarray | None:
+        """Return the images of a data row, [n, C, H, W] float32; None if it has none.
+
+        Args:
+            row: the row; its column `images` has the files.
+            ids: the ids of its text.
+
+        Raises:
+            InputError: if the model reads no images, one cannot be read, or the text has another
+                number of places for them.
+        """
+        sources = images.sources_of(row)
+        places = 0 if self.images is None else self.images.count(ids)
+        if not sources and not places:
+            return None
+        if self.images is None:
+            raise InputError(
+                f"the row has {len(sources)} images, and the model reads texts only",
+                where="column `images`",
+                why="a prompt means something else without its images",
+                fix="use a model that reads images (LLaVA), or drop the column",
+            )
+        if len(sources) != places:
+            raise InputError(
+                f"the row has {len(sources)} images, and its text {places} places for them",
+                where=f"column `images`; {self.images.literal}",
+                why="the chat template leaves images out, or the text has stray marks (U+FFFC)",
+                fix="use the model's own chat template, and one place for each image",
+            )
+        return self.images.pixels(sources)
+
+    def with_features(self, ids: list[int]) -> list[int]:
+        """Return ids with those of features in place of each token that stands for an image."""
+        return ids if self.images is None else self.images.expand(ids)
+
+    def _encode_with_images(self, text: str) -> list[int]:
+        """Return the ids of a plain text in which `images.MARK` stands for images."""
+        if self.images is None or MARK not in text:
+            return self.encode(text)
+        ids: list[int] = []
+        for number, piece in enumerate(text.split(MARK)):
+            if number:
+                ids.append(self.images.token_id)
+            ids += self._encode_after(piece, number > 0)
+        return self.with_features(ids)
 
     def wraps(self, prompt: Any) -> bool:
         """Return True if a prompt is a text that becomes the user's message of a conversation.
@@ -228,6 +281,19 @@ class Tokenizer:
         return self.chat.wraps_prompts and isinstance(prompt, str) and bool(prompt)
 
     def encode_demonstration(
+        self, messages: list[Message], num_given: int = 0, tools: Tools | None = None
+    ) -> Demonstration:
+        """Return `_encode_demonstration`, with the features of images."""
+        demonstration = self._encode_demonstration(messages, num_given, tools)
+        if self.images is None or self.images.token_id not in demonstration.ids:
+            return demonstration
+        per_image = self.images.tokens_per_image
+        weights: list[float] = []
+        for token_id, weight in zip(*demonstration, strict=True):
+            weights += [0.0] * per_image if token_id == self.images.token_id else [weight]
+        return Demonstration(self.images.expand(demonstration.ids), weights)
+
+    def _encode_demonstration(
         self, messages: list[Message], num_given: int = 0, tools: Tools | None = None
     ) -> Demonstration:
         """Return the ids of a conversation up to its last learned token, and which are learned.
@@ -480,6 +546,8 @@ class Tokenizer:
             {key: value for key, value in message.items() if key != "weight"}
             for message in messages
         ]
+        if self.images is not None and self._reads_parts:
+            messages = [_in_parts(message) for message in messages]
         if rewrite and any(message.get("tool_calls") for message in messages):
             messages = self._with_arguments(messages)
         if self.chat.system is not None and messages[0]["role"] not in ("system", "developer"):
@@ -490,6 +558,14 @@ class Tokenizer:
         variables = {**self.backend.special_texts, **self.chat.template_kwargs}
         template = (self.tool_template if parsed_tools else None) or self.chat_template
         return conversations.hide(template, messages, parsed_tools, variables, self.control)
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """True if the chat template wants contents as lists of parts, as LLaVA's does."""
+        return (
+            re.search(r"""\btype['"\]]*\s*(,\s*['"]equalto|==)""", self.chat_template or "")
+            is not None
+        )
 
     def _with_arguments(self, messages: list[Message]) -> list[Message]:
         """Return messages whose calls have arguments as JSON text, if the template wants that."""
@@ -515,6 +591,7 @@ class Tokenizer:
 
     def _encode_rendered(self, text: str, mark: str | None) -> list[int]:
         """Return the ids of a rendered conversation, or of its beginning."""
+        text = self._with_image_literals(text)
         if mark is None or mark not in text:
             return self.encode(text, special=True)
         return self._encode_marked(text, mark)
@@ -793,6 +870,8 @@ class Tokenizer:
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.backend.save(Path(directory))
+        if self.images is not None:
+            self.images.save(Path(directory))
         first, *others = self.eos_ids
         eos = [first, *others] if others else first
         ids = {"bos_token_id": self.bos_id, "eos_token_id": eos, "pad_token_id": self.pad_id}
@@ -829,6 +908,7 @@ class Tokenizer:
 
         `follows` says that the text continues another one.
         """
+        text = self._with_image_literals(text)
         pattern = conversations.alternatives(self.control, mark)
         ids: list[int] = []
         ordinary = ""
@@ -843,6 +923,10 @@ class Tokenizer:
                 ordinary = ""
         ordinary += text[end:]
         return ids + self._encode_after(ordinary, follows or bool(ids))
+
+    def _with_image_literals(self, text: str) -> str:
+        """Return a rendered text with the token of images in place of `images.MARK`."""
+        return text if self.images is None else text.replace(MARK, self.images.literal)
 
     def _encode_after(self, text: str, follows_control: bool) -> list[int]:
         """Return the ids of a text, which may follow a control token.
@@ -933,6 +1017,20 @@ TRIED_SCHEMA = {
     },
 }
 """The tool that it calls."""
+
+
+def _in_parts(message: Message) -> Message:
+    """Return a message whose content is a list of texts and images."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(MARK)):
+        if number:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return message | {"content": parts}
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:

@@ -63,6 +63,14 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "layer_input": (),
     "layer_inputs": ("fsdp", "expert", "context"),
     "rank": (),
+    "vision_embed": ("fsdp", "expert", "context"),
+    "vision_heads": ("tensor",),
+    "vision_mlp": ("tensor",),
+    "vision_position": (),
+    "channel": (),
+    "patch_row": (),
+    "patch_column": (),
+    "projector": ("tensor",),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.
 
@@ -76,6 +84,7 @@ SAMPLING_RULES: Mapping[str, tuple[str, ...]] = dict.fromkeys(RULES, ()) | {
     **dict.fromkeys(("rows", "slots"), ("data",)),
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"), ("tensor",)),
     **dict.fromkeys(("delta_key_heads", "delta_value_heads"), ("tensor",)),
+    **dict.fromkeys(("vision_heads", "vision_mlp", "projector"), ("tensor",)),
     "experts": ("data", "tensor"),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a sampling mesh.

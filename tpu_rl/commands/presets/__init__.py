@@ -10,9 +10,16 @@ import inspect
 from collections.abc import Callable
 
 from tpu_rl.commands.config import ExperimentConfig
-from tpu_rl.commands.presets import arithmetic, environments, own_data, problems, star_graph
+from tpu_rl.commands.presets import (
+    arithmetic,
+    environments,
+    own_data,
+    pictures,
+    problems,
+    star_graph,
+)
 
-MODULES = (arithmetic, environments, own_data, problems, star_graph)
+MODULES = (arithmetic, environments, own_data, pictures, problems, star_graph)
 
 PRESETS: dict[str, Callable[[], ExperimentConfig]] = {
     name: function

@@ -26,7 +26,14 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import lora
 from tpu_rl.models.config import EXPERT_MATRICES, FLOAT32, LORA_A, LORA_B, STACKED, DecoderConfig
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import families, mxfp4, peft, safetensors_files, stacked_experts
+from tpu_rl.models.hf import (
+    families,
+    mxfp4,
+    peft,
+    safetensors_files,
+    stacked_experts,
+    vision_files,
+)
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
@@ -247,7 +254,7 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
         peft.adapted_model(directory, base)
         return check(base_directory, base)
     file_tensors = weight_locations(model)
-    stored = _text_model_tensors(directory)
+    stored = _model_tensors(directory, has_vision=model.config.vision is not None)
     unembedding = families.TOP_NAMES["unembedding"]
     if unembedding not in file_tensors:
         # A tied model needs none, but some files have a copy of the embedding.
@@ -289,11 +296,18 @@ def file_dtype(directory: Path) -> str:
     )
 
 
-def _text_model_tensors(directory: Path) -> dict[str, StoredTensor | Mxfp4Tensor]:
-    """Return the tensors of the language model, by the names that a text model has for them."""
+def _model_tensors(
+    directory: Path, has_vision: bool = False
+) -> dict[str, StoredTensor | Mxfp4Tensor]:
+    """Return the tensors of the language model, by the names that a text model has for them.
+
+    With `has_vision`, also those that read images.
+    """
     tensors = {}
     for name, tensor in mxfp4.join(safetensors_files.find_tensors(directory)).items():
         plain_name = families.plain_name(name)
+        if has_vision:
+            plain_name = plain_name or vision_files.plain_name(name)
         if plain_name is not None:
             tensors[plain_name] = tensor
     return tensors
@@ -301,7 +315,7 @@ def _text_model_tensors(directory: Path) -> dict[str, StoredTensor | Mxfp4Tensor
 
 def _require_tied(directory: Path) -> None:
     """Check that a tied model's files have no unembedding that differs from the embedding."""
-    stored = _text_model_tensors(directory)
+    stored = _model_tensors(directory)
     stored_embedding = stored.get(families.TOP_NAMES["embedding"])
     stored_unembedding = stored.get(families.TOP_NAMES["unembedding"])
     if stored_embedding is None or stored_unembedding is None:
@@ -438,7 +452,7 @@ def save(
             `dtype`.
     """
     require_replaceable(path, "config.json")
-    file_tensors = weight_locations(model)
+    file_tensors = _written_tensors(model)
     layout = {
         name: (_file_dtype(params, file_tensor, dtype), file_tensor.shape)
         for name, file_tensor in file_tensors.items()
@@ -468,6 +482,17 @@ def save(
             tokenizer.save_pretrained(str(directory))
         if card is not None:
             (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def _written_tensors(model: Model) -> dict[str, FileTensor]:
+    """Return `weight_locations`, by the names that files have for them."""
+    tensors = weight_locations(model)
+    if model.config.vision is None:
+        return tensors
+    return {
+        name if vision_files.plain_name(name) else vision_files.TEXT_PREFIX + name: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
@@ -599,4 +624,8 @@ def _write_config(path: Path, config: DecoderConfig, dtype: str) -> None:
         if len(source.get("id2label") or ()) != config.num_outputs:
             for name in ("id2label", "label2id", "problem_type"):
                 source.pop(name, None)
+    if config.vision is not None:
+        outer = json.loads(config.vision.source)
+        outer.pop("dtype", None)
+        source = outer | {"text_config": source, "torch_dtype": dtype}
     path.write_text(json.dumps(source, indent=2, sort_keys=True) + "\n")

@@ -23,7 +23,7 @@ from tpu_rl.models.config import (
     NormConfig,
     VocabConfig,
 )
-from tpu_rl.models.hf import moe_families, rope_config
+from tpu_rl.models.hf import moe_families, rope_config, vision_files
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
@@ -510,6 +510,15 @@ FAMILIES: dict[str, Family] = {
 }
 """`model_type` -> family."""
 
+LLAVA_TEXT_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
+}
+"""transformers' sizes of a Llama, for fields that the text_config of a LLaVA leaves out."""
+
 MULTIMODAL = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -518,6 +527,9 @@ MULTIMODAL = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 """`model_type` of a model with images -> that of the language model inside, which is read."""
+
+VISION = {"llava": {"model_type": "llama", **LLAVA_TEXT_DEFAULTS}}
+"""`model_type` of a model whose images are read -> defaults of the language model inside."""
 
 
 # Configurations.
@@ -538,7 +550,10 @@ def read_config(
         InputError: a field is missing, or something is not supported; it names the field.
     """
     where = where or "config.json"
-    multimodal = source.get("model_type") in MULTIMODAL
+    multimodal = source.get("model_type") in MULTIMODAL or source.get("model_type") in VISION
+    vision = None
+    if source.get("model_type") in VISION:
+        vision = vision_files.read_vision(source, where)
     source = _text_config(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
@@ -594,6 +609,7 @@ def read_config(
         param_dtype=param_dtype,
         num_outputs=_num_outputs(source),
         multimodal=multimodal,
+        vision=vision,
         source=json.dumps(source, sort_keys=True),
     )
 
@@ -610,12 +626,18 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if "tie_word_embeddings" in source:
             inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
         return _text_config(inner, where)
+    if model_type in VISION and isinstance(source.get("text_config"), Mapping):
+        inner = source["text_config"]
+        if inner.get("model_type", "llama") == "llama":
+            inner = VISION[model_type] | inner
+        tied = source.get("tie_word_embeddings", False)
+        return _text_config({"tie_word_embeddings": tied, **inner}, where)
     if model_type not in FAMILIES:
         raise InputError(
             f"model_type {model_type!r} is not supported",
             where=where,
             why=f"architectures: {source.get('architectures')}",
-            fix="supported: " + ", ".join([*FAMILIES, *MULTIMODAL]),
+            fix="supported: " + ", ".join([*FAMILIES, *MULTIMODAL, *VISION]),
         )
     return dict(source)
 

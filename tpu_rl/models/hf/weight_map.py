@@ -24,7 +24,7 @@ from tpu_rl.models.config import (
     inputs_and_outputs,
 )
 from tpu_rl.models.decoder import param_shapes
-from tpu_rl.models.hf import families, moe_families
+from tpu_rl.models.hf import families, moe_families, vision_files
 from tpu_rl.models.hf.mxfp4 import Mxfp4Tensor
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.types import Model, Params
@@ -107,7 +107,15 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
         fuse = _interleave if family.is_interleaved else _concatenate
         return fuse(locations)
 
-    return {name: fused(name, locations) for name, locations in parts.items()}
+    tensors = {name: fused(name, locations) for name, locations in parts.items()}
+    if config.vision is None:
+        return tensors
+    for name, path, layer in vision_files.weights(config.vision):
+        index = () if layer is None else (layer,)
+        location = WeightLocation((*path, name), index, config.shape(name), is_transposed=False)
+        file_name = vision_files.weight_name(name, layer)
+        tensors[file_name] = FileTensor(location.shape, (location,))
+    return tensors
 
 
 def _place(config: DecoderConfig, layer: int) -> tuple[tuple[str, str], tuple[int, ...]]:

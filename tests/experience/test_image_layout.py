@@ -1,0 +1,95 @@
+"""Images in packed rows: once for each group, and with the right tokens."""
+
+import numpy as np
+import pytest
+
+from tpu_rl.data.encoding import bucket
+from tpu_rl.experience.config import BatchConfig
+from tpu_rl.experience.layout import layout_of, with_images
+from tpu_rl.rollout import image_prompts
+from tpu_rl.tokenizers.images import ImageReader
+from tpu_rl.types import Demonstrations
+
+READER = ImageReader("", 4, "<image>", first_id=10, tokens_per_image=2, image_size=1)
+
+
+def completions(images_of_group, group_size):
+    """Rows of a begin token, the images of their group and two actions. Pixels number images."""
+    rows = [group for group in range(len(images_of_group)) for _ in range(group_size)]
+    tokens = np.zeros((len(rows), 8), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    pixels = np.zeros((len(rows), 2, 3, 1, 1), np.float32)
+    for row, group in enumerate(rows):
+        count = images_of_group[group]
+        prompt = [1, *range(10, 10 + 2 * count)]
+        tokens[row, : len(prompt) + 2] = [*prompt, 5, 6]
+        mask[row, len(prompt) : len(prompt) + 2] = True
+        for image in range(count):
+            pixels[row, image] = 10 * group + image + 1
+    return Demonstrations(tokens, mask, np.array(rows, np.int32), images=pixels)
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+@pytest.mark.parametrize("micro_batch_rows", [1, 4])
+def test_tokens_refer_to_the_images_of_their_group(share_prefixes, micro_batch_rows):
+    images_of_group = [1, 0, 2, 1, 2]
+    data = completions(images_of_group, group_size=2)
+    batch = BatchConfig(
+        prompts=5,
+        group_size=2,
+        row_length=16,
+        micro_batch_rows=micro_batch_rows,
+        share_prefixes=share_prefixes,
+    )
+    layout = layout_of(batch, data)
+    layout, moved = with_images(layout, data, READER)
+    assert moved.images is None
+    source = np.asarray(layout.source)
+    tokens = np.where(source >= 0, moved.tokens.reshape(-1)[np.maximum(source, 0)], 0)
+    pixels = np.asarray(layout.images)
+    seen = {}
+    stored = 0
+    for m, k in np.ndindex(source.shape[:2]):
+        stored += int((pixels[m, k, :, 0, 0, 0] > 0).sum())
+        for slot in np.argwhere(tokens[m, k] >= 10):
+            token = tokens[m, k][tuple(slot)]
+            row, column = divmod(int(source[m, k][tuple(slot)]), 8)
+            shown = int(pixels[m, k, (token - 10) // 2, 0, 0, 0])
+            # Each image has two tokens, behind the first token of the row.
+            assert shown == 10 * data.group_id[row] + (column - 1) // 2 + 1
+            assert (token - 10) % 2 == (column - 1) % 2
+            seen[shown] = seen.get(shown, 0) + 1
+    assert stored == sum(images_of_group)
+    copies = 1 if share_prefixes else 2
+    assert seen == {
+        10 * group + image + 1: 2 * copies
+        for group, count in enumerate(images_of_group)
+        for image in range(count)
+    }
+
+
+def test_prompts_share_one_table_and_rows_get_their_images_back():
+    prompts = [[1, 10, 11, 5], [1, 5], [1, 10, 11, 12, 13]]
+    pixels = [
+        np.full((1, 3, 1, 1), 7.0),
+        None,
+        np.arange(2.0)[:, None, None, None] + np.zeros((1, 3, 1, 1)),
+    ]
+    shifted, table = image_prompts.table(prompts, pixels, READER)
+    assert shifted == [[1, 10, 11, 5], [1, 5], [1, 12, 13, 14, 15]]
+    assert table[:, 0, 0, 0].tolist() == [7.0, 0.0, 1.0]
+    tokens = np.zeros((6, 5), np.int32)
+    for row in range(6):
+        tokens[row, : len(shifted[row // 2])] = shifted[row // 2]
+    rollout = Demonstrations(tokens, tokens > 0, np.arange(6) // 2)
+    own = image_prompts.with_own_images(rollout, pixels, READER, group_size=2)
+    for row in range(6):
+        assert own.tokens[row, : len(prompts[row // 2])].tolist() == prompts[row // 2]
+    assert own.images.shape == (6, 2, 3, 1, 1)
+    assert own.images[:, 0, 0, 0, 0].tolist() == [7, 7, 0, 0, 0, 0]
+
+
+def test_few_numbers_of_images_occur():
+    assert [bucket(count) for count in (1, 2, 3, 4, 5, 7, 9, 13, 24, 25)] == [
+        *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    ]

@@ -1,0 +1,58 @@
+"""Presets on drawn pictures, with a small model that reads images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tpu_rl.algos import GrpoConfig, SftConfig
+from tpu_rl.commands.config import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+)
+from tpu_rl.environments import PicturesData
+from tpu_rl.train.optimizers import OptimizerConfig
+
+
+def pictures_sft() -> ExperimentConfig:
+    """SFT on questions about drawn pictures: a small model with a vision tower learns from scratch
+    to look.
+
+    `--data.control blank` and `--data.control shuffled` are the controls.
+    """
+    return ExperimentConfig(
+        algorithm=SftConfig(),
+        data=PicturesData(),
+        model=ModelConfig(path="builtin:pictures", random_init=True),
+        reward=("pictures",),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, schedule="cosine", warmup_steps=50, beta2=0.98
+        ),
+        batch=BatchConfig(prompts=64, group_size=1, row_length=128, micro_batch_rows=32),
+        sampling=SamplingConfig(max_prompt_tokens=44, max_new_tokens=8, max_num_seqs=256),
+        evaluation=EvaluationConfig(rows=500, interval=100),
+        steps=600,
+        checkpoint=CheckpointConfig(200),
+    )
+
+
+def pictures_grpo() -> ExperimentConfig:
+    """GRPO on questions about drawn pictures, from the model of pictures_sft.
+
+    A picture is encoded once for all answers of its group, when they are sampled and when they are
+    learned from.
+    """
+    base = pictures_sft()
+    return replace(
+        base,
+        algorithm=GrpoConfig(),
+        model=ModelConfig(path="runs/pictures_sft/model"),
+        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
+        batch=BatchConfig(prompts=32, group_size=8, row_length=128, micro_batch_rows=16),
+        evaluation=EvaluationConfig(rows=500, interval=20),
+        steps=100,
+        checkpoint=CheckpointConfig(50),
+    )

@@ -1,0 +1,159 @@
+"""The part of a vision-language model that reads images: a tower and a projector (LLaVA, arXiv
+2304.08485, with the tower of CLIP, arXiv 2103.00020).
+
+An image is a square of pixels. The tower makes a vector of each patch, and the projector makes it
+as wide as the residual stream of the text. These are the image's features, one for each token that
+stands for the image.
+
+**Tokens of images.** A text refers to features by token ids from `VocabConfig.size` on: id V + f is
+feature f of the images that come with the text. So rows with images are rows of token ids like all
+others: they share prompts, and they are packed, cached and branched alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_rl.models.config import DecoderConfig, VisionConfig
+from tpu_rl.models.layers import ACTIVATIONS
+from tpu_rl.types import Array, Params
+
+TOP_WEIGHTS = (
+    "vision_class",
+    "vision_patch",
+    "vision_position",
+    "vision_first_norm",
+    "vision_first_norm_bias",
+    "vision_last_norm",
+    "vision_last_norm_bias",
+    "projector_in",
+    "projector_in_bias",
+    "projector_out",
+    "projector_out_bias",
+)
+LAYER_WEIGHTS = (
+    "vision_attention_norm",
+    "vision_attention_norm_bias",
+    "vision_query",
+    "vision_query_bias",
+    "vision_key",
+    "vision_key_bias",
+    "vision_value",
+    "vision_value_bias",
+    "vision_output",
+    "vision_output_bias",
+    "vision_mlp_norm",
+    "vision_mlp_norm_bias",
+    "vision_up",
+    "vision_up_bias",
+    "vision_down",
+    "vision_down_bias",
+)
+TOP = "vision"
+LAYERS = "vision_layers"
+"""The two parts of the params tree. The leaves of the second are stacked over layers."""
+
+
+def param_shapes(config: DecoderConfig) -> dict[str, Any]:
+    """Return the vision parts of a model's params with shapes and dtypes in place of arrays."""
+    vision = config.vision
+    assert vision is not None
+
+    def leaf(name: str, *stack: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*stack, *config.shape(name)), config.stored_dtype(name))
+
+    unbiased = () if vision.projector_bias else ("projector_in_bias", "projector_out_bias")
+    return {
+        TOP: {name: leaf(name) for name in TOP_WEIGHTS if name not in unbiased},
+        LAYERS: {"layer_0": {name: leaf(name, vision.num_layers) for name in LAYER_WEIGHTS}},
+    }
+
+
+def features(config: DecoderConfig, params: Params, images: Array) -> Array:
+    """Compute the features [I P, D] of images [I, C, H, W], P for each image.
+
+    The pixels are those of the image processor: scaled and normalized.
+    """
+    vision = config.vision
+    assert vision is not None
+    dtype = jnp.dtype(config.dtype)
+    top = {name: leaf.astype(dtype) for name, leaf in params[TOP].items()}
+    # Patch embedding: x_p = W pixels_p, a convolution whose stride is its width.
+    grid = vision.image_size // vision.patch_size
+    pixels = images.astype(dtype).reshape(
+        len(images), vision.channels, grid, vision.patch_size, grid, vision.patch_size
+    )
+    x = jnp.einsum("icgphq,ecpq->ighe", pixels, top["vision_patch"])
+    x = x.reshape(len(images), grid * grid, vision.hidden_size)
+    first = jnp.broadcast_to(top["vision_class"][None, None], (len(images), 1, vision.hidden_size))
+    x = jnp.concatenate([first, x], axis=1) + top["vision_position"][None]
+    x = _layer_norm(vision, x, params[TOP], "vision_first_norm")
+
+    def apply_layer(x: Array, weights: Params) -> tuple[Array, None]:
+        return _layer(vision, weights, x), None
+
+    if config.remat != "none":
+        apply_layer = jax.checkpoint(apply_layer)
+    # Layers behind the one whose states are the features stay in the params, so that a directory
+    # is written as it was read.
+    read = jax.tree.map(lambda leaf: leaf[: vision.num_read_layers], params[LAYERS]["layer_0"])
+    x, _ = jax.lax.scan(apply_layer, x, read)
+    if not vision.keeps_class:
+        x = x[:, 1:]
+    # The projector: W_2 gelu(W_1 x + b_1) + b_2.
+    for name in ("projector_in", "projector_out"):
+        x = jnp.einsum("ipd,ed->ipe", x, top[name])
+        if vision.projector_bias:
+            x = x + top[f"{name}_bias"][None, None]
+        if name == "projector_in":
+            x = ACTIVATIONS[vision.projector_activation](x)
+    return x.reshape(-1, config.hidden_size)
+
+
+def place_features(config: DecoderConfig, x: Array, tokens: Array, features: Array | None) -> Array:
+    """Put features [F, D] into the embedded tokens x [B, T, D] where the ids [B, T] refer to them.
+
+    An id without a feature gives NaN, which no training step accepts.
+    """
+    index = tokens - config.vocab.size
+    if features is None:
+        placed = jnp.full_like(x, jnp.nan)
+    else:
+        placed = jnp.take(features.astype(x.dtype), jnp.maximum(index, 0), axis=0)
+    return jnp.where((index >= 0)[..., None], placed, x)
+
+
+def _layer(vision: VisionConfig, weights: Mapping[str, Array], x: Array) -> Array:
+    """Apply a layer of the tower to x [I, P, E]: attention of all patches to all, and an MLP."""
+
+    def linear(x: Array, name: str) -> Array:
+        product = jnp.einsum("ipd,ed->ipe", x, weights[name].astype(x.dtype))
+        return product + weights[f"{name}_bias"].astype(x.dtype)[None, None]
+
+    normed = _layer_norm(vision, x, weights, "vision_attention_norm")
+    heads = (*x.shape[:2], vision.num_heads, -1)
+    query, key, value = (
+        linear(normed, name).reshape(heads)
+        for name in ("vision_query", "vision_key", "vision_value")
+    )
+    scores = jnp.einsum("iphd,ikhd->ihpk", query, key, preferred_element_type=jnp.float32)
+    shares = jax.nn.softmax(scores * query.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
+    attended = jnp.einsum("ihpk,ikhd->iphd", shares, value).reshape(x.shape)
+    x = x + linear(attended, "vision_output")
+    normed = _layer_norm(vision, x, weights, "vision_mlp_norm")
+    return x + linear(ACTIVATIONS[vision.activation](linear(normed, "vision_up")), "vision_down")
+
+
+def _layer_norm(vision: VisionConfig, x: Array, weights: Mapping[str, Array], name: str) -> Array:
+    """Return the layer norm of x [I, P, E], computed in float32."""
+    wide = x.astype(jnp.float32)
+    centered = wide - wide.mean(axis=-1, keepdims=True)
+    scaled = centered * jax.lax.rsqrt(
+        jnp.square(centered).mean(axis=-1, keepdims=True) + vision.eps
+    )
+    gain, bias = weights[name][None, None], weights[f"{name}_bias"][None, None]
+    return (scaled * gain + bias).astype(x.dtype)
