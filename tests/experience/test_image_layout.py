@@ -1,5 +1,7 @@
 """Images in packed rows: once for each group, and with the right tokens."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,8 @@ def completions(images_of_group, group_size):
         mask[row, len(prompt) : len(prompt) + 2] = True
         for image in range(count):
             pixels[row, image] = 10 * group + image + 1
-    return Demonstrations(tokens, mask, np.array(rows, np.int32), images=pixels)
+    arrays: list[Any] = [tokens, mask, np.array(rows, np.int32), None, pixels]
+    return Demonstrations(*arrays)
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
@@ -81,8 +84,9 @@ def test_prompts_share_one_table_and_rows_get_their_images_back():
     tokens = np.zeros((6, 5), np.int32)
     for row in range(6):
         tokens[row, : len(shifted[row // 2])] = shifted[row // 2]
-    rollout = Demonstrations(tokens, tokens > 0, np.arange(6) // 2)
-    own = image_prompts.with_own_images(rollout, pixels, READER, group_size=2)
+    arrays: list[Any] = [tokens, tokens > 0, np.arange(6) // 2]
+    rollout: Any = Demonstrations(*arrays)
+    own: Any = image_prompts.with_own_images(rollout, pixels, READER, group_size=2)
     for row in range(6):
         assert own.tokens[row, : len(prompts[row // 2])].tolist() == prompts[row // 2]
     assert own.images.shape == (6, 2, 3, 1, 1)

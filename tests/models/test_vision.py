@@ -1,5 +1,7 @@
 """Models that read images: their features, and where token ids refer to them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,18 +57,18 @@ def hidden(model, params, tokens, pixels):
 
 def test_cached_tokens_see_the_same_images_as_packed_ones():
     model, params = model_and_params()
-    tokens = np.array([IDS])
+    tokens: Any = np.array([IDS])
     packed = model.logits(params, hidden(model, params, tokens, images()))
     reading = params | {FEATURES: models.image_features(model)(params, images())}
     cache = model.init_cache(reading, 1, 16)
-    positions = np.arange(len(IDS))[None]
-    first, cache = model.extend(
-        reading, cache, tokens[:, :9], positions[:, :9], np.zeros((1, 9), int), np.array([9])
-    )
-    last, _ = model.extend(
-        reading, cache, tokens[:, 9:], positions[:, 9:], np.zeros((1, 2), int), np.array([2])
-    )
-    np.testing.assert_allclose(jnp.concatenate([first, last], 1), packed, atol=1e-5)
+    positions = jnp.arange(len(IDS))[None]
+    trunk = jnp.zeros((1, len(IDS)), int)
+    parts = []
+    for part, count in ((slice(0, 9), 9), (slice(9, 11), 2)):
+        inputs = (jnp.asarray(tokens)[:, part], positions[:, part], trunk[:, part])
+        logits, cache = model.extend(reading, cache, *inputs, jnp.array([count]))
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), packed, atol=1e-5)
 
 
 def test_an_image_matters_and_ids_choose_among_images():
@@ -139,7 +141,7 @@ def test_logits_and_gradients_are_transformers(tmp_path, tower, text, other):
         **other,
     }
     torch.manual_seed(0)
-    theirs = LlavaForConditionalGeneration(LlavaConfig.from_dict(config)).eval()
+    theirs: Any = LlavaForConditionalGeneration(LlavaConfig.from_dict(config)).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = models.load(tmp_path / "theirs")
     vision = model.config.vision
@@ -167,7 +169,8 @@ def test_logits_and_gradients_are_transformers(tmp_path, tower, text, other):
     ):
         np.testing.assert_allclose(ours_gradient, parameter.grad.numpy(), rtol=1e-3, atol=1e-5)
     models.save(tmp_path / "ours", model, params)
-    _, report = LlavaForConditionalGeneration.from_pretrained(
+    loaded: Any = LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
+    report = loaded[1]
     assert not any(report.values())

@@ -3,6 +3,7 @@
 import base64
 import io
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ PER_IMAGE = 16
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    directory = roles.model_path("builtin:pictures")
+    directory = Path(roles.model_path("builtin:pictures"))
     return tokenizers.with_images(
         tokenizers.load(directory),
         directory,
@@ -28,7 +29,7 @@ def tokenizer():
         tokens_per_image=PER_IMAGE,
         image_size=32,
         first_id=FIRST,
-        folder=".",
+        folder=Path(),
     )
 
 

@@ -49,7 +49,7 @@ def stacked_pixels(pixels: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return stacked
 
 
-def alike(images: Sequence[np.ndarray | None], num_rows: Sequence[int]) -> list[np.ndarray | None]:
+def alike(images: Sequence[Any], num_rows: Sequence[int]) -> list[Any]:
     """Return arrays of images [N, n, C, H, W] with the largest n of all, zeros behind the others.
 
     Where only some batches of rows have images, the others get zeros; None if none has any.
@@ -58,7 +58,7 @@ def alike(images: Sequence[np.ndarray | None], num_rows: Sequence[int]) -> list[
     if not known:
         return [None for _ in images]
     most = max(array.shape[1] for array in known)
-    result: list[np.ndarray | None] = []
+    result: list[Any] = []
     for array, rows in zip(images, num_rows, strict=True):
         padded = np.zeros((rows, most, *known[0].shape[2:]), np.float32)
         if array is not None:

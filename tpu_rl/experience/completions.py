@@ -83,7 +83,6 @@ def together(parts: list[tuple[Rollout | Demonstrations, bool]]) -> Completions:
         mask = np.pad(np.asarray(texts.action_mask), padding)
         columns.append((tokens, mask, group_id.astype(np.int32), np.full(len(tokens), on_policy)))
     arrays: list[Any] = [np.concatenate(column) for column in zip(*columns, strict=True)]
-    images: Any = alike(
-        [texts.images for texts, _ in parts], [len(texts.tokens) for texts, _ in parts]
-    )
-    return Completions(*arrays, images=None if images[0] is None else np.concatenate(images))
+    images = alike([texts.images for texts, _ in parts], [len(texts.tokens) for texts, _ in parts])
+    joined: Any = None if images[0] is None else np.concatenate(images)
+    return Completions(*arrays, images=joined)
