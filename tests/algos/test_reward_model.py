@@ -194,6 +194,25 @@ def test_steps_by_hand():
     )
 
 
+def test_shares_of_parts_add_up_to_the_score_by_hand():
+    """Parts end at 3, 2 and 6: a model of whole completions gives 3, 2 - 3 and 6 - 2."""
+    ends = reward_score.sentence_ends(TOKENS, MASK, (9,))
+    at_ends = jnp.array([3, 5, 7])
+    prefix = reward_score.prefix_shares(LEVELS, ends, MASK)[0]
+    np.testing.assert_allclose(prefix[at_ends], [3.0, -1.0, 4.0])
+    assert np.count_nonzero(prefix) == 3
+    log_p = log_sigmoid(np.array([3.0, 2.0, 6.0]))
+    product = reward_score.step_shares(LEVELS, ends, MASK, "product")[0]
+    np.testing.assert_allclose(product[at_ends], log_p, rtol=1e-6)
+    # The smallest so far falls from 0 to log_p[0] to log_p[1], and stays.
+    smallest = reward_score.step_shares(LEVELS, ends, MASK, "min")[0]
+    np.testing.assert_allclose(smallest[at_ends], [log_p[0], log_p[1] - log_p[0], 0], atol=1e-6)
+    outputs = jnp.stack([LEVELS, jnp.zeros((1, 9)).at[0, 5].set(jnp.log(2.0))], axis=-1)
+    starts = reward_score.sentence_starts(ends, MASK)
+    shares = reward_score.sentence_shares(outputs, ends, starts, SEQUENCES, "attention")[0]
+    np.testing.assert_allclose(shares[at_ends], [2 / 4, -2 / 4, 4 / 4], rtol=1e-6)
+
+
 @pytest.mark.parametrize("aggregate", ["attention", "sum"])
 def test_the_sentence_loss_is_that_of_its_scores(float64, aggregate):
     config = SentenceRewardConfig((3, 7), aggregate, centering_coef=0.1)
@@ -460,6 +479,14 @@ def test_a_process_models_score_is_its_weakest_step(tokenizer, tmp_path):
         ends = [t for t, token in enumerate(ids) if token == SEMICOLON] + [len(ids) - 1]
         expected.append(log_sigmoid(logits[ends]).min())
     np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
+    # The segments of `dense` end behind the semicolons and add up to the score.
+    dense = rewards.registry.resolve(f"dense(of={tmp_path / 'model'})")
+    texts = [row["completion"] for row in PAIR]
+    parts = dense([row["prompt"] for row in PAIR], texts)
+    for text, row_parts, score in zip(texts, parts, expected, strict=True):
+        cuts = [i + 1 for i, character in enumerate(text) if character == ";"] + [len(text)]
+        assert [end for _, end, _ in row_parts] == cuts
+        assert sum(value for _, _, value in row_parts) == pytest.approx(score, abs=1e-5)
 
 
 def test_a_classifier_without_reward_json_is_read_at_the_last_token(tokenizer, tmp_path):
@@ -467,6 +494,13 @@ def test_a_classifier_without_reward_json_is_read_at_the_last_token(tokenizer, t
     ids = [*tokenizer.encode("3+4*2=4*2=8;3+8=11;#11"), tokenizer.eos_ids[0]]
     expected = float(models.apply(model, params, jnp.array([ids]))[0, -1, 0])
     assert ask(tmp_path / "model")[0] == pytest.approx(expected, abs=1e-5)
+    # Its change from part to part; where parts end must be said.
+    dense = rewards.registry.resolve(f"dense(of={tmp_path / 'model'}, separator=;)")
+    ((_, _, parts),) = [zip(*row, strict=True) for row in dense(["3+4*2="], ["4*2=8;3+8=11;#11"])]
+    assert len(parts := list(parts)) == 3
+    assert sum(parts) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(InputError, match="where the parts of a completion end"):
+        rewards.registry.resolve(f"dense(of={tmp_path / 'model'})")
 
 
 @pytest.mark.slow

@@ -409,7 +409,7 @@ def test_whole_batch_functions_are_not_called_with_a_part():
         return [1 / len(text) - len(completions) for text in completions]
 
     score.whole_batch = True
-    numbers, faults = rewards.apply("length", score, ["q"] * 3, ["a", "", "b"], {})
+    numbers, faults, _ = rewards.apply("length", score, ["q"] * 3, ["a", "", "b"], {})
     assert np.isnan(numbers).all()
     assert [fault.row for fault in faults] == [0, 1, 2]
     assert "division by zero" in faults[0].message

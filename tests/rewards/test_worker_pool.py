@@ -117,7 +117,7 @@ def test_whole_batch_workers_are_not_called_with_a_part(tmp_path):
         (tmp_path / "mine.py").read_text() + "score.whole_batch = True\n"
     )
     function = IsolatedReward(path, LIMITS)
-    numbers, faults = rewards.apply("mine", function, COMPLETIONS, COMPLETIONS, {})
+    numbers, faults, _ = rewards.apply("mine", function, COMPLETIONS, COMPLETIONS, {})
     assert np.isnan(numbers).all()
     assert [fault.row for fault in faults] == [0, 1, 2, 3]
     function.stop()

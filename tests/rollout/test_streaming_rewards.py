@@ -167,7 +167,7 @@ def test_part_of_a_batch_has_its_share_of_the_time(tmp_path):
     function = IsolatedReward(f"{file}:score", limits)
     began = time.monotonic()
     limited = function.limited_to_share(0.25)
-    values, faults = rewards.apply("slow", limited, ["a", "b"], ["1", "2"], {})
+    values, faults, _ = rewards.apply("slow", limited, ["a", "b"], ["1", "2"], {})
     # It would sleep for a minute. Starting the worker again takes a while.
     assert time.monotonic() - began < 30
     assert np.isnan(values).all()

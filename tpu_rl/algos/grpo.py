@@ -28,7 +28,11 @@ turn on, compared with the same turn of the group's other episodes; or, in addit
 episode's, the return from each turn on, compared with turns that began in the same state.
 
     per turn   credit "turn"
+    process supervision   credit "reward"                            arXiv 2402.03300, 4.1.3
     GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
+
+With `separators`, the steps of a text are turns: a turn ends with each of these tokens. Rewards of
+steps come from a reward of segments (`rewards.segments`).
 
 With `credit` "token" the returns from the k-th token on are compared with those of the group's
 other k-th tokens. Another forward pass of the policy gives each token a weight, W_ik = sum_(j <= k)
@@ -146,8 +150,11 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     credit: Credit = "episode"
     """The returns that a group compares. episode: of whole episodes. turn: from a turn on, among
     turns with the same number. step: of episodes and, among turns that answer the same observation,
-    from a turn on (GiGPO). token: from a token on, among tokens with the same number; with
+    from a turn on (GiGPO). reward: the rewards of all turns of the group; a turn has the sum of what
+    is left of those from it on. token: from a token on, among tokens with the same number; with
     --algorithm.advantages opo this is the optimal token baseline."""
+    separators: tuple[int, ...] = ()
+    """Ids of tokens that end a turn, with credit turn or reward: the steps of a text."""
     gamma: float = 1.0
     """Discount per turn of the returns from a turn on."""
     step_coef: float = 1.0
@@ -180,6 +187,12 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
                 f"gamma {self.gamma} discounts turns, and credit is not given to turns",
                 where="--algorithm.gamma, --algorithm.credit",
                 fix="use --algorithm.credit turn or step, or --algorithm.gamma 1",
+            )
+        if self.separators and self.credit not in ("turn", "reward"):
+            raise InputError(
+                f"credit is given to each {self.credit}, and steps have none",
+                where="--algorithm.separators, --algorithm.credit",
+                fix="use --algorithm.credit turn or reward, or leave the separators out",
             )
         if self.advantages == "max_rl" and (self.kl_reward_coef or self.overlong_buffer):
             raise InputError(
@@ -322,6 +335,7 @@ def group_policy_gradient(
             credit=config.credit,
             gamma=config.gamma,
             step_coef=config.step_coef,
+            separators=config.separators,
         )
         rollout, layout = experience
         weights = {

@@ -14,7 +14,7 @@ answers.
 A is whitened after R is computed. The weights w count every token of an optimizer step alike; the
 weights u count every token of the step's right answers alike. With `credit` "turn", t counts turns:
 r_t is the sum of a turn's rewards, V_t the value before its first token, the only one that learns
-R_t, and every token of the turn gets A_t.
+R_t, and every token of the turn gets A_t. With `separators`, the steps of a text are turns.
 
     PPO      lam = critic.lam = 0.95
     VC-PPO   critic.lam = 1, after a phase of `value_pretraining`         arXiv 2503.01491
@@ -91,6 +91,8 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
     credit: Literal["token", "turn"] = "token"
     """Unit of the critic's gamma and of lambda: a token, or a turn. With turn, values are learned
     and used at the first token of each turn only."""
+    separators: tuple[int, ...] = ()
+    """Ids of tokens that end a turn, with credit turn: the steps of a text."""
 
     def __post_init__(self):
         SamplerCorrection.__post_init__(self)
@@ -109,6 +111,7 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
                 where="--algorithm.lam-alpha, --algorithm.credit",
                 fix="give --algorithm.lam alone",
             )
+        value_loss.require_turns(self.separators, self.credit)
 
     @property
     def experience(self) -> ExperienceSpec:
@@ -171,13 +174,14 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         # A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t. The targets of
         # the critic, R_t = V_t + A_t, have a lambda of their own.
         by_turn = config.credit == "turn"
-        estimate = advantages.turn_gae if by_turn else advantages.gae
+        ends = advantages.step_ends(rollout.tokens, mask, config.separators)
+        estimate = partial(advantages.turn_gae, ends=ends) if by_turn else advantages.gae
         advantage = estimate(rewards, values, mask, critic.gamma, lam, episode_id)
         returns = values + estimate(rewards, values, mask, critic.gamma, critic.lam, episode_id)
         # The policy learns from actions of scored rows; with credit by turn, the critic only from
         # the first action of each turn. Whitened: (A - mean A) / std A over the learned tokens.
         learned = learned_tokens(rollout)
-        valued = learned & advantages.turn_starts(mask) if by_turn else learned
+        valued = learned & advantages.turn_starts(mask, ends) if by_turn else learned
         correction = corrected(config, policy, params, rollout, layout, sampling.temperature)
         kept_tokens = correction.keep(learned)
         if config.whiten:

@@ -48,8 +48,11 @@ class ValuePretrainingConfig:
     critic: Critic = Critic()
     credit: Literal["token", "turn"] = "token"
     """Unit of the critic's gamma: a token, or a turn, whose value is learned at its first token."""
+    separators: tuple[int, ...] = ()
+    """Ids of tokens that end a turn, with credit turn: the steps of a text."""
 
     def __post_init__(self):
+        value_loss.require_turns(self.separators, self.credit)
         if self.critic.trunk == "shared":
             raise InputError(
                 "a critic on the policy's trunk cannot be fitted while the policy does not train",
@@ -89,9 +92,11 @@ def value_pretraining(
         learned = learned_tokens(rollout)
         old_values = layout.unpack(packing.over_micro_batches(partial(values, params), rows))
         by_turn = config.credit == "turn"
-        returns_of = advantages.turn_returns if by_turn else advantages.returns_to_go
+        ends = advantages.step_ends(rollout.tokens, rollout.action_mask, config.separators)
+        by_turns = partial(advantages.turn_returns, ends=ends)
+        returns_of = by_turns if by_turn else advantages.returns_to_go
         returns = returns_of(rollout.rewards, learned, config.critic.gamma, rollout.episode_id)
-        valued = advantages.turn_starts(learned) if by_turn else learned
+        valued = advantages.turn_starts(learned, ends) if by_turn else learned
         weights = masked.token_mean(valued, layout.minibatch, layout.minibatches)
         batch = Batch(
             rows=rows,

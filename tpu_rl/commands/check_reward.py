@@ -92,7 +92,7 @@ def report(flags: Flags, rows: list[dict[str, Any]]) -> None:
     }
     rewards.require_columns(name, function, columns)
     answers = rewards.as_answers(prompts, completions)
-    values, faults = rewards.apply(name, function, prompts, answers, columns)
+    values, faults, _ = rewards.apply(name, function, prompts, answers, columns)
     labels = np.array([row["label"] for row in rows])
     verdicts = verifier_bench.judge(values, labels)
     print(f"{name} on {len(rows)} rows, {int((labels > 0.5).sum())} of them right")

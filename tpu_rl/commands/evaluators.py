@@ -338,7 +338,7 @@ def held_out_judge(context: RunContext, stage: Stage, params: Params) -> Judge:
     members = ["reward", *reading.others]
     models = tuple(context.models[name] for name in members)
     return reward_accuracy.pair_judge(
-        reward_model.score_function(models, reading),
+        reward_model.score_functions(models, reading)[0],
         [context.params_of(name) for name in members],
         _held_out_pairs(context, stage, params),
     )

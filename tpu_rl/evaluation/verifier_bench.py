@@ -73,6 +73,6 @@ def arms(
     shares = {}
     for name, (texts, arm_columns) in spoiled.items():
         answers = rewards.as_answers(prompts, texts)
-        values, _ = rewards.apply(name, function, prompts, answers, arm_columns)
+        values, *_ = rewards.apply(name, function, prompts, answers, arm_columns)
         shares[name] = float((values > 0.5).mean())
     return shares

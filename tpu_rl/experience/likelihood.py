@@ -22,6 +22,7 @@ from tpu_rl.data import Row
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform, text_of_column
+from tpu_rl.rewards.segments import count_tokens
 from tpu_rl.rollout.scoring import Scored, first_of_runs, place_rewards
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Demonstrations, TrainState
@@ -38,16 +39,7 @@ def tokens_up_to(ids: Sequence[int], mark: str, tokenizer: Tokenizer) -> int | N
     end = tokenizer.decode(list(ids)).rfind(mark)
     if end < 0:
         return None
-    end += len(mark)
-    low = 0
-    high = len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if len(tokenizer.decode(list(ids[:middle]))) < end:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return count_tokens(ids, end + len(mark), tokenizer.decode)
 
 
 def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
@@ -123,7 +115,7 @@ def reference_likelihood(
             scored,
             rewards=total,
             parts={**scored.parts, NAME: reward},
-            rollout=place_rewards(rollout, total),
+            rollout=place_rewards(rollout, total, np.asarray(rollout.rewards)),
         )
 
     return add_likelihood

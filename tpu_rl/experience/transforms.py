@@ -126,6 +126,13 @@ def normalized_rewards(terms: Sequence[rewards.RewardTerm]) -> Transform:
     def normalize(scored: Scored, step: int, state: TrainState) -> Scored:
         del state
         rollout = scored.rollout
+        if np.any(np.asarray(rollout.rewards)[:, :-1] * np.asarray(rollout.action_mask)[:, 1:]):
+            raise InputError(
+                "rewards of segments would lose their places",
+                where="--rollout.normalize-rewards, --reward",
+                why="the scaled sum belongs to the whole completion",
+                fix="leave the flag out, or return one number for each completion",
+            )
         totals = np.zeros(len(scored.rewards), np.float32)
         for term in rewards.at_step(terms, step):
             values = term.values(scored.parts)

@@ -11,7 +11,8 @@ trace.
 
 A turn is a maximal run of actions: what the policy says between two observations. Turn advantages
 discount per turn. They are computed at the first action of each turn, whose state is the one that
-the turn answers, and every token of the turn gets them.
+the turn answers, and every token of the turn gets them. With `ends` [N, T], True at actions that
+end a step, each step within a turn is a turn of its own.
 
 `episode_id` [N] numbers episodes that have several rows (see `Rollout.episode_id`). Their rows are
 neighbors in the order of time. None: each row is an episode.
@@ -280,14 +281,24 @@ def optimal_value(returns: Array, scored: Array, beta: float) -> Array:
 # --- turns ---
 
 
-def turn_starts(action_mask: Array) -> Array:
+def step_ends(tokens: Array, action_mask: Array, separators: tuple[int, ...]) -> Array | None:
+    """Return True at actions that are one of these tokens, [N, T]; None without separators."""
+    if not separators:
+        return None
+    return action_mask & jnp.isin(tokens, jnp.asarray(separators, tokens.dtype))
+
+
+def turn_starts(action_mask: Array, ends: Array | None = None) -> Array:
     """Return True at the first action of each turn, [N, T]."""
-    return action_mask & ~jnp.pad(action_mask, ((0, 0), (1, 0)))[:, :-1]
+    continues = action_mask if ends is None else action_mask & ~ends
+    return action_mask & ~jnp.pad(continues, ((0, 0), (1, 0)))[:, :-1]
 
 
-def turn_ids(action_mask: Array, episode_id: Array | None = None) -> Array:
+def turn_ids(
+    action_mask: Array, episode_id: Array | None = None, ends: Array | None = None
+) -> Array:
     """Return the number of each action's turn within its episode, from 1; 0 elsewhere, [N, T]."""
-    return jnp.where(action_mask, _so_far(turn_starts(action_mask), episode_id), 0)
+    return jnp.where(action_mask, _so_far(turn_starts(action_mask, ends), episode_id), 0)
 
 
 def _so_far(values: Array, episode_id: Array | None) -> Array:
@@ -301,23 +312,24 @@ def _so_far(values: Array, episode_id: Array | None) -> Array:
     return sums + (before_row - before_episode[segment])[:, None]
 
 
-def turn_sums(values: Array, action_mask: Array) -> Array:
+def turn_sums(values: Array, action_mask: Array, ends: Array | None = None) -> Array:
     """Return, at the first action of each turn, the sum over the turn; 0 elsewhere, [N, T]."""
 
-    def step(following: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
-        value, chosen = token
+    def step(following: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        value, chosen, starts = token
         rest_of_turn = jnp.where(chosen, value + following, 0.0)
-        return rest_of_turn, rest_of_turn
+        return jnp.where(starts, 0.0, rest_of_turn), rest_of_turn
 
-    columns = (values.T, action_mask.T)
+    starts = turn_starts(action_mask, ends)
+    columns = (values.T, action_mask.T, starts.T)
     sums = jax.lax.scan(step, jnp.zeros_like(values[:, 0]), columns, reverse=True)[1].T
-    return jnp.where(turn_starts(action_mask), sums, 0.0)
+    return jnp.where(starts, sums, 0.0)
 
 
-def over_turns(values: Array, action_mask: Array) -> Array:
+def over_turns(values: Array, action_mask: Array, ends: Array | None = None) -> Array:
     """Give every token of a turn the value at the turn's first action; 0 elsewhere, [N, T]."""
     columns = jnp.arange(action_mask.shape[1])[None]
-    start = jax.lax.cummax(jnp.where(turn_starts(action_mask), columns, 0), axis=1)
+    start = jax.lax.cummax(jnp.where(turn_starts(action_mask, ends), columns, 0), axis=1)
     return jnp.where(action_mask, jnp.take_along_axis(values, start, axis=1), 0.0)
 
 
@@ -328,6 +340,7 @@ def turn_gae(
     gamma: float,
     lam: float | Array,
     episode_id: Array | None = None,
+    ends: Array | None = None,
 ) -> Array:
     """Compute `gae` with turns in place of tokens, [N, T].
 
@@ -336,16 +349,46 @@ def turn_gae(
     R_k is the sum of the rewards in turn k, and V_k the value of the state before its first action.
     Every token of the turn gets A_k.
     """
-    starts = turn_starts(mask)
-    advantage = gae(turn_sums(rewards, mask), values, starts, gamma, lam, episode_id)
-    return over_turns(advantage, mask)
+    starts = turn_starts(mask, ends)
+    advantage = gae(turn_sums(rewards, mask, ends), values, starts, gamma, lam, episode_id)
+    return over_turns(advantage, mask, ends)
 
 
 def turn_returns(
-    rewards: Array, mask: Array, gamma: float = 1.0, episode_id: Array | None = None
+    rewards: Array,
+    mask: Array,
+    gamma: float = 1.0,
+    episode_id: Array | None = None,
+    ends: Array | None = None,
 ) -> Array:
     """Compute G_k = R_k + gamma G_{k+1} of turns k, at every token of the turn, [N, T]."""
-    return turn_gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode_id)
+    return turn_gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode_id, ends)
+
+
+def of_rewards(
+    advantage: Advantage,
+    rewards: Array,
+    mask: Array,
+    group_id: Array,
+    scored: Array,
+    gamma: float = 1.0,
+    episode_id: Array | None = None,
+    ends: Array | None = None,
+) -> Array:
+    """Compare the rewards of all turns of a group, and add up those from each turn on, [N, T].
+
+        A_ik = r_ik + gamma A_i(k+1),  r_ik = (R_ik - mean R) / std R over the turns of the group
+
+    Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3), with any group
+    baseline in place of the scaling. The arguments are those of `per_turn`.
+    """
+    starts = turn_starts(mask, ends) & scored[:, None]
+    sums = turn_sums(rewards, mask, ends)
+    groups = jnp.broadcast_to(group_id[:, None], mask.shape)
+    compared = advantage(sums.reshape(-1), groups.reshape(-1), starts.reshape(-1))
+    counted = mask & scored[:, None]
+    of_turns = jnp.where(starts, compared.reshape(mask.shape), 0.0)
+    return jnp.where(counted, turn_returns(of_turns, mask, gamma, episode_id, ends), 0.0)
 
 
 def per_turn(
@@ -355,6 +398,7 @@ def per_turn(
     group_id: Array,
     scored: Array,
     episode_id: Array | None = None,
+    ends: Array | None = None,
 ) -> Array:
     """Compare the returns of turn k with those of the group's other turns k, [N, T].
 
@@ -368,10 +412,11 @@ def per_turn(
       group_id: [N].
       scored: [N] bool.
       episode_id: [N] or None.
+      ends: [N, T] bool or None.
     """
-    turns = turn_ids(mask, episode_id)
+    turns = turn_ids(mask, episode_id, ends)
     compared = _dense_ids(group_id)[:, None] * (turns.max() + 1) + turns
-    return _compare_turns(advantage, returns, mask, compared, scored)
+    return _compare_turns(advantage, returns, mask, compared, scored, ends)
 
 
 def per_token(
@@ -423,13 +468,18 @@ def per_state(
 
 
 def _compare_turns(
-    advantage: Advantage, returns: Array, mask: Array, compared: Array, scored: Array
+    advantage: Advantage,
+    returns: Array,
+    mask: Array,
+    compared: Array,
+    scored: Array,
+    ends: Array | None = None,
 ) -> Array:
     """Return `advantage` of turns among those with the same number in `compared` [N, T]."""
     # What counts are the first actions of turns, with the lengths of their turns.
-    counted = jnp.where(scored[:, None], turn_sums(mask.astype(jnp.float32), mask), 0.0)
+    counted = jnp.where(scored[:, None], turn_sums(mask.astype(jnp.float32), mask, ends), 0.0)
     values = advantage(returns.reshape(-1), compared.reshape(-1), counted.reshape(-1))
-    return over_turns(values.reshape(mask.shape), mask)
+    return over_turns(values.reshape(mask.shape), mask, ends)
 
 
 def observation_ids(tokens: Array, mask: Array, group_id: Array) -> Array:

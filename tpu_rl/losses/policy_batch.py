@@ -26,9 +26,9 @@ from tpu_rl.losses.sampler_correction import Corrected, SamplerCorrection, corre
 from tpu_rl.train import packing
 from tpu_rl.types import Array, Experience, Layout, PackedRows, Params, Role, Rollout, RowSource
 
-Credit = Literal["episode", "turn", "step", "token"]
-"""What a group compares: episodes, their k-th turns, GiGPO's step groups, or their k-th tokens (see
-`credited_advantages`)."""
+Credit = Literal["episode", "turn", "step", "token", "reward"]
+"""What a group compares: episodes, their k-th turns, GiGPO's step groups, their k-th tokens, or the
+rewards of all their turns (see `credited_advantages`)."""
 
 
 @struct.dataclass
@@ -239,6 +239,7 @@ def credited_advantages(
     gamma: float,
     step_coef: float,
     score_norms: Array | None = None,
+    separators: tuple[int, ...] = (),
 ) -> Array:
     """Return the advantages of actions relative to their group, [N, T].
 
@@ -247,6 +248,7 @@ def credited_advantages(
         step      A_i of R_i + step_coef x A_ik of G_ik, among the turns of the group that begin in
                   the same state (GiGPO, arXiv 2505.10978, eq. 8)
         token     A_ik of the return from the k-th action on, among the k-th actions of the group
+        reward    the sum from turn k on of the advantages of rewards among all turns of the group
 
     Args:
       rollout: the completions.
@@ -258,15 +260,23 @@ def credited_advantages(
       step_coef: coefficient of the advantages of step groups.
       score_norms: [N, T], for credit to tokens: what each action adds to the length that
         `advantages.length_weighted` takes as weight. None: 1.
+      separators: tokens that end a turn, for credit to turns and their rewards.
     """
     mask = rollout.action_mask
     episode_id = rollout.episode_id
     group_id = rollout.group_id
     lengths = learned_tokens(rollout).sum(-1)
     scored = lengths > 0
+    ends = advantages.step_ends(rollout.tokens, mask, separators)
     if credit == "turn":
-        turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id)
-        return advantages.per_turn(advantage, turn_returns, mask, group_id, scored, episode_id)
+        turn_returns = advantages.turn_returns(rewards, mask, gamma, episode_id, ends)
+        return advantages.per_turn(
+            advantage, turn_returns, mask, group_id, scored, episode_id, ends
+        )
+    if credit == "reward":
+        return advantages.of_rewards(
+            advantage, rewards, mask, group_id, scored, gamma, episode_id, ends
+        )
     if credit == "token":
         norms = jnp.ones(mask.shape) if score_norms is None else score_norms
         to_go = advantages.returns_to_go(rewards, mask, gamma, episode_id)
@@ -282,10 +292,12 @@ def credited_advantages(
     return result
 
 
-def compared_turns(rollout: Rollout, credit: Credit) -> Array | None:
+def compared_turns(
+    rollout: Rollout, credit: Credit, separators: tuple[int, ...] = ()
+) -> Array | None:
     """Return 1.0 at actions whose turn is compared with others, 0.0 elsewhere, [N, T].
 
-    None if a group compares episodes.
+    None if a group compares episodes, or all turns with each other.
     """
     mask = rollout.action_mask
     group_id = rollout.group_id
@@ -293,11 +305,12 @@ def compared_turns(rollout: Rollout, credit: Credit) -> Array | None:
     anything = jnp.zeros(mask.shape, jnp.float32)
     count = advantages.group_count
     match credit:
-        case "episode":
+        case "episode" | "reward":
             return None
         case "turn":
             episode_id = rollout.episode_id
-            peers = advantages.per_turn(count, anything, mask, group_id, scored, episode_id)
+            ends = advantages.step_ends(rollout.tokens, mask, separators)
+            peers = advantages.per_turn(count, anything, mask, group_id, scored, episode_id, ends)
         case "token":
             episode_id = rollout.episode_id
             ones = jnp.ones(mask.shape)
@@ -377,6 +390,7 @@ def make_policy_batch(
     credit: Credit = "episode",
     gamma: float = 1.0,
     step_coef: float = 1.0,
+    separators: tuple[int, ...] = (),
 ) -> PolicyBatch:
     """Make the batch of a method with a group baseline, from a Rollout.
 
@@ -401,6 +415,7 @@ def make_policy_batch(
       credit: what a group compares, see `credited_advantages`.
       gamma: discount per turn, likewise.
       step_coef: coefficient of the advantages of step groups, likewise.
+      separators: tokens that end a turn, likewise.
     """
     rollout, layout = experience
     assert isinstance(rollout, Rollout)
@@ -432,7 +447,15 @@ def make_policy_batch(
         rollout,
         layout,
         credited_advantages(
-            rollout, rewards, returns, advantage, credit, gamma, step_coef, score_norms
+            rollout,
+            rewards,
+            returns,
+            advantage,
+            credit,
+            gamma,
+            step_coef,
+            score_norms,
+            separators,
         ),
         weights,
         reference_log_probs,
@@ -441,7 +464,7 @@ def make_policy_batch(
     if found.entropy is not None and with_entropy:
         high = top_entropy(found.entropy, learned, top_entropy_quantile)
         batch = dataclasses.replace(batch, high_entropy=layout.pack(high))
-    compared = compared_turns(rollout, credit)
+    compared = compared_turns(rollout, credit, separators)
     if compared is None:
         return batch
     return dataclasses.replace(batch, compared=layout.pack(compared))

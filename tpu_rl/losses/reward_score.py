@@ -63,7 +63,18 @@ def pessimistic(outputs: Array, penalty: float) -> Array:
 def sentence_scores(
     outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
 ) -> Array:
-    """Return the score of each token's completion, made of its sentences (arXiv 2503.04793).
+    """Return the score of each token's completion: the sum of `sentence_shares`.
+
+    The result is [R, S], zero at prompt and padding.
+    """
+    shares = sentence_shares(outputs, ends, starts, sequence_ids, aggregate)
+    return masked.sequence_total(shares, sequence_ids)
+
+
+def sentence_shares(
+    outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
+) -> Array:
+    """Return what each sentence adds to the score of its completion (arXiv 2503.04793).
 
     Sentence i is worth r_i = h(its end) - h(its start), so all together are worth h(end) -
     h(prompt). "attention" is sum_i softmax_i(a(its end)) r_i and "sum" is sum_i r_i. The paper does
@@ -77,20 +88,45 @@ def sentence_scores(
       aggregate: "attention" or "sum".
 
     Returns:
-      [R, S], zero at prompt and padding.
+      [R, S]: softmax_i(a) r_i or r_i at the ends of sentences, zero elsewhere.
     """
     level = outputs[..., 0]
     attention = outputs[..., 1]
     worth = level - jnp.take_along_axis(level, starts, axis=1)
     if aggregate == "sum":
-        return masked.sequence_total(jnp.where(ends, worth, 0.0), sequence_ids)
+        return jnp.where(ends, worth, 0.0)
     # The softmax is over the ends of a sequence; its largest logit is subtracted first.
     logits = jnp.where(ends, attention, -jnp.inf)
     highest = jax.lax.stop_gradient(masked.sequence_max(logits, sequence_ids))
     weight = jnp.where(ends, jnp.exp(jnp.where(ends, attention - highest, 0.0)), 0.0)
     normalizer = masked.sequence_total(weight, sequence_ids)
-    weighted_worth = masked.sequence_total(weight * worth, sequence_ids)
-    return weighted_worth / jnp.where(normalizer > 0, normalizer, 1.0)
+    return jnp.where(ends, weight * worth / jnp.where(normalizer > 0, normalizer, 1.0), 0.0)
+
+
+def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Array:
+    """Return what each part adds to the score of a completion, [N, T], at the ends of parts.
+
+    `prefix_scores` [N, T] are scores of everything up to a token. A part is worth s(its end) -
+    s(the end before it), and the first one s(its end), so that they add up to the score at the last
+    action. As a reward this is potential-based shaping (Ng et al., ICML 1999): it moves credit, and
+    changes no return.
+    """
+    starts = sentence_starts(ends, action_mask)
+    before = jnp.take_along_axis(prefix_scores, starts, axis=1)
+    has_before = jnp.take_along_axis(action_mask, starts, axis=1)
+    return jnp.where(ends, prefix_scores - jnp.where(has_before, before, 0.0), 0.0)
+
+
+def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepAggregate) -> Array:
+    """Return what each step adds to `step_scores`, [N, T], at the ends of steps.
+
+    "product": log p_k. "min": the fall of the smallest log p so far, from 0 (PURE, arXiv
+    2504.15275, has this credit in the limit).
+    """
+    log_probability = jnp.where(ends, jax.nn.log_sigmoid(logits), 0.0)
+    if aggregate == "product":
+        return log_probability
+    return prefix_shares(jax.lax.cummin(log_probability, axis=1), ends, action_mask)
 
 
 def step_scores(logits: Array, ends: Array, sequence_ids: Array, aggregate: StepAggregate) -> Array:

@@ -53,7 +53,7 @@ def values_of(
     if not completions:
         return []
     name = getattr(of, "__name__", "reward")
-    numbers, faults = scoring.apply(name, of, prompts, completions, columns, columns)
+    numbers, faults, _ = scoring.apply(name, of, prompts, completions, columns, columns)
     values: list[float | RewardFailure | None] = [
         None if np.isnan(number) else float(number) for number in numbers
     ]

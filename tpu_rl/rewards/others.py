@@ -51,6 +51,29 @@ def _with_text(completion: Any, text: str) -> Any:
     return messages
 
 
+def _one_number(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[None]:
+    """Score nothing: stands for a reward model that is not named."""
+    del prompts
+    return [None] * len(completions)
+
+
+_one_number.__dict__["dense"] = lambda separator: _one_number
+
+
+def dense(of: Reward = _one_number, separator: str = "") -> Reward:
+    """Return the rewards of the parts of a completion, which add up to the reward model's score.
+
+    `dense(of=RUN_DIR)` of a sentence model gives each sentence its share; of a process model the
+    log-probability of each step, or how far it lowers the smallest one; of any other reward model
+    the change of its score from part to part. A part ends at the separators of the model's
+    training, or behind each `separator` of the text (\\n is a new line). See `segments`.
+    """
+    make = getattr(of, "dense", None)
+    composed.require(make is not None, "dense(of=)", "use a reward model: the folder of its run")
+    assert make is not None
+    return make(separator.replace("\\n", "\n"))
+
+
 def environment(
     prompts: Sequence[Any],
     completions: Sequence[Any],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from jax.sharding import Mesh
 
 from tpu_rl import data, models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
+from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
+from tpu_rl.rewards.segments import Segment, count_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 
@@ -46,10 +49,17 @@ Score = Callable[[Sequence[Params], Array, Array], Array]
 True on completions and their ends."""
 
 
+Shares = Callable[[Sequence[Params], Array, Array, Array], Array]
+"""(params of each member, tokens, action_mask, ends), all [B, T] -> [B, T] float32: what each part
+adds to the score, at its end. `ends` is True on the last token of a part and the last action."""
+
+
 class RewardModel(NamedTuple):
     """A reward model in memory."""
 
     score: Score
+    shares: Shares
+    reading: ScoreReadout
     params: tuple[Params, ...]
     tokenizer: tokenizers.Tokenizer
     mesh: Mesh
@@ -149,15 +159,16 @@ def open_model(path: str | Path, mesh: Mesh | None = None) -> RewardModel:
                 why="it has a vocabulary in place of a head",
                 fix="give a model with a head, as in runs/NAME/model",
             )
-    score = score_function(tuple(model for model, _ in members), reading)
+    score, shares = score_functions(tuple(model for model, _ in members), reading)
     tokenizer = tokenizers.load(models.tokenizer_directory(directory))
     chat = read_chat(directory, tokenizer.has_chat_template)
     tokenizer = dataclasses.replace(tokenizer, chat=chat)
-    return RewardModel(score, tuple(params for _, params in members), tokenizer, mesh)
+    params = tuple(params for _, params in members)
+    return RewardModel(score, shares, reading, params, tokenizer, mesh)
 
 
-def score_function(members: tuple[Model, ...], reading: ScoreReadout) -> Score:
-    """Return the score of an ensemble, jitted."""
+def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[Score, Shares]:
+    """Return the score of an ensemble, and the shares of its parts, both jitted."""
 
     def outputs(params: Sequence[Params], *rows: Array) -> Array:
         heads = [
@@ -166,14 +177,33 @@ def score_function(members: tuple[Model, ...], reading: ScoreReadout) -> Score:
         ]
         return jnp.concatenate(heads, axis=-1)
 
-    def score(params: Sequence[Params], tokens: Array, action_mask: Array) -> Array:
+    def head_of(params: Sequence[Params], tokens: Array, action_mask: Array) -> tuple[Array, Array]:
+        """Return the outputs [B, T, K], and 1 on the completion and 0 elsewhere [B, T]."""
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         last = reward_score.last_actions(action_mask)
         is_token = columns <= jnp.argmax(last, axis=1)[:, None]
         is_completion = is_token & (columns >= jnp.argmax(action_mask, axis=1)[:, None])
         segments = is_token.astype(jnp.int32)
         sequences = is_completion.astype(jnp.int32)
-        head = outputs(params, tokens, columns, segments, jnp.zeros_like(segments))
+        return outputs(params, tokens, columns, segments, jnp.zeros_like(segments)), sequences
+
+    def shares(params: Sequence[Params], tokens: Array, action_mask: Array, ends: Array) -> Array:
+        head, sequences = head_of(params, tokens, action_mask)
+        match reading.kind:
+            case "last":
+                values = reward_score.pessimistic(head, reading.penalty)
+                return reward_score.prefix_shares(values, ends, action_mask)
+            case "sentences":
+                starts = reward_score.sentence_starts(ends, action_mask)
+                aggregate = _aggregate(reading, ("attention", "sum"))
+                return reward_score.sentence_shares(head, ends, starts, sequences, aggregate)
+            case "steps":
+                aggregate = _aggregate(reading, ("min", "product"))
+                return reward_score.step_shares(head[..., 0], ends, action_mask, aggregate)
+
+    def score(params: Sequence[Params], tokens: Array, action_mask: Array) -> Array:
+        head, sequences = head_of(params, tokens, action_mask)
+        last = reward_score.last_actions(action_mask)
         ends = reward_score.sentence_ends(tokens, action_mask, reading.separators)
         match reading.kind:
             case "last":
@@ -189,7 +219,7 @@ def score_function(members: tuple[Model, ...], reading: ScoreReadout) -> Score:
                 )
         return masked.total(values, last, axis=-1)
 
-    return jax.jit(score)
+    return jax.jit(score), jax.jit(shares)
 
 
 def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
@@ -204,60 +234,61 @@ def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
 
 
 def score_rows(
-    score: Score,
+    score: Callable[..., Array],
     params: Sequence[Params],
     tokens: np.ndarray,
     action_mask: np.ndarray,
     batch_rows: int = 64,
+    ends: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return scores [N] float32; NaN for a row without actions.
+    """Return scores [N] float32, or with `ends` shares [N, T]; NaN for a row without actions.
 
     Rows of similar lengths are scored together.
 
     Args:
-        score: the model's score.
+        score: the model's `Score`, or with `ends` its `Shares`.
         params: those of each member of the ensemble.
         tokens: [N, T].
         action_mask: [N, T], True on completions and their ends.
         batch_rows: rows per call.
+        ends: [N, T], True where a part ends.
     """
     tokens = np.asarray(tokens)
     action_mask = np.asarray(action_mask)
     last_columns = action_mask.shape[1] - action_mask[:, ::-1].argmax(1)
     lengths = np.where(action_mask.any(1), last_columns, 0)
-    scores = np.full(len(tokens), np.nan, np.float32)
+    scores = np.full(len(tokens) if ends is None else tokens.shape, np.nan, np.float32)
+    arrays = (tokens.astype(np.int32), action_mask) if ends is None else (tokens, action_mask, ends)
     order = np.argsort(lengths, kind="stable")
     order = order[lengths[order] > 0]
     for first in range(0, len(order), batch_rows):
         rows = order[first : first + batch_rows]
         width = max(MIN_COLUMNS, 1 << int(lengths[rows].max() - 1).bit_length())
         columns = min(width, tokens.shape[1])
-        batch = np.zeros((batch_rows, width), np.int32)
-        batch[: len(rows), :columns] = tokens[rows, :columns]
-        mask = np.zeros((batch_rows, width), bool)
-        mask[: len(rows), :columns] = action_mask[rows, :columns]
-        batch_scores = sharding.to_host(score(params, jnp.asarray(batch), jnp.asarray(mask)))
-        scores[rows] = batch_scores[: len(rows)]
+        batch = []
+        for array in arrays:
+            padded = np.zeros((batch_rows, width), array.dtype)
+            padded[: len(rows), :columns] = array[rows, :columns]
+            batch.append(jnp.asarray(padded))
+        batch_scores = sharding.to_host(score(params, *batch))[: len(rows)]
+        if ends is None:
+            scores[rows] = batch_scores
+        else:
+            scores[rows, :columns] = batch_scores[:, :columns]
     return scores
 
 
 def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
     """Return the reward function of a model; see `tpu_rl.rewards.scoring` for the convention.
 
-    It does not score completions that are too long for the model.
+    It does not score completions that are too long for the model. Its attribute `dense` is a
+    function separator -> the reward function that returns the parts of the score as segments.
     """
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        tools = columns.get("tools") or [None] * len(prompts)
-        rows = [
-            {"prompt": prompt, "completion": completion, "tools": row_tools}
-            for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
-        ]
-        encoded = data.demonstrations(rows, model.tokenizer, MAX_TOKENS)
-        tokens = np.asarray(encoded.tokens)
-        mask = np.asarray(encoded.action_mask)
+        tokens, mask = _encode(model, prompts, completions, columns)
         with jax.set_mesh(model.mesh):
             scores = score_rows(model.score, model.params, tokens, mask)
         is_too_long = mask[:, -1]
@@ -266,7 +297,86 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
             for too_long, value in zip(is_too_long, scores, strict=True)
         ]
 
+    reward.__dict__["dense"] = lambda separator: _dense_reward(model, separator)
     return reward
+
+
+def _encode(
+    model: RewardModel, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of prompts with completions, and the mask of completions, [N, T]."""
+    tools = columns.get("tools") or [None] * len(prompts)
+    rows = [
+        {"prompt": prompt, "completion": completion, "tools": row_tools}
+        for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
+    ]
+    encoded = data.demonstrations(rows, model.tokenizer, MAX_TOKENS)
+    return np.asarray(encoded.tokens), np.asarray(encoded.action_mask)
+
+
+def _dense_reward(model: RewardModel, separator: str) -> Callable[..., list[Any]]:
+    """Return the reward function whose values are the segments of the model's score.
+
+    A part ends behind each `separator` of the text or, if that is "", at the separators of the
+    model's training; and with the completion.
+
+    Raises:
+        InputError: if there are none of either.
+    """
+    if not separator and not model.reading.separators:
+        raise InputError(
+            "nothing says where the parts of a completion end",
+            where="--reward 'dense(of=...)'",
+            why="the reward model was not trained with separators",
+            fix="give a text that ends a part, as in dense(of=RUN_DIR, separator=;)",
+        )
+    separators = model.reading.separators
+    decode = model.tokenizer.decode
+
+    def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
+        tokens, mask = _encode(model, prompts, completions, columns)
+        texts = [text_of(completion) for completion in completions]
+        # The ends of parts, as columns of the model's tokens; the last action is always one.
+        ends = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+        for row, text in enumerate(texts):
+            places = np.flatnonzero(mask[row])
+            ids = tokens[row, places].tolist()
+            if separator:
+                stops = [m.end() for m in re.finditer(re.escape(separator), text)]
+                counts = [count_tokens(ids, stop, decode) for stop in stops]
+                ends[row, [places[count - 1] for count in counts if count]] = True
+            else:
+                ends[row, places[np.isin(ids, separators)]] = True
+        with jax.set_mesh(model.mesh):
+            values = score_rows(model.shares, model.params, tokens, mask, ends=ends)
+        return [
+            _segments_of_row(tokens[row], mask[row], ends[row], values[row], text, decode)
+            for row, text in enumerate(texts)
+        ]
+
+    return reward
+
+
+def _segments_of_row(
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    ends: np.ndarray,
+    values: np.ndarray,
+    text: str,
+    decode: Callable[[list[int]], str],
+) -> list[Segment] | None:
+    """Return values at ends as segments of the text; None for a row that has no score."""
+    if mask[-1] or not mask.any() or np.isnan(values[ends]).any():
+        return None
+    segments = []
+    start = 0
+    for column in np.flatnonzero(ends):
+        end = min(len(decode(tokens[: column + 1][mask[: column + 1]].tolist())), len(text))
+        segments.append((start, end, float(values[column])))
+        start = end
+    # The last part ends with the text, whatever its end-of-sequence token writes.
+    start, _, value = segments[-1]
+    return [*segments[:-1], (start, len(text), value)]
 
 
 def load(path: str | Path, mesh: Mesh | None = None) -> Callable[..., list[float | None]]:

@@ -12,6 +12,9 @@ says so, and is called once, at the end:
 
     score.whole_batch = True
 
+In place of a number, a function may return segments of the completion with a reward each: see
+`segments`.
+
 A function may be `async def`. It may also name these parameters, which only functions that name
 them get, with one value per completion (a column of the data with such a name goes first):
 
@@ -35,15 +38,18 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpu_rl import user_code
+from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
+from tpu_rl.rewards import segments, worker_process
 from tpu_rl.rewards import terms as reward_terms
-from tpu_rl.rewards import worker_process
+from tpu_rl.rewards.segments import Segment
 from tpu_rl.rewards.terms import RewardTerm
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
 from tpu_rl.rewards.worker_process import RewardFailure
@@ -78,9 +84,14 @@ class RewardFault:
     """The traceback through the user's code, if there is one."""
 
 
-FunctionScores = tuple[np.ndarray, list[RewardFault]]
-"""The scores of N completions by one function: values [N] float32, NaN where it has none, and its
-faults."""
+class FunctionScores(NamedTuple):
+    """The scores of N completions by one function."""
+
+    values: np.ndarray
+    """[N] float32; NaN where it has none."""
+    faults: list[RewardFault]
+    segments: Mapping[int, list[Segment]] = MappingProxyType({})
+    """Row -> its segments, whose sum is its value; rows with one number have none."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,9 @@ class Scores:
     parts: dict[str, np.ndarray]
     """Function name -> [N] float32, without weights and gates."""
     faults: list[RewardFault]
+    segments: Mapping[int, list[Segment]] = field(default_factory=dict)
+    """Row -> the segments of its total, with weights and gates. The rest of the total belongs to
+    the whole completion."""
 
 
 def score(
@@ -139,18 +153,40 @@ def score(
         return Scores(np.zeros(0, np.float32), empty, [])
     parts: dict[str, np.ndarray] = {}
     faults: list[RewardFault] = []
+    of_functions: dict[str, Mapping[int, list[Segment]]] = {}
     for name, function in reward_functions.items():
         function_scores = (precomputed or {}).get(name)
         if function_scores is None:
             function_scores = apply(name, function, prompts, completions, columns, rollout_columns)
-        parts[name] = function_scores[0]
-        faults += function_scores[1]
-    totals = reward_terms.totals(terms or [RewardTerm(name) for name in parts], parts)
+        parts[name] = function_scores.values
+        faults += function_scores.faults
+        of_functions[name] = function_scores.segments
+    terms = terms or [RewardTerm(name) for name in parts]
+    totals = reward_terms.totals(terms, parts)
     faulty_rows = sorted({fault.row for fault in faults})
     totals[faulty_rows] = np.nan
-    scores = Scores(totals, parts, faults)
+    scores = Scores(totals, parts, faults, _segments_of_totals(terms, parts, of_functions))
     require_few_faults(scores, completions, max_fault_share)
     return scores
+
+
+def _segments_of_totals(
+    terms: Sequence[RewardTerm],
+    parts: Mapping[str, np.ndarray],
+    of_functions: Mapping[str, Mapping[int, list[Segment]]],
+) -> dict[int, list[Segment]]:
+    """Return row -> the segments of all terms, times the weights of those whose gates hold."""
+    result: dict[int, list[Segment]] = {}
+    for term in terms:
+        if not of_functions[term.name]:
+            continue
+        counts = np.ones(len(parts[term.name]), bool)
+        if term.gate is not None:
+            counts = term.gate.holds(parts[term.gate.name])
+        for row, of_row in of_functions[term.name].items():
+            if counts[row]:
+                result.setdefault(row, []).extend(segments.scaled(of_row, term.weight))
+    return result
 
 
 def require_few_faults(scores: Scores, completions: Sequence[Any], max_fault_share: float) -> None:
@@ -205,9 +241,16 @@ def apply(
             values += row_values
     numbers = np.full(len(completions), np.nan)
     faults = []
+    of_rows: dict[int, list[Segment]] = {}
     for i, value in enumerate(values):
         if value is None:
             continue
+        parts = segments.read(value, len(text_of(completions[i])))
+        if isinstance(parts, list):
+            of_rows[i] = parts
+            value = segments.total(parts)
+        elif parts is not None:
+            value = RewardFailure(parts)
         number = as_number(value)
         if isinstance(number, str):
             frames = value.frames if isinstance(value, RewardFailure) else ""
@@ -216,7 +259,7 @@ def apply(
             numbers[i] = number
     if is_below_float32(numbers):
         _say_below_float32(name)
-    return numbers.astype(np.float32), faults
+    return FunctionScores(numbers.astype(np.float32), faults, of_rows)
 
 
 def is_below_float32(rewards: np.ndarray) -> bool:

@@ -113,6 +113,7 @@ BUILTIN: dict[str, Verifier] = {
             sql_pool.sql_match,
         )
     },
+    "dense": _made(others.dense)._replace(required=("of",)),
     "recall": _made(recall.recall)._replace(required=("documents",)),
     "choice": Verifier(choice.right_letter, AnswerReaders(choice.read_letter)),
     "environment": Verifier(others.environment),

@@ -30,8 +30,8 @@ from tpu_rl.runtime import worker_child, workers
 
 START_SECONDS = 120.0
 """Time for a reward file to load, because it may import large packages."""
-MAX_VALUE_BYTES = 4 * worker_child.MAX_TEXT
-"""Bytes of a reply, per completion."""
+MAX_VALUE_BYTES = 1 << 16
+"""Bytes of a reply, per completion: an error with its frames, or some thousand segments."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.errors import InputError, TpuRlError
+from tpu_rl.rewards import segments
 from tpu_rl.runtime import verl_rewards, worker_child
 from tpu_rl.runtime.worker_child import MAX_TEXT, as_number, shorten
 
@@ -143,7 +144,10 @@ def main(
 def _encode(value: Any) -> Any:
     if value is None:
         return None
-    number = as_number(value)
+    parts = segments.read(value)
+    if isinstance(parts, list):
+        return parts
+    number = as_number(value) if parts is None else parts
     if isinstance(number, str):
         return {"fault": number[:MAX_TEXT]}
     return number

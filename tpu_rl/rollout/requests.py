@@ -70,7 +70,13 @@ class Scorer(NamedTuple):
     """The terms of the total, by names of functions. By default each function once, unweighted."""
 
     def __call__(self, sampled: Sampled) -> Scored:
-        return scoring.score(sampled, self.reward_functions, self.max_fault_share, self.terms)
+        return scoring.score(
+            sampled,
+            self.reward_functions,
+            self.max_fault_share,
+            self.terms,
+            self.tokenizer.decode_answer,
+        )
 
     @contextmanager
     def streaming(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
+from tpu_rl.rewards.segments import count_tokens
 from tpu_rl.rollout.prompts import as_text
 from tpu_rl.runtime import processes
 from tpu_rl.sampler import PartialCompletion
@@ -184,10 +186,12 @@ def score(
     reward_functions: Mapping[str, rewards.Reward],
     max_fault_share: float,
     terms: Sequence[rewards.RewardTerm] = (),
+    decode_answer: Callable[[Any, list[int]], str] | None = None,
 ) -> Scored:
     """Return the completions with their rewards; without reward functions, with zeros.
 
-    `terms` are those of `rewards.score`.
+    `terms` are those of `rewards.score`. `decode_answer` is the tokenizer's, for the places of
+    segments.
 
     Raises:
         InputError: if a reward function needs a column that the rows lack, or if reward functions
@@ -212,6 +216,8 @@ def score(
             rollout_columns(sampled, reward_functions.values()),
         )
     turn_rewards = None
+    if scores.segments:
+        turn_rewards = placed_segments(sampled, scores.segments, decode_answer)
     episode_rows = sampled.episode_rows
     if sampled.episodes is not None:
         weights = weights_of_environment(terms, scores.parts)
@@ -237,6 +243,42 @@ def score(
         episodes=sampled.episodes,
     )
     return scored if episode_rows is None else by_row(scored, episode_rows)
+
+
+def placed_segments(
+    sampled: Sampled,
+    segments: Mapping[int, Sequence[rewards.Segment]],
+    decode_answer: Callable[[Any, list[int]], str] | None,
+) -> np.ndarray:
+    """Return rewards [N, T] of segments, each on the token that writes its last character.
+
+    Those that end with the text are on the last action, the end-of-sequence token.
+
+    Raises:
+        InputError: if the completions are conversations.
+    """
+    if sampled.episodes is not None or decode_answer is None:
+        raise InputError(
+            "a reward gives segments of a conversation",
+            where="--reward",
+            why="their characters are counted in one completion of the policy",
+            fix="return one number for each conversation, or give rewards of turns in the "
+            "environment",
+        )
+    mask = np.asarray(sampled.rollout.action_mask)
+    tokens = np.asarray(sampled.rollout.tokens)
+    group_size = len(mask) // len(sampled.rows)
+    placed = np.zeros(mask.shape, np.float32)
+    for row, of_row in segments.items():
+        decode = partial(decode_answer, sampled.rows[row // group_size]["prompt"])
+        columns = np.flatnonzero(mask[row])
+        ids = tokens[row, columns].tolist()
+        for _, end, value in of_row:
+            count = len(ids)
+            if end < len(sampled.completions[row]):
+                count = max(count_tokens(ids, end, decode), 1)
+            placed[row, columns[count - 1]] += value
+    return placed
 
 
 def weights_of_environment(
@@ -284,7 +326,7 @@ def with_episodes(
         if fault
     ]
     totals = np.where(failed, np.nan, totals).astype(np.float32)
-    return rewards.Scores(totals, parts, [*scores.faults, *faults])
+    return rewards.Scores(totals, parts, [*scores.faults, *faults], scores.segments)
 
 
 def score_across_processes(
@@ -327,9 +369,15 @@ def score_across_processes(
         {name: values[local] for name, values in (rollout_columns or {}).items()},
     )
     faults = [asdict(fault) | {"row": fault.row + local.start} for fault in local_scores.faults]
+    segments = [(row + local.start, parts) for row, parts in local_scores.segments.items()]
     parts = {name: values.tolist() for name, values in local_scores.parts.items()}
     gathered = processes.gather(
-        {"totals": local_scores.totals.tolist(), "parts": parts, "faults": faults}
+        {
+            "totals": local_scores.totals.tolist(),
+            "parts": parts,
+            "faults": faults,
+            "segments": segments,
+        }
     )
     scores = rewards.Scores(
         np.array([total for values in gathered for total in values["totals"]], np.float32),
@@ -338,6 +386,7 @@ def score_across_processes(
             for name in parts
         },
         [rewards.RewardFault(**fault) for values in gathered for fault in values["faults"]],
+        {row: of_row for values in gathered for row, of_row in values["segments"]},
     )
     rewards.require_few_faults(scores, completions, max_fault_share)
     return scores

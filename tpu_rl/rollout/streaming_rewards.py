@@ -171,13 +171,17 @@ class StreamingRewards:
         index_of = {row: index for index, row in enumerate(rows)}
         values = {name: np.full(len(rows), np.nan, np.float32) for name in self._functions}
         faults: dict[str, list[rewards.RewardFault]] = {name: [] for name in self._functions}
+        segments: dict[str, dict[int, Any]] = {name: {} for name in self._functions}
         for asked_rows, future in self._questions:
             indices = [index_of[row] for row in asked_rows]
-            for name, (some_values, some_faults) in future.result().items():
-                values[name][indices] = some_values
-                faults[name] += [replace(fault, row=indices[fault.row]) for fault in some_faults]
+            for name, some in future.result().items():
+                values[name][indices] = some.values
+                faults[name] += [replace(fault, row=indices[fault.row]) for fault in some.faults]
+                segments[name] |= {indices[row]: parts for row, parts in some.segments.items()}
         return {
-            name: (values[name], sorted(faults[name], key=lambda fault: fault.row))
+            name: FunctionScores(
+                values[name], sorted(faults[name], key=lambda fault: fault.row), segments[name]
+            )
             for name in self._functions
         }
 
