@@ -528,6 +528,36 @@ def test_scores_do_not_depend_on_the_batch_and_the_long_are_not_scored(
     assert np.isnan(actual.totals).tolist() == [False, True]
 
 
+@pytest.mark.slow
+def test_the_log_ratio_of_two_models_is_a_reward_of_each_token(tokenizer, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    described = {"model_type": "llama", "vocab_size": 20, "num_attention_heads": 2} | sizes
+    model = models.from_config(described)
+    both = [model.init(jax.random.key(seed)) for seed in (0, 1)]
+    for name, params in zip(("first", "second"), both, strict=True):
+        models.save(tmp_path / name, model, params, tokenizer)
+    reward = rewards.registry.resolve(
+        f"implicit(model={tmp_path / 'first'}, reference={tmp_path / 'second'}, beta=0.5)"
+    )
+    prompt, text = PAIR[0]["prompt"], PAIR[0]["completion"]
+    ids = [*tokenizer.encode_prompt(prompt), *tokenizer.encode(text), tokenizer.eos_ids[0]]
+    first, second = (
+        jax.nn.log_softmax(models.apply(model, params, jnp.array([ids])))[0] for params in both
+    )
+    chosen = jnp.arange(len(ids) - 1), jnp.array(ids[1:])
+    expected = 0.5 * (first[:-1][chosen] - second[:-1][chosen])[-len(text) - 1 :]
+    (parts,) = reward([prompt], [text])
+    np.testing.assert_allclose([value for *_, value in parts], expected, atol=1e-5)
+    # A character each; the end-of-sequence token stands behind the text.
+    ends = [*range(1, len(text) + 1), len(text)]
+    assert [end for _, end, _ in parts] == ends
+    saved(tmp_path / "head", 1, tokenizer)
+    with pytest.raises(InputError, match="not a language model"):
+        rewards.registry.resolve(
+            f"implicit(model={tmp_path / 'head'}, reference={tmp_path / 'second'})"
+        )
+
+
 def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     base = models.from_config(
         {

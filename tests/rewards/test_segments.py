@@ -56,7 +56,7 @@ def test_a_wrong_segment_is_a_fault_of_its_row():
 
 
 def placed(of_rows, decode=lambda prompt, ids: TOKENIZER.decode(ids), episodes=None):
-    """Rewards of two completions `123` with an end and `45` without, after a prompt of one token."""
+    """Rewards of completions `123` with an end and `45` without, after a prompt of one token."""
     tokens = np.zeros((2, 6), np.int32)
     ids = [TOKENIZER.encode("1" + text) for text in ("123", "45")]
     tokens[0, :5] = [*ids[0], TOKENIZER.eos_ids[0]]

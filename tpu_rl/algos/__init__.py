@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.a_star_po import AStarPoConfig, a_star_po
 from tpu_rl.algos.cispo import CispoConfig, cispo
+from tpu_rl.algos.direct_advantage import DirectAdvantageConfig, direct_advantage
 from tpu_rl.algos.distill import DistillConfig, distill
 from tpu_rl.algos.dpo import DpoConfig, dpo
 from tpu_rl.algos.grpo import GrpoConfig, grpo
@@ -22,6 +23,7 @@ from tpu_rl.algos.kto import KtoConfig, kto
 from tpu_rl.algos.mini_llm import MiniLlmConfig, mini_llm
 from tpu_rl.algos.mixed import MixedConfig, mixed
 from tpu_rl.algos.ppo import PpoConfig, ppo
+from tpu_rl.algos.prime import PrimeConfig, prime
 from tpu_rl.algos.process_reward import ProcessRewardConfig, process_reward
 from tpu_rl.algos.q_sharp import QSharpConfig, q_sharp
 from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
@@ -37,6 +39,7 @@ from tpu_rl.types import Algorithm
 ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
     AStarPoConfig: a_star_po,
     CispoConfig: cispo,
+    DirectAdvantageConfig: direct_advantage,
     DistillConfig: distill,
     DpoConfig: dpo,
     GrpoConfig: grpo,
@@ -45,6 +48,7 @@ ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
     MiniLlmConfig: mini_llm,
     MixedConfig: mixed,
     PpoConfig: ppo,
+    PrimeConfig: prime,
     ProcessRewardConfig: process_reward,
     QSharpConfig: q_sharp,
     ReinforceConfig: reinforce,

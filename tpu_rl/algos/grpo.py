@@ -150,9 +150,9 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     credit: Credit = "episode"
     """The returns that a group compares. episode: of whole episodes. turn: from a turn on, among
     turns with the same number. step: of episodes and, among turns that answer the same observation,
-    from a turn on (GiGPO). reward: the rewards of all turns of the group; a turn has the sum of what
-    is left of those from it on. token: from a token on, among tokens with the same number; with
-    --algorithm.advantages opo this is the optimal token baseline."""
+    from a turn on (GiGPO). reward: the rewards of all turns of the group are compared, and a turn
+    has the sum of the results from it on. token: from a token on, among tokens with the same
+    number; with --algorithm.advantages opo this is the optimal token baseline."""
     separators: tuple[int, ...] = ()
     """Ids of tokens that end a turn, with credit turn or reward: the steps of a text."""
     gamma: float = 1.0

@@ -21,6 +21,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 NAMES = {
     "AStarPo": "A*-PO",
     "Cispo": "CISPO",
+    "DirectAdvantage": "direct advantage policy optimization",
     "Distill": "distillation",
     "Dpo": "DPO",
     "Grpo": "GRPO",
@@ -29,6 +30,7 @@ NAMES = {
     "MiniLlm": "MiniLLM",
     "Mixed": "GRPO with solutions in its groups",
     "Ppo": "PPO",
+    "Prime": "PRIME",
     "ProcessReward": "process reward model",
     "QSharp": "Q#",
     "Reinforce": "REINFORCE",

@@ -11,6 +11,7 @@ spans             the part of a completion that states its answer
 segments          rewards of parts of a completion
 terms             weights, gates and schedules of a total
 reward_model      a trained model as a reward
+implicit          the log-ratio of two language models as a reward
 worker_pool       functions of files in processes that can be killed
 """
 

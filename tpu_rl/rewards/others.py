@@ -57,21 +57,38 @@ def _one_number(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) ->
     return [None] * len(completions)
 
 
-_one_number.__dict__["dense"] = lambda separator: _one_number
+_one_number.__dict__["dense"] = lambda separator, changes: _one_number
 
 
-def dense(of: Reward = _one_number, separator: str = "") -> Reward:
+def dense(of: Reward = _one_number, separator: str = "", values: bool = False) -> Reward:
     """Return the rewards of the parts of a completion, which add up to the reward model's score.
 
     `dense(of=RUN_DIR)` of a sentence model gives each sentence its share; of a process model the
     log-probability of each step, or how far it lowers the smallest one; of any other reward model
     the change of its score from part to part. A part ends at the separators of the model's
-    training, or behind each `separator` of the text (\\n is a new line). See `segments`.
+    training, or behind each `separator` of the text (\\n is a new line). With values=true a process
+    model gives the changes of its probability from step to step, which add up to the last one.
     """
     make = getattr(of, "dense", None)
     composed.require(make is not None, "dense(of=)", "use a reward model: the folder of its run")
     assert make is not None
-    return make(separator.replace("\\n", "\n"))
+    return make(separator.replace("\\n", "\n"), values)
+
+
+def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:
+    """Return beta x the log-ratio of two language models, as a reward of each token.
+
+    `implicit(model=DPO_RUN, reference=ITS_START)` gives PPO the dense reward of RTO (arXiv
+    2404.18922); a model that learned right from wrong answers gives implicit process rewards (arXiv
+    2412.01981). Finding the characters of tokens takes longer the longer answers are.
+    """
+    composed.require(beta > 0, "implicit(beta=)", "use a number above 0")
+    if not (model and reference):
+        return _one_number
+    # Reward workers import this file, and must not load JAX.
+    from tpu_rl.rewards import implicit as implicit_rewards
+
+    return implicit_rewards.load(model, reference, beta)
 
 
 def environment(

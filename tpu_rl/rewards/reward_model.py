@@ -14,6 +14,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +50,10 @@ Score = Callable[[Sequence[Params], Array, Array], Array]
 True on completions and their ends."""
 
 
-Shares = Callable[[Sequence[Params], Array, Array, Array], Array]
+Shares = Callable[..., Array]
 """(params of each member, tokens, action_mask, ends), all [B, T] -> [B, T] float32: what each part
-adds to the score, at its end. `ends` is True on the last token of a part and the last action."""
+adds to the score, at its end. `ends` is True on the last token of a part and the last action. With
+changes=True, the changes of a process model's probability, which add up to the last one."""
 
 
 class RewardModel(NamedTuple):
@@ -187,8 +189,16 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
         sequences = is_completion.astype(jnp.int32)
         return outputs(params, tokens, columns, segments, jnp.zeros_like(segments)), sequences
 
-    def shares(params: Sequence[Params], tokens: Array, action_mask: Array, ends: Array) -> Array:
+    def shares(
+        params: Sequence[Params],
+        tokens: Array,
+        action_mask: Array,
+        ends: Array,
+        changes: bool = False,
+    ) -> Array:
         head, sequences = head_of(params, tokens, action_mask)
+        if changes:
+            return reward_score.prefix_shares(jax.nn.sigmoid(head[..., 0]), ends, action_mask)
         match reading.kind:
             case "last":
                 values = reward_score.pessimistic(head, reading.penalty)
@@ -219,7 +229,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
                 )
         return masked.total(values, last, axis=-1)
 
-    return jax.jit(score), jax.jit(shares)
+    return jax.jit(score), jax.jit(shares, static_argnames="changes")
 
 
 def _aggregate(reading: ScoreReadout, known: tuple[str, ...]) -> Any:
@@ -282,13 +292,14 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
     """Return the reward function of a model; see `tpu_rl.rewards.scoring` for the convention.
 
     It does not score completions that are too long for the model. Its attribute `dense` is a
-    function separator -> the reward function that returns the parts of the score as segments.
+    function (separator, changes) -> the reward function that returns parts of the score as
+    segments.
     """
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        tokens, mask = _encode(model, prompts, completions, columns)
+        tokens, mask = encode(model, prompts, completions, columns)
         with jax.set_mesh(model.mesh):
             scores = score_rows(model.score, model.params, tokens, mask)
         is_too_long = mask[:, -1]
@@ -297,11 +308,11 @@ def as_reward(model: RewardModel) -> Callable[..., list[float | None]]:
             for too_long, value in zip(is_too_long, scores, strict=True)
         ]
 
-    reward.__dict__["dense"] = lambda separator: _dense_reward(model, separator)
+    reward.__dict__["dense"] = partial(_dense_reward, model)
     return reward
 
 
-def _encode(
+def encode(
     model: RewardModel, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids of prompts with completions, and the mask of completions, [N, T]."""
@@ -314,15 +325,24 @@ def _encode(
     return np.asarray(encoded.tokens), np.asarray(encoded.action_mask)
 
 
-def _dense_reward(model: RewardModel, separator: str) -> Callable[..., list[Any]]:
+def _dense_reward(
+    model: RewardModel, separator: str, changes: bool = False
+) -> Callable[..., list[Any]]:
     """Return the reward function whose values are the segments of the model's score.
 
     A part ends behind each `separator` of the text or, if that is "", at the separators of the
-    model's training; and with the completion.
+    model's training; and with the completion. For `changes` see `Shares`.
 
     Raises:
-        InputError: if there are none of either.
+        InputError: if there are none of either, or only a process model has such changes.
     """
+    if changes and model.reading.kind != "steps":
+        raise InputError(
+            "the reward model has no probabilities of steps",
+            where="--reward 'dense(of=..., values=true)'",
+            why="only a process model says how likely a success is after each step",
+            fix="give the folder of a process_reward run, or leave values out",
+        )
     if not separator and not model.reading.separators:
         raise InputError(
             "nothing says where the parts of a completion end",
@@ -332,9 +352,10 @@ def _dense_reward(model: RewardModel, separator: str) -> Callable[..., list[Any]
         )
     separators = model.reading.separators
     decode = model.tokenizer.decode
+    shares = partial(model.shares, changes=True) if changes else model.shares
 
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[Any]:
-        tokens, mask = _encode(model, prompts, completions, columns)
+        tokens, mask = encode(model, prompts, completions, columns)
         texts = [text_of(completion) for completion in completions]
         # The ends of parts, as columns of the model's tokens; the last action is always one.
         ends = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
@@ -348,16 +369,16 @@ def _dense_reward(model: RewardModel, separator: str) -> Callable[..., list[Any]
             else:
                 ends[row, places[np.isin(ids, separators)]] = True
         with jax.set_mesh(model.mesh):
-            values = score_rows(model.shares, model.params, tokens, mask, ends=ends)
+            values = score_rows(shares, model.params, tokens, mask, ends=ends)
         return [
-            _segments_of_row(tokens[row], mask[row], ends[row], values[row], text, decode)
+            segments_of_row(tokens[row], mask[row], ends[row], values[row], text, decode)
             for row, text in enumerate(texts)
         ]
 
     return reward
 
 
-def _segments_of_row(
+def segments_of_row(
     tokens: np.ndarray,
     mask: np.ndarray,
     ends: np.ndarray,

@@ -26,7 +26,7 @@ from tpu_rl import user_code
 from tpu_rl.errors import InputError
 from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.worker_process import RewardFailure
-from tpu_rl.runtime import worker_child, workers
+from tpu_rl.runtime import workers
 
 START_SECONDS = 120.0
 """Time for a reward file to load, because it may import large packages."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpu_rl.algos import (
+    DirectAdvantageConfig,
     DistillConfig,
     DpoConfig,
     GrpoConfig,
     KtoConfig,
     MixedConfig,
     PpoConfig,
+    PrimeConfig,
     ProcessRewardConfig,
     QSharpConfig,
     ReinforceConfig,
@@ -66,6 +68,32 @@ def mixed() -> ExperimentConfig:
     it. `--algorithm.method` selects what is learned from it.
     """
     return replace(grpo(), algorithm=MixedConfig())
+
+
+def prime() -> ExperimentConfig:
+    """PRIME on your own prompts and rewards: process rewards that outcomes alone teach.
+
+        python launch/run.py prime --model.path DIR --data.path rows.jsonl \\
+            --reward my_reward.py:score
+
+    Rows are those of the preset grpo. Completions with a reward of at least
+    `--algorithm.min-reward` are successes, from which a second model learns what each token is
+    worth.
+    """
+    algorithm = PrimeConfig(advantages="leave_one_out")
+    return replace(grpo(), algorithm=algorithm)
+
+
+def direct_advantage() -> ExperimentConfig:
+    """Regression on the advantages of steps, by a process reward model (DAPO, 2412.18279).
+
+        python launch/run.py direct_advantage --model.path DIR --data.path rows.jsonl \\
+            --reward "dense(of=runs/process_reward, values=true)" --algorithm.separators 198
+
+    Rows are those of the preset grpo. The separators are the ids of the tokens that end a step, as
+    in the training of the process reward model.
+    """
+    return replace(grpo(), algorithm=DirectAdvantageConfig())
 
 
 def sft() -> ExperimentConfig:

@@ -1,0 +1,160 @@
+"""Process rewards from outcomes alone (PRIME, arXiv 2502.01456): GRPO with a second model whose
+log-ratio to the reference is a reward of each token, and which learns from outcomes as it goes.
+
+    r_t  = process_beta [log process(y_t) - log reference(y_t)]                   (implicit PRM)
+    A_t  = A(outcome) + process_coef sum_(s >= t) gamma^(s - t) [r_s - mean of the others' mean r]
+    loss = GRPO's with A_t - mean over completions of l log sigmoid(s) + (1 - l) log sigmoid(-s)
+
+s is the sum of r_t over a completion, and l is 1 where its return is at least `min_reward`, else 0.
+A model that learned from outcomes this way holds in s the log-odds of success, and in the sums of r
+up to t its expectation (implicit process rewards, arXiv 2412.01981, proposition 3.1). So no step is
+ever labeled. A frozen model of that kind is a reward by itself: `implicit` in
+docs/reference/rewards.md.
+
+The reference is the model as it starts, for both. The others' mean r is, over the other completions
+of the group, the mean of their means over tokens (the paper's section 3.2, and its code).
+
+Deviations: rewards are those of the process model before its update of the step; the paper updates
+it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
+from tpu_rl.algos.grpo import GrpoConfig, group_policy_gradient
+from tpu_rl.algos.roles import with_reference
+from tpu_rl.errors import InputError
+from tpu_rl.losses import advantages, masked
+from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.losses.policy_batch import PolicyBatch, actions_of, learned_tokens
+from tpu_rl.losses.policy_gradient import clipped_surrogate
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
+
+
+@dataclass(frozen=True)
+class PrimeConfig(GrpoConfig):
+    """GRPO's settings, and those of the process model."""
+
+    process_beta: float = 0.05
+    """Reward per nat of the process model's log-ratio."""
+    process_coef: float = 1.0
+    """Coefficient of the advantages from process rewards, beside that of the outcome."""
+    process_gamma: float = 1.0
+    """Discount per token of process rewards."""
+    process_learning_rate_scale: float = 2.0
+    """Learning rate of the process model, as a multiple of the run's."""
+    min_reward: float = 0.5
+    """A completion with at least this return is a success."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        numbers = (self.process_beta, self.process_gamma, self.process_learning_rate_scale)
+        if min(numbers) <= 0 or self.process_coef < 0 or self.process_gamma > 1:
+            raise InputError(
+                "a setting of the process model is out of range",
+                where="--algorithm",
+                fix="see --help-all",
+            )
+        if self.reference_reset_every:
+            raise InputError(
+                "the reference of process rewards stays",
+                where="--algorithm.reference-reset-every",
+                why="the process model's log-ratio would no longer be what outcomes taught it",
+                fix="leave it out",
+            )
+
+    @property
+    def experience(self) -> ExperienceSpec:
+        return super().experience._replace(raw_returns=True)
+
+    @property
+    def roles(self) -> dict[str, RoleSpec]:
+        scale = self.process_learning_rate_scale
+        trained = {
+            "policy": RoleSpec(trainable=True),
+            "process": RoleSpec(trainable=True, learning_rate_scale=scale),
+        }
+        return with_reference(trained, needed=True)
+
+
+@struct.dataclass
+class PrimeBatch(PolicyBatch):
+    """Weights are those of GRPO, and "process": 1 / number of completions of the optimizer step, at
+    the last action of each."""
+
+    success: Array
+    """1 at the last action of a success."""
+    start_log_probs: Array
+    """The reference's log-probs."""
+
+
+def prime(config: PrimeConfig, roles: Roles, sampling: Sampling) -> Algorithm:
+    """Build PRIME. It learns from a Rollout."""
+    surrogate = partial(
+        clipped_surrogate,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+    base = group_policy_gradient(config, roles, sampling, surrogate)
+
+    def make_batch(experience: Experience, params: Params, state: Any) -> tuple[PrimeBatch, Any]:
+        rollout, layout = experience
+        assert isinstance(rollout, Rollout)
+        batch, state = base.make_batch(experience, params, state)
+        reference, process = (
+            frozen_log_probs(roles[name], params, batch.rows, sampling.temperature)
+            for name in ("reference", "process")
+        )
+        log_ratio = layout.unpack(process - reference)
+        learned = learned_tokens(rollout) & actions_of(rollout)
+        rewards = jnp.where(learned, config.process_beta * log_ratio, 0.0)
+        dense = config.process_coef * process_advantages(
+            rewards, learned, rollout.group_id, config.process_gamma
+        )
+        last = masked.last(rollout.action_mask) & learned
+        returns = masked.total(rollout.rewards, rollout.action_mask, axis=-1)
+        weights = masked.token_mean(last, layout.minibatch, layout.minibatches)
+        fields = vars(batch) | {
+            "advantages": batch.advantages + layout.pack(dense),
+            "weights": batch.weights | {"process": layout.pack(weights)},
+        }
+        success = last & (returns >= config.min_reward)[:, None]
+        return PrimeBatch(
+            **fields, success=layout.pack(success * 1.0), start_log_probs=reference
+        ), state
+
+    def loss(params: Params, batch: PrimeBatch) -> tuple[Array, Metrics]:
+        value, metrics = base.loss(params, batch)
+        process = token_log_probs(roles["process"], params, batch.rows, sampling.temperature)
+        ratio = jnp.where(batch.action_mask, process.log_probs - batch.start_log_probs, 0.0)
+        # s of each completion: the logit that it is a success.
+        logits = masked.sequence_total(config.process_beta * ratio, batch.rows.sequence_ids)
+        weights = batch.weights["process"]
+        losses = -jax.nn.log_sigmoid(jnp.where(batch.success > 0, logits, -logits))
+        value += masked.total(weights * losses, weights > 0)
+        right = ((logits > 0) == (batch.success > 0)).astype(jnp.float32)
+        return value, metrics | {
+            "process/loss": masked.weighted_average(losses, weights),
+            "process/accuracy": masked.weighted_average(right, weights),
+            "process/right": masked.weighted_average(batch.success, weights),
+        }
+
+    return base._replace(make_batch=make_batch, loss=loss)
+
+
+def process_advantages(rewards: Array, mask: Array, group_id: Array, gamma: float) -> Array:
+    """Return the advantages of process rewards, [N, T]: the discounted sum from each token on of
+    the reward minus the leave-one-out mean of the group's mean rewards."""
+    means = masked.mean(rewards, mask, axis=-1)
+    # mean - mean of the others = leave_one_out(mean).
+    others = means - advantages.leave_one_out(means, group_id, mask.any(-1))
+    return advantages.returns_to_go(rewards - others[:, None], mask, gamma)
