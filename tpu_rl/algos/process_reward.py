@@ -9,6 +9,12 @@ label y in [0, 1],
 The score of a completion is the score of its weakest step, or the product of the scores of its
 steps (`reward_score.step_scores`).
 
+With `steps` monte_carlo nobody labels steps (Math-Shepherd, arXiv 2312.08935; its equations 3 and
+4): the reference completes each prompt, one of the ends of the completion's steps is drawn, and the
+reference continues from there `continuations` times. The label is the share of continuations with a
+reward of at least `min_reward` (y = V, soft estimation), or with `hard_labels` 1 if any has one.
+The label of the last end is the completion's own.
+
 Deviations: the two classes are one logit of a head instead of two tokens of the vocabulary.
 """
 
@@ -23,6 +29,7 @@ from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout
 from tpu_rl.algos.roles import with_reference
+from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.types import (
     Algorithm,
@@ -41,9 +48,16 @@ from tpu_rl.types import (
 class ProcessRewardConfig:
     """Steps are labeled right or wrong."""
 
-    steps: Literal["given", "reference"] = "given"
+    steps: Literal["given", "reference", "monte_carlo"] = "given"
     """given: the data file has labeled steps. reference (arithmetic only): the model as it starts
-    writes the steps, and they are compared with the true calculation."""
+    writes the steps, and they are compared with the true calculation. monte_carlo: it writes the
+    steps, and continues from one end of a step of each completion; --reward judges what follows."""
+    continuations: int = 4
+    """monte_carlo: continuations from an end of a step."""
+    min_reward: float = 0.5
+    """monte_carlo: a continuation with at least this reward is right."""
+    hard_labels: bool = False
+    """monte_carlo: a step is right if any continuation is; otherwise its label is their share."""
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a step, for scoring completions with the model. The last token of
     a completion always ends one."""
@@ -53,12 +67,22 @@ class ProcessRewardConfig:
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weights: every step alike, or every completion alike."""
 
+    def __post_init__(self):
+        names = ("continuations", "min_reward", "hard_labels")
+        changed = [n for n in names if getattr(self, n) != getattr(ProcessRewardConfig, n)]
+        if self.continuations < 1 or (changed and self.steps != "monte_carlo"):
+            raise InputError(
+                "there are no continuations to label steps with",
+                where="--algorithm.continuations, .min-reward, .hard-labels",
+                fix="use --algorithm.steps monte_carlo with at least 1 continuation",
+            )
+
     @property
     def experience(self) -> ExperienceSpec:
         if self.steps == "given":
             columns = ("prompt", "completions", "labels")
             return ExperienceSpec("step_labels", columns, sampled_by=None)
-        return ExperienceSpec("step_labels", sampled_by=self.steps)
+        return ExperienceSpec("step_labels", sampled_by="reference")
 
     @property
     def roles(self) -> dict[str, RoleSpec]:

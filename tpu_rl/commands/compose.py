@@ -386,9 +386,20 @@ def _accepted(context: RunContext, stage: Stage, params: Params) -> Source:
 
 def _step_labels(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
-    sampled_by = stage.algorithm.experience.sampled_by
-    step_labels.require_steps(context.config.data, sampled_by)
+    algorithm: Any = stage.algorithm
+    sampled_by = algorithm.experience.sampled_by
+    is_judged = bool(context.config.reward_names)
+    step_labels.require_steps(context.config.data, sampled_by, algorithm.steps, is_judged)
     stream = row_stream(context, stage)
+    if algorithm.steps == "monte_carlo":
+        engine = rollout_engine(context, "reference")
+        again = _plain_decoding(
+            context, context.rollout_policy("reference"), algorithm.continuations
+        )
+        again = replace(again, config=replace(again.config, prompt_length=context.max_length))
+        return step_labels.monte_carlo_step_source(
+            engine, stream, again, scorer(context), algorithm
+        )
     to_examples = partial(
         data.steps, tokenizer=context.language.tokenizer, max_length=context.max_length
     )

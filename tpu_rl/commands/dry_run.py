@@ -115,7 +115,10 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
     """Return the training rows of a stage. Raises InputError as `compose.make_source` does."""
     spec = stage.algorithm.experience
     if spec.source == "step_labels":
-        step_labels.require_steps(config.data, spec.sampled_by)
+        algorithm: Any = stage.algorithm
+        step_labels.require_steps(
+            config.data, spec.sampled_by, algorithm.steps, bool(config.reward_names)
+        )
     if compose.learns_from_given_pairs(stage):
         return compose.require_pairs(config, tokenizer).train
     return tasks.usable_rows(

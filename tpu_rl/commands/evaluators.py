@@ -362,8 +362,9 @@ def _held_out_pairs(context: RunContext, stage: Stage, params: Params) -> HeldOu
 def _held_out_steps(context: RunContext, params: Params) -> list[Row]:
     rows = _evaluation_rows(context)
     task = task_of(context.config.data)
+    has_labels = context.config.algorithm.experience.sampled_by is None
     if task is None or task.label_steps is None or not rows:
-        return rows
+        return rows if has_labels else []
     scored = _reference_completions(context, params, rows)
     return step_labels.label_steps(scored, rows, task.label_steps)
 
