@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tpu_rl.types import Completions, Demonstrations, Pairs, QExamples, Rollout
+from tpu_rl.types import (
+    Completions,
+    Demonstrations,
+    Pairs,
+    QExamples,
+    Rollout,
+    ScoredCompletions,
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ SourceName = Literal[
     "pairs",
     "q_examples",
     "step_labels",
+    "scored_completions",
 ]
 
 KINDS: dict[SourceName, type] = {
@@ -106,6 +114,7 @@ KINDS: dict[SourceName, type] = {
     "pairs": Pairs,
     "q_examples": QExamples,
     "step_labels": QExamples,
+    "scored_completions": ScoredCompletions,
 }
 """Source -> the type of its experience."""
 
@@ -118,7 +127,8 @@ class ExperienceSpec(NamedTuple):
     rewards select. demonstrations: texts of the data. completions: texts of the policy, of another
     role or of the data, without scores. pairs: compared or graded completions. q_examples: returns
     of continuations by the reference, collected in rounds before the steps that learn from them.
-    step_labels: labels of the steps of a completion."""
+    step_labels: labels of the steps of a completion. scored_completions: several completions of
+    each prompt with scores."""
     columns: tuple[str, ...] = ("prompt",)
     """Columns that a data row must have. ("messages",) stands for a conversation, or for a prompt
     with its completion."""
@@ -159,7 +169,7 @@ class ExperienceSpec(NamedTuple):
 
     @property
     def kind(self) -> type:
-        """Type of the experience: Rollout, Demonstrations, Completions, Pairs or QExamples."""
+        """Type of the experience, one of `KINDS`."""
         return KINDS[self.source]
 
     def shares(self, prompts: int) -> dict[str, int]:

@@ -308,6 +308,21 @@ class Pairs:
 
 
 @struct.dataclass
+class ScoredCompletions:
+    """Completions of prompts with a score each, given or sampled."""
+
+    tokens: Array
+    """[N, T] int32."""
+    action_mask: Array
+    """[N, T] bool: True on the completion, the end-of-sequence token included; False in a row
+    without a score."""
+    group_id: Array
+    """[N] int32. Rows of one group continue the same prompt and are adjacent."""
+    scores: Array
+    """[N] float32: larger is better."""
+
+
+@struct.dataclass
 class QExamples:
     """Texts with labels on some of their tokens.
 
@@ -458,7 +473,7 @@ class Experience(NamedTuple):
     """The data that an algorithm learns from at one step of the run."""
 
     data: Any
-    """Rollout, Demonstrations, Completions, Pairs or QExamples."""
+    """Rollout, Demonstrations, Completions, Pairs, ScoredCompletions or QExamples."""
     layout: Layout
 
 

@@ -434,6 +434,30 @@ def _pairs(context: RunContext, stage: Stage, params: Params) -> Source:
     return pairs.given_pair_source(stream, to_pairs(context, stage, params, given.usable))
 
 
+def _scored_completions(context: RunContext, stage: Stage, params: Params) -> Source:
+    del params
+    algorithm: Any = stage.algorithm
+    size = context.config.batch.group_size
+    if size > algorithm.max_completions:
+        raise InputError(
+            f"a prompt has {size} completions",
+            where="--batch.group-size, --algorithm.max-completions",
+            why=f"at most {algorithm.max_completions} are compared",
+            fix="make them equal",
+        )
+    sampled_by = algorithm.experience.sampled_by
+    stream = row_stream(context, stage)
+    if sampled_by is not None:
+        return completions.sampled_scores_source(rollout_engine(context, sampled_by), stream)
+    to_scored = partial(
+        data.scored_completions,
+        tokenizer=context.language.tokenizer,
+        max_length=context.max_length,
+        size=size,
+    )
+    return completions.given_scores_source(stream, to_scored)
+
+
 def learns_from_given_pairs(stage: Stage) -> bool:
     """Return True if the stage learns from pairs that the data bring."""
     spec = stage.algorithm.experience
@@ -622,6 +646,7 @@ SOURCES: dict[SourceName, Callable[[RunContext, Stage, Params], Source]] = {
     "pairs": _pairs,
     "q_examples": _q_examples,
     "step_labels": _step_labels,
+    "scored_completions": _scored_completions,
 }
 
 

@@ -36,6 +36,7 @@ NAMES = {
     "Reinforce": "REINFORCE",
     "RewardModel": "reward model",
     "Rft": "rejection-sampling fine-tuning",
+    "ScoredCompletions": "learning from scored completions",
     "SentenceReward": "sentence reward model",
     "Sft": "supervised fine-tuning",
     "Surrogates": "GRPO with another surrogate",

@@ -204,6 +204,9 @@ def _encoder(
         return lambda row: data.pairs([row], tokenizer, max_length).tokens
     if given and spec.source == "step_labels":
         return lambda row: data.steps([row], tokenizer, max_length).tokens
+    if given and spec.source == "scored_completions":
+        size = config.batch.group_size
+        return lambda row: data.scored_completions([row], tokenizer, max_length, size).tokens
 
     def encode_prompt(row: Row) -> list[int]:
         ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))

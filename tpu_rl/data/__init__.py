@@ -16,6 +16,7 @@ encoding     rows as arrays of tokens: demonstrations, pairs, steps
 
 from tpu_rl.data.encoding import demonstrations as demonstrations
 from tpu_rl.data.encoding import pairs as pairs
+from tpu_rl.data.encoding import scored_completions as scored_completions
 from tpu_rl.data.encoding import steps as steps
 from tpu_rl.data.files import Row as Row
 from tpu_rl.data.files import first_row as first_row

@@ -9,6 +9,7 @@ import numpy as np
 
 from tpu_rl import types
 from tpu_rl.data.files import Row
+from tpu_rl.errors import InputError
 
 
 class Tokenizer(Protocol):
@@ -160,6 +161,54 @@ def pairs(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.P
         "images": encoded.images,
     }
     return types.Pairs(**arrays)
+
+
+def scored_completions(
+    rows: Sequence[Row], tokenizer: Tokenizer, max_length: int, size: int
+) -> types.ScoredCompletions:
+    """Return rows `prompt, completions, scores` as arrays, `size` completions for each row.
+
+    A row with fewer completions has further ones without actions. Longer texts are cut at their
+    end.
+
+    Args:
+        rows: the rows.
+        tokenizer: encodes texts and conversations.
+        max_length: columns of the arrays [N, max_length].
+        size: completions of a row.
+
+    Raises:
+        InputError: if a row has more completions.
+    """
+    texts = []
+    places: list[int] = []
+    scores = np.zeros(len(rows) * size, np.float32)
+    for i, row in enumerate(rows):
+        if len(row["completions"]) > size:
+            raise InputError(
+                f"a row has {len(row['completions'])} completions",
+                where=f"the row with the prompt {str(row['prompt'])[:80]!r}",
+                why=f"--batch.group-size {size} makes room for {size} of each prompt",
+                fix="raise --batch.group-size, or leave some completions out",
+            )
+        scored = zip(row["completions"], row["scores"], strict=True)
+        for j, (completion, score) in enumerate(scored):
+            text = {"prompt": row["prompt"], "completion": completion, "tools": row.get("tools")}
+            texts.append(text)
+            places.append(i * size + j)
+            scores[i * size + j] = score
+    encoded = demonstrations(texts, tokenizer, max_length)
+    tokens = np.full((len(scores), max_length), tokenizer.pad_id, np.int32)
+    mask = np.zeros((len(scores), max_length), bool)
+    tokens[places] = encoded.tokens
+    mask[places] = encoded.action_mask
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": mask,
+        "group_id": np.repeat(np.arange(len(rows), dtype=np.int32), size),
+        "scores": scores,
+    }
+    return types.ScoredCompletions(**arrays)
 
 
 def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.QExamples:

@@ -178,6 +178,8 @@ def check_together(row: Row, columns: Sequence[str]) -> None:
     """
     if "completions" in columns and "labels" in columns:
         _check_steps(row["completions"], row["labels"])
+    if "completions" in columns and "scores" in columns:
+        _check_scores(row["completions"], row["scores"])
     margin = row.get("margin")
     if "chosen" in columns and not isinstance(margin, int | float | None):
         raise ValueError(f"`margin` is a number, not {json.dumps(margin, default=repr)[:60]}")
@@ -219,6 +221,20 @@ def _check_steps(steps: Any, labels: Any) -> None:
         raise ValueError(
             f"`completions` has {len(steps)} steps and `labels` has {len(labels)}; "
             "there is one label for each step"
+        )
+
+
+def _check_scores(completions: Any, scores: Any) -> None:
+    """Raise ValueError unless each of several completions has a score."""
+    if not isinstance(completions, list) or len(completions) < 2:
+        raise ValueError("`completions` is a list of two or more completions")
+    is_number = [isinstance(s, int | float) and not isinstance(s, bool) for s in scores or ()]
+    if not isinstance(scores, list) or not all(is_number) or not all(map(math.isfinite, scores)):
+        raise ValueError("`scores` is a list of finite numbers")
+    if len(scores) != len(completions):
+        raise ValueError(
+            f"there are {len(completions)} `completions` and {len(scores)} `scores`; "
+            "there is one score for each completion"
         )
 
 

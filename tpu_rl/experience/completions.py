@@ -13,7 +13,8 @@ from tpu_rl.data.encoding import alike
 from tpu_rl.experience.config import BatchConfig
 from tpu_rl.experience.source import Source, StepExperience, from_scored, offline
 from tpu_rl.rollout.engine import Engine, RolloutRequest
-from tpu_rl.types import Completions, Demonstrations, Rollout, TrainState
+from tpu_rl.rollout.scoring import require_single_rows
+from tpu_rl.types import Completions, Demonstrations, Rollout, ScoredCompletions, TrainState
 
 Demonstrate = Callable[[list[Row]], Demonstrations]
 """Rows that bring completions -> their texts as token ids."""
@@ -25,6 +26,37 @@ def demonstration_source(stream: data.RowStream, demonstrate: Demonstrate) -> So
     def draw(step: int, state: TrainState) -> StepExperience:
         del step, state
         return offline(demonstrate(next(stream)[1]))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def given_scores_source(
+    stream: data.RowStream, to_scored: Callable[[list[Row]], ScoredCompletions]
+) -> Source:
+    """Return the source of the stream's own completions with scores."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        del step, state
+        return offline(to_scored(next(stream)[1]))
+
+    return Source(draw, stream.get_state, stream.set_state)
+
+
+def sampled_scores_source(engine: Engine, stream: data.RowStream) -> Source:
+    """Return the source of sampled completions with the scores of their rewards."""
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        request = RolloutRequest(next(stream)[1], step, policy_step=int(state.step))
+        scored = engine.roll_out(state.params, request)
+        require_single_rows(scored)
+        known = np.isfinite(scored.rewards)
+        arrays: dict[str, Any] = {
+            "tokens": scored.rollout.tokens,
+            "action_mask": np.asarray(scored.rollout.action_mask) & known[:, None],
+            "group_id": scored.rollout.group_id,
+            "scores": np.where(known, scored.rewards, 0).astype(np.float32),
+        }
+        return from_scored(scored, step, ScoredCompletions(**arrays))
 
     return Source(draw, stream.get_state, stream.set_state)
 

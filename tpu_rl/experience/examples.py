@@ -68,6 +68,13 @@ def of_row(
         labels = np.where(np.asarray(steps.returns[0]) > 0, "right", "wrong")
         notes = np.where(np.asarray(steps.action_mask[0]), labels, "")
         return [_noted("labeled steps", steps.tokens[0], notes.tolist(), tokenizer)]
+    if spec.source == "scored_completions" and spec.sampled_by is None:
+        size = len(row["completions"])
+        scored = data.scored_completions([row], tokenizer, max_length, size)
+        return [
+            _example(f"score {score:g}", scored.tokens, scored.action_mask, index, tokenizer)
+            for index, score in enumerate(row["scores"])
+        ]
     ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
     completion = Span(f"a completion of at most {max_new_tokens} tokens", f"sampled, {LEARNED}")
     example = _noted("prompt", ids, [""] * len(ids), tokenizer)

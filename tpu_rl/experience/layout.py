@@ -24,6 +24,7 @@ from tpu_rl.types import (
     Pairs,
     QExamples,
     Rollout,
+    ScoredCompletions,
 )
 
 AttentionIndex = Literal["tiles", "paths", "none"]
@@ -119,7 +120,7 @@ def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: boo
         row_length=batch.row_length,
         micro_batch_rows=batch.micro_batch_rows,
         minibatches=batch.num_minibatches,
-        whole_groups=isinstance(data, Pairs),
+        whole_groups=isinstance(data, Pairs | ScoredCompletions),
         parent=getattr(data, "parent", None),
         shared=getattr(data, "shared", None),
         share_prefixes=batch.share_prefixes,
@@ -139,15 +140,15 @@ def experience_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
 def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: ExperienceSpec) -> Any:
     """Return host arrays of a batch in which every text has full length.
 
-    Pairs are cut to what a packed row holds.
+    Completions that are compared are cut to what a packed row holds.
     """
     kind = spec.kind
     prompt_tokens = sampling.max_prompt_tokens
     new_tokens = sampling.max_new_tokens
     members = {Demonstrations: 1, Pairs: 2}.get(kind, batch.group_size + spec.rows_added)
-    if kind is Pairs:
-        prompts = 1 if batch.share_prefixes else 2
-        new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // 2)
+    if kind in (Pairs, ScoredCompletions):
+        prompts = 1 if batch.share_prefixes else members
+        new_tokens = min(new_tokens, (batch.row_length - prompts * prompt_tokens) // members)
     shape = (batch.prompts * members, prompt_tokens + sampling.max_new_tokens)
     tokens = np.zeros(shape, np.int32)
     floats = np.zeros(shape, np.float32)
@@ -165,6 +166,7 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
         Demonstrations: (tokens, mask, group, floats),
         Completions: (tokens, mask, group, flags),
         Pairs: (tokens, mask, group, flags, floats[:, 0], floats),
+        ScoredCompletions: (tokens, mask, group, floats[:, 0]),
         QExamples: (tokens, mask, group, floats),
     }
     return kind(*fields[kind])

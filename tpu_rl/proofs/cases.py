@@ -88,6 +88,7 @@ DATA: dict[SourceName, Callable[[], Any]] = {
     "pairs": tiny.pairs,
     "q_examples": tiny.q_examples,
     "step_labels": tiny.q_examples,
+    "scored_completions": tiny.scored_completions,
 }
 """Source of an algorithm's experience -> a function that makes such data."""
 
@@ -95,7 +96,7 @@ DATA: dict[SourceName, Callable[[], Any]] = {
 def case_of(factory: Callable[[Any, Roles, Any], Algorithm], config: Any) -> Case:
     """Return the case of an algorithm of which only the declarations are known."""
     spec = config.experience
-    if spec.source == "pairs":
-        return Case(factory, config, tiny.pairs, tiny.PAIRS, "some actions", "either")
+    if spec.source in ("pairs", "scored_completions"):
+        return Case(factory, config, DATA[spec.source], tiny.PAIRS, "some actions", "either")
     data = with_baseline if spec.prompt_value is not None else DATA[spec.source]
     return Case(factory, config, data, reads="either")

@@ -18,6 +18,7 @@ from tpu_rl.algos import (
     ReinforceConfig,
     RewardModelConfig,
     RftConfig,
+    ScoredCompletionsConfig,
     SftConfig,
     UnlearnConfig,
 )
@@ -159,6 +160,23 @@ def dpo() -> ExperimentConfig:
         base,
         algorithm=DpoConfig(),
         batch=replace(base.batch, group_size=1),
+    )
+
+
+def scored_completions() -> ExperimentConfig:
+    """RRHF on your own completions with scores; also A-LoL, PRDP and TPO.
+
+        python launch/run.py scored_completions --model.path DIR --data.path scored.jsonl
+
+    A row has a `prompt`, `completions`, a list of two or more, and `scores`, a number for each.
+    `--batch.group-size` is the largest number of completions of a prompt. `--algorithm.loss`
+    selects the method. `--algorithm.scores policy` with `--reward` samples the completions.
+    """
+    base = grpo()
+    return replace(
+        base,
+        algorithm=ScoredCompletionsConfig(),
+        batch=replace(base.batch, group_size=4),
     )
 
 

@@ -1,0 +1,157 @@
+"""Learning from scored completions, by the formulas of the papers in float64."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_rl import data, tokenizers
+from tpu_rl.algos.scored_completions import (
+    ScoredCompletionsConfig,
+    is_best,
+    scored_completions,
+)
+from tpu_rl.data import shapes
+from tpu_rl.errors import InputError
+from tpu_rl.proofs import cases, tiny
+from tpu_rl.train import update_step
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+GROUPS = ((3, (4, 1, 2)), (5, (2, 3)), (1, (6, 6, 3)))
+
+
+class Step:
+    """The loss of a step, and the numbers of the formulas: log-probs of all completions."""
+
+    def __init__(self, scores: Any = None, **settings: Any):
+        config = ScoredCompletionsConfig(**settings)
+        self.roles, self.params = tiny.cast(config.roles | {})
+        given = tiny.scored_completions(groups=GROUPS)
+        self.data = given if scores is None else replace(given, scores=jnp.asarray(scores))
+        algorithm = scored_completions(config, self.roles, tiny.SAMPLING)
+        experience = tiny.experience(self.data)
+        batch, _ = algorithm.make_batch(experience, self.params, ())
+        batch = update_step.minibatch(batch, 0)
+        parts = [update_step.minibatch(batch, k) for k in range(len(batch.rows.tokens))]
+        self.loss = sum(float(algorithm.loss(self.params, part)[0]) for part in parts)
+        self.group = np.asarray(self.data.group_id)
+        self.mask = np.asarray(self.data.action_mask)
+        self.scores = np.asarray(self.data.scores)
+
+    def sums(self, role: str) -> np.ndarray:
+        log_probs = tiny.plain_log_probs(cases.MODEL, self.params[role], self.data.tokens)
+        return np.where(self.mask, log_probs, 0.0).sum(1)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(worse, better) of each pair."""
+        rows = range(len(self.scores))
+        return [
+            (i, j)
+            for i in rows
+            for j in rows
+            if self.group[i] == self.group[j] and self.scores[i] < self.scores[j]
+        ]
+
+    def best(self) -> list[int]:
+        return [
+            max(np.flatnonzero(self.group == g), key=lambda n: self.scores[n])
+            for g in np.unique(self.group)
+        ]
+
+
+@pytest.mark.slow
+def test_rrhf():
+    step = Step(loss="rrhf", nll_coef=0.7)
+    means = step.sums("policy") / step.mask.sum(1)
+    rank = sum(max(0.0, means[i] - means[j]) for i, j in step.pairs()) / 3
+    assert step.loss == pytest.approx(rank - 0.7 * means[step.best()].mean(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_tpo():
+    step = Step(loss="tpo", beta=0.4, nll_coef=0.5)
+    sums, best = step.sums("policy"), step.best()
+    leads = [sums[j] - sums[i] for i, j in step.pairs() if j not in best]
+    rank = np.mean(np.log1p(np.exp(-0.4 * np.array(leads))))
+    likelihood = (sums / step.mask.sum(1))[best].mean()
+    assert step.loss == pytest.approx(rank - 0.5 * likelihood, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_prdp_is_zero_at_the_reference_times_exp_reward():
+    step = Step(loss="prdp", beta=0.4)
+    ratios = step.sums("policy") - step.sums("reference")
+    expected = np.mean(
+        [
+            (0.4 * (ratios[j] - ratios[i]) - (step.scores[j] - step.scores[i])) ** 2
+            for i, j in step.pairs()
+        ]
+    )
+    assert step.loss == pytest.approx(expected, rel=1e-6)
+    shift = np.array([5.0, -3.0, 1.0])[step.group]
+    assert Step(0.4 * ratios + shift, loss="prdp", beta=0.4).loss == pytest.approx(0, abs=1e-20)
+
+
+@pytest.mark.slow
+def test_a_lol_is_advantage_weighted_likelihood_at_ratio_one():
+    step = Step(loss="a_lol", clip=0.3)
+    sums = step.sums("policy")
+    ratios = np.clip(np.exp(sums - step.sums("reference")), 0.7, 1.3)
+    means = np.array([step.scores[step.group == g].mean() for g in np.unique(step.group)])
+    gains = step.scores - means[step.group]
+    kept = gains > 0
+    assert step.loss == pytest.approx(-(gains * ratios * sums)[kept].mean(), rel=1e-6)
+
+
+def test_the_best_completion_is_the_first_of_the_highest_scores():
+    scores = jnp.array([1.0, 3.0, 3.0, 9.0, -1.0, -2.0])
+    group = jnp.array([4, 4, 4, 4, 7, 7])
+    exists = jnp.array([True, True, True, False, True, True])
+    np.testing.assert_array_equal(
+        is_best(scores, group, exists), [False, True, False, False, True, False]
+    )
+
+
+def test_rows_of_scored_completions_have_room_for_all():
+    tokenizer = tokenizers.characters("0123456789")
+    rows = [
+        {"prompt": "1", "completions": ["2", "34"], "scores": [0.5, 2]},
+        {"prompt": "12", "completions": ["5", "6", "7"], "scores": [1, 2, 3]},
+    ]
+    encoded = data.scored_completions(rows, tokenizer, 6, 3)
+    np.testing.assert_array_equal(encoded.group_id, [0, 0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(encoded.scores, [0.5, 2, 0, 1, 2, 3])
+    # The end-of-sequence token counts.
+    np.testing.assert_array_equal(encoded.action_mask.sum(1), [2, 3, 0, 2, 2, 2])
+    with pytest.raises(InputError, match="a row has 3 completions"):
+        data.scored_completions(rows, tokenizer, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("completions", "scores", "message"),
+    [
+        (["a"], [1.0], "two or more"),
+        (["a", "b"], [1.0, "x"], "finite numbers"),
+        (["a", "b"], [1.0, float("nan")], "finite numbers"),
+        (["a", "b"], [1.0, 2.0, 3.0], "2 `completions` and 3 `scores`"),
+    ],
+)
+def test_rows_without_a_score_for_each_completion_are_refused(completions, scores, message):
+    row = {"prompt": "q", "completions": completions, "scores": scores}
+    with pytest.raises(ValueError, match=message):
+        shapes.check_together(row, ("prompt", "completions", "scores"))
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(InputError, match="out of range"):
+        ScoredCompletionsConfig(max_completions=1)
