@@ -39,6 +39,8 @@ class ScoreReadout:
     penalty: float = 0.0
     """Multiple of the standard deviation over an ensemble's members that is subtracted from their
     mean."""
+    worst_share: float = 0.0
+    """Share of the smallest member in the score, in place of the mean."""
     others: tuple[str, ...] = ()
     """Directories, beside the model's, of the ensemble's other trunks."""
 

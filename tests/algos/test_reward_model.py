@@ -266,6 +266,13 @@ def test_a_pessimistic_prediction_by_hand():
     assert float(reward_score.pessimistic(jnp.array([4.0]), 9.0)) == 4.0
 
 
+def test_the_smallest_member_by_hand():
+    """Members 1, 2, 6 with the mean 3: half of it and half of 1."""
+    outputs = jnp.array([1.0, 2.0, 6.0])
+    assert reward_score.pessimistic(outputs, 0.0, 0.5) == pytest.approx(2.0)
+    assert reward_score.pessimistic(outputs, 0.0, 1.0) == pytest.approx(1.0)
+
+
 def test_members_resample_pairs_and_pairs_keep_their_counts():
     random = np.random.default_rng(0)
     tokens, mask, group_id = tiny.texts(random, ((3, (4, 5)),) * 400)

@@ -280,3 +280,57 @@ def test_every_pair_of_a_step_weighs_the_same_and_what_is_no_pair_nothing():
     np.testing.assert_allclose(
         alone.sum(-1), [1 / 4] * 4 + [1 / 6] * 4 + [0] + [1 / 6] * 2, rtol=1e-6
     )
+
+
+# --- worst cases in balls of the KL and of chi-square ---
+
+
+def test_tilted_weights_by_hand():
+    """p 1/4, 3/4 and losses log 3, 0 at temperature 1: 3/4 to 3/4."""
+    losses = jnp.array([np.log(3.0), 0.0, 50.0])
+    weights = jnp.array([0.25, 0.75, 0.0])
+    np.testing.assert_allclose(
+        preference.tilted_weights(losses, weights, 1.0), [0.5, 0.5, 0.0], rtol=1e-12
+    )
+    # Huge losses do not overflow, and a step without weights has none.
+    shifted = preference.tilted_weights(losses + 1e4, weights, 1.0)
+    np.testing.assert_allclose(shifted, [0.5, 0.5, 0.0], rtol=1e-9)
+    assert not preference.tilted_weights(losses, 0 * weights, 1.0).any()
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        # All factors are above 0: mu is the mean 1, and the factors 1 + (l - 1) / 4.
+        (4.0, [0.25 * 0.75, 0.5, 0.25 * 1.25]),
+        # The first factor would be negative: 1/2 (1 + (1 - mu) / s) + 1/4 (1 + (2 - mu) / s) = 1
+        # has mu = 4/3 - s / 3 at s = 1/2, so mu = 7/6.
+        (0.5, [0.0, 0.5 * (1 - 1 / 3), 0.25 * (1 + 5 / 3)]),
+    ],
+)
+def test_chi_square_weights_by_hand(scale, expected):
+    losses = jnp.array([0.0, 1.0, 2.0])
+    weights = jnp.array([0.25, 0.5, 0.25])
+    actual = preference.chi_square_weights(losses, weights, scale)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_worst_weights_are_best_among_random_ones():
+    """No other weights have a larger penalized loss: KL and chi-square, by 300 random draws."""
+    random = np.random.default_rng(0)
+    losses = random.normal(size=6)
+    p = random.dirichlet(np.ones(6))
+    kl = np.asarray(preference.tilted_weights(jnp.asarray(losses), jnp.asarray(p), 0.7))
+    chi = np.asarray(preference.chi_square_weights(jnp.asarray(losses), jnp.asarray(p), 0.7))
+    assert kl.sum() == pytest.approx(1)
+    assert chi.sum() == pytest.approx(1)
+
+    def of_kl(q):
+        return q @ losses - 0.7 * (q * np.log(q / p)).sum()
+
+    def of_chi(q):
+        return q @ losses - 0.35 * ((q - p) ** 2 / p).sum()
+
+    for q in random.dirichlet(np.ones(6), size=300):
+        assert of_kl(q) <= of_kl(kl) + 1e-12
+        assert of_chi(q) <= of_chi(chi) + 1e-9

@@ -1,6 +1,8 @@
 """Controllers: coefficients and references that algorithms adapt from step to step.
 
 A controller is an (init_state, after_update) of its own. `combined` makes those of an algorithm.
+Coefficients stay where they are in steps that learn nothing (`is_empty`), whose metrics measure
+nothing. References count all steps, because rounds and schedules do.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ def combined(controllers: Mapping[str, Controller]) -> Controller:
     return init_state, after_update
 
 
+def is_empty(metrics: Mapping[str, Array]) -> Array:
+    """Return [] bool: True if the step had no weight on any token, from its reduced metrics."""
+    return jnp.asarray(metrics.get("optim/empty", 0.0)) > 0
+
+
 def kl_controllers(config: ReferenceKl) -> dict[str, Controller]:
     """Return the controllers of the KL to the reference that a configuration wants.
 
@@ -73,7 +80,9 @@ def entropy_controller(coef: float, target: float, delta: float, largest: float)
     ) -> tuple[Params, tuple[Array, Array]]:
         entropy = metrics["policy/entropy"].astype(jnp.float32)
         step = jnp.where(entropy <= target, delta, -delta)
-        return params, (jnp.clip(state[0] + step, 0.0, largest), entropy)
+        coef = jnp.clip(state[0] + step, 0.0, largest)
+        stays = is_empty(metrics)
+        return params, (jnp.where(stays, state[0], coef), jnp.where(stays, state[1], entropy))
 
     return init_state, after_update
 
@@ -105,6 +114,7 @@ def _kl_scale(target: float, horizon: float) -> Controller:
         params: Params, scale: Array, metrics: dict[str, Array]
     ) -> tuple[Params, Array]:
         kl = metrics["policy/kl_completion"]
-        return params, adapted_kl_scale(scale, kl, target, horizon)
+        moved = adapted_kl_scale(scale, kl, target, horizon)
+        return params, jnp.where(is_empty(metrics), scale, moved)
 
     return init_state, after_update

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
+from tpu_rl.algos.controllers import is_empty
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference
@@ -162,8 +163,12 @@ def kto(config: KtoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
         if config.loss != "bco":
             return params, state
         steps = state["steps"] + 1
-        mean = state["mean"] + (metrics["preference/score"] - state["mean"]) / steps
-        return params, {"mean": mean, "steps": steps}
+        moved = state["mean"] + (metrics["preference/score"] - state["mean"]) / steps
+        stays = is_empty(metrics)
+        return params, {
+            "mean": jnp.where(stays, state["mean"], moved),
+            "steps": jnp.where(stays, state["steps"], steps),
+        }
 
     return Algorithm(make_batch, loss, init_state, after_update)
 

@@ -9,7 +9,8 @@ token if it has one. With K members of an ensemble,
 
 Members are `heads` on one trunk or `trunks` of their own. Their heads start at random, and with
 `bootstrap` each member learns from its own resample of the pairs. The prediction of the ensemble is
-mean - penalty x standard deviation. With `robust_radius`, the weights w are the worst ones within
+mean - penalty x standard deviation, and `worst_share` puts the smallest member in place of that
+share of the mean. With `robust_radius`, the weights w are the worst ones within
 that total variation of equal weights, for each member separately (arXiv 2503.00539).
 
 Deviations: the resample is drawn as Poisson(1) counts from a hash of the pair's tokens (the online
@@ -18,6 +19,7 @@ bootstrap), so that a pair counts the same in every epoch and after a resume.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.losses.preference import (
+    Ball,
     Pair,
     bootstrap_counts,
     bradley_terry,
@@ -77,10 +80,20 @@ class RewardModelConfig:
     """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero."""
     robust_radius: float = 0.0
     """Total variation within which the worst weights of an optimizer step's pairs are used."""
+    robust_ball: Ball = "tv"
+    """Divergence that bounds the worst case; for kl and chi_square robust_radius is its
+    coefficient (see `tpu_rl/losses/preference.py`)."""
+    worst_share: float = 0.0
+    """Share of the smallest member in the ensemble's score; the mean has the rest (BRME, arXiv
+    2409.15360). 1 is the smallest member alone."""
 
     def __post_init__(self):
         coefficients = min(self.penalty, self.margin_coef, self.centering_coef)
-        if min(self.heads, self.trunks) < 1 or coefficients < 0 or not 0 <= self.robust_radius < 1:
+        largest = 1.0 if self.robust_ball == "tv" else math.inf
+        in_range = 0 <= self.robust_radius < largest and 0 <= self.worst_share <= 1
+        if self.robust_ball != "tv" and not self.robust_radius:
+            in_range = False
+        if min(self.heads, self.trunks) < 1 or coefficients < 0 or not in_range:
             raise InputError(
                 "a setting of the reward model is out of range",
                 where="--algorithm",
@@ -101,7 +114,9 @@ class RewardModelConfig:
         member = RoleSpec(trainable=True, outputs=self.heads)
         trained = dict.fromkeys(self.members, member)
         first, *others = self.members
-        reading = ScoreReadout(penalty=self.penalty, others=tuple(others))
+        reading = ScoreReadout(
+            penalty=self.penalty, others=tuple(others), worst_share=self.worst_share
+        )
         trained[first] = member._replace(reading=reading)
         return with_reference(trained, needed=self.pairs != "given")
 
@@ -171,7 +186,9 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
                 lambda micro_batch: compare(params, micro_batch)[0], batch
             )
             weights = {
-                name: worst_case_by_step(losses[..., k], weights[name], config.robust_radius)
+                name: worst_case_by_step(
+                    losses[..., k], weights[name], config.robust_radius, config.robust_ball
+                )
                 for k, name in enumerate(weights)
             }
             batch = replace(batch, weights=weights)
@@ -181,8 +198,10 @@ def reward_model(config: RewardModelConfig, roles: Roles, sampling: Sampling) ->
         losses, pair = compare(params, batch)
         weights = jnp.stack(list(batch.weights.values()), axis=-1) / len(batch.weights)
         value = masked.total(weights * losses, weights > 0)
-        better = reward_score.pessimistic(pair.chosen, config.penalty)
-        worse = reward_score.pessimistic(pair.rejected, config.penalty)
+        better, worse = (
+            reward_score.pessimistic(scores, config.penalty, config.worst_share)
+            for scores in (pair.chosen, pair.rejected)
+        )
         spread = 0.5 * (pair.chosen.std(-1) + pair.rejected.std(-1))
         metrics = pair_metrics(better, worse, batch.pairs)
         metrics["preference/loss"] = Sum(value, weights.sum())

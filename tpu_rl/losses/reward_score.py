@@ -50,14 +50,19 @@ def sentence_starts(ends: Array, action_mask: Array) -> Array:
     return jnp.maximum(jnp.maximum(end_before, first_action - 1), 0).astype(jnp.int32)
 
 
-def pessimistic(outputs: Array, penalty: float) -> Array:
-    """Return an ensemble's prediction, mean - penalty x standard deviation, [..., K] -> [...].
+def pessimistic(outputs: Array, penalty: float, worst_share: float = 0.0) -> Array:
+    """Return an ensemble's prediction, [..., K] -> [...].
+
+        (1 - worst_share) mean + worst_share min - penalty x standard deviation
 
     Where the K members disagree, the data say little, and a policy should not be led there (arXiv
     2310.02743, "uncertainty-weighted optimization", with the standard deviation instead of the
-    variance).
+    variance). The mix with the smallest member is that of reward-robust RLHF (arXiv 2409.15360).
     """
-    return outputs.mean(-1) - penalty * outputs.std(-1)
+    center = outputs.mean(-1)
+    if worst_share:
+        center = (1 - worst_share) * center + worst_share * outputs.min(-1)
+    return center - penalty * outputs.std(-1)
 
 
 def sentence_scores(

@@ -201,7 +201,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
             return reward_score.prefix_shares(jax.nn.sigmoid(head[..., 0]), ends, action_mask)
         match reading.kind:
             case "last":
-                values = reward_score.pessimistic(head, reading.penalty)
+                values = reward_score.pessimistic(head, reading.penalty, reading.worst_share)
                 return reward_score.prefix_shares(values, ends, action_mask)
             case "sentences":
                 starts = reward_score.sentence_starts(ends, action_mask)
@@ -217,7 +217,7 @@ def score_functions(members: tuple[Model, ...], reading: ScoreReadout) -> tuple[
         ends = reward_score.sentence_ends(tokens, action_mask, reading.separators)
         match reading.kind:
             case "last":
-                values = reward_score.pessimistic(head, reading.penalty)
+                values = reward_score.pessimistic(head, reading.penalty, reading.worst_share)
             case "sentences":
                 starts = reward_score.sentence_starts(ends, action_mask)
                 values = reward_score.sentence_scores(
