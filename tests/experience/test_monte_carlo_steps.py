@@ -97,6 +97,8 @@ def test_a_step_is_worth_the_share_of_right_continuations(hard, expected):
                 assert list(label_at) == [len(prefix) - 1]
                 assert examples.returns[row, label_at[0]] == pytest.approx(expected)
                 cuts.add(prefix)
+    # Packing takes what stands before a label for the prompt, which no two rows share.
+    assert list(examples.group_id) == [0, 1, 2]
     # The ends of both inner steps were drawn.
     assert cuts == {"10", "10230"}
 

@@ -130,7 +130,8 @@ def monte_carlo_labels(
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "action_mask": labeled,
-        "group_id": np.asarray(answers.group_id),
+        # What stands before a label is its prompt, so that no two rows share one.
+        "group_id": np.arange(len(mask), dtype=np.int32),
         "returns": np.where(labeled, labels[:, None], 0).astype(np.float32),
     }
     return QExamples(**arrays)
