@@ -3,8 +3,16 @@
 import jax.numpy as jnp
 import pytest
 
-from tpu_rl.algos.controllers import entropy_controller, kl_controllers
+from tpu_rl.algos.controllers import (
+    entropy_controller,
+    kl_controllers,
+    stagnation_controller,
+    with_return,
+)
+from tpu_rl.algos.grpo import GrpoConfig
+from tpu_rl.errors import InputError
 from tpu_rl.losses.reference_kl import ReferenceKl
+from tpu_rl.proofs import tiny
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -30,3 +38,31 @@ def test_a_reset_counts_all_steps():
     assert not params["reference"].any()
     params, count = update(params, count, empty)
     assert params["reference"].all()
+
+
+def test_a_reference_is_reset_when_returns_stagnate():
+    """Mean returns 1, 3, 2, 3: two batches without a new best. Then all begins anew."""
+    init, update = stagnation_controller(2)
+    params = {"policy": jnp.ones(2), "reference": jnp.zeros(2)}
+    state = init(params)
+    template = tiny.rollout(groups=((1, (1, 1)),))
+
+    def batch(state, *returns):
+        rewards = jnp.where(template.action_mask, jnp.array(returns)[:, None], 0.0)
+        return with_return(state, template.replace(rewards=rewards))
+
+    for returns in ((0.0, 2.0), (2.0, 4.0), (2.0, 2.0)):
+        params, state = update(params, batch(state, *returns), {})
+        assert not params["reference"].any()
+    assert (float(state.best), float(state.batches)) == (3.0, 1.0)
+    # Nobody scored this batch.
+    nothing = template.replace(scored=jnp.zeros(2, bool))
+    assert with_return(state, nothing) == state
+    params, state = update(params, batch(state, 3.0, 3.0), {})
+    assert params["reference"].all()
+    assert (float(state.best), float(state.batches)) == (-jnp.inf, 0.0)
+
+
+def test_a_patience_without_a_reference_is_refused():
+    with pytest.raises(InputError, match="patience"):
+        GrpoConfig(reference_reset_patience=5)

@@ -8,14 +8,16 @@ nothing. References count all steps, because rounds and schedules do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tpu_rl.algos.roles import moving_reference
-from tpu_rl.losses.policy_batch import RunningReturns
+from tpu_rl.losses import masked
+from tpu_rl.losses.policy_batch import RunningReturns, learned_tokens
 from tpu_rl.losses.reference_kl import ReferenceKl, adapted_kl_scale
-from tpu_rl.types import Array, Params, no_state, unchanged
+from tpu_rl.types import Array, Params, Rollout, no_state, unchanged
 
 InitState = Callable[[Params], Any]
 AfterUpdate = Callable[[Params, Any, dict[str, Array]], tuple[Params, Any]]
@@ -102,6 +104,58 @@ def running_returns(reward_clip: float | None) -> dict[str, Controller]:
         return RunningReturns(*jnp.zeros((3,), jnp.float32))
 
     return {} if reward_clip is None else {"returns": (init_state, unchanged)}
+
+
+class Stagnation(NamedTuple):
+    """Progress since the last reset of the reference, [] float32."""
+
+    best: Array
+    """The largest mean return of a batch."""
+    batches: Array
+    """Batches since then."""
+
+
+def stagnation_controller(patience: int) -> Controller:
+    """Return the controller that resets the reference to the policy when the mean return of
+    `patience` batches was not above the best one before (ProRL, arXiv 2505.24864, section 2.3).
+
+    `with_return` tells it of each batch. The paper watches a validation score, and resets the
+    moments of the optimizer too; here they stay.
+    """
+
+    def init_state(params: Params) -> Stagnation:
+        del params
+        return Stagnation(jnp.asarray(-jnp.inf, jnp.float32), jnp.zeros((), jnp.float32))
+
+    def after_update(
+        params: Params, state: Stagnation, metrics: dict[str, Array]
+    ) -> tuple[Params, Stagnation]:
+        del metrics
+        is_due = state.batches >= patience
+        moved = jax.tree.map(
+            lambda old, new: jnp.where(is_due, new, old), params["reference"], params["policy"]
+        )
+        begun = init_state(params)
+        state = Stagnation(
+            *(jnp.where(is_due, new, old) for new, old in zip(begun, state, strict=True))
+        )
+        return params | {"reference": moved}, state
+
+    return init_state, after_update
+
+
+def with_return(state: Stagnation, rollout: Rollout) -> Stagnation:
+    """Return the state after a batch; one without scored episodes changes nothing."""
+    learned = learned_tokens(rollout)
+    scored = learned.any(-1)
+    mean = masked.mean(masked.total(rollout.rewards, learned, axis=-1), scored)
+    is_better = mean > state.best
+    moved = Stagnation(
+        jnp.where(is_better, mean, state.best), jnp.where(is_better, 0.0, state.batches + 1)
+    )
+    return Stagnation(
+        *(jnp.where(scored.any(), new, old) for new, old in zip(moved, state, strict=True))
+    )
 
 
 def _kl_scale(target: float, horizon: float) -> Controller:

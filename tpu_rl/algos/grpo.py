@@ -65,6 +65,8 @@ from tpu_rl.algos.controllers import (
     combined,
     entropy_controller,
     kl_controllers,
+    stagnation_controller,
+    with_return,
 )
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
@@ -141,6 +143,9 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     top_entropy_quantile: float = 1.0
     """Learn only from this share of the batch's tokens, those with the highest entropy before the
     update (arXiv 2506.01939); 0.2 is usual. The KL in the loss is about all tokens."""
+    reference_reset_patience: int = 0
+    """Reset the reference to the policy when the mean return of so many batches was not above the
+    best one before (ProRL, arXiv 2505.24864); 0 never. The moments of the optimizer stay."""
     overlong_buffer: int = 0
     """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off. An
     episode has one, and its observations count."""
@@ -179,6 +184,13 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
                 "the entropy coefficient does not move without a target",
                 where="--algorithm.entropy-coef-delta, --algorithm.entropy-coef-max",
                 fix="give --algorithm.entropy-target, too, near the entropy that runs have",
+            )
+        patience = self.reference_reset_patience
+        if patience < 0 or (patience and (self.reference_reset_every or not self.has_kl)):
+            raise InputError(
+                "the patience is negative, nothing reads the reference, or a schedule resets it",
+                where="--algorithm.reference-reset-patience",
+                fix="give a KL coefficient, and no --algorithm.reference-reset-every",
             )
         if not 0 < self.gamma <= 1 or self.step_coef < 0:
             raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
@@ -228,7 +240,12 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     @property
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(trainable=True)}
-        return with_reference(policy, self.has_kl, self.reference_reset_every > 0)
+        return with_reference(policy, self.has_kl, self.resets_reference)
+
+    @property
+    def resets_reference(self) -> bool:
+        """True if the reference is made equal to the policy now and then."""
+        return bool(self.reference_reset_every or self.reference_reset_patience)
 
 
 @dataclass(frozen=True)
@@ -307,6 +324,8 @@ def group_policy_gradient(
     if config.normalize_advantages:
         advantage = partial(normalized_advantages, advantage)
     controllers = kl_controllers(config)
+    if config.reference_reset_patience:
+        controllers["stagnation"] = stagnation_controller(config.reference_reset_patience)
     if config.entropy_target is not None:
         controllers["entropy"] = entropy_controller(
             config.entropy_coef,
@@ -338,6 +357,8 @@ def group_policy_gradient(
             separators=config.separators,
         )
         rollout, layout = experience
+        if config.reference_reset_patience:
+            state = state | {"stagnation": with_return(state["stagnation"], rollout)}
         weights = {
             name: layout.pack(term.weights(rollout, layout))
             for name, term in further_terms.items()

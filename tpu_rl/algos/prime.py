@@ -63,10 +63,10 @@ class PrimeConfig(GrpoConfig):
                 where="--algorithm",
                 fix="see --help-all",
             )
-        if self.reference_reset_every:
+        if self.resets_reference:
             raise InputError(
                 "the reference of process rewards stays",
-                where="--algorithm.reference-reset-every",
+                where="--algorithm.reference-reset-every, --algorithm.reference-reset-patience",
                 why="the process model's log-ratio would no longer be what outcomes taught it",
                 fix="leave it out",
             )
