@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 BASICS = {"types", "errors", "sums"}
 STATE = BASICS | {"train.sharding"}
 MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
-WORKERS = {"runtime.workers", "runtime.worker_child", "runtime.verl_rewards"}
+WORKERS = {"runtime.workers", "runtime.worker_child", "runtime.verl_rewards", "runtime.segments"}
 ALLOWED: dict[str, set[str]] = {
     # Modules of tpu_rl itself.
     "types": set(),

@@ -7,9 +7,9 @@ from tests.fixtures.echo import TOKENIZER, score_prompts
 from tpu_rl import rewards
 from tpu_rl.errors import InputError
 from tpu_rl.experience import transforms
-from tpu_rl.rewards import segments
 from tpu_rl.rewards.terms import parse_all
 from tpu_rl.rollout import scoring
+from tpu_rl.runtime import segments
 
 
 @pytest.mark.parametrize(

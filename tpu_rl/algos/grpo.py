@@ -32,7 +32,7 @@ episode's, the return from each turn on, compared with turns that began in the s
     GiGPO      credit "step", gamma 0.95                             arXiv 2505.10978
 
 With `separators`, the steps of a text are turns: a turn ends with each of these tokens. Rewards of
-steps come from a reward of segments (`rewards.segments`).
+steps come from a reward of segments (`runtime.segments`).
 
 With `credit` "token" the returns from the k-th token on are compared with those of the group's
 other k-th tokens. Another forward pass of the policy gives each token a weight, W_ik = sum_(j <= k)

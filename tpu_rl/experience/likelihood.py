@@ -22,8 +22,8 @@ from tpu_rl.data import Row
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform, text_of_column
-from tpu_rl.rewards.segments import count_tokens
 from tpu_rl.rollout.scoring import Scored, first_of_runs, place_rewards
+from tpu_rl.runtime.segments import count_tokens
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Demonstrations, TrainState
 

@@ -126,7 +126,8 @@ def monte_carlo_labels(
     shares = right.sum(1) / np.maximum(known.sum(1), 1)
     labels = (shares > 0).astype(np.float32) if config.hard_labels else shares
     columns = np.arange(mask.shape[1])[None]
-    labeled = (columns == cuts[:, None]) & known.any(1)[:, None] & mask.any(1)[:, None]
+    is_labeled = np.any(known, axis=1) & np.any(mask, axis=1)
+    labeled = (columns == cuts[:, None]) & is_labeled[:, None]
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "action_mask": labeled,

@@ -8,7 +8,6 @@ sets, similarity, sql_pool, text_form, tool_matching
                   their functions
 composed          rewards of other rewards, and readers of references
 spans             the part of a completion that states its answer
-segments          rewards of parts of a completion
 terms             weights, gates and schedules of a total
 reward_model      a trained model as a reward
 implicit          the log-ratio of two language models as a reward
@@ -42,7 +41,6 @@ from tpu_rl.rewards.scoring import requested_columns as requested_columns
 from tpu_rl.rewards.scoring import require_columns as require_columns
 from tpu_rl.rewards.scoring import require_few_faults as require_few_faults
 from tpu_rl.rewards.scoring import score as score
-from tpu_rl.rewards.segments import Segment as Segment
 from tpu_rl.rewards.terms import PYTHON as PYTHON
 from tpu_rl.rewards.terms import RewardTerm as RewardTerm
 from tpu_rl.rewards.terms import totals as totals
@@ -54,3 +52,4 @@ from tpu_rl.rewards.verifiers import Verifier as Verifier
 from tpu_rl.rewards.verifiers import answer_readers as answer_readers
 from tpu_rl.rewards.verifiers import runs_during_sampling as runs_during_sampling
 from tpu_rl.rewards.worker_pool import RewardLimits as RewardLimits
+from tpu_rl.runtime.segments import Segment as Segment

@@ -18,17 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_rl import models, tokenizers
 from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
+from tpu_rl.losses import reward_score
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.rewards import reward_model
 from tpu_rl.rewards.reward_model import RewardModel
-from tpu_rl.train import packing, sharding
-from tpu_rl.types import Array, Params, Role
+from tpu_rl.train import sharding
+from tpu_rl.types import Array, PackedRows, Params, Role
 
 
 def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
@@ -65,10 +65,10 @@ def load(path: str, reference: str, beta: float) -> Callable[..., list[Any]]:
         tokens, mask = reward_model.encode(whole, prompts, completions, columns)
         with jax.set_mesh(mesh):
             values = reward_model.score_rows(shares, both, tokens, mask, ends=mask)
-        texts = map(text_of, completions)
+        rows = zip(tokens, mask, values, map(text_of, completions), strict=True)
         return [
-            reward_model.segments_of_row(*row, text, tokenizer.decode)
-            for *row, text in zip(tokens, mask, mask, np.asarray(values), texts, strict=True)
+            reward_model.segments_of_row(ids, actions, actions, of_row, text, tokenizer.decode)
+            for ids, actions, of_row, text in rows
         ]
 
     return reward
@@ -78,7 +78,16 @@ def log_ratios(
     roles: Sequence[Role], params: Sequence[Params], tokens: Array, mask: Array, beta: float
 ) -> Array:
     """Return beta [log first - log second] of each action, 0 elsewhere, [B, T]."""
-    rows = jax.tree.map(lambda leaf: leaf[0, 0], packing.one_per_row(tokens, mask, len(tokens)))
+    columns = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    last = jnp.argmax(reward_score.last_actions(mask), axis=1)[:, None]
+    rows = PackedRows(
+        tokens=tokens,
+        positions=columns,
+        segment_ids=(columns <= last).astype(jnp.int32),
+        branch_ids=jnp.zeros_like(columns),
+        sequence_ids=mask.astype(jnp.int32),
+        previous=jnp.maximum(columns - 1, 0),
+    )
     first, second = (
         token_log_probs(role, own, rows).log_probs for role, own in zip(roles, params, strict=True)
     )

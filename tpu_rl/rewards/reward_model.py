@@ -28,7 +28,7 @@ from tpu_rl.algorithm_spec import ScoreReadout
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
-from tpu_rl.rewards.segments import Segment, count_tokens
+from tpu_rl.runtime.segments import Segment, count_tokens
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 

@@ -13,7 +13,7 @@ says so, and is called once, at the end:
     score.whole_batch = True
 
 In place of a number, a function may return segments of the completion with a reward each: see
-`segments`.
+`tpu_rl.runtime.segments`.
 
 A function may be `async def`. It may also name these parameters, which only functions that name
 them get, with one value per completion (a column of the data with such a name goes first):
@@ -47,12 +47,13 @@ import numpy as np
 from tpu_rl import user_code
 from tpu_rl.environments import text_of
 from tpu_rl.errors import InputError
-from tpu_rl.rewards import segments, worker_process
 from tpu_rl.rewards import terms as reward_terms
-from tpu_rl.rewards.segments import Segment
+from tpu_rl.rewards import worker_process
 from tpu_rl.rewards.terms import RewardTerm
 from tpu_rl.rewards.worker_pool import IsolatedReward, RewardLimits
 from tpu_rl.rewards.worker_process import RewardFailure
+from tpu_rl.runtime import segments
+from tpu_rl.runtime.segments import Segment
 from tpu_rl.runtime.worker_child import as_number, shorten
 
 DEFAULT_LIMITS = RewardLimits()

@@ -16,8 +16,7 @@ from typing import Any
 
 from tpu_rl import user_code
 from tpu_rl.errors import InputError, TpuRlError
-from tpu_rl.rewards import segments
-from tpu_rl.runtime import verl_rewards, worker_child
+from tpu_rl.runtime import segments, verl_rewards, worker_child
 from tpu_rl.runtime.worker_child import MAX_TEXT, as_number, shorten
 
 worker_child.MACHINERY.add(__file__)

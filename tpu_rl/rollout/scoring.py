@@ -20,9 +20,9 @@ import numpy as np
 from tpu_rl import rewards
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
-from tpu_rl.rewards.segments import count_tokens
 from tpu_rl.rollout.prompts import as_text
 from tpu_rl.runtime import processes
+from tpu_rl.runtime.segments import count_tokens
 from tpu_rl.sampler import PartialCompletion
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout
