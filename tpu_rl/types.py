@@ -320,6 +320,8 @@ class ScoredCompletions:
     """[N] int32. Rows of one group continue the same prompt and are adjacent."""
     scores: Array
     """[N] float32: larger is better."""
+    images: Array | None = None
+    """[N, n, C, H, W] float32: as in `Rollout`."""
 
 
 @struct.dataclass

@@ -193,8 +193,8 @@ def scored_completions(
             )
         scored = zip(row["completions"], row["scores"], strict=True)
         for j, (completion, score) in enumerate(scored):
-            text = {"prompt": row["prompt"], "completion": completion, "tools": row.get("tools")}
-            texts.append(text)
+            text = {"prompt": row["prompt"], "completion": completion}
+            texts.append(text | {"tools": row.get("tools"), "images": row.get("images")})
             places.append(i * size + j)
             scores[i * size + j] = score
     encoded = demonstrations(texts, tokenizer, max_length)
@@ -202,11 +202,16 @@ def scored_completions(
     mask = np.zeros((len(scores), max_length), bool)
     tokens[places] = encoded.tokens
     mask[places] = encoded.action_mask
+    images = None
+    if encoded.images is not None:
+        images = np.zeros((len(scores), *encoded.images.shape[1:]), np.float32)
+        images[places] = encoded.images
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "action_mask": mask,
         "group_id": np.repeat(np.arange(len(rows), dtype=np.int32), size),
         "scores": scores,
+        "images": images,
     }
     return types.ScoredCompletions(**arrays)
 

@@ -57,6 +57,7 @@ def accept(scored: Scored, step: int, rule: Acceptance, on_policy: bool) -> Step
         "action_mask": mask & accepted[:, None],
         "group_id": group_id,
         "on_policy": np.full(len(tokens), on_policy),
+        "images": scored.rollout.images,
     }
     experience = from_scored(scored, step, Completions(**arrays))
     num_prompts = len(np.unique(group_id))

@@ -55,6 +55,7 @@ def sampled_scores_source(engine: Engine, stream: data.RowStream) -> Source:
             "action_mask": np.asarray(scored.rollout.action_mask) & known[:, None],
             "group_id": scored.rollout.group_id,
             "scores": np.where(known, scored.rewards, 0).astype(np.float32),
+            "images": scored.rollout.images,
         }
         return from_scored(scored, step, ScoredCompletions(**arrays))
 

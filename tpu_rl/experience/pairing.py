@@ -64,5 +64,6 @@ def _graded(scored: Scored, rows: np.ndarray, is_valid: np.ndarray) -> Pairs:
         "preferred": scored.rewards[rows] > 0.5,
         "margin": np.zeros(len(rows), np.float32),
         "reference_log_probs": np.asarray(rollout.log_probs)[rows],
+        "images": None if rollout.images is None else np.asarray(rollout.images)[rows],
     }
     return Pairs(**arrays)

@@ -95,6 +95,13 @@ def monte_carlo_labels(
     A completion that nobody could judge has no label.
     """
     answers = scored.rollout
+    if answers.images is not None:
+        raise InputError(
+            "steps of answers about images are not labeled by sampling",
+            where="--algorithm.steps monte_carlo",
+            why="their continuations are sampled from texts only",
+            fix="use rows without images, or rows with labels",
+        )
     tokens = np.asarray(answers.tokens)
     mask = np.asarray(answers.action_mask)
     begins = mask.argmax(1)
