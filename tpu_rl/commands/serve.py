@@ -8,6 +8,9 @@ Of a run folder, the newest checkpoint is served. A model is a directory, a hub 
 builtin:arithmetic. The routes are /v1/models, /v1/chat/completions, /v1/completions,
 /inference/v1/generate and /health. Answers hold token ids and, on demand, log-probs. Only programs
 of this machine reach the server, unless --host and --api-key are given. Ctrl-C ends it.
+
+With --tinker, the routes are those that the package `tinker` calls: loops that train adapters on
+the model, and sample from them, run elsewhere.
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.tinker.app import TinkerApp
+from tpu_rl.tinker.learner import Learner
+from tpu_rl.tinker.service import Service
+from tpu_rl.tinker.store import Store
 from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params
 
@@ -48,6 +55,9 @@ MOST_BY_DEFAULT = 4096
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
+MOST_RANK = 128
+OF_TINKER = ("served_model_name", "max_lora_rank", "max_loras", "state_dir")
+"""Flags that need --tinker."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,18 @@ class Flags:
     its own."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The default is the run's."""
+    tinker: bool = False
+    """Serve the API of Tinker: clients train adapters on the model, and sample from them. Keys must
+    begin with tml-."""
+    served_model_name: str | None = None
+    """--tinker: the name by which clients ask for the model, besides MODEL itself."""
+    max_lora_rank: int = 32
+    """--tinker: the largest rank of an adapter, at most 128. Adapters of smaller ranks take as much
+    memory and time."""
+    max_loras: int = 16
+    """--tinker: training clients at once."""
+    state_dir: Path = Path("runs/tinker")
+    """--tinker: the folder of saved states."""
 
 
 def main(argv: list[str]) -> int:
@@ -81,7 +103,7 @@ def main(argv: list[str]) -> int:
         config = load_settings(flags)
         bound = server.bind(flags.host, flags.port)
         compilation_cache.enable()
-        serve(flags, config, bound)
+        (serve_tinker if flags.tinker else serve)(flags, config, bound)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -99,7 +121,7 @@ def check(flags: Flags) -> None:
     Raises:
         InputError: if a number is out of range, or others could reach a server without a key.
     """
-    for name in ("max_model_len", "max_num_seqs"):
+    for name in ("max_model_len", "max_num_seqs", "max_loras", "max_lora_rank"):
         value = getattr(flags, name)
         flag = f"--{name.replace('_', '-')}"
         if value is not None and value < 1 + (name == "max_model_len"):
@@ -118,6 +140,24 @@ def check(flags: Flags) -> None:
             where=f"--host {flags.host}",
             fix=f"give --api-key or set {KEY_VARIABLE}; or leave out --host",
         )
+    if not flags.tinker:
+        given = [name for name in OF_TINKER if getattr(flags, name) != getattr(Flags(""), name)]
+        if given:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise InputError(f"{flag} is a setting of --tinker", where=flag, fix="give --tinker")
+        return
+    key = api_key(flags)
+    problems = {
+        "--tokenizer": flags.tokenizer != TokenizerConfig() and "clients load their own tokenizer",
+        "--temperature": flags.temperature != 1.0 and "each request of a client has its own",
+        "--max-lora-rank": flags.max_lora_rank > MOST_RANK and f"the most is {MOST_RANK}",
+        "--api-key": key is not None
+        and not key.startswith("tml-")
+        and "the client accepts keys that begin with tml- only",
+    }
+    for flag, why in problems.items():
+        if why:
+            raise InputError(f"{flag} does not go with --tinker", where=flag, why=why, fix="see -h")
 
 
 def load_settings(flags: Flags) -> ExperimentConfig:
@@ -178,6 +218,55 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     finally:
         pump.end(InputError("the server ends"))
         running.stop()
+
+
+def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
+    """Load the model, and answer clients of Tinker until a signal comes."""
+    if remote_run.is_run(flags.model):
+        raise InputError(
+            "--tinker serves models, not runs",
+            where=flags.model,
+            why="adapters are saved with the name of their base",
+            fix=f"export the run, and give its folder: {typed_command('export')} {flags.model}",
+        )
+    language, params = saved_run.load_language(flags.model, config)
+    length = max_model_len(flags, config)
+    language.model.config.require_length(length, "--max-model-len")
+    path = roles.model_path(flags.model)
+    directory = str(Path(path).resolve()) if Path(path).is_dir() else path
+    mesh = compose.make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        learner = Learner(language.model, params, mesh, flags.max_lora_rank, length)
+        saved = Store(flags.state_dir, learner, directory)
+        slots, runs = flags.max_num_seqs, flags.max_loras
+        service = Service(learner, language.tokenizer, saved, num_slots=slots, most_runs=runs)
+    names = (flags.served_model_name, directory, flags.model)
+    key = api_key(flags)
+    application = TinkerApp(
+        service,
+        language.tokenizer,
+        tuple(dict.fromkeys(name for name in names if name)),
+        directory,
+        lambda given: key is None or hmac.compare_digest((given or "").encode(), key.encode()),
+        is_open=key is None,
+    )
+    running = server.Server(application, bound)
+    running.start()
+    url = running.url.removesuffix("/v1")
+    print(
+        f"serving {application.names[0]} to clients of Tinker (Ctrl-C ends it):\n"
+        f"  export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-local' if key is None else 'KEY'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    is_over = watch_signals(service.wake)
+    with jax.set_mesh(mesh):
+        try:
+            while not is_over():
+                service.step(POLL_SECONDS)
+        finally:
+            service.end()
+            running.stop()
 
 
 def decode(pump: Pump) -> None:

@@ -20,7 +20,7 @@ context is read in depends on that conversation only. So a tool that answers lat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -49,6 +49,10 @@ ROWS_AT_ONCE = 8
 StopAt = Callable[[list[int]], int | None]
 """See `batch_sampler.StopAt`; it is given the tokens of the turn."""
 
+Weights = Callable[[tuple[Hashable, ...]], tuple[Policy, Params]]
+"""Names of weights, one for each row -> a policy that reads them, and its params. The name None
+means that the row is not read. All policies have caches of one form."""
+
 
 class TurnRequest(NamedTuple):
     """The next turn of a conversation."""
@@ -62,6 +66,8 @@ class TurnRequest(NamedTuple):
     drawn with `fold_in(key, p)`."""
     max_new_tokens: int
     """Length limit of the turn."""
+    weights: Hashable = None
+    """The name of the weights that read the conversation (see `Weights`), the same in all turns."""
 
 
 class Turn(NamedTuple):
@@ -107,6 +113,7 @@ class ConversationSampler:
         mesh: Mesh | None = None,
         stop_at: StopAt | None = None,
         on_segment: Callable[[], None] | None = None,
+        weights: Weights | None = None,
     ):
         """Prepare empty slots.
 
@@ -125,6 +132,7 @@ class ConversationSampler:
             mesh: mesh over which slots are sharded.
             stop_at: finds the end of a turn in its tokens.
             on_segment: called after each segment.
+            weights: finds the weights that turns name. Without it, all turns read `params`.
 
         Raises:
             InputError: for a repetition penalty, which needs counts that turns do not keep.
@@ -143,6 +151,7 @@ class ConversationSampler:
         self._mesh = mesh
         self._stop_at = stop_at
         self._on_segment = on_segment
+        self._weights = weights
         self._max_length = max_length
         self._prompt_length = prompt_length
         self._devices = slot_ops.device_count(mesh)
@@ -215,11 +224,16 @@ class ConversationSampler:
         self._begin_turns()
         if not self._requests:
             return []
+        names = [
+            self._requests[slot].weights if slot in self._requests else None
+            for slot in range(self._num_slots)
+        ]
+        policy, params = self._weights_of(names)
         self._slots, self._outputs, status = decode_loop.decode_segment(
-            self._policy,
+            policy,
             self._config,
             self._mesh,
-            self._params,
+            params,
             None,
             None,
             self._slots,
@@ -337,23 +351,26 @@ class ConversationSampler:
         tokens = np.full((self._devices, num_contexts, width), self._config.pad_id, np.int32)
         lengths = np.ones((self._devices, num_contexts), np.int32)
         places: list[list[tuple[int, int]]] = [[] for _ in range(self._devices)]
+        names: list[Hashable] = [None] * (self._devices * num_contexts)
         for device, turns in enumerate(waiting):
-            index: dict[tuple[int, ...], int] = {}
+            index: dict[tuple[Hashable, tuple[int, ...]], int] = {}
             rest = []
             for slot, request in turns:
                 context = tuple(request.token_ids)
-                if context not in index and len(index) == num_contexts:
+                if (request.weights, context) not in index and len(index) == num_contexts:
                     rest.append((slot, request))
                     continue
-                number = index.setdefault(context, len(index))
+                number = index.setdefault((request.weights, context), len(index))
+                names[device * num_contexts + number] = request.weights
                 tokens[device, number, : len(context)] = context
                 lengths[device, number] = len(context)
                 places[device].append((slot % self._slots_per_device, number))
             waiting[device] = rest
+        policy, params = self._weights_of(names)
         pool = slot_ops.prefill(
-            self._policy,
+            policy,
             self._mesh,
-            self._params,
+            params,
             self._place(tokens.reshape(-1, width)),
             self._place(lengths.reshape(-1)),
         )
@@ -451,6 +468,7 @@ class ConversationSampler:
         commit = np.zeros((self._devices, rows), np.int32)
         tokens = np.full((self._devices, rows, chunk), self._config.pad_id, np.int32)
         places: list[list[tuple[int, int]]] = [[] for _ in range(self._devices)]
+        names: list[Hashable] = [None] * (self._devices * rows)
         for slot in ready:
             device, device_slot = divmod(slot, self._slots_per_device)
             number = len(places[device])
@@ -462,13 +480,15 @@ class ConversationSampler:
             commit[device, number] = len(part)
             tokens[device, number, : len(part)] = part
             places[device].append((device_slot, number))
+            names[device * rows + number] = self._requests[slot].weights
             pending[slot] = (start + len(part), rest[chunk:])
             if len(rest) <= chunk:
                 del pending[slot]
+        policy, params = self._weights_of(names)
         self._slots = _extend_rows(
-            self._policy,
+            policy,
             self._mesh,
-            self._params,
+            params,
             self._slots,
             self._places(places, rows),
             self._place(lengths.ravel()),
@@ -500,6 +520,12 @@ class ConversationSampler:
         )
 
     # --- devices ---
+
+    def _weights_of(self, names: Sequence[Hashable]) -> tuple[Policy, Params]:
+        """Return the policy that reads rows with weights of these names, and its params."""
+        if self._weights is None:
+            return self._policy, self._params
+        return self._weights(tuple(names))
 
     def _by_device(
         self, turns: list[tuple[int, TurnRequest]]

@@ -210,47 +210,16 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
         assert scope["type"] == "http"
-        try:
-            status, answer = 200, await self._answer(scope, receive)
-        except ApiError as error:
-            status, answer = error.status, error.body
-        except TpuRlError as error:
-            status, answer = 400, ApiError(400, str(error)).body
-        except Closed:
-            status, answer = 410, ApiError(410, "the episode is over", code="closed").body
-        # No request may end the server, whatever it makes a library raise.
-        except Exception as error:
-            logging.getLogger(__name__).exception("a request failed")
-            name = type(error).__name__
-            status = 500
-            answer = ApiError(500, f"the request failed: {name}").body
-        kind = b"application/json"
-        parts = answer
-        if isinstance(answer, list):
-            kind = b"text/event-stream"
-        else:
-            parts = [json.dumps(answer).encode()]
-        headers = [(b"content-type", kind)]
-        if status == 408:
-            # The rest of the body is not read.
-            headers.append((b"connection", b"close"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await respond(self._answer(scope, receive), send)
 
     async def _answer(
         self, scope: Mapping[str, Any], receive: Receive
     ) -> dict[str, Any] | list[bytes]:
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        headers = headers_of(scope)
         method, path = scope["method"], scope["path"]
         # Also of a request that is refused: who sends while the connection closes reads no answer.
-        body = await _receive_body(receive) if method == "POST" else b""
-        host = re.sub(r":\d+$", "", headers.get("host", ""))
-        if self.is_open and host not in LOOPBACK_NAMES:
-            raise ApiError(403, "a server without a key answers requests to a loopback name only")
+        body = await receive_body(receive) if method == "POST" else b""
+        require_loopback_name(headers, self.is_open)
         routes: dict[str, tuple[str, Callable[..., Any]]] = {
             "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
@@ -265,12 +234,12 @@ class App:
             raise ApiError(405, f"{path} is asked by {expected}")
         if path == "/health":
             return handler()
-        account = self.find_account(_api_key(headers))
+        account = self.find_account(api_key(headers))
         if account is None:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if method == "GET":
             return handler()
-        return await handler(account, _read_json(headers, body))
+        return await handler(account, read_json(headers, body))
 
     # --- routes ---
 
@@ -455,19 +424,67 @@ def _as_json_text(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {"name": function["name"], "arguments": text}}
 
 
-def _api_key(headers: Mapping[str, str]) -> str | None:
+async def respond(answer: Awaitable[Any], send: Send) -> None:
+    """Send an answer: a JSON value, the events of a stream, or bytes in protocol buffers.
+
+    An exception is sent as an error.
+    """
+    try:
+        status, content = 200, await answer
+    except ApiError as error:
+        status, content = error.status, error.body
+    except TpuRlError as error:
+        status, content = 400, ApiError(400, str(error)).body
+    except Closed:
+        status, content = 410, ApiError(410, "the episode is over", code="closed").body
+    # No request may end the server, whatever it makes a library raise.
+    except Exception as error:
+        logging.getLogger(__name__).exception("a request failed")
+        name = type(error).__name__
+        status = 500
+        content = ApiError(500, f"the request failed: {name}").body
+    if isinstance(content, list):
+        kind, parts = b"text/event-stream", content
+    elif isinstance(content, bytes):
+        kind, parts = b"application/x-protobuf", [content]
+    else:
+        kind, parts = b"application/json", [json.dumps(content).encode()]
+    headers = [(b"content-type", kind)]
+    if status == 408:
+        # The rest of the body is not read.
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def headers_of(scope: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers of a request, by their names in lower case."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def require_loopback_name(headers: Mapping[str, str], is_open: bool) -> None:
+    """Raise ApiError if a request to a server without a key has another name for this machine."""
+    host = re.sub(r":\d+$", "", headers.get("host", ""))
+    if is_open and host not in LOOPBACK_NAMES:
+        raise ApiError(403, "a server without a key answers requests to a loopback name only")
+
+
+def api_key(headers: Mapping[str, str]) -> str | None:
+    """Return the key of the header Authorization: Bearer KEY, or None without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-def _read_json(headers: Mapping[str, str], body: bytes) -> Any:
+def read_json(headers: Mapping[str, str], body: bytes) -> Any:
     """Return the value of a body. Browsers send other kinds of content without asking first."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the content type is not application/json")
     return protocol.parse_json(body, "the body")
 
 
-async def _receive_body(receive: Receive) -> bytes:
+async def receive_body(receive: Receive) -> bytes:
     """Return the body of a request.
 
     Raises:

@@ -116,7 +116,7 @@ def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     raise ApiError(400, f"{place} is nested more than {MAX_DEPTH} deep")
 
 
-class _Fields:
+class Fields:
     """The keys of a JSON object, taken one after the other."""
 
     def __init__(self, values: Any, place: str = ""):
@@ -172,7 +172,7 @@ class _Fields:
 
 def parse_chat(body: Any) -> ChatRequest:
     """Return the request of a body of /v1/chat/completions."""
-    fields = _Fields(body)
+    fields = Fields(body)
     messages = [
         _message(message, f"messages[{index}]")
         for index, message in enumerate(fields.require("messages", list))
@@ -190,7 +190,7 @@ def parse_chat(body: Any) -> ChatRequest:
 
 def parse_completion(body: Any) -> TextRequest:
     """Return the request of a body of /v1/completions."""
-    fields = _Fields(body)
+    fields = Fields(body)
     prompt = fields.require("prompt", (str, list))
     fields.only("echo", False)
     fields.only("suffix", "")
@@ -203,11 +203,11 @@ def parse_completion(body: Any) -> TextRequest:
 
 def parse_generate(body: Any) -> TextRequest:
     """Return the request of a body of /inference/v1/generate."""
-    fields = _Fields(body)
+    fields = Fields(body)
     prompt = _ids(fields.require("token_ids", list), "token_ids")
     fields.ignore("model", "cache_salt", "priority", "request_id")
     fields.only("stream", False)
-    sampling = _Fields(fields.take("sampling_params", dict) or {}, "sampling_params")
+    sampling = Fields(fields.take("sampling_params", dict) or {}, "sampling_params")
     fields.finish()
     sampling.ignore("skip_special_tokens", "spaces_between_special_tokens", "detokenize")
     sampling.only("prompt_logprobs", 0)
@@ -218,14 +218,14 @@ def parse_generate(body: Any) -> TextRequest:
     return TextRequest(prompt, _options(sampling, logprobs=logprobs is not None))
 
 
-def _options(fields: _Fields, logprobs: bool | None = None) -> Options:
+def _options(fields: Fields, logprobs: bool | None = None) -> Options:
     """Return the options, which are the last keys that an object may have."""
     fields.ignore("model", "user", "metadata", "store", "safety_identifier", "return_token_ids")
     fields.only("n", 1)
     for name in ("frequency_penalty", "presence_penalty"):
         fields.only(name, 0)
     fields.only("logit_bias", {})
-    stream_options = _Fields(fields.take("stream_options", dict) or {}, "stream_options")
+    stream_options = Fields(fields.take("stream_options", dict) or {}, "stream_options")
     stream_usage = bool(stream_options.take("include_usage", bool))
     stream_options.finish()
     stop = fields.take("stop", (str, list)) or ()
@@ -250,7 +250,7 @@ def _options(fields: _Fields, logprobs: bool | None = None) -> Options:
     return options
 
 
-def _max_tokens(fields: _Fields) -> int | None:
+def _max_tokens(fields: Fields) -> int | None:
     older = fields.take("max_tokens", int, lambda n: n >= 1)
     newer = fields.take("max_completion_tokens", int, lambda n: n >= 1)
     return newer or older
@@ -274,7 +274,7 @@ def _is_tool(value: Any) -> bool:
 
 def _message(value: Any, place: str) -> dict[str, Any]:
     """Return a message in the form in which messages are compared and rendered."""
-    fields = _Fields(value, place)
+    fields = Fields(value, place)
     message: dict[str, Any] = {"role": fields.require("role", str)}
     content = fields.take("content", (str, list))
     if isinstance(content, list):
@@ -298,7 +298,7 @@ def _message(value: Any, place: str) -> dict[str, Any]:
 
 
 def _part(value: Any, place: str) -> str:
-    fields = _Fields(value, place)
+    fields = Fields(value, place)
     if fields.require("type", str) != "text":
         raise ApiError(400, f"{place} has a part that is no text", place)
     text = fields.require("text", str)
@@ -308,8 +308,8 @@ def _part(value: Any, place: str) -> str:
 
 def _call(value: Any, place: str) -> dict[str, Any]:
     """Return a call of a tool. Chat templates read arguments as an object."""
-    fields = _Fields(value, place)
-    function = _Fields(fields.require("function", dict), f"{place}.function")
+    fields = Fields(value, place)
+    function = Fields(fields.require("function", dict), f"{place}.function")
     name = function.require("name", str)
     arguments = function.take("arguments", (str, dict)) or {}
     function.finish()
