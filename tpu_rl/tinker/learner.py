@@ -419,7 +419,7 @@ class Learner:
 
         def unpack(values: Array) -> list[np.ndarray]:
             host = np.asarray(sharding.to_host(values))
-            flat = host.reshape(-1, *host.shape[3:])
+            flat = host.reshape(source.size, *host.shape[3:])
             return [flat[slot[row, :length]] for row, length in enumerate(lengths)]
 
         return placed, unpack
