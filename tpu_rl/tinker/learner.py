@@ -297,7 +297,7 @@ class Learner:
         if not bool(finite):
             raise ApiError(400, "the step has numbers that are not finite; nothing was changed")
         adapter.steps += 1
-        return {"grad_norm": float(norm), "step": float(adapter.steps)}
+        return {"grad_norm": float(norm)}
 
     # --- programs ---
 
