@@ -18,7 +18,9 @@ EXTRAS = {
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     # For launch/serve.py and --agent: the server itself, of two small packages.
-    "serve": ["uvicorn>=0.30"],
+    "serve": ["uvicorn>=0.30", "protobuf>=5"],
+    # For the tests of launch/serve.py --tinker with the real client.
+    "tinker": ["tinker==0.38.0"],
     # Environments of other packages: tpu_rl/environments/adapters.
     "environments": [
         "reasoning-gym>=0.1.25",
@@ -37,6 +39,7 @@ EXTRAS = {
         "pyright[nodejs]>=1.1.400",
         "pyarrow",
         "uvicorn>=0.30",
+        "protobuf>=5",
         "openai",
     ],
     # The documentation site, mkdocs.yml.

@@ -68,6 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     | WORKERS
     | {"user_code", "environments", "sampler", "tokenizers", "data", "rollout", "rewards"}
     | {"runtime"},
+    "tinker": MODEL_CODE
+    | {"serving", "sampler", "rollout.prompts", "checkpoint.manifests", "algos", "train"},
     "diagnosis": MODEL_CODE
     | {"untrusted_files"}
     | {"runtime", "checkpoint", "sandbox", "metrics", "redaction", "experience", "run_files"}
