@@ -149,6 +149,8 @@ class Running:
                 is_json = "json" in response.headers["Content-Type"]
                 return 200, json.loads(content) if is_json else content
         except urllib.error.HTTPError as error:
+            # The client takes errors without it for those of a proxy, and repeats the request.
+            assert int(error.headers["Content-Length"]) > 0
             return error.code, json.load(error)["error"]["message"]
 
     def result(self, answer):

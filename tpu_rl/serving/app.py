@@ -449,7 +449,8 @@ async def respond(answer: Awaitable[Any], send: Send) -> None:
         kind, parts = b"application/x-protobuf", [content]
     else:
         kind, parts = b"application/json", [json.dumps(content).encode()]
-    headers = [(b"content-type", kind)]
+    size = sum(map(len, parts))
+    headers = [(b"content-type", kind), (b"content-length", str(size).encode())]
     if status == 408:
         # The rest of the body is not read.
         headers.append((b"connection", b"close"))

@@ -46,6 +46,7 @@ REFUSED_ROUTES = {
     "organizations": NOT_HERE,
     "projects": NOT_HERE,
     "storage": NOT_HERE,
+    "sessions/search": "list_sessions has all sessions of this server",
 }
 """A word of a path that is refused -> why."""
 ADAM = {
