@@ -147,16 +147,14 @@ def check(flags: Flags) -> None:
             raise InputError(f"{flag} is a setting of --tinker", where=flag, fix="give --tinker")
         return
     key = api_key(flags)
-    problems = {
-        "--tokenizer": flags.tokenizer != TokenizerConfig() and "clients load their own tokenizer",
-        "--temperature": flags.temperature != 1.0 and "each request of a client has its own",
-        "--max-lora-rank": flags.max_lora_rank > MOST_RANK and f"the most is {MOST_RANK}",
-        "--api-key": key is not None
-        and not key.startswith("tml-")
-        and "the client accepts keys that begin with tml- only",
-    }
-    for flag, why in problems.items():
-        if why:
+    is_wrong_key = key is not None and not key.startswith("tml-")
+    for flag, is_wrong, why in (
+        ("--tokenizer", flags.tokenizer != TokenizerConfig(), "clients load their own tokenizer"),
+        ("--temperature", flags.temperature != 1.0, "each request of a client has its own"),
+        ("--max-lora-rank", flags.max_lora_rank > MOST_RANK, f"the most is {MOST_RANK}"),
+        ("--api-key", is_wrong_key, "the client accepts keys only that begin with tml-"),
+    ):
+        if is_wrong:
             raise InputError(f"{flag} does not go with --tinker", where=flag, why=why, fix="see -h")
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpu_rl.sampler import ConversationSampler, Turn, TurnRequest
 from tpu_rl.sampler.conversation_sampler import common_prefix
@@ -35,7 +35,8 @@ class Closed(Exception):
 class Ask(NamedTuple):
     """A turn that somebody waits for."""
 
-    distribution: Distribution
+    distribution: Any
+    """A `Distribution`, or whatever else `make_sampler` makes a sampler of."""
     request: TurnRequest
 
 
@@ -50,7 +51,7 @@ class Pump:
 
     def __init__(
         self,
-        make_sampler: Callable[[Distribution], ConversationSampler],
+        make_sampler: Callable[[Any], ConversationSampler],
         share: Share = lambda items: [items],
     ):
         """Start without samplers.
@@ -61,7 +62,7 @@ class Pump:
         """
         self._make_sampler = make_sampler
         self._share = share
-        self._samplers: dict[Distribution, ConversationSampler] = {}
+        self._samplers: dict[Hashable, ConversationSampler] = {}
         """Those that were used last come last."""
         self._asked: dict[int, Ask] = {}
         """By conversation: the turns that are being decoded, of all processes."""
@@ -78,7 +79,7 @@ class Pump:
 
     # --- any thread ---
 
-    def ask(self, distribution: Distribution, request: TurnRequest) -> Future[Turn]:
+    def ask(self, distribution: Hashable, request: TurnRequest) -> Future[Turn]:
         """Ask for the next turn of a conversation. It has one turn at a time."""
         future: Future[Turn] = Future()
         with self._lock:

@@ -518,10 +518,10 @@ class TinkerApp:
         fields.ignore("type")
         targets, sparse = self._targets(fields.take("target_prompt_logprobs", dict), len(tokens))
         most = min(MOST_ALTERNATIVES, self._vocab_size)
-        tops = [
+        top_prompt, top_sample = (
             fields.take(name, int, lambda k: 0 <= k <= most) or 0
             for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
-        ]
+        )
         request = SampleRequest(
             tokens,
             fields.take("num_samples", int, lambda n: 1 <= n <= MOST_SAMPLES) or 1,
@@ -530,7 +530,8 @@ class TinkerApp:
             decoding,
             bool(fields.take("prompt_logprobs", bool)),
             fields.take("prompt_logprobs_last_n", int, lambda n: 1 <= n < max(len(tokens), 2)),
-            *tops,
+            top_prompt,
+            top_sample,
             targets,
             sparse,
         )
@@ -609,8 +610,8 @@ class TinkerApp:
                 targets, sparse = values.reshape(shape), None
             else:
                 sparse = (np.asarray(crow, "<i8"), np.asarray(col, "<i8"))
-                parts = [part.tobytes() for part in sparse]
-                targets = wire.dense_of(values, *parts, shape, place, fill=-1)
+                rows, columns = (part.tobytes() for part in sparse)
+                targets = wire.dense_of(values, rows, columns, shape, place, fill=-1)
         except (ValueError, TypeError, OverflowError):
             raise ApiError(400, f"{place} is no tensor of token ids", place) from None
         is_valid = targets.ndim == 2 and len(targets) == length - 1 and 1 <= targets.shape[1] <= 128
@@ -759,10 +760,12 @@ def _lora_spec(values: Any) -> LoraSpec:
     fields = Fields(values, "lora_config")
     rank = fields.require("rank", int)
     seed = fields.take("seed", int)
-    flags = [fields.take(name, bool) for name in ("train_mlp", "train_attn", "train_unembed")]
+    flags = {
+        name: fields.take(name, bool) is not False
+        for name in ("train_mlp", "train_attn", "train_unembed")
+    }
     fields.finish()
-    seed = secrets.randbits(31) if seed is None else seed
-    return LoraSpec(rank, seed, *(flag is not False for flag in flags))
+    return LoraSpec(rank, secrets.randbits(31) if seed is None else seed, **flags)
 
 
 def _require_adam(fields: Fields) -> None:

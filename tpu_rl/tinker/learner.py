@@ -407,7 +407,7 @@ class Learner:
 
         numbers = [losses.numbers_of(settings, datum, width) for datum in data]
         packed = Numbers(*(to_slots(list(parts)) for parts in zip(*numbers, strict=True)))
-        tokens = to_slots([datum.tokens for datum in data])
+        tokens: Any = to_slots([datum.tokens for datum in data])
         fields = ("positions", "segment_ids", "branch_ids", "sequence_ids", "previous")
         of_layout = {name: np.asarray(getattr(layout, name))[0] for name in fields}
         until = np.asarray(layout.visible_until)[0]

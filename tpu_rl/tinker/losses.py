@@ -92,7 +92,7 @@ def _dro(log_probs: Array, numbers: Numbers, rows: PackedRows, beta: Array) -> A
 
 OF_SAMPLES = ("target_tokens", "logprobs", "advantages")
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
-CLIP = dict(zip(BOUNDS, (0.8, 1.2), strict=True))
+CLIP: dict[str, float] = {BOUNDS[0]: 0.8, BOUNDS[1]: 1.2}
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(("target_tokens",), ("weights",), {}, _cross_entropy),
     "importance_sampling": Loss(OF_SAMPLES, (), {}, _of_ratio(unclipped, has_bounds=False)),
