@@ -8,7 +8,8 @@ Pretrains one model, with which all arms and seeds begin. Prints one line per ru
 coefficient, with CD and FUDGE guided by the same q.
 
 `--graph` chooses the graphs; give each a folder of its own. g24 is that of the presets: G(2, 4), 20
-names. g24_small has 12 names. g23 is G(2, 3) with 12 names, which one core trains in minutes. It
+names. g24_small has 12 names. g24_walks is g24_small with a reference that walks down a random
+branch to its end, and q predicts two tokens ahead. g23 is G(2, 3) with 12 names, which one core trains in minutes. It
 has each arm once more, with `_longer` behind its name: what is trained starts as a model that was
 pretrained on the paths of g24_small, which are longer. In q_sharp_longer that is q, in the others
 the policy.
@@ -46,6 +47,20 @@ GRAPHS: dict[str, dict[str, list[str]]] = {
     "g24_small": {
         "all": SMALL,
         "pretrain": [*FROM_SCRATCH, "--steps", "700"],
+    },
+    "g24_walks": {
+        "all": SMALL,
+        "pretrain": [
+            *FROM_SCRATCH,
+            *["--data.demonstrated", "any", "--optimizer.schedule", "constant"],
+            *["--steps", "1000"],
+        ],
+        "q_sharp": [
+            *["--steps", "800", "--algorithm.prompts", "51200", "--batch.prompts", "64"],
+            *["--batch.row-length", "96", "--evaluation.interval", "200"],
+            *["--algorithm.next-token-coef", "0.5", "--algorithm.next-token-horizon", "2"],
+            *["--algorithm.unlabeled-tokens", "1"],
+        ],
     },
     "g23": {
         "all": [*SMALL, "--data.graph.length", "3"],
