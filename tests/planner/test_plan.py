@@ -633,7 +633,7 @@ def seen() -> dict[str, steps.Compiled]:
 PER_CHANGE = {
     "arithmetic_sft", "arithmetic_rft", "arithmetic_grpo", "arithmetic_dpo", "arithmetic_gkd",
     "arithmetic_vapo", "arithmetic_reward_model", "arithmetic_process_reward",
-    "arithmetic_q_sharp",
+    "arithmetic_q_sharp", "scored_completions",
 }  # fmt: skip
 """Presets that are compiled for v5e on every change. The others, and v5p, are nightly."""
 

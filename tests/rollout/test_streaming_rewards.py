@@ -147,7 +147,7 @@ def test_each_process_scores_its_own_rows(tmp_path):
     )
     assert streaming.on_finished is not None
     streaming.on_finished({row: TOKENIZER.encode_prompt(str(row)) for row in range(8)})
-    values, faults = streaming.answers()["mine"]
+    values, faults, _ = streaming.answers()["mine"]
     assert log.read_text().splitlines()[0] == "4 5 6 7"
     np.testing.assert_array_equal(values, [np.nan, 5, 6, 7])
     assert [fault.row for fault in faults] == [0]
@@ -210,7 +210,7 @@ def test_slow_judge_of_small_groups_is_not_stopped(tmp_path):
     )
     assert streaming.on_finished is not None
     streaming.on_finished({row: TOKENIZER.encode_prompt("1") for row in range(2)})
-    values, faults = streaming.answers([0])["judge"]
+    values, faults, _ = streaming.answers([0])["judge"]
     np.testing.assert_array_equal(values, 1.0)
     assert faults == []
     function.stop()

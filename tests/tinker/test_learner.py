@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from tests.fixtures.decoders import CONFIGS
 from tpu_rl import models
@@ -100,6 +99,7 @@ def test_losses_and_gradients_are_those_of_their_formulas(learner, name, width):
 
 
 def test_steps_are_those_of_torch(learner):
+    torch = pytest.importorskip("torch")
     adapter, own = adapter_of(learner)
     leaves = [torch.nn.Parameter(torch.tensor(leaf)) for leaf in jax.tree.leaves(own)]
     optimizer = torch.optim.AdamW(leaves, 0.1, (0.9, 0.95), 1e-9, 0.01)

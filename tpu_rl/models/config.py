@@ -155,6 +155,12 @@ for _name in ("first", "attention", "mlp", "last"):
     WEIGHT_AXES[f"vision_{_name}_norm"] = ("vision_embed",)
     WEIGHT_AXES[f"vision_{_name}_norm_bias"] = ("vision_embed",)
 
+IMAGE_MATRICES = (
+    *(f"vision_{_name}" for _name in ("query", "key", "value", "output", "up", "down")),
+    *("projector_in", "projector_out"),
+)
+"""Matrices of a tower and its projector, [outputs, inputs] as in files."""
+
 STACKED = ("layers", "reusing", "vision_layers")
 """Parts of the params whose leaves are stacked over the repetitions of a pattern of layers."""
 
@@ -231,7 +237,7 @@ def matrix_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     if name.startswith(EXPERT_MATRICES):
         return (-2,), (-1,)
-    if name == "router":
+    if name == "router" or name in IMAGE_MATRICES:
         return (-1,), (-2,)
     if name.endswith(LORA_A):
         num_outputs = 1
