@@ -292,7 +292,8 @@ def q_sharp(config: QSharpConfig, roles: Roles, sampling: Sampling) -> Algorithm
         metrics: Metrics = {}
         if next_token_coef:
             next_weights = batch.weights["next_token"]
-            log_probs = log_probs_of_hidden(roles["policy"], params, hidden, batch.rows).log_probs
+            frozen = jax.lax.stop_gradient(params)
+            log_probs = log_probs_of_hidden(roles["policy"], frozen, hidden, batch.rows).log_probs
             value -= next_token_coef * masked.total(next_weights * log_probs, next_weights > 0)
             metrics["q/next_token_loss"] = masked.weighted_average(-log_probs, next_weights)
             for distance in range(2, config.next_token_horizon + 1):

@@ -19,7 +19,7 @@ from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.proofs import tiny
 from tpu_rl.proofs.cases import Case
 from tpu_rl.train import update_step as training
-from tpu_rl.types import Algorithm, Experience, Metrics, Params, Role, Roles, TrainState
+from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Role, Roles, TrainState
 
 OTHER_CUT = {"row_length": 18, "micro_batch_rows": 1}
 """Shorter rows, one per micro-batch. The largest group of tiny.GROUPS fills such a row."""
@@ -297,6 +297,15 @@ def nothing_under_the_mask_is_read(battery: Battery) -> None:
     )
 
 
+def _with_tokens_before(tokens: np.ndarray, previous: Array) -> np.ndarray:
+    """Return the tokens [K, R, S] and all before them in their sequences."""
+    reached = tokens.copy()
+    for _ in range(tokens.shape[-1]):
+        for k, r, s in np.argwhere(reached):
+            reached[k, r, previous[k, r, s]] = True
+    return reached
+
+
 @in_float64
 def only_predictions_of_learned_tokens_have_a_gradient(battery: Battery) -> None:
     """The states with a gradient are those that predict or score learned tokens."""
@@ -330,6 +339,9 @@ def only_predictions_of_learned_tokens_have_a_gradient(battery: Battery) -> None
             reads = "previous" if not np.any(has_gradient & ~previous) else "own"
         read = previous if reads == "previous" else own_tokens
         least = 0.3
+        if reads == "earlier":
+            read = _with_tokens_before(own_tokens, layout.previous[0])
+            least = 0.0
     if np.any(has_gradient & ~read):
         _fail(contract, f"{np.sum(has_gradient & ~read)} states of other tokens have a gradient")
     share = np.mean(has_gradient[read])

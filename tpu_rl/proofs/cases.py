@@ -27,9 +27,10 @@ class Case(NamedTuple):
     """The tokens that have a gradient: those with a weight, or (sequence-level losses) all that are
     actions, or those that the batch names as its ends, or with them the slots that it names as
     their starts. "some actions": any of the actions, at either of the states of `reads`."""
-    reads: Literal["previous", "own", "either"] = "previous"
+    reads: Literal["previous", "own", "earlier", "either"] = "previous"
     """The hidden state that the gradient of a learned token reaches: that of the token before it,
-    or its own. "either": all the one or all the other."""
+    or its own. "either": all the one or all the other. "earlier": its own, or any of those of the
+    tokens before it."""
     stops_gradient: bool = False
     """The loss stops gradients by design, so its finite differences are something else."""
 
