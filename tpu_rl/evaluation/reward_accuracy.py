@@ -146,10 +146,7 @@ def sampled_pairs(
     """
     paired, _ = pairing.pair_up(scored)
     exists = np.asarray(paired.action_mask).any(-1)
-    arrays: dict[str, Any] = {
-        name: np.asarray(values)[exists] for name, values in vars(paired).items()
-    }
-    pairs = Pairs(**arrays)
+    pairs: Pairs = jax.tree.map(lambda values: np.asarray(values)[exists], paired)
     if not len(pairs.tokens):
         return None
     problems = pairs.group_id[::2].tolist()
