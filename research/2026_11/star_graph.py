@@ -9,7 +9,8 @@ coefficient, with CD and FUDGE guided by the same q.
 
 `--graph` chooses the graphs; give each a folder of its own. g24 is that of the presets: G(2, 4), 20
 names. g24_small has 12 names. g24_walks is g24_small with a reference that walks down a random
-branch to its end, and q predicts two tokens ahead. g23 is G(2, 3) with 12 names, which one core trains in minutes. It
+branch to its end, and q predicts two tokens ahead. g23 is G(2, 3) with 12 names, which one core
+trains in minutes. It
 has each arm once more, with `_longer` behind its name: what is trained starts as a model that was
 pretrained on the paths of g24_small, which are longer. In q_sharp_longer that is q, in the others
 the policy.

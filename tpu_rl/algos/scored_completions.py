@@ -55,7 +55,7 @@ class ScoredCompletionsConfig:
     """Scores are in units of reward; log-probs are at temperature 1."""
 
     loss: Literal["rrhf", "tpo", "prdp", "a_lol"] = "rrhf"
-    """What is learned; see the head of `tpu_rl/algos/scored_completions.py`."""
+    """The loss; see the head of `tpu_rl/algos/scored_completions.py`."""
     scores: Literal["given", "reference", "policy"] = "given"
     """given: rows bring completions with scores. reference, policy: completions are sampled from
     that model and scored by --reward."""
@@ -130,7 +130,9 @@ def scored_completions(
         slots = jnp.take_along_axis(layout.slot, mask.argmax(-1)[:, None], axis=1)[:, 0]
         slots = jnp.maximum(slots, 0) % layout.source.shape[-1]
         compared = exists & ~best if config.loss == "tpo" else exists
-        peers, pairs, differences = {}, {}, {}
+        peers = {}
+        pairs = {}
+        differences = {}
         num_pairs = jnp.zeros(len(mask))
         for d in range(1, config.max_completions if is_paired else 1):
             is_pair = compared & jnp.roll(compared, -d) & (jnp.arange(len(mask)) < len(mask) - d)

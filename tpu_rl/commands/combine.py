@@ -116,7 +116,7 @@ def write(flags: Flags, problems: list[list[str]]) -> None:
 
 
 def measure(config: ExperimentConfig, model: str) -> answers.Estimate:
-    """Return how well a model solves the problems of a configuration."""
+    """Return the accuracy of a model on the problems of a configuration."""
     language, params = answers.load_model(model, config)
     return answers.evaluate(
         config, language, params, answers.problems_of(config, is_whole=True)

@@ -248,7 +248,8 @@ def beside(paired: dict[str, Answers], is_graded: bool) -> str:
         both = np.isfinite(base) & np.isfinite(value)
         if not both.any():
             continue
-        a, b = base[both], value[both]
+        a = base[both]
+        b = value[both]
         is_single = not is_graded and np.isin(np.concatenate([a, b]), (0, 1)).all()
         p = f"{comparison.mcnemar(a > 0.5, b > 0.5):.3g}" if is_single else "-"
         same = np.mean(

@@ -313,7 +313,8 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
         if not judged or not keep.pass_rate[0] <= rate <= keep.pass_rate[1]:
             continue
         ranked = sorted(judged, key=lambda i: (-rewards[i], i))
-        best, worst = ranked[0], ranked[-1]
+        best = ranked[0]
+        worst = ranked[-1]
         plain = {name: value for name, value in row.items() if name not in NOT_KEPT}
         if keep.rows == "prompts":
             chosen.append(row | {"pass_rate": rate})

@@ -230,7 +230,7 @@ class _Reader:
 
 
 def _keep(values: Any, where: str) -> Keep:
-    """Return what a filter keeps. Raises InputError if a value has another type."""
+    """Return the rule of a filter. Raises InputError if a value has another type."""
     values = _mapping(values, "keep", where)
     names = {field.name.replace("_", "-"): field for field in fields(Keep)}
     _require_keys(values, tuple(names), f"{where}, keep")

@@ -236,7 +236,8 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
     with jax.set_mesh(mesh):
         learner = Learner(language.model, params, mesh, flags.max_lora_rank, length)
         saved = Store(flags.state_dir, learner, directory)
-        slots, runs = flags.max_num_seqs, flags.max_loras
+        slots = flags.max_num_seqs
+        runs = flags.max_loras
         service = Service(learner, language.tokenizer, saved, num_slots=slots, most_runs=runs)
     names = (flags.served_model_name, directory, flags.model)
     key = api_key(flags)

@@ -38,7 +38,7 @@ class PicturesData:
     """Height and width of a picture, a multiple of `cells`."""
     questions: Questions = "both"
     control: Control = "none"
-    """What a control shows in place of the picture. blank: an empty one. shuffled: that of another
+    """The picture that a control shows instead. blank: an empty one. shuffled: that of another
     question. A model that answers as well as before does not look."""
     rows: int = 200_000
     """Training questions."""
@@ -132,7 +132,8 @@ def _sample(config: PicturesData, generator: np.random.Generator) -> tuple[str, 
         for number, cell in enumerate(cells):
             name = color if number < count else str(generator.choice(other_colors))
             marks[int(cell)] = (name, str(generator.choice(SHAPES)))
-        question, answer = f"count {color}", str(count)
+        question = f"count {color}"
+        answer = str(count)
     else:
         wanted = kinds[generator.integers(len(kinds))]
         others = int(generator.integers(1, num_cells))
@@ -143,7 +144,8 @@ def _sample(config: PicturesData, generator: np.random.Generator) -> tuple[str, 
             kind = wanted if is_wanted else other_kinds[generator.integers(len(other_kinds))]
             marks[int(cell)] = kind
         row, column = divmod(int(cells[0]), config.cells)
-        question, answer = f"find the {wanted[0]} {wanted[1]}", f"{row + 1},{column + 1}"
+        question = f"find the {wanted[0]} {wanted[1]}"
+        answer = f"{row + 1},{column + 1}"
     return question, answer, _draw(config, marks)
 
 

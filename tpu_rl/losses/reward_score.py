@@ -79,7 +79,7 @@ def sentence_scores(
 def sentence_shares(
     outputs: Array, ends: Array, starts: Array, sequence_ids: Array, aggregate: Aggregate
 ) -> Array:
-    """Return what each sentence adds to the score of its completion (arXiv 2503.04793).
+    """Return the share of each sentence in the score of its completion (arXiv 2503.04793).
 
     Sentence i is worth r_i = h(its end) - h(its start), so all together are worth h(end) -
     h(prompt). "attention" is sum_i softmax_i(a(its end)) r_i and "sum" is sum_i r_i. The paper does
@@ -109,7 +109,7 @@ def sentence_shares(
 
 
 def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Array:
-    """Return what each part adds to the score of a completion, [N, T], at the ends of parts.
+    """Return the share of each part in the score of a completion, [N, T], at the ends of parts.
 
     `prefix_scores` [N, T] are scores of everything up to a token. A part is worth s(its end) -
     s(the end before it), and the first one s(its end), so that they add up to the score at the last
@@ -123,7 +123,7 @@ def prefix_shares(prefix_scores: Array, ends: Array, action_mask: Array) -> Arra
 
 
 def step_shares(logits: Array, ends: Array, action_mask: Array, aggregate: StepAggregate) -> Array:
-    """Return what each step adds to `step_scores`, [N, T], at the ends of steps.
+    """Return the share of each step in `step_scores`, [N, T], at the ends of steps.
 
     "product": log p_k. "min": the fall of the smallest log p so far, from 0 (PURE, arXiv
     2504.15275, has this credit in the limit).

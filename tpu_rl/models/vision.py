@@ -155,5 +155,6 @@ def _layer_norm(vision: VisionConfig, x: Array, weights: Mapping[str, Array], na
     scaled = centered * jax.lax.rsqrt(
         jnp.square(centered).mean(axis=-1, keepdims=True) + vision.eps
     )
-    gain, bias = weights[name][None, None], weights[f"{name}_bias"][None, None]
+    gain = weights[name][None, None]
+    bias = weights[f"{name}_bias"][None, None]
     return (scaled * gain + bias).astype(x.dtype)

@@ -52,7 +52,7 @@ class Batch:
 
 
 class LoraSpec(NamedTuple):
-    """What a training client asks for."""
+    """The adapter that a training client wants."""
 
     rank: int
     seed: int
@@ -225,7 +225,7 @@ class Learner:
         return jax.tree_util.tree_map_with_path(cut, shapes)
 
     def snapshot(self, adapter: Adapter) -> Params:
-        """Return what `forward` and the sampler read: the params, with the adapter's scale."""
+        """Return the params that `forward` and the sampler read, with the adapter's scale."""
         return self._scaled(adapter.params, jnp.float32(adapter.factor))
 
     # --- passes ---

@@ -36,7 +36,7 @@ from tpu_rl.types import Array, PackedRows
 
 
 class Numbers(NamedTuple):
-    """What losses read of each token."""
+    """The numbers of each token that losses read."""
 
     targets: Any
     """[..., K] int32."""

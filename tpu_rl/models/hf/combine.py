@@ -146,7 +146,7 @@ def require_same(
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """Return what config.json says of the architecture. Raises InputError if it is no JSON."""
+    """Return the architecture that config.json describes. Raises InputError if it is no JSON."""
     path = directory / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a training changed: the difference of two models, tensor by tensor.
+"""The changes of a training: the difference of two models, tensor by tensor.
 
 Of W before, W' after and D = W' - W, with rows or columns, whichever are fewer, as the space:
 
@@ -30,7 +30,7 @@ from tpu_rl.models.hf.combine import fitting_tensors
 
 
 class Delta(NamedTuple):
-    """What changed in one tensor. Those of matrices are NaN for vectors, and if nothing changed."""
+    """The changes of one tensor. Those of matrices are NaN for vectors, and if nothing changed."""
 
     name: str
     size: int
@@ -58,7 +58,7 @@ def deltas(before: Path, after: Path, k: int = 8) -> Iterator[Delta]:
 
 
 def delta_of(name: str, before: np.ndarray, after: np.ndarray, k: int) -> Delta:
-    """Return what changed from one array to another of the same shape."""
+    """Return the changes from one array to another of the same shape."""
     rounded = [array.astype(ml_dtypes.bfloat16) for array in (before, after)]
     unchanged = float((rounded[0] == rounded[1]).mean())
     w, w_new = before.astype(np.float64), after.astype(np.float64)
