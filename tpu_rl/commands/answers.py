@@ -60,10 +60,10 @@ class Answers(NamedTuple):
     def estimate(self) -> Estimate:
         """Return the accuracy, or the mean reward if rewards are graded, over judged problems."""
         values = self.values(self.is_graded)
-        known = values[np.isfinite(values)].tolist()
-        return (answer_accuracy.mean_estimate if self.is_graded else answer_accuracy.estimate)(
-            known
-        )
+        judged = values[np.isfinite(values)].tolist()
+        if self.is_graded:
+            return answer_accuracy.mean_estimate(judged)
+        return answer_accuracy.estimate(judged)
 
 
 def load_model(address: str, config: ExperimentConfig) -> tuple[roles.Language, Params]:

@@ -122,13 +122,13 @@ def check(recipe: Recipe, shows: bool = False) -> dict[str, ExperimentConfig]:
             if stage.keep is not None:
                 check_filter(parsed, stage.keep)
             if not stage.reads_only_models:
-                how = "checked when the stages that it reads have run"
+                check = "checked when the stages that it reads have run"
             else:
                 model = replace(parsed.model, path=first_model[stage.name])
                 examine(replace(parsed, model=model), stage.keep)
-                how = "checked"
+                check = "checked"
         if shows:
-            print(f"stage {stage.name}: {shlex.join(stage.argv)}\n  {how}")
+            print(f"stage {stage.name}: {shlex.join(stage.argv)}\n  {check}")
     for name, argv in recipe.evaluations.items():
         with named(f"evaluation {name}"):
             parsed = configs[f"{name}:"] = config.parse(argv)
