@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,11 @@ from tpu_rl.algos import (
 from tpu_rl.algos.distill import DistillConfig
 from tpu_rl.commands import compose, config, export, roles, run, saved_run
 from tpu_rl.commands.config import ExperimentConfig, ModelConfig
-from tpu_rl.commands.roles import BASE, Language, RunContext
+from tpu_rl.commands.roles import BASE, RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.losses.value_loss import Critic
-from tpu_rl.models import LoraConfig
+from tpu_rl.models import LoraConfig, quantization
+from tpu_rl.models.config import QUANTIZED
 from tpu_rl.proofs import tiny
 from tpu_rl.train import sharding, update_step
 from tpu_rl.train.optimizers import OptimizerConfig
@@ -98,23 +100,22 @@ class Prepared(NamedTuple):
     update: update_step.UpdateStep
 
 
-def config_of(name: str, model_dir: str) -> ExperimentConfig:
+def config_of(name: str, model_dir: str, base_dtype: Any = "unquantized") -> ExperimentConfig:
     return replace(
         config.preset("arithmetic_grpo"),
         algorithm=CASES[name].algorithm(model_dir),
-        model=ModelConfig(path=model_dir, lora=LoraConfig(3)),
+        model=ModelConfig(path=model_dir, lora=LoraConfig(3, base_dtype=base_dtype)),
         optimizer=OptimizerConfig(learning_rate=0.01),
     )
 
 
-def prepare(name: str, model_dir: str) -> Prepared:
+def prepare(name: str, model_dir: str, base_dtype: Any = "unquantized") -> Prepared:
     """Return a run with the launcher's own roles, optimizer and update step."""
-    experiment = config_of(name, model_dir)
+    experiment = config_of(name, model_dir, base_dtype)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    language = Language(models.from_config(model_dir), tokenizers.load(model_dir))
+    language, loaded = roles.language(experiment, mesh)
     role_models = roles.role_models(experiment, language.model)
     context = RunContext(experiment, language, role_models, mesh, Path())
-    loaded = models.load(model_dir, mesh=mesh)[1]
     params = roles.first_params(experiment, language, loaded, mesh, roles.specs(experiment))
     stage = experiment.stages[0]
     algorithm = compose.build_algorithm(context, stage)
@@ -130,10 +131,15 @@ def batch_of(run: Prepared, data: Any) -> Any:
     return make_batch(tiny.experience(data), run.params, run.state.algorithm_state)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_frozen_weights_exist_once_and_only_trained_params_have_moments(name, model_dir):
+@pytest.mark.parametrize(
+    ("name", "base_dtype"),
+    [*((name, "unquantized") for name in CASES), ("ppo_other_critic", "nf4")],
+)
+def test_frozen_weights_exist_once_and_only_trained_params_have_moments(
+    name, base_dtype, model_dir
+):
     case = CASES[name]
-    run = prepare(name, model_dir)
+    run = prepare(name, model_dir, base_dtype)
     experiment = run.context.config
 
     def shapes_and_dtypes(params: Any) -> Any:
@@ -151,17 +157,22 @@ def test_frozen_weights_exist_once_and_only_trained_params_have_moments(name, mo
     assert num_trained < sum(leaf.size for leaf in jax.tree.leaves(run.params[BASE]))
 
 
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("tr_dpo", "expert_iteration", "ppo", "q_sharp", "distill")
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "dpo", *SLOW])
-def test_only_adapters_move_and_resume_is_bit_exact(name, model_dir):
+@pytest.mark.parametrize(
+    ("name", "base_dtype"),
+    [
+        *(
+            (name, "unquantized")
+            for name in ("grpo", "dpo", "tr_dpo", "expert_iteration", "ppo", "q_sharp", "distill")
+        ),
+        ("grpo", "nf4"),
+        ("ppo_other_critic", "nf4"),
+        ("dpo", "int8"),
+    ],
+)
+def test_only_adapters_move_and_resume_is_bit_exact(name, base_dtype, model_dir):
     case = CASES[name]
-    run = prepare(name, model_dir)
+    run = prepare(name, model_dir, base_dtype)
     batch = update_step.minibatch(batch_of(run, case.data()), 0)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state)
 
@@ -299,6 +310,30 @@ def test_newest_checkpoint_is_exported_merged_and_as_an_adapter(run_dir, tmp_pat
     command = [str(folder), "--to", str(tmp_path / "none"), "--adapter", "--role", "nobody"]
     assert export.main(command) == 2
     assert "no model 'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_over_four_bits_resumes_and_leaves_the_whole_model(run_dir, capsys):
+    """The saved model is the rounded base, as it was trained on, plus the adapter."""
+    folder, flags = run_dir
+    own = folder.parent / "four_bits"
+    flags = [*flags, f"--run-dir={own}", "--model.lora.base-dtype=nf4"]
+    for steps in ("1", "2"):
+        assert run.main([*flags, "--steps", steps]) == 0
+    assert "resumed at step 1 (digest ok)" in capsys.readouterr().out
+    _, merged = models.load(own / "model")
+    base, base_params = models.load(folder.parent / "base")
+    adapted, adapters = models.load_adapters(own / "model_adapter", base)
+
+    def rounded(path, leaf):
+        name = path[-1].key
+        if name not in QUANTIZED:
+            return leaf
+        return quantization.dequantize(name, quantization.quantize(name, leaf, "nf4"), leaf.dtype)
+
+    base_params = jax.tree.map_with_path(rounded, base_params)
+    expected = models.merge(adapted, models.join(base_params, adapters))[1]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), merged, expected)
 
 
 @pytest.mark.slow

@@ -81,11 +81,11 @@ def _position_mixed_sum(array: jax.Array, seed: np.uint32) -> jax.Array:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """Return the bit patterns of a real or boolean array as uint32.
+    """Return the bit patterns of a real or boolean array, or of numbers of four bits, as uint32.
 
     64-bit elements give a new last axis of size two.
     """
-    if array.dtype == jnp.bool_:
+    if array.dtype in (jnp.bool_, jnp.uint4):
         return array.astype(jnp.uint32)
     width = min(array.dtype.itemsize * 8, 32)
     return jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)

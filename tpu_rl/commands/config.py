@@ -379,6 +379,7 @@ class ExperimentConfig:
         config_checks.check_overlong_penalty(self.agent, algorithms)
         config_checks.check_sampler_devices(self.sampling, self.batch, self.model.exact_sampling)
         config_checks.check_batch(self.batch, self.sampling, self.mesh.context)
+        config_checks.check_base_dtype(self.model.lora.base_dtype, self.sampling.weight_dtype)
         if self.model.exact_sampling:
             config_checks.check_exact_sampling(
                 self.sampling, self.mesh.tensor, self.mesh.context, self.model.attention

@@ -249,6 +249,17 @@ RAISE_ROW_LENGTH = (
 # --- runs that are about to train; a configuration that was saved earlier can always be read ---
 
 
+def check_base_dtype(base_dtype: str, sampled_dtype: str) -> None:
+    """Check that matrices are quantized once."""
+    if base_dtype != "unquantized" and sampled_dtype != "computed":
+        raise InputError(
+            "the weights under the adapters are quantized already",
+            where="--sampling.weight-dtype, --model.lora.base-dtype",
+            why="the sampler reads the same matrices as the update",
+            fix="use --sampling.weight-dtype computed",
+        )
+
+
 def check_exact_sampling(
     sampling: SamplingConfig, tensor_devices: int, context_devices: int, attention: str
 ) -> None:

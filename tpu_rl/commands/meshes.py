@@ -198,8 +198,9 @@ def _copies_experts(
     if model.config.moe is None or not roles.has_attention_kernel(config, mesh):
         return False
     model = models.with_attention_kernel(model)
-    if config.sampling.weight_dtype != "computed":
-        model = models.with_quantized_weights(model, config.sampling.weight_dtype)
+    sampled = config.sampling.weight_dtype
+    weight_dtype = config.model.lora.weight_dtype if sampled == "computed" else sampled
+    model = models.with_quantized_weights(model, weight_dtype)
     params = models.cast_to_compute_dtype(param_shapes(model.config), model.config.dtype)
     if isinstance(config.sampling.tensor_parallel, int):
         if sampler_devices:

@@ -43,15 +43,20 @@ class Language(NamedTuple):
 
 
 def language(config: ExperimentConfig, mesh: Mesh) -> tuple[Language, Params]:
-    """Return the model of --model.path with its tokenizer, and its weights on the mesh."""
+    """Return the model of --model.path with its tokenizer, and its weights on the mesh.
+
+    Weights have the type that they have under adapters.
+    """
     directory = model_directory(config)
     tokenizer = load_tokenizer(config, directory)
     if not config.model.random_init:
-        model, params = load(config, str(directory), mesh)
+        model, params = load(config, str(directory), mesh, config.model.lora.weight_dtype)
+        if model.config.weight_dtype is not None:
+            model = models.with_quantized_weights(model, None)
         return Language(model, tokenizer), params
     model = from_config(config, directory)
     key = sampler.run_key(config.seed, Purpose.INIT, 0)
-    return Language(model, tokenizer), random_params(model, key, mesh)
+    return Language(model, tokenizer), random_params(with_base_dtype(config, model), key, mesh)
 
 
 def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
@@ -100,17 +105,37 @@ def from_config(config: ExperimentConfig, directory: Path) -> Model:
     )
 
 
-def load(config: ExperimentConfig, path: str, mesh: Mesh) -> tuple[Model, Params]:
-    """Return a model and its weights on the mesh, in the types of the run."""
+def load(
+    config: ExperimentConfig, path: str, mesh: Mesh, weight_dtype: WeightDtype | None = None
+) -> tuple[Model, Params]:
+    """Return a model and its weights on the mesh, in the types of the run; matrices in
+    `weight_dtype`, if there is one."""
     return models.load(
-        path, dtype=config.model.dtype, param_dtype=config.model.param_dtype, mesh=mesh
+        path,
+        dtype=config.model.dtype,
+        param_dtype=config.model.param_dtype,
+        mesh=mesh,
+        weight_dtype=weight_dtype,
     )
+
+
+def with_base_dtype(config: ExperimentConfig, model: Model) -> Model:
+    """Return the model whose weights lie under adapters, in the type that they have there."""
+    weight_dtype = config.model.lora.weight_dtype
+    return model if weight_dtype is None else models.with_quantized_weights(model, weight_dtype)
 
 
 def random_params(model: Model, key: Array, mesh: Mesh) -> Params:
     """Return random weights on the mesh."""
-    shapes = jax.eval_shape(model.init, key)
-    return jax.jit(model.init, out_shardings=sharding.shardings(model.axes, mesh, shapes))(key)
+    weight_dtype = model.config.weight_dtype
+    whole = models.with_quantized_weights(model, None)
+
+    def init(key: Array) -> Params:
+        params = whole.init(key)
+        return params if weight_dtype is None else models.quantize_tree(params, weight_dtype)
+
+    shapes = jax.eval_shape(init, key)
+    return jax.jit(init, out_shardings=sharding.shardings(model.axes, mesh, shapes))(key)
 
 
 def model_path(path: str | None) -> str:
@@ -213,6 +238,9 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
         model = role_model(config, base, spec)
         if config.rollout.replay_routing and name == "policy":
             model = _replaying(model)
+        select = place(config, name)
+        if select.base is not None or select.name == BASE:
+            model = with_base_dtype(config, model)
         result[name] = models.with_lora(model, config.model.lora) if name in bases else model
     if any(model.config.is_recurrent for model in result.values()):
         config.require_recurrence()
@@ -350,6 +378,20 @@ def adapter_bases(config: ExperimentConfig) -> dict[str, str]:
             fix="move it all the way (--algorithm.reference-mix 1), "
             "or train all weights (--model.lora.rank 0)",
         )
+    whole = [
+        name
+        for name, spec in all_specs.items()
+        if name not in bases
+        and spec != RoleSpec(trainable=False)
+        and not (spec.path or spec.random or spec.trunk_of)
+    ]
+    if whole and config.model.lora.weight_dtype is not None:
+        raise InputError(
+            f"{whole[0]} begins as the model of --model.path and has no adapters",
+            where="--model.lora.base-dtype",
+            why="it would begin as rounded weights",
+            fix="use --model.lora.base-dtype unquantized",
+        )
     if not bases:
         raise InputError(
             "no model of this run can have adapters",
@@ -412,7 +454,7 @@ def param_shapes(config: ExperimentConfig, base: Model) -> dict[str, Params]:
             shapes[name] = head if is_head else whole
         if name in shapes and not changes(config, name):
             shapes[name] = models.cast_to_compute_dtype(shapes[name], config.model.dtype)
-    shared = {BASE: init_shapes(base)} if BASE in bases.values() else {}
+    shared = {BASE: init_shapes(with_base_dtype(config, base))} if BASE in bases.values() else {}
     return shared | shapes
 
 
@@ -479,7 +521,9 @@ def _beginning(
     if spec.path is not None:
         directory = models.find_directory(model_path(spec.path))
         require_same_tokens(lang.tokenizer, directory, name)
-        model, params = load(config, model_path(spec.path), mesh)
+        under_adapters = place(config, name).base is not None
+        weight_dtype = config.model.lora.weight_dtype if under_adapters else None
+        model, params = load(config, model_path(spec.path), mesh, weight_dtype)
     if spec.trunk_of is not None:
         return models.random_head(model, head_outputs(model, spec) or 1, key)
     if spec.random:

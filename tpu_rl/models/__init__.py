@@ -40,6 +40,7 @@ from tpu_rl.models.policy import (
     with_recorded_routing,
     with_remat,
 )
+from tpu_rl.models.quantization import quantize_tree
 
 __all__ = [
     "DecoderConfig",
@@ -68,6 +69,7 @@ __all__ = [
     "merge",
     "policy",
     "probe",
+    "quantize_tree",
     "random_adapters",
     "random_head",
     "role",

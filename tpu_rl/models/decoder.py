@@ -32,6 +32,7 @@ from tpu_rl.models.attention.decode_kernel import DecodeConfig
 from tpu_rl.models.attention.delta_rule import Sequences
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.config import (
+    BLOCK_SCALE,
     EXPERT_MATRICES,
     FLOAT32,
     LORA_A,
@@ -51,6 +52,7 @@ from tpu_rl.models.config import (
 from tpu_rl.models.layers import ACTIVATIONS, CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
+from tpu_rl.models.quantization import Quantized
 from tpu_rl.train.sharding import constrain, spread
 from tpu_rl.types import FEATURES, ROUTING, SHARED_PROMPT, Array, Model, Params, Paths
 
@@ -181,8 +183,12 @@ class Weights(nn.Module):
     config: DecoderConfig
 
     def weight(self, name: str) -> Array:
-        """Return a weight in the compute dtype."""
-        return self._stored(name).astype(self.config.dtype)
+        """Return a weight in the compute dtype: of a matrix in eight bits, the numbers alone."""
+        stored = self._stored(name)
+        if self.config.weight_dtype == "nf4" and name in QUANTIZED:
+            scale = self._stored(name + BLOCK_SCALE)
+            return quantization.dequantize(name, Quantized(stored, scale), self.config.dtype)
+        return stored.astype(self.config.dtype)
 
     def _stored(self, name: str) -> Array:
         """Return a weight as it is stored."""
@@ -191,9 +197,9 @@ class Weights(nn.Module):
         return self.param(name, nn.initializers.zeros, shape, config.stored_dtype(name))
 
     def scale(self, name: str) -> Array | None:
-        """Return the scales of a quantized matrix, float32, one per output; None if it is not
-        quantized."""
-        is_quantized = self.config.weight_dtype is not None and name in QUANTIZED
+        """Return the scales of the outputs of a product with a matrix in eight bits, float32; None
+        for other weights."""
+        is_quantized = self.config.weight_dtype not in (None, "nf4") and name in QUANTIZED
         return self._stored(name + SCALE) if is_quantized else None
 
     def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
@@ -1003,9 +1009,12 @@ def expert_stacks(
     """Return `Context.stacks` for this many new tokens with a cache.
 
     This is the one place that decides whether a mixture reads its experts in place: if the model
-    uses the TPU's kernels, and `experts.is_read_in_place` holds for all matrices.
+    uses the TPU's kernels, and `experts.is_read_in_place` holds for all matrices. The kernels
+    do not read NF4.
     """
     if config.moe is None or config.attention.kernel not in ("tpu", "interpreted"):
+        return None
+    if config.weight_dtype == "nf4":
         return None
     stacks = {
         layer: {name: leaves[name] for name in EXPERT_MATRICES}
@@ -1146,14 +1155,18 @@ def decoder(config: DecoderConfig) -> Model:
 def cast_to_compute_dtype(params: Any, dtype: Any) -> Any:
     """Cast wider weights to `dtype`, the compute dtype of a model.
 
-    Norms and `FLOAT32` stay as they are. A forward pass reads the same bits from the result as from
-    `params`. The leaves may also be jax.ShapeDtypeStruct.
+    Norms, `FLOAT32` and scales stay as they are. A forward pass reads the same bits from the result
+    as from `params`. The leaves may also be jax.ShapeDtypeStruct.
     """
     dtype = jnp.dtype(dtype)
 
     def cast(path: tuple, weight: Any) -> Any:
         name = path[-1].key
-        if name.endswith("_norm") or name in FLOAT32 or weight.dtype.itemsize <= dtype.itemsize:
+        if (
+            name.endswith(("_norm", SCALE))
+            or name in FLOAT32
+            or weight.dtype.itemsize <= dtype.itemsize
+        ):
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=weight.sharding)

@@ -114,8 +114,9 @@ def with_int8_cache(model: Model) -> Model:
     return decoder(replace(model.config, cache_dtype="int8", attention=attention))
 
 
-def with_quantized_weights(model: Model, dtype: WeightDtype) -> Model:
-    """Return the model whose params are those of `quantization.quantize`."""
+def with_quantized_weights(model: Model, dtype: WeightDtype | None) -> Model:
+    """Return the model whose params are those of `quantization.quantize_tree`; None: the model of
+    whole weights."""
     return decoder(replace(model.config, weight_dtype=dtype))
 
 

@@ -23,8 +23,17 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from tpu_rl import untrusted_files
 from tpu_rl.errors import InputError
-from tpu_rl.models import lora
-from tpu_rl.models.config import EXPERT_MATRICES, FLOAT32, LORA_A, LORA_B, STACKED, DecoderConfig
+from tpu_rl.models import lora, quantization
+from tpu_rl.models.config import (
+    EXPERT_MATRICES,
+    FLOAT32,
+    LORA_A,
+    LORA_B,
+    QUANTIZED,
+    STACKED,
+    DecoderConfig,
+    WeightDtype,
+)
 from tpu_rl.models.decoder import decoder, param_shapes
 from tpu_rl.models.hf import (
     families,
@@ -45,6 +54,7 @@ from tpu_rl.models.hf.weight_map import (
     tensor_at,
     weight_locations,
 )
+from tpu_rl.models.quantization import Quantized
 from tpu_rl.train import sharding
 from tpu_rl.types import Array, Model, Params
 
@@ -167,33 +177,40 @@ def load(
     dtype: str = "float32",
     mesh: Mesh | None = None,
     param_dtype: str | None = None,
+    weight_dtype: WeightDtype | None = None,
 ) -> tuple[Model, Params]:
     """Load a model and its weights from a directory or hub id.
 
-    For the directory of a PEFT adapter, the adapter is merged into its base.
+    For the directory of a PEFT adapter, the adapter is merged into its base. Matrices are quantized
+    layer by layer, so that memory never holds all of them whole; after an adapter was merged, all
+    at once.
 
     Args:
         path: a directory, or the id of a model on the Hugging Face hub.
         dtype: the compute dtype.
         mesh: the mesh that weights are sharded over (None: they are on one device).
         param_dtype: the dtype that weights are stored in (None: `dtype`).
+        weight_dtype: the type of quantized matrices (None: none are).
 
     Raises:
         InputError: the directory is missing, damaged, not safe to read, or not supported.
     """
     directory = find_directory(path)
     if peft.is_adapter(directory):
-        return _load_merged(directory, dtype, mesh, param_dtype)
+        model, params = _load_merged(directory, dtype, mesh, param_dtype)
+        if weight_dtype is None:
+            return model, params
+        quantize = jax.jit(functools.partial(quantization.quantize_tree, dtype=weight_dtype))
+        return decoder(replace(model.config, weight_dtype=weight_dtype)), quantize(params)
     model = from_config(directory, dtype, param_dtype)
     stored = check(directory, model)
     if model.config.vocab.tied and model.config.num_outputs is None:
         _require_tied(directory)
     shapes = param_shapes(model.config)
-    if mesh is None:
-        device = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: device, shapes)
-    else:
-        shardings = sharding.shardings(model.axes, mesh, shapes)
+    target = decoder(replace(model.config, weight_dtype=weight_dtype))
+    target_shapes = param_shapes(target.config)
+    placements = _placements(target, target_shapes, mesh)
+    shardings = _placements(model, shapes, mesh)
     file_tensors = weight_locations(model)
     parts_of_leaf: dict[tuple[str, ...], list[_StoredPart]] = {}
     for name, file_tensor in file_tensors.items():
@@ -201,30 +218,53 @@ def load(
             part = _StoredPart(stored[name], location)
             parts_of_leaf.setdefault(location.path, []).append(part)
 
-    def load_leaf(path, shape: jax.ShapeDtypeStruct, leaf_sharding: Sharding) -> Array:
+    def load_leaf(path, shape: jax.ShapeDtypeStruct, leaf_sharding: Sharding) -> Any:
         keys = tuple(key.key for key in path)
         name = keys[-1]
         parts = parts_of_leaf[keys]
+        is_quantized = weight_dtype is not None and name in QUANTIZED
+
+        def read(parts: list[_StoredPart], dims: tuple[int, ...], placement: Sharding) -> Any:
+            weight = _read_weight(parts, model.config, name, dims, placement)
+            return _quantize(name, weight, weight_dtype) if is_quantized else weight
+
+        def leaf_of(tree: Any) -> Any:
+            if not is_quantized:
+                return leaf_at(tree, keys)
+            scale = leaf_at(tree, (*keys[:-1], quantization.scale_name(name, weight_dtype)))
+            return Quantized(leaf_at(tree, keys), scale)
+
         if keys[0] not in STACKED:
-            return _read_weight(parts, model.config, name, shape.shape, leaf_sharding)
-        stack = jnp.zeros(shape.shape, shape.dtype, device=leaf_sharding)
+            leaf = read(parts, shape.shape, leaf_sharding)
+            return jax.tree.map(jax.device_put, leaf, leaf_of(placements))
+        stack = jax.tree.map(
+            lambda shape, placement: jnp.zeros(shape.shape, shape.dtype, device=placement),
+            leaf_of(target_shapes),
+            leaf_of(placements),
+        )
         num_layers, *layer_shape = shape.shape
         per_layer = len(parts) // num_layers  # in a mixture, one for each expert
         for layer in range(num_layers):
             layer_parts = parts[layer * per_layer : (layer + 1) * per_layer]
-            weight = _read_weight(
-                layer_parts,
-                model.config,
-                name,
-                tuple(layer_shape),
-                _layer_sharding(leaf_sharding),
-            )
+            weight = read(layer_parts, tuple(layer_shape), _layer_sharding(leaf_sharding))
             stack = _set_layer(stack, weight, layer)
         return stack
 
-    params = jax.tree_util.tree_map_with_path(load_leaf, shapes, shardings)
-    _require_finite(directory, file_tensors, params)
-    return model, params
+    leaves = jax.tree_util.tree_map_with_path(load_leaf, shapes, shardings)
+    params = quantization.with_scales(leaves)
+    _require_finite(directory, stored, params)
+    return target, params
+
+
+def _placements(model: Model, shapes: Any, mesh: Mesh | None) -> Any:
+    """Return the sharding of each leaf; without a mesh, the first device of this process."""
+    if mesh is not None:
+        return sharding.shardings(model.axes, mesh, shapes)
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda _: device, shapes)
+
+
+_quantize = jax.jit(quantization.quantize, static_argnums=(0, 2))
 
 
 def _load_merged(
@@ -351,21 +391,17 @@ def _all_finite(params: Params) -> Array:
 
 
 def _require_finite(
-    directory: Path, file_tensors: Mapping[str, FileTensor], params: Params
+    directory: Path, stored: Mapping[str, StoredTensor | Mxfp4Tensor], params: Params
 ) -> None:
-    """Check that no weight is NaN or infinite, which a run would only notice after a step."""
+    """Check that no weight is NaN or infinite, which a run would only notice after a step.
+
+    A matrix that was quantized has such a scale then.
+    """
     if _all_finite(params):
         return
-    names = [
-        name
-        for name, file_tensor in file_tensors.items()
-        if not all(
-            bool(jnp.isfinite(tensor_at(params, location)).all())
-            for location in file_tensor.locations
-        )
-    ]
+    names = [name for name, tensor in stored.items() if not np.isfinite(tensor.read()).all()]
     raise InputError(
-        f"{len(names)} of {len(file_tensors)} tensors hold NaN or infinity",
+        f"{len(names)} of {len(stored)} tensors hold NaN or infinity",
         where=str(directory),
         why=", ".join(names[:5]),
         fix="use a checkpoint from before its training diverged",
@@ -411,8 +447,10 @@ def _read_weight(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: Array, weight: Array, layer: int) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, weight, layer, 0)
+def _set_layer(stack: Any, weight: Any, layer: int) -> Any:
+    """Return the stacked arrays with those of one layer."""
+    update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return jax.tree.map(update, stack, weight)
 
 
 def _layer_sharding(stack_sharding: Sharding) -> Sharding:
@@ -454,7 +492,7 @@ def save(
     require_replaceable(path, "config.json")
     file_tensors = _written_tensors(model)
     layout = {
-        name: (_file_dtype(params, file_tensor, dtype), file_tensor.shape)
+        name: (_file_dtype(model.config, params, file_tensor, dtype), file_tensor.shape)
         for name, file_tensor in file_tensors.items()
     }
     files = assign_files(layout, max_shard_bytes or SHARD_BYTES)
@@ -499,9 +537,16 @@ Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """Name of a tensor -> its dtype and its shape in the file."""
 
 
-def _file_dtype(params: Params, file_tensor: FileTensor, dtype: str | None) -> np.dtype:
-    """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None."""
+def _file_dtype(
+    config: DecoderConfig, params: Params, file_tensor: FileTensor, dtype: str | None
+) -> np.dtype:
+    """Return the dtype of a tensor in the file: `dtype`, or that of the params if it is None.
+
+    Quantized matrices are written whole, in `param_dtype` then.
+    """
     path = file_tensor.locations[0].path
+    if dtype is None and config.weight_dtype is not None and path[-1] in QUANTIZED:
+        return np.dtype(jnp.dtype(config.param_dtype))
     if dtype is None or path[-1] in FLOAT32:
         return np.dtype(leaf_at(params, path).dtype)
     return safetensors_files.DTYPE_NAMES[dtype]
@@ -588,13 +633,17 @@ def _gather_tensors(
 def _merged_tensor(config: DecoderConfig, params: Params, location: WeightLocation) -> Array:
     """Return the tensor at a location, with its adapter merged into it."""
     name = location.path[-1]
-    if config.adapter_scale(name) is None:
-        return tensor_at(params, location)
 
     def tensor_named(leaf_name: str) -> Array:
         return tensor_at(params, location._replace(path=(*location.path[:-1], leaf_name)))
 
     weight = tensor_named(name)
+    if config.weight_dtype is not None and name in QUANTIZED:
+        scale = tensor_named(quantization.scale_name(name, config.weight_dtype))
+        quantized = Quantized(weight, scale)
+        weight = quantization.dequantize(name, quantized, config.param_dtype)
+    if config.adapter_scale(name) is None:
+        return weight
     a = tensor_named(name + LORA_A)
     b = tensor_named(name + LORA_B)
     return lora.merged_weight(config, name, weight, a, b)

@@ -68,7 +68,7 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     """
     config: DecoderConfig = model.config
     family = families.FAMILIES[json.loads(config.source)["model_type"]]
-    shapes = param_shapes(replace(config, adapters=None))
+    shapes = param_shapes(replace(config, adapters=None, weight_dtype=None))
     parts: dict[str, list[WeightLocation]] = {}
     stacked_experts = EXPERT_MATRICES if families.has_stacked_experts(family) else ()
 
