@@ -24,6 +24,8 @@ TRL = {
     "eval-steps": "--evaluation.interval",
     "gradient-accumulation-steps": "--batch.prompts, which counts the prompts of a whole step",
     "learning-rate": "--optimizer.learning-rate",
+    "load-in-4bit": "--model.lora.base-dtype nf4",
+    "load-in-8bit": "--model.lora.base-dtype int8",
     "logging-steps": "nothing: every step is in metrics.jsonl",
     "lora-alpha": "--model.lora.alpha",
     "lora-r": "--model.lora.rank",
