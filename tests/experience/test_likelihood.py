@@ -58,6 +58,54 @@ def test_the_reward_is_what_the_completion_adds_to_the_likelihood_of_the_answer(
     np.testing.assert_allclose(np.asarray(result.rollout.rewards).sum(1), result.rewards, rtol=1e-6)
 
 
+def rewards_of(form: Any, log_probs: Any, digits: str, answer: str) -> np.ndarray:
+    """Return the likelihood rewards of one group, whose completions are these digits; those that
+    are 1 have the mark. The first of `log_probs` are those after the mark alone."""
+    scored = score_prompts([digits], {"digit": digit}, len(digits))
+    scored.rows[0]["answer"] = answer
+
+    def of_texts(params: Any, rows: Sequence[Any], to_texts: Any) -> Any:
+        assert len(rows) == len(log_probs)
+        return [[np.asarray(values)] for values in log_probs]
+
+    config = LikelihoodConfig(coef=1.0, mark="1", form=form)
+    result = reference_likelihood(config, of_texts, TOKENIZER, 8)(scored, 1, STATE)
+    return result.parts["likelihood"]
+
+
+def test_with_spread_tokens_count_by_their_deviation_in_the_group():
+    """Deviations are 1, 3 and 0, so the weights are 1/4, 3/4 and 0."""
+    alone, first, second = [-2.0, -4.0, -1.0], [-1.0, -3.0, -5.0], [-3.0, -9.0, -5.0]
+    found = rewards_of("spread", [alone, first, second], "121", "789")
+    np.testing.assert_allclose(found, [1.0, -4.0, -4.0], rtol=1e-6)
+    same = rewards_of("spread", [alone, first, first], "121", "789")
+    np.testing.assert_allclose(same, [-2 / 3, -2 / 3, -2 / 3], rtol=1e-6)
+
+
+def test_right_completions_that_make_the_answer_likely_earn_their_reward_again():
+    """The digit is the reward: "1" is right, and the others lack the mark."""
+    alone = np.log([0.9])
+    found = rewards_of("consistent", [alone, *np.log([[0.2], [0.6], [0.5]])], "1131", "7")
+    np.testing.assert_allclose(found, [0.0, 1.0, 0.0, 1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "flag"),
+    [
+        (LikelihoodConfig(coef=1.0, by="reference"), "by reference"),
+        (LikelihoodConfig(coef=1.0, form="consistent"), "form consistent"),
+    ],
+)
+def test_a_form_without_what_it_reads_is_refused(likelihood, flag):
+    run = arithmetic.arithmetic_grpo()
+    algorithm = dataclasses.replace(run.algorithm, kl_loss_coef=0.0)
+    rollout = dataclasses.replace(run.rollout, likelihood=likelihood)
+    run = dataclasses.replace(run, algorithm=algorithm, rollout=rollout, reward=())
+    with pytest.raises(InputError) as error:
+        require_trainable(run)
+    assert flag in str(error.value)
+
+
 def test_a_row_without_an_answer_is_refused():
     scored = score_prompts(["12"], {"digit": digit}, 2)
     no_log_probs: Any = None

@@ -336,9 +336,9 @@ def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
         chain.append(transforms.prompt_baseline(engine, value))
     likelihood = context.config.rollout.likelihood
     if likelihood.coef:
-        policy = log_probs_of(context, "policy")
+        model = log_probs_of(context, likelihood.by)
         tokenizer = context.language.tokenizer
-        chain.append(reference_likelihood(likelihood, policy, tokenizer, context.max_length))
+        chain.append(reference_likelihood(likelihood, model, tokenizer, context.max_length))
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))

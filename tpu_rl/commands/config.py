@@ -623,7 +623,7 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_likelihood(
         config.rollout,
         config.batch,
-        specs,
+        algorithms,
         config.reward_names,
         config.environment,
         config.agent,

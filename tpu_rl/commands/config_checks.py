@@ -525,7 +525,7 @@ def check_variance_filter(
 def check_likelihood(
     rollout: RolloutConfig,
     batch: BatchConfig,
-    specs: Sequence[ExperienceSpec],
+    algorithms: Sequence[AlgorithmConfig],
     rewards: Sequence[str],
     environment: str,
     agent: str,
@@ -555,8 +555,17 @@ def check_likelihood(
         "--batch.group-size": (batch.group_size == 1, "one completion cannot be compared"),
         "--reward": ("likelihood" in rewards, "its values would have the name of another reward"),
         "--algorithm": (
-            any(spec.source != "rollouts" for spec in specs),
+            any(algorithm.experience.source != "rollouts" for algorithm in algorithms),
             "it does not learn from rewards of rollouts",
+        ),
+        "--rollout.likelihood.by reference": (
+            likelihood.by == "reference"
+            and any("reference" not in algorithm.roles for algorithm in algorithms),
+            "the algorithm has no reference; --algorithm.kl-loss-coef 0.001 gives it one",
+        ),
+        "--rollout.likelihood.form consistent": (
+            likelihood.form == "consistent" and not rewards,
+            "it adds to the --reward of right completions",
         ),
     }
     _refuse_together(where, "the likelihood is no reward", whys)

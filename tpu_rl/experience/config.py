@@ -90,12 +90,18 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class LikelihoodConfig:
-    """The likelihood of the reference answer as a reward (RLPR)."""
+    """The likelihood of the reference answer as a reward (tpu_rl/experience/likelihood.py)."""
 
     coef: float = 0.0
-    """Add this x the reward: how much likelier the policy finds the reference answer after its own
-    completion than without one, from 0 to 1. 0 is off. With it, `--reward` may be left out, or only
-    measure."""
+    """Add this x the reward. 0 is off. With it, `--reward` may be left out, or only measure."""
+    form: Literal["gain", "spread", "consistent"] = "gain"
+    """gain: how much likelier the answer is after the completion than without one, from 0 to 1
+    (RLPR). spread: the gain in log-prob, over the answer's tokens that depend most on the
+    completion (R3). consistent: among right completions, those that make the answer at least as
+    likely as their mean earn their reward once more (GRPO-CARE)."""
+    by: Literal["policy", "reference"] = "policy"
+    """The model that says how likely the answer is. GRPO-CARE has a slow reference:
+    --algorithm.reference-reset-every moves it."""
     column: str = "answer"
     """Column of the data rows that holds the answer, as a text."""
     mark: str = "####"

@@ -1,13 +1,23 @@
 """The likelihood of the reference answer as a reward: no verifier is needed.
 
-    r(z)   = mean_t p(y*_t | x, z, y*_<t)         z: a completion of x up to the answer's mark
-    reward = clip(r(z) - r(mark alone), 0, 1)     y*: the answer that the data bring
+With the answer y* that the data bring, a completion z_i of x up to the answer's mark, and z_0 the
+mark alone,
 
-RLPR (arXiv 2506.18254, eq. 4 and 5). p is the policy's, at temperature 1, before the update. What
-z does not make likelier earns nothing. A completion without the mark has the reward 0.
+    l_it = log p(y*_t | x, z_i, y*_<t),   c_i = mean_t exp l_it
 
-Deviation: RLPR drops prompts whose rewards vary little, by a moving average; for a share of the
-prompts use --rollout.keep-variance-share.
+    gain        clip(c_i - c_0, 0, 1)                              RLPR, arXiv 2506.18254, eq. 4, 5
+    spread      sum_t w_t (l_it - l_0t),  w_t = s_t / sum_t s_t    R3 of DRO, arXiv 2506.13351
+    consistent  R_i if R_i > 1/2 and c_i >= mean c of such i,      GRPO-CARE, arXiv 2506.16141
+                otherwise 0
+
+s_t is the standard deviation of l_it over the group's completions with the mark; without any
+spread, w_t is uniform. R_i is the return of the other rewards. p is the policy's or the
+reference's, at temperature 1, before the update. A completion without the mark has the reward 0;
+with `spread` the group's smallest, if that is below 0.
+
+Deviations: RLPR and DRO drop prompts whose rewards vary little; for a share of the prompts use
+--rollout.keep-variance-share. GRPO-CARE's reference is a moving average; here it is the policy of
+some steps ago. DRO's weights may also be a threshold on s_t; here they are s_t itself.
 """
 
 from __future__ import annotations
@@ -65,14 +75,38 @@ def answer_texts(rows: Sequence[Row], columns: int) -> Demonstrations:
     return Demonstrations(**arrays)
 
 
+def _gain(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
+    del returns
+    return np.clip(np.exp(found).mean(1) - np.exp(alone).mean(), 0.0, 1.0)
+
+
+def _spread(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
+    del returns
+    spreads = found.std(0)
+    weights = spreads / spreads.sum() if spreads.any() else np.full(len(alone), 1 / len(alone))
+    return (found - alone) @ weights
+
+
+def _consistent(found: np.ndarray, alone: np.ndarray, returns: np.ndarray) -> np.ndarray:
+    del alone
+    likelihood = np.exp(found).mean(1)
+    is_right = returns > 0.5
+    threshold = likelihood[is_right].mean() if is_right.any() else np.inf
+    return np.where(is_right & (likelihood >= threshold), returns, 0.0)
+
+
+_FORMS = {"gain": _gain, "spread": _spread, "consistent": _consistent}
+"""Form -> (l [m, t], l_0 [t], R [m]) -> the rewards [m] of a group's completions with the mark."""
+
+
 def reference_likelihood(
     config: LikelihoodConfig, log_probs: TextLogProbs, tokenizer: Tokenizer, columns: int
 ) -> Transform:
     """Build the transform that adds `config.coef` x the reward above to each completion's reward.
 
     Args:
-        config: the column of the answer, and its mark.
-        log_probs: of the policy.
+        config: the form of the reward, the column of the answer, and its mark.
+        log_probs: of the model that says how likely an answer is.
         tokenizer: encodes answers.
         columns: the largest number of tokens of a text.
     """
@@ -105,10 +139,22 @@ def reference_likelihood(
                     {"ids": [*prompts[number], *ids[:end], *answer], "answer": len(answer)}
                 )
         of_texts = log_probs(state.params, texts, lambda some: answer_texts(some, columns))
-        means = np.array([np.exp(values).mean() if len(values) else 0.0 for (values,) in of_texts])
+        # Then one reward for each completion, group by group. A text that was too long has no
+        # log-probs, so that its completion is one without the mark.
         reward = np.zeros(len(mask), np.float32)
-        gain = means[len(prompts) :] - means[: len(prompts)][group[marked]]
-        reward[marked] = np.clip(gain, 0.0, 1.0)
+        of_completions = dict(zip(marked, of_texts[len(prompts) :], strict=True))
+        for number, (alone,) in enumerate(of_texts[: len(prompts)]):
+            members = [
+                n for n in marked if group[n] == number and len(of_completions[n][0]) == len(alone)
+            ]
+            if members and len(alone):
+                found = np.stack([of_completions[n][0] for n in members])
+                own = np.nan_to_num(scored.rewards[members])
+                values = _FORMS[config.form](found, alone, own)
+                in_group = group == number
+                if len(members) < in_group.sum():
+                    reward[in_group] = min(0.0, values.min())
+                reward[members] = values
         # Where no other reward counts, this one makes the completion scored.
         total = np.nan_to_num(scored.rewards) + np.float32(config.coef) * reward
         return replace(
