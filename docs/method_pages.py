@@ -220,7 +220,8 @@ def default_of(field: dataclasses.Field[Any]) -> str:
         return "none"
     if isinstance(value, tuple):
         return f"`{' '.join(map(str, value))}`"
-    return f"`{value}`"
+    line = str(value).replace("\n", "\\n")
+    return f"`{line}`"
 
 
 # --- rewards ---

@@ -87,6 +87,18 @@ class PromptValue(NamedTuple):
     """Take the most likely tokens instead of sampling at the run's temperature."""
 
 
+class Hint(NamedTuple):
+    """A text that a teacher sees in the prompt and the policy does not. `Rollout.rewards` holds the
+    log-ratio of the two at each token (`experience.hints`)."""
+
+    role: str
+    """The role of the teacher."""
+    column: str
+    """Column of the data rows that holds the hint."""
+    template: str
+    """The teacher's prompt, with {prompt} and {hint}."""
+
+
 class Acceptance(NamedTuple):
     """The rule by which sampled completions are accepted. Equal ones of a prompt count once."""
 
@@ -164,6 +176,8 @@ class ExperienceSpec(NamedTuple):
     """rollouts: tokenizer -> transforms of each batch (`experience.transforms.Transform`)."""
     raw_returns: bool = False
     """rollouts: the loss reads returns on their own scale: a threshold, a clip, or their sign."""
+    hint: Hint | None = None
+    """rollouts: the teacher whose log-ratios are the rewards of tokens."""
     expert_column: str | None = None
     """rollouts: column whose text joins each group as a row of `RowSource.EXPERT`."""
     rows_added: int = 0

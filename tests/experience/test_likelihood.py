@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.echo import TOKENIZER, digit, score_prompts
+from tpu_rl.algos import GrpoConfig
 from tpu_rl.commands.config import require_trainable
 from tpu_rl.commands.presets import arithmetic
 from tpu_rl.errors import InputError
@@ -98,9 +99,8 @@ def test_right_completions_that_make_the_answer_likely_earn_their_reward_again()
 )
 def test_a_form_without_what_it_reads_is_refused(likelihood, flag):
     run = arithmetic.arithmetic_grpo()
-    algorithm = dataclasses.replace(run.algorithm, kl_loss_coef=0.0)
     rollout = dataclasses.replace(run.rollout, likelihood=likelihood)
-    run = dataclasses.replace(run, algorithm=algorithm, rollout=rollout, reward=())
+    run = dataclasses.replace(run, algorithm=GrpoConfig(), rollout=rollout, reward=())
     with pytest.raises(InputError) as error:
         require_trainable(run)
     assert flag in str(error.value)

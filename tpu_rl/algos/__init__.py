@@ -30,6 +30,7 @@ from tpu_rl.algos.reinforce import ReinforceConfig, reinforce
 from tpu_rl.algos.reward_model import RewardModelConfig, reward_model
 from tpu_rl.algos.rft import RftConfig, rft
 from tpu_rl.algos.scored_completions import ScoredCompletionsConfig, scored_completions
+from tpu_rl.algos.self_distill import SelfDistillConfig, self_distill
 from tpu_rl.algos.sentence_reward import SentenceRewardConfig, sentence_reward
 from tpu_rl.algos.sft import SftConfig, sft
 from tpu_rl.algos.surrogates import SurrogatesConfig, surrogates
@@ -56,6 +57,7 @@ ALGORITHMS: dict[type, Callable[[Any, Any, Any], Algorithm]] = {
     RewardModelConfig: reward_model,
     RftConfig: rft,
     ScoredCompletionsConfig: scored_completions,
+    SelfDistillConfig: self_distill,
     SentenceRewardConfig: sentence_reward,
     SftConfig: sft,
     SurrogatesConfig: surrogates,

@@ -30,6 +30,7 @@ from tpu_rl.experience import (
     accepted,
     completions,
     dataset_identity,
+    hints,
     pairs,
     partial_rollouts,
     q_examples,
@@ -339,6 +340,11 @@ def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
         model = log_probs_of(context, likelihood.by)
         tokenizer = context.language.tokenizer
         chain.append(reference_likelihood(likelihood, model, tokenizer, context.max_length))
+    if spec.hint is not None:
+        temperature = context.config.sampling.temperature
+        teacher = log_probs_of(context, spec.hint.role, temperature)
+        tokenizer = context.language.tokenizer
+        chain.append(hints.log_ratios(spec.hint, teacher, tokenizer, context.max_length))
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))
@@ -534,7 +540,7 @@ def to_pairs(
     return reference_log_probs.with_log_probs(plain, rows, log_probs)
 
 
-def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
+def log_probs_of(context: RunContext, role: str, temperature: float = 1.0) -> TextLogProbs:
     """Return a function that computes log-probs of given completions under a role."""
     return text_log_probs.text_log_probs(
         context.role(role),
@@ -542,6 +548,7 @@ def log_probs_of(context: RunContext, role: str) -> TextLogProbs:
         context.mesh,
         context.attention_index,
         context.language.tokenizer.images,
+        temperature,
     )
 
 

@@ -628,6 +628,7 @@ def require_trainable(config: ExperimentConfig) -> None:
         config.environment,
         config.agent,
     )
+    config_checks.check_hints(config.rollout, specs, config.environment, config.agent)
     config_checks.check_normalized_rewards(
         config.rollout,
         config.batch,

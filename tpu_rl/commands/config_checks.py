@@ -571,6 +571,27 @@ def check_likelihood(
     _refuse_together(where, "the likelihood is no reward", whys)
 
 
+def check_hints(
+    rollout: RolloutConfig, specs: Sequence[ExperienceSpec], environment: str, agent: str
+) -> None:
+    """Check that nothing else would change the rewards that a teacher with a hint gives."""
+    if all(spec.hint is None for spec in specs):
+        return
+    whys = {
+        "--environment": (bool(environment), "a hint joins the prompt of a single turn"),
+        "--agent": (bool(agent), "a hint joins the prompt of a single turn"),
+        "--rollout.likelihood.coef": (
+            rollout.likelihood.coef > 0,
+            "the log-ratios of the teacher are the only rewards",
+        ),
+        "--rollout.normalize-rewards": (
+            rollout.normalize_rewards,
+            "the log-ratios of the teacher are the only rewards",
+        ),
+    }
+    _refuse_together("--algorithm", "the teacher's hint has no place", whys)
+
+
 def check_normalized_rewards(
     rollout: RolloutConfig,
     batch: BatchConfig,

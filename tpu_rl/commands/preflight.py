@@ -359,7 +359,8 @@ def require_reward(config: ExperimentConfig) -> None:
     """Raise InputError if a stage learns from rewards and none is given."""
     sources = {stage.algorithm.experience.source for stage in config.stages}
     environment = compose.environment(config)
-    if compose.is_judged(config) or config.rollout.likelihood.coef:
+    has_hints = all(stage.algorithm.experience.hint is not None for stage in config.stages)
+    if compose.is_judged(config) or config.rollout.likelihood.coef or has_hints:
         return
     if ENVIRONMENT in config.reward_names:
         raise InputError(

@@ -34,9 +34,9 @@ def text_log_probs(
     mesh: Mesh,
     attention_index: AttentionIndex,
     images: ImageReader | None = None,
+    temperature: float = 1.0,
 ) -> TextLogProbs:
-    """Return a function that computes log-probs of completions at temperature 1, a batch of rows at
-    a time.
+    """Return a function that computes log-probs of completions, a batch of rows at a time.
 
     Args:
         role: the model.
@@ -44,13 +44,14 @@ def text_log_probs(
         mesh: the run's mesh.
         attention_index: see `layout.pack_experience`.
         images: see there.
+        temperature: divides the logits.
     """
 
     @partial(jax.jit, compiler_options=update_step.compiler_options(mesh))
     def batch_log_probs(params: Params, experience: Experience) -> jax.Array:
         layout = experience.layout
         packed = packing.over_micro_batches(
-            lambda micro_batch: token_log_probs(role, params, micro_batch).log_probs,
+            lambda micro_batch: token_log_probs(role, params, micro_batch, temperature).log_probs,
             layout.rows(experience.data.tokens),
         )
         return layout.unpack(packed)

@@ -19,6 +19,7 @@ from tpu_rl.algos import (
     RewardModelConfig,
     RftConfig,
     ScoredCompletionsConfig,
+    SelfDistillConfig,
     SftConfig,
     UnlearnConfig,
 )
@@ -83,6 +84,20 @@ def prime() -> ExperimentConfig:
     """
     algorithm = PrimeConfig(advantages="leave_one_out")
     return replace(grpo(), algorithm=algorithm)
+
+
+def self_distill() -> ExperimentConfig:
+    """Self-distillation on your own prompts and solutions: no reward is needed (SDFT, OPSD).
+
+        python launch/run.py self_distill --model.path DIR --data.path rows.jsonl
+
+    Rows are those of the preset grpo, with a column `solution`: a text that the teacher, which is
+    the same model, sees in its prompt and the policy does not. `--evaluation.metrics` measures.
+    """
+    base = grpo()
+    return replace(
+        base, algorithm=SelfDistillConfig(), batch=replace(base.batch, group_size=1), reward=()
+    )
 
 
 def direct_advantage() -> ExperimentConfig:

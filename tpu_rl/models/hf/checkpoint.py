@@ -222,16 +222,16 @@ def load(
         keys = tuple(key.key for key in path)
         name = keys[-1]
         parts = parts_of_leaf[keys]
-        is_quantized = weight_dtype is not None and name in QUANTIZED
+        own_dtype = weight_dtype if name in QUANTIZED else None
 
         def read(parts: list[_StoredPart], dims: tuple[int, ...], placement: Sharding) -> Any:
             weight = _read_weight(parts, model.config, name, dims, placement)
-            return _quantize(name, weight, weight_dtype) if is_quantized else weight
+            return weight if own_dtype is None else _quantize(name, weight, own_dtype)
 
         def leaf_of(tree: Any) -> Any:
-            if not is_quantized:
+            if own_dtype is None:
                 return leaf_at(tree, keys)
-            scale = leaf_at(tree, (*keys[:-1], quantization.scale_name(name, weight_dtype)))
+            scale = leaf_at(tree, (*keys[:-1], quantization.scale_name(name, own_dtype)))
             return Quantized(leaf_at(tree, keys), scale)
 
         if keys[0] not in STACKED:
