@@ -33,6 +33,9 @@ ROWS = {
     "ppo": PROMPTS,
     "reinforce": PROMPTS,
     "distill": PROMPTS,
+    "self_distill": [
+        {"prompt": f"Repeat: {word}", "solution": f"{word}, that is"} for word in WORDS
+    ],
     "q_sharp": PROMPTS,
     "dpo": PAIRS,
     "reward_model": PAIRS,

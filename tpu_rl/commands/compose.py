@@ -344,7 +344,8 @@ def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
         temperature = context.config.sampling.temperature
         teacher = log_probs_of(context, spec.hint.role, temperature)
         tokenizer = context.language.tokenizer
-        chain.append(hints.log_ratios(spec.hint, teacher, tokenizer, context.max_length))
+        row_length = context.config.batch.row_length
+        chain.append(hints.log_ratios(spec.hint, teacher, tokenizer, row_length))
     share = context.config.rollout.keep_variance_share
     if share < 1:
         chain.append(transforms.most_varied(share))
