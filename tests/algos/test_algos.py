@@ -138,6 +138,14 @@ def plain_weights(config: GrpoConfig, data: Rollout) -> np.ndarray:
             "sequence_mean": 1 / (max(learned.sum(), 1) * sequences),
             "constant_length": 1 / (tiny.SAMPLING.max_new_tokens * sequences),
         }[config.loss_aggregation]
+    if config.robust_radius:
+        assert config.robust_ball == "kl"
+        group_id, returns = np.asarray(data.group_id), (np.asarray(data.rewards) * mask).sum(1)
+        groups = np.unique(group_id[mask.any(1)])
+        means = [returns[(group_id == group) & mask.any(1)].mean() for group in groups]
+        tilted = np.exp(-np.array(means) / config.robust_radius)
+        for group, share in zip(groups, tilted / tilted.mean(), strict=True):
+            weights[group_id == group] *= share
     return weights
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from tpu_rl.losses import preference
+from tpu_rl.losses import preference, robust
 from tpu_rl.proofs import tiny
 
 
@@ -189,11 +189,11 @@ def test_worst_case_by_hand():
     them."""
     losses, weights = jnp.array([3.0, 1.0, 9.0, 2.0, 4.0]), jnp.full(5, 0.2)
     np.testing.assert_allclose(
-        preference.worst_case_weights(losses, weights, 0.3), [0.2, 0, 0.5, 0.1, 0.2], atol=1e-12
+        robust.worst_case_weights(losses, weights, 0.3), [0.2, 0, 0.5, 0.1, 0.2], atol=1e-12
     )
-    np.testing.assert_array_equal(preference.worst_case_weights(losses, weights, 0.0), weights)
+    np.testing.assert_array_equal(robust.worst_case_weights(losses, weights, 0.0), weights)
     np.testing.assert_allclose(
-        preference.worst_case_weights(losses, weights, 1.0), [0, 0, 1, 0, 0], atol=1e-12
+        robust.worst_case_weights(losses, weights, 1.0), [0, 0, 1, 0, 0], atol=1e-12
     )
 
 
@@ -205,7 +205,7 @@ def test_worst_case_solves_the_linear_programme(seed):
     weights = np.where(random.random(12) < 0.25, 0.0, random.random(12))
     radius, mass = random.random() * 0.8, weights.sum()
     grid = jnp.asarray(losses.reshape(3, 4)), jnp.asarray(weights.reshape(3, 4))
-    actual = np.asarray(preference.worst_case_weights(*grid, radius))
+    actual = np.asarray(robust.worst_case_weights(*grid, radius))
     # max q.l with |q - p| = a + b, q = p + a - b, sum a = sum b <= radius x mass, b <= p; a only
     # where p > 0.
     bounds = [(0, mass if w > 0 else 0) for w in weights] + [(0, w) for w in weights]
@@ -230,9 +230,9 @@ def test_the_gradient_of_the_worst_case_is_that_under_its_weights():
     losses, weights = jnp.array([3.0, 1.0, 9.0]), jnp.full(3, 1 / 3)
 
     def worst(x: jax.Array) -> jax.Array:
-        return jnp.sum(preference.worst_case_weights(x, weights, 0.2) * x)
+        return jnp.sum(robust.worst_case_weights(x, weights, 0.2) * x)
 
-    expected = preference.worst_case_weights(losses, weights, 0.2)
+    expected = robust.worst_case_weights(losses, weights, 0.2)
     np.testing.assert_allclose(jax.grad(worst)(losses), expected, rtol=1e-12)
     step = jnp.array([1.0, -2.0, 0.5]) * 1e-6
     np.testing.assert_allclose(
@@ -290,12 +290,12 @@ def test_tilted_weights_by_hand():
     losses = jnp.array([np.log(3.0), 0.0, 50.0])
     weights = jnp.array([0.25, 0.75, 0.0])
     np.testing.assert_allclose(
-        preference.tilted_weights(losses, weights, 1.0), [0.5, 0.5, 0.0], rtol=1e-12
+        robust.tilted_weights(losses, weights, 1.0), [0.5, 0.5, 0.0], rtol=1e-12
     )
     # Huge losses do not overflow, and a step without weights has none.
-    shifted = preference.tilted_weights(losses + 1e4, weights, 1.0)
+    shifted = robust.tilted_weights(losses + 1e4, weights, 1.0)
     np.testing.assert_allclose(shifted, [0.5, 0.5, 0.0], rtol=1e-9)
-    assert not preference.tilted_weights(losses, 0 * weights, 1.0).any()
+    assert not robust.tilted_weights(losses, 0 * weights, 1.0).any()
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_tilted_weights_by_hand():
 def test_chi_square_weights_by_hand(scale, expected):
     losses = jnp.array([0.0, 1.0, 2.0])
     weights = jnp.array([0.25, 0.5, 0.25])
-    actual = preference.chi_square_weights(losses, weights, scale)
+    actual = robust.chi_square_weights(losses, weights, scale)
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -320,8 +320,8 @@ def test_worst_weights_are_best_among_random_ones():
     random = np.random.default_rng(0)
     losses = random.normal(size=6)
     p = random.dirichlet(np.ones(6))
-    kl = np.asarray(preference.tilted_weights(jnp.asarray(losses), jnp.asarray(p), 0.7))
-    chi = np.asarray(preference.chi_square_weights(jnp.asarray(losses), jnp.asarray(p), 0.7))
+    kl = np.asarray(robust.tilted_weights(jnp.asarray(losses), jnp.asarray(p), 0.7))
+    chi = np.asarray(robust.chi_square_weights(jnp.asarray(losses), jnp.asarray(p), 0.7))
     assert kl.sum() == pytest.approx(1)
     assert chi.sum() == pytest.approx(1)
 

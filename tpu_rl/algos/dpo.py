@@ -35,7 +35,7 @@ from flax import struct
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
 from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
-from tpu_rl.losses import masked, preference
+from tpu_rl.losses import masked, preference, robust
 from tpu_rl.losses.log_probs import (
     frozen_log_probs,
     log_collision,
@@ -93,7 +93,7 @@ class DpoConfig:
     robust_radius: float = 0.0
     """Share of the weight that the worst case may move between the pairs of a step. It is decided
     before the first update of the batch."""
-    robust_ball: preference.Ball = "tv"
+    robust_ball: robust.Ball = "tv"
     """Divergence that bounds the worst case. With kl and chi_square, robust_radius is the
     coefficient of the divergence: weights are p exp(loss / radius), or p max(0, 1 + (loss - mu) /
     radius)."""
@@ -118,11 +118,9 @@ class DpoConfig:
         """Describe a conflict between settings, or return ""."""
         if self.beta <= 0:
             return f"beta {self.beta} is not above 0"
-        largest = 1 if self.robust_ball == "tv" else math.inf
-        if not 0 <= self.robust_radius <= largest:
-            return f"robust_radius {self.robust_radius} is not in [0, {largest}]"
-        if self.robust_ball != "tv" and not self.robust_radius:
-            return f"robust_ball {self.robust_ball} needs robust_radius above 0, its coefficient"
+        problem = robust.conflict(self.robust_radius, self.robust_ball)
+        if problem:
+            return problem
         if self.rpo_coef < 0:
             return f"rpo_coef {self.rpo_coef} is negative"
         if not 0 <= self.reference_mix <= 1:
@@ -282,7 +280,7 @@ def dpo(config: DpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             losses = packing.over_micro_batches(
                 lambda micro_batch: compare(params, micro_batch)[0], batch
             )
-            worst = preference.worst_case_by_step(
+            worst = robust.worst_case_by_step(
                 losses, weights, config.robust_radius, config.robust_ball
             )
             batch = replace(batch, weights={"preference": worst})

@@ -70,11 +70,12 @@ from tpu_rl.algos.controllers import (
 )
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
-from tpu_rl.losses import advantages, masked
+from tpu_rl.losses import advantages, masked, robust
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.losses.policy_batch import (
     Credit,
     PolicyBatch,
+    learned_tokens,
     make_policy_batch,
     normalized_advantages,
 )
@@ -85,8 +86,19 @@ from tpu_rl.losses.policy_gradient import (
     policy_loss,
 )
 from tpu_rl.losses.reference_kl import ReferenceKl
+from tpu_rl.losses.robust import Ball
 from tpu_rl.losses.sampler_correction import SamplerCorrection
-from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Sampling
+from tpu_rl.types import (
+    Algorithm,
+    Array,
+    Experience,
+    Layout,
+    Metrics,
+    Params,
+    Roles,
+    Rollout,
+    Sampling,
+)
 
 ADVANTAGES = {
     "group": advantages.group_scaled,
@@ -146,6 +158,12 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     reference_reset_patience: int = 0
     """Reset the reference to the policy when the mean return of so many batches was not above the
     best one before (ProRL, arXiv 2505.24864); 0 never. The moments of the optimizer stay."""
+    robust_radius: float = 0.0
+    """Share of the weight that the worst case may move between the prompts of a step, towards those
+    with the lowest mean returns (distributionally robust RLHF, arXiv 2503.00539)."""
+    robust_ball: Ball = "tv"
+    """Divergence that bounds the worst case. With kl and chi_square, robust_radius is its
+    coefficient, in units of the return."""
     overlong_buffer: int = 0
     """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off. An
     episode has one, and its observations count."""
@@ -174,6 +192,9 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
             self.reward_clip_range[0] < self.reward_clip_range[1]
         ):
             raise _invalid(f"the reward clip range {self.reward_clip_range} holds nothing")
+        problem = robust.conflict(self.robust_radius, self.robust_ball)
+        if problem:
+            raise _invalid(problem)
         if not 0 < self.top_entropy_quantile <= 1:
             raise _invalid(f"top_entropy_quantile {self.top_entropy_quantile} is not in (0, 1]")
         numbers = (self.entropy_target or 0.0, self.entropy_coef_delta, self.entropy_coef_max)
@@ -309,6 +330,22 @@ def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     return group_policy_gradient(config, roles, sampling, surrogate)
 
 
+def worst_prompts(rollout: Rollout, layout: Layout, config: GroupPolicyConfig) -> Array:
+    """Return the factor of each action's weight in the worst case over prompts, [N, T]."""
+    mask = learned_tokens(rollout)
+    factors = robust.worst_prompts(
+        masked.total(rollout.rewards, mask, axis=-1),
+        rollout.group_id,
+        mask.any(-1),
+        rollout.episode_id,
+        layout.minibatch,
+        layout.minibatches,
+        config.robust_radius,
+        config.robust_ball,
+    )
+    return jnp.where(mask, factors[:, None], 0.0)
+
+
 def group_policy_gradient(
     config: GroupPolicyConfig,
     roles: Roles,
@@ -359,6 +396,9 @@ def group_policy_gradient(
         rollout, layout = experience
         if config.reference_reset_patience:
             state = state | {"stagnation": with_return(state["stagnation"], rollout)}
+        if config.robust_radius:
+            worst = batch.weights["policy"] * layout.pack(worst_prompts(rollout, layout, config))
+            batch = replace(batch, weights=batch.weights | {"policy": worst})
         weights = {
             name: layout.pack(term.weights(rollout, layout))
             for name, term in further_terms.items()

@@ -19,7 +19,6 @@ bootstrap), so that a pair counts the same in every epoch and after a resume.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,15 +31,14 @@ from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.losses.preference import (
-    Ball,
     Pair,
     bootstrap_counts,
     bradley_terry,
     pair_metrics,
     pair_scores,
     pair_weights,
-    worst_case_by_step,
 )
+from tpu_rl.losses.robust import Ball, conflict, worst_case_by_step
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -82,22 +80,20 @@ class RewardModelConfig:
     """Total variation within which the worst weights of an optimizer step's pairs are used."""
     robust_ball: Ball = "tv"
     """Divergence that bounds the worst case; for kl and chi_square robust_radius is its
-    coefficient (see `tpu_rl/losses/preference.py`)."""
+    coefficient (see `tpu_rl/losses/robust.py`)."""
     worst_share: float = 0.0
     """Share of the smallest member in the ensemble's score; the mean has the rest (BRME, arXiv
     2409.15360). 1 is the smallest member alone."""
 
     def __post_init__(self):
         coefficients = min(self.penalty, self.margin_coef, self.centering_coef)
-        largest = 1.0 if self.robust_ball == "tv" else math.inf
-        in_range = 0 <= self.robust_radius < largest and 0 <= self.worst_share <= 1
-        if self.robust_ball != "tv" and not self.robust_radius:
-            in_range = False
+        in_range = 0 <= self.worst_share <= 1
+        in_range &= not conflict(self.robust_radius, self.robust_ball)
         if min(self.heads, self.trunks) < 1 or coefficients < 0 or not in_range:
             raise InputError(
                 "a setting of the reward model is out of range",
                 where="--algorithm",
-                fix="use 1 or more heads and trunks, a radius below 1, and nothing negative",
+                fix="use 1 or more heads and trunks, a radius of at most 1, and nothing negative",
             )
 
     @property

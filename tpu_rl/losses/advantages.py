@@ -35,7 +35,7 @@ Advantage = Callable[[Array, Array, Array], Array]
 """(returns [N], group_id [N], lengths [N]) -> advantages [N]: a group baseline."""
 
 
-def _dense_ids(ids: Array) -> Array:
+def dense_ids(ids: Array) -> Array:
     """Return numbers below N that are equal where `ids` [N] are."""
     return jnp.searchsorted(jnp.sort(ids), ids)
 
@@ -43,13 +43,13 @@ def _dense_ids(ids: Array) -> Array:
 def _group_total(values: Array, group_id: Array) -> Array:
     """Return the sum over each row's group, [N]."""
     # Group ids may be of any size; segments are below N.
-    segment = _dense_ids(group_id)
+    segment = dense_ids(group_id)
     return jax.ops.segment_sum(values, segment, num_segments=len(segment))[segment]
 
 
 def _group_max(values: Array, group_id: Array) -> Array:
     """Return the largest value of each row's group, [N]."""
-    segment = _dense_ids(group_id)
+    segment = dense_ids(group_id)
     return jax.ops.segment_max(values, segment, num_segments=len(segment))[segment]
 
 
@@ -175,9 +175,16 @@ def group_success(returns: Array, group_id: Array, lengths: Array) -> Array:
 
     Zero for rows that are not scored.
     """
-    success = jnp.where(returns > 0, 1.0, 0.0)
-    centered = group_centered(success, group_id, lengths)
-    return jnp.where(lengths > 0, success - centered, 0.0)
+    return group_mean(jnp.where(returns > 0, 1.0, 0.0), group_id, lengths)
+
+
+def group_mean(returns: Array, group_id: Array, lengths: Array) -> Array:
+    """Return the mean over the scored completions of each row's group, [N].
+
+    Zero for rows that are not scored.
+    """
+    centered = group_centered(returns, group_id, lengths)
+    return jnp.where(lengths > 0, returns - centered, 0.0)
 
 
 def zero_variance_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
@@ -415,7 +422,7 @@ def per_turn(
       ends: [N, T] bool or None.
     """
     turns = turn_ids(mask, episode_id, ends)
-    compared = _dense_ids(group_id)[:, None] * (turns.max() + 1) + turns
+    compared = dense_ids(group_id)[:, None] * (turns.max() + 1) + turns
     return _compare_turns(advantage, returns, mask, compared, scored, ends)
 
 
@@ -440,7 +447,7 @@ def per_token(
     """
     counted = mask & scored[:, None]
     number = _so_far(mask, episode_id)
-    compared = _dense_ids(group_id)[:, None] * (number.max() + 1) + number
+    compared = dense_ids(group_id)[:, None] * (number.max() + 1) + number
     lengths = jnp.where(counted, _so_far(jnp.where(mask, score_norms, 0.0), episode_id), 0.0)
     values = advantage(returns.reshape(-1), compared.reshape(-1), lengths.reshape(-1))
     return jnp.where(counted, values.reshape(mask.shape), 0.0)
@@ -499,7 +506,7 @@ def observation_ids(tokens: Array, mask: Array, group_id: Array) -> Array:
 
     start = jnp.broadcast_to(seeds, (2, len(tokens)))
     hashes = jax.lax.scan(step, start, (tokens.T, mask.T))[1]  # [T, 2, N]
-    group = jnp.broadcast_to(_dense_ids(group_id)[:, None], tokens.shape).reshape(-1)
+    group = jnp.broadcast_to(dense_ids(group_id)[:, None], tokens.shape).reshape(-1)
     keys = (hashes[:, 0].T.reshape(-1), hashes[:, 1].T.reshape(-1), group)
     order = jnp.lexsort(keys)
     differs = [key[order][1:] != key[order][:-1] for key in keys]

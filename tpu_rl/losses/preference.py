@@ -11,7 +11,7 @@ too. It is smallest where chosen is far above rejected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -537,89 +537,3 @@ def divergence_score(log_ratio: Array, divergence: Divergence, alpha: float = 0.
             return jnp.log(2.0) + jax.nn.log_sigmoid(log_ratio)
         case "alpha":
             return jnp.expm1(jnp.minimum((alpha - 1) * log_ratio, LARGEST_EXPONENT)) / (alpha - 1)
-
-
-# --- distributional robustness ---
-
-
-def worst_case_weights(losses: Array, weights: Array, radius: float) -> Array:
-    """Return the weights within total variation `radius` of `weights` that make the weighted loss
-    largest (distributionally robust reward learning and DPO, arXiv 2503.00539).
-
-        max over q of sum q_i l_i
-        with q >= 0, sum q = sum p and 1/2 sum |q_i - p_i| <= radius sum p_i
-
-    The exact solution moves weight from the smallest losses to the largest one until `radius` is
-    spent. Elements of weight zero stay out. Gradients treat the result as a constant (Danskin's
-    theorem). Radius 0 returns `weights`. `losses` and `weights` have one shape.
-    """
-    flat_losses = losses.reshape(-1)
-    mass = weights.reshape(-1)
-    counts = mass > 0
-    largest = jnp.argmax(jnp.where(counts, flat_losses, -jnp.inf))
-    givers = counts.at[largest].set(False)
-    order = jnp.argsort(jnp.where(givers, flat_losses, jnp.inf))
-    available = jnp.where(givers, mass, 0.0)[order]
-    spent_before = jnp.cumsum(available) - available
-    taken = jnp.clip(radius * mass.sum() - spent_before, 0.0, available)
-    moved = mass.at[order].add(-taken).at[largest].add(taken.sum())
-    return jax.lax.stop_gradient(moved.reshape(weights.shape))
-
-
-def tilted_weights(losses: Array, weights: Array, temperature: float) -> Array:
-    """Return weights proportional to p exp(l / temperature), with the sum of p = `weights`.
-
-    They maximize sum q_i l_i - temperature KL(q || p): the worst case in a ball of the KL (arXiv
-    2503.00539, section 4, in its Lagrangian form). A small temperature is a large ball. Gradients
-    treat the result as a constant.
-    """
-    exponents = jnp.where(weights > 0, losses / temperature, -jnp.inf)
-    highest = jnp.max(exponents)
-    tilted = weights * jnp.exp(exponents - jnp.where(jnp.isfinite(highest), highest, 0.0))
-    total = tilted.sum()
-    result = jnp.where(total > 0, tilted * weights.sum() / jnp.where(total > 0, total, 1.0), 0.0)
-    return jax.lax.stop_gradient(result)
-
-
-def chi_square_weights(losses: Array, weights: Array, scale: float) -> Array:
-    """Return p max(0, 1 + (l - mu) / scale), with the sum of p = `weights`.
-
-    They maximize sum q_i l_i - scale / 2 sum (q_i - p_i)^2 / p_i: the worst case in a ball of the
-    chi-square divergence, in its Lagrangian form. mu makes the sums equal, and is found by
-    bisection. Gradients treat the result as a constant.
-    """
-    counts = weights > 0
-    largest = jnp.max(jnp.where(counts, losses, -jnp.inf))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    smallest = jnp.min(jnp.where(counts, losses, jnp.inf))
-    smallest = jnp.where(jnp.isfinite(smallest), smallest, 0.0)
-
-    def weigh(mu: Array) -> Array:
-        return jnp.where(counts, weights * jnp.maximum(0.0, 1.0 + (losses - mu) / scale), 0.0)
-
-    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = 0.5 * (low + high)
-        too_much = weigh(middle).sum() > weights.sum()
-        return jnp.where(too_much, middle, low), jnp.where(too_much, high, middle)
-
-    # At mu = smallest every factor is at least 1, and at mu = largest at most 1.
-    low, high = jax.lax.fori_loop(0, 60, halve, (smallest, largest))
-    return jax.lax.stop_gradient(weigh(0.5 * (low + high)))
-
-
-Ball = Literal["tv", "kl", "chi_square"]
-"""The divergence that a worst case is bounded by."""
-
-
-def worst_case_by_step(losses: Array, weights: Array, radius: float, ball: Ball = "tv") -> Array:
-    """Return the worst weights of each optimizer step by itself, for arrays [M, ...].
-
-    `radius` is that of total variation; for kl and chi_square the coefficient of the divergence.
-    """
-    function = {
-        "tv": worst_case_weights,
-        "kl": tilted_weights,
-        "chi_square": chi_square_weights,
-    }[ball]
-    return jax.vmap(lambda loss, weight: function(loss, weight, radius))(losses, weights)
