@@ -48,6 +48,7 @@ from tpu_rl.models.config import (
     DecoderConfig,
     gate_function,
     inputs_and_outputs,
+    nf4_block,
 )
 from tpu_rl.models.layers import ACTIVATIONS, CACHED, PACKED, ActivationAxes, TokenIndex
 from tpu_rl.models.moe import experts, router
@@ -60,6 +61,11 @@ KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
 tokens, because every query attends to all of them."""
 
+
+FEW_TOKENS = 256
+"""Up to so many tokens a matrix in four bits is multiplied block by block. By the TPU compiler's
+cycles, 32 tokens x 4,096 inputs x 14,336 outputs take 0.55 ms on a v5e and not 1.29, and 4,096
+tokens 4.3 ms and not 3.5."""
 
 LatestKeys = dict[str, tuple[Array, Array]]
 """Layer type -> keys and values [B, K, S, E] of the latest layer of this type that made its own.
@@ -184,11 +190,13 @@ class Weights(nn.Module):
 
     def weight(self, name: str) -> Array:
         """Return a weight in the compute dtype: of a matrix in eight bits, the numbers alone."""
-        stored = self._stored(name)
         if self.config.weight_dtype == "nf4" and name in QUANTIZED:
-            scale = self._stored(name + BLOCK_SCALE)
-            return quantization.dequantize(name, Quantized(stored, scale), self.config.dtype)
-        return stored.astype(self.config.dtype)
+            return quantization.dequantize(name, self.nf4(name), self.config.dtype)
+        return self._stored(name).astype(self.config.dtype)
+
+    def nf4(self, name: str) -> Quantized:
+        """Return a matrix in four bits."""
+        return Quantized(self._stored(name), self._stored(name + BLOCK_SCALE))
 
     def _stored(self, name: str) -> Array:
         """Return a weight as it is stored."""
@@ -253,11 +261,18 @@ class Weights(nn.Module):
     def linear(self, equation: str, x: Array, name: str, bias: bool) -> Array:
         """Return the einsum of x and a weight, plus its bias and the output of its adapter."""
         is_exact = self.config.exact
-        weight = self.weight(name)
-        if is_exact:
+        is_nf4 = self.config.weight_dtype == "nf4" and name in QUANTIZED
+        if is_nf4 and not is_exact and x.size <= FEW_TOKENS * x.shape[-1]:
+            # The whole matrix would be written and read again.
+            blocks = quantization.from_nf4(name, self.nf4(name), self.config.dtype)
+            equation_of_blocks = quantization.block_equation(equation)
+            inputs = x.reshape(*x.shape[:-1], -1, nf4_block(x.shape[-1]))
+            y = layers.product(equation_of_blocks, inputs, blocks)
+        elif is_exact:
+            weight = self.weight(name)
             y = exact.product(equation, x, weight, WEIGHT_AXES[name])
         else:
-            y = layers.product(equation, x, weight)
+            y = layers.product(equation, x, self.weight(name))
         scale = self.scale(name)
         if scale is not None:
             y = quantization.scaled(y, scale)

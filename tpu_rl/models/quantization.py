@@ -109,20 +109,43 @@ def _in_nf4(weight: Array, axis: int) -> Quantized:
 
 
 def dequantize(name: str, quantized: Quantized, dtype: Any) -> Array:
-    """Return the matrix `name` that numbers and scales stand for, rounded once to `dtype`."""
+    """Return the matrix `name` that numbers and scales stand for, in `dtype`.
+
+    In eight bits it is rounded once. In NF4 the value and the product are rounded to `dtype`.
+    """
     axes = matrix_axes(name)
     assert axes is not None
     inputs, _ = axes
+    if quantized.numbers.dtype == jnp.uint4:
+        return from_nf4(name, quantized, dtype).reshape(quantized.numbers.shape)
+    values = quantized.numbers.astype(jnp.float32)
+    return (values * jnp.expand_dims(quantized.scale, inputs)).astype(dtype)
+
+
+def from_nf4(name: str, quantized: Quantized, dtype: Any) -> Array:
+    """Return the matrix `name` in `dtype`, its last axis of inputs as [..., blocks, block, ...]."""
+    axes = matrix_axes(name)
+    assert axes is not None
     numbers, scale = quantized
-    if numbers.dtype != jnp.uint4:
-        values = numbers.astype(jnp.float32)
-        return (values * jnp.expand_dims(scale, inputs)).astype(dtype)
+    axis = numbers.ndim + axes[0][-1]
     # A gather of single values is slow on TPUs; 15 comparisons are elementwise.
-    values = jnp.full(numbers.shape, NF4[0], jnp.float32)
+    values = jnp.full(numbers.shape, NF4[0], dtype)
     for number, value in enumerate(NF4[1:], start=1):
-        values = jnp.where(numbers.astype(jnp.int32) >= number, value, values)
-    block = nf4_block(numbers.shape[inputs[-1]])
-    return (values * jnp.repeat(scale.astype(jnp.float32), block, inputs[-1])).astype(dtype)
+        values = jnp.where(numbers.astype(jnp.int32) >= number, jnp.asarray(value, dtype), values)
+    block = nf4_block(numbers.shape[axis])
+    values = values.reshape(*scale.shape[: axis + 1], block, *scale.shape[axis + 1 :])
+    factors = jnp.expand_dims(scale.astype(dtype), axis + 1)
+    return values * jnp.broadcast_to(factors, values.shape)
+
+
+def block_equation(equation: str) -> str:
+    """Return the einsum of x and a matrix, both with the last input cut into blocks (`from_nf4`).
+
+    The last input is the last dimension of x: "btd,hed->bthe" becomes "btdz,hedz->bthe".
+    """
+    operands, result = equation.split("->")
+    last = operands.split(",")[0][-1]
+    return f"{operands.replace(last, last + 'z')}->{result}"
 
 
 def quantize_tree(params: Any, dtype: WeightDtype) -> Any:
