@@ -372,6 +372,7 @@ class ExperimentConfig:
         specs = [stage.algorithm.experience for stage in self.stages]
         config_checks.check_sampling(self.sampling, self.batch, specs)
         config_checks.check_rollouts(self.rollout, self.batch, specs)
+        config_checks.check_curriculum(self.rollout, specs)
         algorithms = [stage.algorithm for stage in self.stages]
         config_checks.check_replay(
             self.rollout, self.sampling, self.environment, self.agent, algorithms

@@ -592,6 +592,44 @@ def check_hints(
     _refuse_together("--algorithm", "the teacher's hint has no place", whys)
 
 
+def check_curriculum(rollout: RolloutConfig, specs: Sequence[ExperienceSpec]) -> None:
+    """Check that rows can be chosen, and start, as the curriculum says."""
+    curriculum = rollout.curriculum
+    if curriculum == type(curriculum)():
+        return
+    where = "--rollout.curriculum"
+    if any(spec.source != "rollouts" for spec in specs):
+        raise InputError(
+            "this algorithm has no curriculum",
+            where=where,
+            why="it does not learn from rewards of rollouts, so that rows have no pass rates",
+            fix="leave it out, or choose rows by a filter stage of a recipe",
+        )
+    low, high = curriculum.pass_rate
+    if not 0 <= low <= high <= 1:
+        raise InputError(
+            f"{low:g} to {high:g} is no range of pass rates",
+            where=f"{where}.pass-rate",
+            fix="give the lower and the upper end, as 0.2 0.8",
+        )
+    first, last = curriculum.start
+    if not 1 > first >= last >= 0 or (first > last) != (curriculum.start_batches > 0):
+        raise InputError(
+            f"the share of solutions cannot go from {first:g} to {last:g} in "
+            f"{curriculum.start_batches} batches",
+            where=f"{where}.start, {where}.start-batches",
+            why="it falls from below 1 to at least 0, in one batch or more",
+            fix="use for instance 0.75 0 and 100",
+        )
+    check_not_negative({f"{where}.refresh": curriculum.refresh})
+    if curriculum.impact is not None and not curriculum.impact <= 1:
+        raise InputError(
+            f"no row has an impact of {curriculum.impact:g}",
+            where=f"{where}.impact",
+            fix="use at most 1, such as 0.6",
+        )
+
+
 def check_normalized_rewards(
     rollout: RolloutConfig,
     batch: BatchConfig,

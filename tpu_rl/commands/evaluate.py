@@ -239,7 +239,9 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
         first = data.first_row(flags.data.path, split, files.config, columns)
         is_chat = "prompt" not in first and held_out_loss.brings_text(first)
         spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
-        return list(tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows])
+        rows = tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows]
+        templates = files.evaluation_templates or files.templates
+        return [tasks.with_template(row, templates) for row in rows]
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -104,6 +105,25 @@ def drop_misfits(
     if len(fitting) == len(rows):
         return rows, ""
     return take(rows, np.array(fitting)), message
+
+
+def without_shared_words(rows: Sequence[Row], held_out: Sequence[Row], count: int) -> np.ndarray:
+    """Return the numbers of rows that share no `count` words in a row with a held-out prompt.
+
+    Words are runs of letters and digits, in lower case. A prompt with fewer words shares them if a
+    held-out prompt has the same ones. GPT-3 drops 13 words with what stands around them (arXiv
+    2005.14165, appendix C); here the whole row is dropped.
+    """
+
+    def grams(row: Row) -> set[tuple[str, ...]]:
+        prompt = row.get("prompt") or row.get("messages") or row.get("text") or ""
+        words = re.findall(r"\w+", as_text(prompt).lower())
+        starts = range(max(len(words) - count, 0) + 1)
+        return {tuple(words[start : start + count]) for start in starts} - {()}
+
+    known = set().union(*(grams(row) for row in held_out))
+    clean = [index for index, row in enumerate(rows) if known.isdisjoint(grams(row))]
+    return np.array(clean, np.int64)
 
 
 MIN_UNSURE_ROWS = 10_000
