@@ -1,7 +1,7 @@
 """Measure a model on held-out rows: pass@1, greedy, pass@k, majority votes, rewards and loss.
 
     python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE]
-        [--reward NAME ...] [--samples K]
+        [--reward NAME ...] [--samples K] [--judge REWARD]
     python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1] [--baseline cd]
 
 Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out rows: by
@@ -36,7 +36,7 @@ from tpu_rl.evaluation import answer_accuracy, calibration, guided_accuracy, hel
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
-from tpu_rl.rewards import answer_readers
+from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Decoding, Scorer
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
@@ -101,6 +101,9 @@ class Flags:
     """Evaluate only the most likely completion of each problem."""
     max_new_tokens: int | None = None
     """The largest number of tokens of a completion. The default is the preset's or run's."""
+    judge: str = ""
+    """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
+    one, and weights their votes."""
     seed: int = 0
     guide: str | None = None
     """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
@@ -127,7 +130,7 @@ def main(argv: list[str]) -> int:
             report_ranking(flags)
             return 0
         rows = held_out(config, flags)
-        config = with_reward(config, rows, flags)
+        config = with_judge(with_reward(config, rows, flags), flags)
         language, params = load_language(flags.model, config)
         problems = tasks.problems(rows)
         preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
@@ -160,6 +163,13 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+    if flags.judge and (flags.samples < 2 or flags.greedy or flags.guide):
+        raise InputError(
+            "a judge has nothing to choose from",
+            where="--judge, --samples",
+            why="it chooses among several sampled completions of the model alone",
+            fix="use --samples 8, without --greedy and --guide",
+        )
     for name in ("format", "columns", "split", "config"):
         if getattr(flags.data, name) is not None and flags.data.path is None:
             raise InputError(
@@ -280,6 +290,20 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
     raise InputError(
         "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
     )
+
+
+def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
+    """Return the configuration that also measures the reward of --judge.
+
+    Raises:
+        InputError: if nothing says what is correct.
+    """
+    if not flags.judge or flags.judge in config.evaluation_rewards:
+        return config
+    if config.evaluation_reward is None:
+        raise InputError("no reward says what is correct", where="--judge", fix="give --reward too")
+    metrics = (*config.evaluation.metrics, flags.judge)
+    return replace(config, evaluation=replace(config.evaluation, metrics=metrics))
 
 
 def loss(
@@ -476,4 +500,12 @@ def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Es
         ]
         if flags.samples > 1 and sampled.reads_answers:
             lines.append((f"maj@{flags.samples}", answer_accuracy.majority_vote(sampled.problems)))
+        if flags.judge:
+            judge = registry.display_name(flags.judge)
+            scores, weights = answer_accuracy.judged(sampled.problems, judge)
+            best = answer_accuracy.best_of(sampled.problems, scores)
+            lines.append((f"best of {flags.samples} by {judge}", best))
+            if sampled.reads_answers:
+                vote = answer_accuracy.weighted_vote(sampled.problems, weights)
+                lines.append((f"votes weighted by {judge}", vote))
     return [*lines, ("greedy", Estimate(greedy.accuracy, greedy.low, greedy.high, greedy.n))]
