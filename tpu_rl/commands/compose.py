@@ -309,7 +309,7 @@ def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
     settings = context.config.rollout
     engine = rollout_engine(context, record_routing=settings.replay_routing)
-    chain = _transforms(context, stage)
+    chain = batch_transforms(context, stage)
     if settings.curriculum == CurriculumConfig():
         return _source_of(context, engine, row_stream(context, stage), chain)
     tokenizer = context.language.tokenizer
@@ -351,7 +351,7 @@ def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None
     return SamplerThread(engine, context.rollout_policy("policy").params)
 
 
-def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
+def batch_transforms(context: RunContext, stage: Stage) -> list[Transform]:
     """Return the transforms of each batch: baseline, filter, scales, then the algorithm's own."""
     chain: list[Transform] = []
     spec = stage.algorithm.experience

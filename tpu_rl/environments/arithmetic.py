@@ -253,6 +253,23 @@ def well_formed(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) ->
     return [float(parse_answer(text_of(completion)) is not None) for completion in completions]
 
 
+def variants(row: Row) -> list[Row]:
+    """Return the problems of at least two neighboring terms of a problem, but not of all.
+
+    They are solved by themselves, from the shortest on. None comes twice.
+    """
+    tokens = re.findall(r"[0-9]+|[-+*]", row["prompt"])
+    parts = [
+        "".join(tokens[first : first + 2 * terms - 1])
+        for terms in range(2, len(tokens) // 2 + 1)
+        for first in range(0, len(tokens) - 2 * terms + 2, 2)
+    ]
+    return [
+        {"prompt": f"{part}=", "answer": str(evaluate(part)), "solution": worked_solution(part)}
+        for part in dict.fromkeys(parts)
+    ]
+
+
 def terms_slice(row: Row) -> tuple[str, ...]:
     """Return the slice of a problem: its number of terms."""
     return (f"{count_terms(row['prompt'])}_terms",)
@@ -282,6 +299,7 @@ TASK = Task(
     rewards={"arithmetic": correct, "arithmetic_well_formed": well_formed},
     read_answers={"arithmetic": parse_answer},
     label_steps=label_steps,
+    variants=variants,
     slices_of=terms_slice,
 )
 
