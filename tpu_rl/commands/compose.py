@@ -184,6 +184,7 @@ def decoding(
         purpose,
         config.sampling.stop_strings,
         environment(config),
+        config.sampling.thinking,
     )
 
 

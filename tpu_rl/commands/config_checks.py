@@ -592,6 +592,42 @@ def check_hints(
     _refuse_together("--algorithm", "the teacher's hint has no place", whys)
 
 
+def check_thinking(
+    sampling: SamplingConfig,
+    rollout: RolloutConfig,
+    environment: str,
+    agent: str,
+    specs: Sequence[ExperienceSpec],
+) -> None:
+    """Check that completions can be sampled in phases."""
+    thinking = sampling.thinking
+    if not thinking.is_on:
+        return
+    where = "--sampling.thinking"
+    if max(thinking.max_tokens, thinking.min_tokens) >= sampling.max_new_tokens:
+        raise InputError(
+            "no token is left for the answer",
+            where=f"{where}, --sampling.max-new-tokens",
+            why=f"completions have {sampling.max_new_tokens} tokens, the thought's included",
+            fix="raise --sampling.max-new-tokens",
+        )
+    whys = {
+        "--environment": (bool(environment), "turns of a conversation have no phases"),
+        "--agent": (bool(agent), "turns of a conversation have no phases"),
+        "--rollout.partial": (rollout.partial > 0, "phases are not continued in another step"),
+        "--rollout.replay-routing": (rollout.replay_routing, "phases are read anew"),
+        "--sampling.speculation.tokens": (
+            sampling.speculation.tokens > 0,
+            "contexts of phases are too long for the drafts' cache",
+        ),
+        "--algorithm": (
+            any(spec.source != "rollouts" for spec in specs),
+            "it does not learn from rewards of rollouts",
+        ),
+    }
+    _refuse_together(where, "thoughts have no limits", whys)
+
+
 def check_curriculum(rollout: RolloutConfig, specs: Sequence[ExperienceSpec]) -> None:
     """Check that rows can be chosen, and start, as the curriculum says."""
     curriculum = rollout.curriculum

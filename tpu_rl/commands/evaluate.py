@@ -354,6 +354,7 @@ def answer(
             Purpose.EVALUATION,
             config.sampling.stop_strings,
             compose.environment(config),
+            evaluators.limited(config.sampling.thinking),
         )
         engine = compose.engine(config, decoding, scorer)
         results[name] = answer_accuracy.evaluate(engine, params, problems, readers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from tpu_rl import sampler
 from tpu_rl.environments import TASKS
-from tpu_rl.sampler import Speculation
+from tpu_rl.sampler import Speculation, Thinking
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
 
@@ -227,6 +227,9 @@ class SamplingConfig:
     looks for stop strings."""
     speculation: Speculation = Speculation()
     """Sample the same completions in fewer steps. Evaluation and Q# decode without it."""
+    thinking: Thinking = Thinking()
+    """The length of thoughts, in training and evaluation, and the sampling of answers, in training
+    alone."""
 
 
 def sampler_config(

@@ -187,13 +187,15 @@ def stop_at(
         text = tokenizer.decode(token_ids)
         return any(string in text for string in stop_strings)
 
-    def find_end(token_ids: list[int]) -> int | None:
-        if not contains_stop(token_ids):
-            return None
-        lengths = range(1, len(token_ids) + 1)
-        index = bisect.bisect_left(
-            lengths, True, key=lambda length: contains_stop(token_ids[:length])
-        )
-        return lengths[index]
+    return lambda token_ids: first_length(token_ids, contains_stop)
 
-    return find_end
+
+def first_length(token_ids: list[int], holds: Callable[[list[int]], bool]) -> int | None:
+    """Return the smallest number of first tokens for which `holds` is True, or None.
+
+    If it holds for some tokens, it must hold for any longer sequence that starts with them.
+    """
+    if not holds(token_ids):
+        return None
+    lengths = range(1, len(token_ids) + 1)
+    return lengths[bisect.bisect_left(lengths, True, key=lambda n: holds(token_ids[:n]))]
