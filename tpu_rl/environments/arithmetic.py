@@ -118,7 +118,9 @@ class ArithmeticSource:
         return SOURCE_LENGTH
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        expression = _sample(self.config, self.split, _generator(self.seed, self.split, index))
+        expression = sample_expression(
+            self.config, self.split, _generator(self.seed, self.split, index)
+        )
         return {
             "prompt": f"{expression}=",
             "answer": str(evaluate(expression)),
@@ -157,7 +159,7 @@ class ArithmeticDemonstrations:
 
     def __getitem__(self, index: int) -> dict[str, str]:
         generator = _generator(self.seed, "demonstrations", index)
-        expression = _sample(self.config, "train", generator)
+        expression = sample_expression(self.config, "train", generator)
         share = self._written_shares[count_terms(expression) - self.config.min_terms]
         solve = worked_solution if generator.random() < share else bare_answer
         return {
@@ -329,7 +331,7 @@ def _steps(expression: str) -> list[str]:
     return steps
 
 
-def _sample(config: Arithmetic, split: str, generator: np.random.Generator) -> str:
+def sample_expression(config: Arithmetic, split: str, generator: np.random.Generator) -> str:
     """Return a random expression of the split.
 
     The number of terms is sampled once, so both splits have the same distribution of lengths.
