@@ -32,7 +32,13 @@ from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, M
 from tpu_rl.commands.saved_run import load_language, load_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import answer_accuracy, calibration, guided_accuracy, held_out_loss
+from tpu_rl.evaluation import (
+    answer_accuracy,
+    calibration,
+    entropy,
+    guided_accuracy,
+    held_out_loss,
+)
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
@@ -104,6 +110,8 @@ class Flags:
     judge: str = ""
     """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
     one, and weights their votes."""
+    target_entropy: float | None = None
+    """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
     guide: str | None = None
     """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
@@ -144,7 +152,10 @@ def main(argv: list[str]) -> int:
         if flags.guide is not None:
             report_guided(config, language, params, problems, scorer, flags)
             return 0
-        report(flags, scorer, answer(config, language, params, problems, scorer, flags))
+        results = answer(config, language, params, problems, scorer, flags)
+        report(flags, scorer, results)
+        if flags.target_entropy is not None:
+            report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -163,6 +174,14 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+    target = flags.target_entropy
+    if target is not None and (not target > 0 or flags.greedy or flags.guide):
+        raise InputError(
+            f"--target-entropy {target:g}",
+            where="--target-entropy",
+            why="it is that of sampled completions of the model alone",
+            fix="use a number above 0 such as 0.3, without --greedy and --guide",
+        )
     if flags.judge and (flags.samples < 2 or flags.greedy or flags.guide):
         raise InputError(
             "a judge has nothing to choose from",
@@ -413,6 +432,25 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             console.print(calibration.as_text(name, result.calibration), markup=False)
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+MAX_ENTROPY_ROWS = 64
+"""Completions whose entropy is measured."""
+
+
+def report_temperature(
+    flags: Flags, language: roles.Language, params: Params, result: Evaluation, target: float
+) -> None:
+    """Print the temperature at which the first sampled completions have an entropy."""
+    rollout = jax.tree.map(lambda array: array[:MAX_ENTROPY_ROWS], result.rollout)
+    with jax.set_mesh(compose.make_mesh(MeshConfig())):
+        of = entropy.entropy_of(language.model, params, rollout)
+        temperature = entropy.temperature_for(of, target)
+        now = of(flags.temperature)
+    print(
+        f"entropy {now:.3f} at temperature {flags.temperature:g}, {target:g} at {temperature:.3f}: "
+        f"measure again with --temperature {temperature:.3f}"
+    )
 
 
 def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
