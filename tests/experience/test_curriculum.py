@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_rl import data
+from tpu_rl.commands import config as settings
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
 from tpu_rl.experience.config import CurriculumConfig, FileData
@@ -201,3 +202,20 @@ def test_a_prompt_always_gets_the_same_template():
     assert {row["prompt"][0] for row in rows} == {"a", "b", "c"}
     with pytest.raises(InputError, match="does not go into a template"):
         tasks.with_template({"prompt": "p"}, ("no place",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--rollout.curriculum.pass-rate", "0.8", "0.2"], "no range of pass rates"),
+        (["--rollout.curriculum.start", "0.5", "0"], "cannot go from 0.5 to 0"),
+        (["--rollout.curriculum.start", "1", "0"], "cannot go from 1 to 0"),
+        (["--rollout.curriculum.impact", "2"], "no row has an impact of 2"),
+        (["--rollout.curriculum.refresh", "-1"], "is -1"),
+    ],
+)
+def test_impossible_curricula_are_refused(flags, error):
+    with pytest.raises(InputError, match=error):
+        settings.parse(["arithmetic_grpo", *flags])
+    with pytest.raises(InputError, match="has no curriculum"):
+        settings.parse(["arithmetic_sft", "--rollout.curriculum.hints"])

@@ -628,7 +628,9 @@ def check_thinking(
     _refuse_together(where, "thoughts have no limits", whys)
 
 
-def check_curriculum(rollout: RolloutConfig, specs: Sequence[ExperienceSpec]) -> None:
+def check_curriculum(
+    rollout: RolloutConfig, specs: Sequence[ExperienceSpec], is_judged: bool
+) -> None:
     """Check that rows can be chosen, and start, as the curriculum says."""
     curriculum = rollout.curriculum
     if curriculum == type(curriculum)():
@@ -640,6 +642,13 @@ def check_curriculum(rollout: RolloutConfig, specs: Sequence[ExperienceSpec]) ->
             where=where,
             why="it does not learn from rewards of rollouts, so that rows have no pass rates",
             fix="leave it out, or choose rows by a filter stage of a recipe",
+        )
+    if not is_judged:
+        raise InputError(
+            "no reward says which completions pass",
+            where=f"{where}, --reward",
+            why="a likelihood is known after rows have been chosen",
+            fix="name a reward; 0*NAME only measures",
         )
     low, high = curriculum.pass_rate
     if not 0 <= low <= high <= 1:

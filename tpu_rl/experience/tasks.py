@@ -198,7 +198,7 @@ def file_rows(
             why="this preset reads its rows from a file",
             fix="give a file, a saved dataset or a name of the hub",
         )
-    if files.templates or files.decontaminate:
+    if files.templates or files.evaluation_templates or files.decontaminate:
         return _chosen_rows(files, spec, num_held_out)
     if files.format == "gsm8k_solutions":
         return solution_rows(files, spec, num_held_out)
@@ -213,7 +213,8 @@ def _chosen_rows(
     files: FileData, spec: ExperienceSpec, num_held_out: int
 ) -> tuple[Sequence[Row], Sequence[Row]]:
     """Return `file_rows` in templates, without training rows that held-out rows contaminate."""
-    bare = replace(files, templates=(), decontaminate=0, instruction="")
+    plain: dict[str, Any] = {"templates": (), "evaluation_templates": (), "instruction": ""}
+    bare = replace(files, decontaminate=0, **plain)
     train, held_out = file_rows(bare, spec, num_held_out)
     if files.decontaminate:
         clean = prompts.without_shared_words(train, held_out, files.decontaminate)
