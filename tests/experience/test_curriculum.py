@@ -1,6 +1,7 @@
 """Curricula: which rows come next, and what their prompts start with."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,18 +29,19 @@ def scored(rows, rates, group=4) -> Scored:
     count = len(rows) * group
     passes = np.concatenate([np.arange(group) < rate * group for rate in rates]).astype(np.float32)
     ones = np.ones((count, 1), np.float32)
-    rollout = Rollout(
-        tokens=ones.astype(np.int32),
-        action_mask=ones > 0,
-        log_probs=ones,
-        behaviour_log_probs=ones,
-        rewards=ones,
-        group_id=np.repeat(np.arange(len(rows), dtype=np.int32), group),
-        policy_step=np.zeros(count, np.int32),
-        birth_key=np.zeros((count, 2), np.uint32),
-        truncated=np.zeros(count, bool),
-        scored=np.ones(count, bool),
-    )
+    arrays: Any = {
+        "tokens": ones.astype(np.int32),
+        "action_mask": ones > 0,
+        "log_probs": ones,
+        "behaviour_log_probs": ones,
+        "rewards": ones,
+        "group_id": np.repeat(np.arange(len(rows), dtype=np.int32), group),
+        "policy_step": np.zeros(count, np.int32),
+        "birth_key": np.zeros((count, 2), np.uint32),
+        "truncated": np.zeros(count, bool),
+        "scored": np.ones(count, bool),
+    }
+    rollout = Rollout(**arrays)
     texts = [""] * count
     parts = {"right": passes}
     lengths = np.ones(count, np.int64)

@@ -47,7 +47,8 @@ def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, **settings):
             said = Characters().encode(next(text))[:limit]
             ends = [n for n in range(1, len(said) + 1) if said[n - 1] == END]
             found = stop_at(said) if stop_at is not None else None
-            said = said[: min([*ends, *([found] if found else []), len(said)])]
+            length = min([*ends, *([found] if found else []), len(said)])
+            said = said[:length]
             tokens[row, len(context) : len(context) + len(said)] = said
             mask[row, len(context) : len(context) + len(said)] = True
             truncated.append(not ends and found is None)

@@ -399,7 +399,7 @@ class PuzzlesSource:
                 break
         prompt: Any = puzzle.prompt
         completion: Any = f"{puzzle.steps}#{puzzle.answer}"
-        row = {"solution": completion, "answer": puzzle.answer, "kind": kind}
+        row: dict[str, Any] = {"solution": completion, "answer": puzzle.answer, "kind": kind}
         if self.config.chat:
             prompt = [{"role": "user", "content": prompt}]
             completion = [{"role": "assistant", "content": completion}]

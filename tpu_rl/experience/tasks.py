@@ -257,7 +257,7 @@ def with_template(row: Row, templates: tuple[str, ...]) -> Row:
     """
     if not templates:
         return row
-    prompt = row.get("prompt")
+    prompt: Any = row.get("prompt")
     text = prompt if isinstance(prompt, str) or not prompt else prompt[-1].get("content")
     template = templates[zlib.crc32(str(text).encode()) % len(templates)]
     if not isinstance(text, str) or "{prompt}" not in template:

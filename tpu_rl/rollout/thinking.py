@@ -170,18 +170,19 @@ class ThinkingDecoding(Decoding):
             action_mask[i, span] = row.is_action
             log_probs[i, span] = row.log_probs
             behaviour[i, span] = row.behaviour
-        return Rollout(
-            tokens=tokens,
-            action_mask=action_mask,
-            log_probs=log_probs,
-            behaviour_log_probs=behaviour,
-            rewards=np.zeros(shape, np.float32),
-            group_id=np.arange(len(rows), dtype=np.int32) // self.config.samples_per_prompt,
-            policy_step=np.full(len(rows), policy_step, np.int32),
-            birth_key=births,
-            truncated=np.array([row.truncated for row in rows]),
-            scored=np.zeros(len(rows), bool),
-        )
+        arrays: dict[str, Any] = {
+            "tokens": tokens,
+            "action_mask": action_mask,
+            "log_probs": log_probs,
+            "behaviour_log_probs": behaviour,
+            "rewards": np.zeros(shape, np.float32),
+            "group_id": np.arange(len(rows), dtype=np.int32) // self.config.samples_per_prompt,
+            "policy_step": np.full(len(rows), policy_step, np.int32),
+            "birth_key": births,
+            "truncated": np.array([row.truncated for row in rows]),
+            "scored": np.zeros(len(rows), bool),
+        }
+        return Rollout(**arrays)
 
 
 def controlled(decoding: Decoding, tokenizer: Tokenizer) -> Decoding:
