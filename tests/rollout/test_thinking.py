@@ -111,6 +111,14 @@ def test_a_thought_that_ends_too_soon_goes_on():
     assert texts_of(rollout)[0] == ["no~no|5."]
 
 
+def test_a_row_that_begins_with_a_forced_token_says_where_its_prompt_ends():
+    rollout, _ = sample(["|", "so it is|", "1."], min_tokens=3)
+    assert texts_of(rollout)[1] == ["so it is|1."]
+    assert rollout.tokens[0, 2:4].tolist() == Characters().encode("~s")
+    assert rollout.parent.tolist() == [0]
+    assert sample(["so it is|", "1."], min_tokens=3)[0].parent is None
+
+
 def test_answers_have_settings_of_their_own():
     rollout, calls = sample(["x|", "y.", "1.", "2."], ("ab", "c"), answer_top_k=1)
     assert texts_of(rollout)[0] == ["x|1.", "y."]  # The second ended without a thought's end.

@@ -147,22 +147,19 @@ def majority(of: Reward = _one_number) -> Reward:
 
 def _readers(of: Reward) -> Callable[[Sequence[Sequence[str]]], Sequence[Any]]:
     """Return what reads the answers of groups of completions, as the reward `of` does."""
-    read_answer: Callable[[str], Hashable | None] | None = _answer
-    if of is not _one_number:
-        # The table of all rewards has this one too.
-        from tpu_rl.rewards import verifiers
-
-        row = next((row for row in verifiers.BUILTIN.values() if of is row.score), None)
-        readers = verifiers.AnswerReaders() if row is None else row.readers
-        composed.require(
-            readers != verifiers.AnswerReaders(),
-            "majority(of=)",
-            "name a reward that reads one final answer, such as math, gsm8k or choice",
-        )
-        if readers.read_groups is not None:
-            return readers.read_groups
-        read_answer = readers.read_answer
-    assert read_answer is not None
+    if of is _one_number:
+        return lambda groups: [[_answer(text) for text in texts] for texts in groups]
+    # The table of rewards has set it; it imports this file.
+    readers = getattr(of, "answer_readers", None)
+    composed.require(
+        readers is not None,
+        "majority(of=)",
+        "name a reward that reads one final answer, such as math, gsm8k or choice",
+    )
+    assert readers is not None
+    read_answer = readers.read_answer
+    if readers.read_groups is not None:
+        return readers.read_groups
     return lambda groups: [[read_answer(text) for text in texts] for texts in groups]
 
 

@@ -182,6 +182,13 @@ class ThinkingDecoding(Decoding):
             "truncated": np.array([row.truncated for row in rows]),
             "scored": np.zeros(len(rows), bool),
         }
+        if any(row.is_action and not row.is_action[0] for row in rows):
+            # A row whose first token is forced does not show where its prompt ends.
+            numbers = np.arange(len(rows), dtype=np.int32)
+            group = self.config.samples_per_prompt
+            lengths = np.array([len(row.prompt) for row in rows], np.int32)
+            arrays["parent"] = numbers // group * group
+            arrays["shared"] = np.where(numbers % group, lengths, 0).astype(np.int32)
         return Rollout(**arrays)
 
 
