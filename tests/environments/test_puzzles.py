@@ -8,7 +8,7 @@ from tpu_rl.errors import InputError
 
 
 def score(row, completion):
-    (value,) = puzzle([row["prompt"]], [completion], kind=[row["kind"]], answer=[row["answer"]])
+    (value,) = puzzle([row["prompt"]], [completion], answer=[row["answer"]])
     return value
 
 
@@ -34,7 +34,7 @@ def test_countdown_turns_back_as_often_as_it_should():
     plain = PuzzlesSource(PuzzlesData(backtracks=3, chat=False, corrupt=True))[5]
     assert plain["completion"].count("back\n") == 3
     assert score(plain, plain["completion"]) == 1
-    asked = {"prompt": "Make 11 of 2, 3, 5. Use each", "kind": "countdown", "answer": ""}
+    asked = {"prompt": "Make 11 of 2, 3, 5. Use each number once", "answer": ""}
     right = ["#2*3+5", "#(2 * 3) + 5", "a\n#5+3*2\nmore"]
     wrong = ["#2*3", "#2+3+5", "#2**3+5", "#2*3+5+0", "#11", f"#{'(' * 300}", "#__import__('os')"]
     assert [score(asked, text) for text in right + wrong] == [1] * 3 + [0] * 7
@@ -63,10 +63,11 @@ def test_steps_of_a_path_have_exact_labels():
 
 
 def test_shuffled_steps_are_graded_and_answers_vote():
-    row = {"prompt": "", "kind": "ordered_steps", "answer": "1+1=2; 2+1=3; 3+1=4; 4+1=5"}
+    row = {"prompt": "Put the steps in order", "answer": "1+1=2; 2+1=3; 3+1=4; 4+1=5"}
     assert score(row, "#1+1=2;2+1=3;4+1=5;3+1=4") == 0.5
     assert score(row, "#1+1=2") == 0
     assert read_answer("x #1 + 1\nmore") == "1+1"
     assert read_answer("none") is None
+    assert score({"prompt": "What?", "answer": "1"}, "#1") is None
     with pytest.raises(InputError, match="no puzzle is called"):
         PuzzlesData(("chess",))

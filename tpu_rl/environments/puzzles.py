@@ -94,6 +94,8 @@ class Kind(NamedTuple):
     make: Callable[[PuzzlesData, np.random.Generator], Puzzle]
     judge: Callable[[str, str, str], float]
     """(prompt, answer of a completion, right answer) -> reward."""
+    mark: str
+    """Text of its prompts, and of no other kind's."""
 
 
 # --- countdown ---
@@ -362,12 +364,12 @@ def _plain(text: str) -> str:
 
 
 KINDS: dict[str, Kind] = {
-    "countdown": Kind(_countdown, _is_countdown),
-    "traced_value": Kind(_traced(asks_next=False), _is_same),
-    "traced_next": Kind(_traced(asks_next=True), _is_same),
-    "graph_path": Kind(_graph_path, _is_path),
-    "masked_step": Kind(_masked_step, _is_same),
-    "ordered_steps": Kind(_ordered_steps, _in_place),
+    "countdown": Kind(_countdown, _is_countdown, "Use each number once"),
+    "traced_value": Kind(_traced(asks_next=False), _is_same, "What is "),
+    "traced_next": Kind(_traced(asks_next=True), _is_same, "Which line runs next"),
+    "graph_path": Kind(_graph_path, _is_path, "A shortest path from "),
+    "masked_step": Kind(_masked_step, _is_same, "Which step is missing"),
+    "ordered_steps": Kind(_ordered_steps, _in_place, "Put the steps in order"),
 }
 """Every kind by its name. To add one, write how it is made and judged, and its row here."""
 
@@ -406,29 +408,28 @@ class PuzzlesSource:
         return {"prompt": prompt, "completion": completion, **row}
 
 
-def read_answer(text: str) -> str | None:
+def read_answer(completion: Any) -> str | None:
     """Return what stands behind the last "#" on its line, without white space; None without it."""
-    _, mark, tail = text.rpartition("#")
+    _, mark, tail = text_of(completion).rpartition("#")
     line = tail.strip().partition("\n")[0]
     return _plain(line) or None if mark else None
 
 
 def puzzle(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    kind: Sequence[str],
-    answer: Sequence[str],
-    **_: Any,
-) -> list[float]:
+    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[str], **_: Any
+) -> list[float | None]:
     """Return 1 for the right answer of a puzzle behind the last "#", else 0; of ordered steps, the
-    share of those in their places."""
-    values = []
-    for prompt, completion, name, right in zip(prompts, completions, kind, answer, strict=True):
+    share of those in their places. A prompt that is no puzzle has no reward."""
+    values: list[float | None] = []
+    for prompt, completion, right in zip(prompts, completions, answer, strict=True):
         _, mark, tail = text_of(completion).rpartition("#")
         said = tail.strip().partition("\n")[0]
         asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        values.append(KINDS[name].judge(asked, said, right) if mark else 0.0)
+        kind = next((kind for kind in KINDS.values() if kind.mark in asked), None)
+        if kind is None:
+            values.append(None)
+        else:
+            values.append(kind.judge(asked, said, right) if mark else 0.0)
     return values
 
 
@@ -450,8 +451,8 @@ TASK = Task(
     train_rows=_train_rows,
     demonstrations=_train_rows,
     evaluation_rows=_evaluation_rows,
-    rewards={"puzzle": puzzle},
-    read_answers={"puzzle": read_answer},
+    rewards={"puzzles": puzzle},
+    read_answers={"puzzles": read_answer},
     label_steps=label_steps,
     slices_of=_kind_slice,
 )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     # Reward workers import this file: it must not load JAX, as tpu_rl.data does.
     from tpu_rl.data import Row, Rows
 
-TaskReward = Callable[..., Sequence[float]]
-"""fn(prompts, completions, **columns) -> one reward per completion."""
+TaskReward = Callable[..., Sequence[float | None]]
+"""fn(prompts, completions, **columns) -> one reward per completion; None does not score it."""
 
 
 def no_slices(row: Row) -> tuple[str, ...]:

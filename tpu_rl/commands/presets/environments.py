@@ -210,7 +210,7 @@ def puzzles_grpo() -> ExperimentConfig:
     return ExperimentConfig(
         algorithm=GrpoConfig(),
         data=PuzzlesData(),
-        reward=("puzzle",),
+        reward=("puzzles",),
         model=ModelConfig(remat="none"),
         optimizer=OptimizerConfig(learning_rate=3e-5, warmup_steps=0),
         batch=BatchConfig(prompts=16, group_size=8, row_length=512, micro_batch_rows=2),
