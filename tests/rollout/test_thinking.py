@@ -115,6 +115,7 @@ def test_a_row_that_begins_with_a_forced_token_says_where_its_prompt_ends():
     rollout, _ = sample(["|", "so it is|", "1."], min_tokens=3)
     assert texts_of(rollout)[1] == ["so it is|1."]
     assert rollout.tokens[0, 2:4].tolist() == Characters().encode("~s")
+    assert rollout.parent is not None
     assert rollout.parent.tolist() == [0]
     assert sample(["so it is|", "1."], min_tokens=3)[0].parent is None
 
