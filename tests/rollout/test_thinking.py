@@ -47,7 +47,7 @@ def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, **settings):
             said = Characters().encode(next(text))[:limit]
             ends = [n for n in range(1, len(said) + 1) if said[n - 1] == END]
             found = stop_at(said) if stop_at is not None else None
-            length = min([*ends, *([found] if found else []), len(said)])
+            length: int = min([*ends, found or len(said), len(said)])
             said = said[:length]
             tokens[row, len(context) : len(context) + len(said)] = said
             mask[row, len(context) : len(context) + len(said)] = True

@@ -422,7 +422,7 @@ def puzzle(
     share of those in their places. A prompt that is no puzzle has no reward."""
     values: list[float | None] = []
     for prompt, completion, right in zip(prompts, completions, answer, strict=True):
-        _, mark, tail = text_of(completion).rpartition("#")
+        mark, tail = text_of(completion).rpartition("#")[1:]
         said = tail.strip().partition("\n")[0]
         asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         kind = next((kind for kind in KINDS.values() if kind.mark in asked), None)
