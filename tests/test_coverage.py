@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import tyro
 
-from tpu_rl.commands import cli, combine, compare, config, evaluate, recipe_file
+from tpu_rl.commands import answers, cli, combine, compare, config, evaluate, recipe_file
 from tpu_rl.rewards import registry
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +68,9 @@ def test_the_command_is_accepted(command):
     elif name == "recipe":
         stages = recipe_file.read(ROOT / arguments[0]).stages
         assert all(config.parse(stage.argv) for stage in stages)
+    elif name == "test_time":
+        _, problems = answers.split(arguments)
+        config.parse(problems[0])
     elif name == "check_reward":
         assert arguments[0] in registry.BUILTIN
     else:

@@ -183,6 +183,20 @@ def test_a_filter_makes_pairs_and_chooses_prompts():
     assert prompts == [PROMPTS[0] | {"pass_rate": 0.75}]
 
 
+def test_a_filter_mines_the_weakest_concepts(tmp_path):
+    rows = [row | {"about": concept} for row, concept in zip(PROMPTS, ("x", "y"), strict=True)]
+    keep = Keep(rows="prompts", concepts="about", pass_rate=(0.0, 1.0))
+    kept, numbers = recipe.choose(rows, OUTCOME, keep)
+    (tmp_path / "chunks").mkdir()
+    for number in range(2):  # Two chunks of the same prompts.
+        answers.write_lines(tmp_path / "chunks" / f"{number}.jsonl", [numbers, *kept])
+    recipe.join_chunks(tmp_path, 2, keep)
+    rates = {c: numbers[f"passing of {c}"] / numbers[f"judged of {c}"] for c in ("x", "y")}
+    assert rates["y"] < rates["x"] == 0.75
+    lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["about"] for line in lines] == ["y", "y"]
+
+
 def test_the_table_pairs_problems_and_tells_what_was_forgotten(tmp_path):
     def known(rewards: list[float]) -> Answers:
         return Answers(["p"] * 4, [["c"]] * 4, np.array(rewards)[:, None])

@@ -330,3 +330,24 @@ def test_graded_rewards_have_a_mean_of_the_scored_problems():
     result = evaluate(scripted_engine(["#5"], {"grade": grade}, config), {}, rows)
     assert result.accuracy == 0.5
     assert result.reward == pytest.approx(mean_estimate([0.4, 2.0]))
+
+
+def test_a_judge_chooses_and_weights_votes():
+    """Negative scores weight votes by their exponentials, and no score is no vote."""
+
+    def problem(scores):
+        answers = ["a", "a", "b"]
+        parts = {"judge": scores}
+        return Problem("p", answers, [False, False, True], list(answers), [0, 1, 2], parts)
+
+    low = problem([-3.0, -3.0, -1.0])
+    high = problem([0.6, 0.5, 1.0])
+    unknown = problem([math.nan, math.nan, 0.1])
+    scores, weights = answer_accuracy.judged([low], "judge")
+    assert scores == [[-3, -3, -1]]
+    np.testing.assert_allclose(weights, [[math.exp(-2), math.exp(-2), 1]])
+    assert answer_accuracy.best_of([low], scores).value == 1
+    assert answer_accuracy.weighted_vote([low], weights).value == 1  # e^-2 + e^-2 < 1
+    scores, weights = answer_accuracy.judged([high, unknown], "judge")
+    assert answer_accuracy.best_of([high, unknown], scores).value == 1
+    assert answer_accuracy.weighted_vote([high, unknown], weights).value == 0.5

@@ -201,3 +201,32 @@ def test_the_majority_of_a_group_needs_no_reference():
     expected = [1, 0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0]
     assert score("majority", texts, group=groups) == expected
     assert score("majority", ["none"], group=[0]) == [0]
+
+
+def test_answers_of_a_majority_are_equal_where_they_mean_the_same():
+    """Powers are no numbers, one half is one half, and other LaTeX is compared without spaces."""
+    boxes = [
+        "x^2+1",
+        "y^2+1",
+        "x^{2}",
+        "x^2 + 1",
+        r"\frac{1}{2}",
+        r"\dfrac{1}{2}",
+        "0.5",
+        "1-2",
+        "1",
+    ]
+    texts = [f"so \\boxed{{{box}}}" for box in boxes]
+    pairs = [(0, 1), (0, 3), (4, 5), (4, 6), (7, 8), (0, 2)]
+    same = [score("majority", [texts[a], texts[b]], group=[0, 0])[1] == 1 for a, b in pairs]
+    assert same == [False, True, True, True, False, False]
+    sums = ["1+2=3;#3", "#4", "#03", "#3"]
+    assert score("majority(of=arithmetic)", sums, group=[0] * 4) == [1, 0, 1, 1]
+    with pytest.raises(InputError, match="reads one final answer"):
+        registry.resolve("majority(of=f_beta)")
+
+
+def test_a_majority_compares_as_math_verify_does():
+    pytest.importorskip("math_verify")
+    texts = [r"\boxed{x^2+1}", r"\boxed{1+x^{2}}", r"\boxed{x^2}", "nothing"]
+    assert score("majority(of=math)", texts, group=[0] * 4) == [1, 1, 0, 0]

@@ -172,6 +172,7 @@ def sample(
         purpose,
         config.sampling.stop_strings,
         compose.environment(config),
+        evaluators.limited(config.sampling.thinking),
     )
     engine = compose.engine(config, decoding, scorer)
     return by_episode(engine.roll_out(params, RolloutRequest(list(rows), step)))

@@ -5,6 +5,7 @@ tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as pytho
 tpu-rl recipe FILE.yaml                     the same as python launch/recipe.py FILE.yaml
 tpu-rl combine --to DIR A=0.5 B=0.5         the same as python launch/combine.py
 tpu-rl compare A B ...                      the same as python launch/compare.py
+tpu-rl test-time -- PRESET --flags          the same as python launch/test_time.py
 tpu-rl check-reward NAME ROWS.jsonl         the same as python launch/check_reward.py
 tpu-rl presets                              list the presets, one line each
 tpu-rl --version
@@ -29,7 +30,7 @@ IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 
 COMMANDS = (
     *("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check"),
-    *("check_reward", "recipe", "combine", "compare"),
+    *("check_reward", "recipe", "combine", "compare", "test_time"),
 )
 
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         print((__doc__ or "").rstrip())
         return 0
     name, *arguments = argv
-    name = name.replace("check-reward", "check_reward")
+    name = name if name.startswith("-") else name.replace("-", "_")
     if name == "--version":
         print(f"tpu_rl {tpu_rl.__version__}")
         return 0

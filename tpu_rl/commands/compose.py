@@ -42,9 +42,10 @@ from tpu_rl.experience import (
     text_log_probs,
     transforms,
 )
-from tpu_rl.experience.config import sampler_config
+from tpu_rl.experience.config import CurriculumConfig, sampler_config
+from tpu_rl.experience.curriculum import Curriculum
 from tpu_rl.experience.likelihood import reference_likelihood
-from tpu_rl.experience.source import Source
+from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
 from tpu_rl.models import Select
@@ -183,6 +184,7 @@ def decoding(
         purpose,
         config.sampling.stop_strings,
         environment(config),
+        config.sampling.thinking,
     )
 
 
@@ -281,6 +283,12 @@ def tool_tokens(answering: Environment, tokenizer: Tokenizer) -> int:
     )
 
 
+def rows_in_checkpoints(config: ExperimentConfig) -> bool:
+    """Return True if checkpoints of the run contain rows."""
+    rollout = config.rollout
+    return bool(rollout.partial or config.batch.staleness or rollout.curriculum.hints)
+
+
 def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> data.RowStream:
     """Return the stage's training rows; `batch` of them at a time, by default `batch.prompts`."""
     config = context.config
@@ -294,17 +302,40 @@ def row_stream(context: RunContext, stage: Stage, batch: int | None = None) -> d
         max_prompt_tokens=prompt_room(config, context.language.tokenizer),
         run_dir=context.run_dir,
         accept_dataset_change=config.accept_dataset_change,
-        rows_in_checkpoints=bool(config.rollout.partial or config.batch.staleness),
+        rows_in_checkpoints=rows_in_checkpoints(config),
     )
 
 
 def _rollouts(context: RunContext, stage: Stage, params: Params) -> Source:
     del params
-    batch = context.config.batch
     settings = context.config.rollout
     engine = rollout_engine(context, record_routing=settings.replay_routing)
-    stream = row_stream(context, stage)
-    chain = _transforms(context, stage)
+    chain = batch_transforms(context, stage)
+    if settings.curriculum == CurriculumConfig():
+        return _source_of(context, engine, row_stream(context, stage), chain)
+    tokenizer = context.language.tokenizer
+    room = prompt_room(context.config, tokenizer)
+    stream = Curriculum(
+        row_stream(context, stage, 1),
+        context.config.batch.prompts,
+        settings.curriculum,
+        lambda row: len(tokenizer.encode_prompt(row["prompt"], row.get("tools"))) <= room,
+    )
+    source = _source_of(context, engine, stream, [stream.observe, *chain])
+
+    def draw(step: int, state: TrainState) -> StepExperience:
+        experience = source.draw(step, state)
+        experience.metrics.update(stream.metrics())
+        return experience
+
+    return source._replace(draw=draw)
+
+
+def _source_of(
+    context: RunContext, engine: Engine, stream: data.RowStream, chain: Sequence[Transform]
+) -> Source:
+    batch = context.config.batch
+    settings = context.config.rollout
     if settings.partial:
         return partial_rollouts.partial_source(engine, stream, batch, settings.partial, chain)
     if batch.staleness:
@@ -321,7 +352,7 @@ def _sampler_thread(context: RunContext, engine: Engine) -> SamplerThread | None
     return SamplerThread(engine, context.rollout_policy("policy").params)
 
 
-def _transforms(context: RunContext, stage: Stage) -> list[Transform]:
+def batch_transforms(context: RunContext, stage: Stage) -> list[Transform]:
     """Return the transforms of each batch: baseline, filter, scales, then the algorithm's own."""
     chain: list[Transform] = []
     spec = stage.algorithm.experience

@@ -372,6 +372,11 @@ class ExperimentConfig:
         specs = [stage.algorithm.experience for stage in self.stages]
         config_checks.check_sampling(self.sampling, self.batch, specs)
         config_checks.check_rollouts(self.rollout, self.batch, specs)
+        is_judged = bool(self.reward or self.environment or self.agent)
+        config_checks.check_curriculum(self.rollout, specs, is_judged)
+        config_checks.check_thinking(
+            self.sampling, self.rollout, self.environment, self.agent, specs
+        )
         algorithms = [stage.algorithm for stage in self.stages]
         config_checks.check_replay(
             self.rollout, self.sampling, self.environment, self.agent, algorithms

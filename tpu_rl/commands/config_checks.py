@@ -592,6 +592,89 @@ def check_hints(
     _refuse_together("--algorithm", "the teacher's hint has no place", whys)
 
 
+def check_thinking(
+    sampling: SamplingConfig,
+    rollout: RolloutConfig,
+    environment: str,
+    agent: str,
+    specs: Sequence[ExperienceSpec],
+) -> None:
+    """Check that completions can be sampled in phases."""
+    thinking = sampling.thinking
+    if not thinking.is_on:
+        return
+    where = "--sampling.thinking"
+    if max(thinking.max_tokens, thinking.min_tokens) >= sampling.max_new_tokens:
+        raise InputError(
+            "no token is left for the answer",
+            where=f"{where}, --sampling.max-new-tokens",
+            why=f"completions have {sampling.max_new_tokens} tokens, the thought's included",
+            fix="raise --sampling.max-new-tokens",
+        )
+    whys = {
+        "--environment": (bool(environment), "turns of a conversation have no phases"),
+        "--agent": (bool(agent), "turns of a conversation have no phases"),
+        "--rollout.partial": (rollout.partial > 0, "phases are not continued in another step"),
+        "--rollout.replay-routing": (rollout.replay_routing, "phases are read anew"),
+        "--sampling.speculation.tokens": (
+            sampling.speculation.tokens > 0,
+            "contexts of phases are too long for the drafts' cache",
+        ),
+        "--algorithm": (
+            any(spec.source != "rollouts" for spec in specs),
+            "it does not learn from rewards of rollouts",
+        ),
+    }
+    _refuse_together(where, "thoughts have no limits", whys)
+
+
+def check_curriculum(
+    rollout: RolloutConfig, specs: Sequence[ExperienceSpec], is_judged: bool
+) -> None:
+    """Check that rows can be chosen, and start, as the curriculum says."""
+    curriculum = rollout.curriculum
+    if curriculum == type(curriculum)():
+        return
+    where = "--rollout.curriculum"
+    if any(spec.source != "rollouts" for spec in specs):
+        raise InputError(
+            "this algorithm has no curriculum",
+            where=where,
+            why="it does not learn from rewards of rollouts, so that rows have no pass rates",
+            fix="leave it out, or choose rows by a filter stage of a recipe",
+        )
+    if not is_judged:
+        raise InputError(
+            "no reward says which completions pass",
+            where=f"{where}, --reward",
+            why="a likelihood is known after rows have been chosen",
+            fix="name a reward; 0*NAME only measures",
+        )
+    low, high = curriculum.pass_rate
+    if not 0 <= low <= high <= 1:
+        raise InputError(
+            f"{low:g} to {high:g} is no range of pass rates",
+            where=f"{where}.pass-rate",
+            fix="give the lower and the upper end, as 0.2 0.8",
+        )
+    first, last = curriculum.start
+    if not 1 > first >= last >= 0 or (first > last) != (curriculum.start_batches > 0):
+        raise InputError(
+            f"the share of solutions cannot go from {first:g} to {last:g} in "
+            f"{curriculum.start_batches} batches",
+            where=f"{where}.start, {where}.start-batches",
+            why="it falls from below 1 to at least 0, in one batch or more",
+            fix="use for instance 0.75 0 and 100",
+        )
+    check_not_negative({f"{where}.refresh": curriculum.refresh})
+    if curriculum.impact is not None and not curriculum.impact <= 1:
+        raise InputError(
+            f"no row has an impact of {curriculum.impact:g}",
+            where=f"{where}.impact",
+            fix="use at most 1, such as 0.6",
+        )
+
+
 def check_normalized_rewards(
     rollout: RolloutConfig,
     batch: BatchConfig,

@@ -128,7 +128,7 @@ def usable_rows(config: ExperimentConfig, stage: Stage, tokenizer: Tokenizer) ->
         seed=config.seed,
         num_held_out=config.evaluation.rows,
         max_prompt_tokens=compose.prompt_room(config, tokenizer),
-        rows_in_checkpoints=bool(config.rollout.partial or config.batch.staleness),
+        rows_in_checkpoints=compose.rows_in_checkpoints(config),
     )
 
 

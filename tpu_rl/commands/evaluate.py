@@ -1,7 +1,7 @@
 """Measure a model on held-out rows: pass@1, greedy, pass@k, majority votes, rewards and loss.
 
     python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE]
-        [--reward NAME ...] [--samples K]
+        [--reward NAME ...] [--samples K] [--judge REWARD]
     python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1] [--baseline cd]
 
 Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out rows: by
@@ -32,11 +32,17 @@ from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, M
 from tpu_rl.commands.saved_run import load_language, load_run
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError, typed_command
-from tpu_rl.evaluation import answer_accuracy, calibration, guided_accuracy, held_out_loss
+from tpu_rl.evaluation import (
+    answer_accuracy,
+    calibration,
+    entropy,
+    guided_accuracy,
+    held_out_loss,
+)
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
 from tpu_rl.experience import tasks, text_log_probs
 from tpu_rl.experience.config import DataFormat, sampler_config
-from tpu_rl.rewards import answer_readers
+from tpu_rl.rewards import answer_readers, registry
 from tpu_rl.rollout.engine import Decoding, Scorer
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import compilation_cache
@@ -101,6 +107,11 @@ class Flags:
     """Evaluate only the most likely completion of each problem."""
     max_new_tokens: int | None = None
     """The largest number of tokens of a completion. The default is the preset's or run's."""
+    judge: str = ""
+    """A reward or the folder of a reward model. Of the --samples completions, it chooses the best
+    one, and weights their votes."""
+    target_entropy: float | None = None
+    """Report the temperature at which the sampled tokens have this mean entropy, in nats."""
     seed: int = 0
     guide: str | None = None
     """A Q# run. Its q guides the model at every --kl-coef, and judges the model's own
@@ -127,7 +138,7 @@ def main(argv: list[str]) -> int:
             report_ranking(flags)
             return 0
         rows = held_out(config, flags)
-        config = with_reward(config, rows, flags)
+        config = with_judge(with_reward(config, rows, flags), flags)
         language, params = load_language(flags.model, config)
         problems = tasks.problems(rows)
         preflight.note_wrapped_prompts(language.tokenizer, problems[:1])
@@ -141,7 +152,10 @@ def main(argv: list[str]) -> int:
         if flags.guide is not None:
             report_guided(config, language, params, problems, scorer, flags)
             return 0
-        report(flags, scorer, answer(config, language, params, problems, scorer, flags))
+        results = answer(config, language, params, problems, scorer, flags)
+        report(flags, scorer, results)
+        if flags.target_entropy is not None:
+            report_temperature(flags, language, params, results["sampled"], flags.target_entropy)
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -160,6 +174,21 @@ def check(flags: Flags) -> None:
     if flags.temperature <= 0:
         fix = "use --greedy for the most likely completion"
         raise InputError(f"--temperature is {flags.temperature}", where="--temperature", fix=fix)
+    target = flags.target_entropy
+    if target is not None and (not target > 0 or flags.greedy or flags.guide):
+        raise InputError(
+            f"--target-entropy {target:g}",
+            where="--target-entropy",
+            why="it is that of sampled completions of the model alone",
+            fix="use a number above 0 such as 0.3, without --greedy and --guide",
+        )
+    if flags.judge and (flags.samples < 2 or flags.greedy or flags.guide):
+        raise InputError(
+            "a judge has nothing to choose from",
+            where="--judge, --samples",
+            why="it chooses among several sampled completions of the model alone",
+            fix="use --samples 8, without --greedy and --guide",
+        )
     for name in ("format", "columns", "split", "config"):
         if getattr(flags.data, name) is not None and flags.data.path is None:
             raise InputError(
@@ -239,7 +268,9 @@ def held_out(config: ExperimentConfig, flags: Flags) -> list[Row]:
         first = data.first_row(flags.data.path, split, files.config, columns)
         is_chat = "prompt" not in first and held_out_loss.brings_text(first)
         spec = ExperienceSpec("rollouts", ("messages",) if is_chat else ("prompt",))
-        return list(tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows])
+        rows = tasks.read_rows(files, flags.data.path, spec, split)[: flags.rows]
+        templates = files.evaluation_templates or files.templates
+        return [tasks.with_template(row, templates) for row in rows]
     count = config.evaluation.rows
     # The last rows of a file are held out as the run did it, whatever --rows says.
     is_split = isinstance(config.data, FileData) and config.data.evaluation_path is None
@@ -278,6 +309,20 @@ def with_reward(config: ExperimentConfig, rows: list[Row], flags: Flags) -> Expe
     raise InputError(
         "no reward says what is correct", where="--reward", fix="name one or FILE.py:function"
     )
+
+
+def with_judge(config: ExperimentConfig, flags: Flags) -> ExperimentConfig:
+    """Return the configuration that also measures the reward of --judge.
+
+    Raises:
+        InputError: if nothing says what is correct.
+    """
+    if not flags.judge or flags.judge in config.evaluation_rewards:
+        return config
+    if config.evaluation_reward is None:
+        raise InputError("no reward says what is correct", where="--judge", fix="give --reward too")
+    metrics = (*config.evaluation.metrics, flags.judge)
+    return replace(config, evaluation=replace(config.evaluation, metrics=metrics))
 
 
 def loss(
@@ -328,6 +373,7 @@ def answer(
             Purpose.EVALUATION,
             config.sampling.stop_strings,
             compose.environment(config),
+            evaluators.limited(config.sampling.thinking),
         )
         engine = compose.engine(config, decoding, scorer)
         results[name] = answer_accuracy.evaluate(engine, params, problems, readers)
@@ -386,6 +432,25 @@ def report(flags: Flags, scorer: Scorer, results: dict[str, Evaluation]) -> None
             console.print(calibration.as_text(name, result.calibration), markup=False)
         for error in result.errors[:3]:
             console.print(f"{name}, not scored: {error}", style="yellow", markup=False)
+
+
+MAX_ENTROPY_ROWS = 64
+"""Completions whose entropy is measured."""
+
+
+def report_temperature(
+    flags: Flags, language: roles.Language, params: Params, result: Evaluation, target: float
+) -> None:
+    """Print the temperature at which the first sampled completions have an entropy."""
+    rollout = jax.tree.map(lambda array: array[:MAX_ENTROPY_ROWS], result.rollout)
+    with jax.set_mesh(compose.make_mesh(MeshConfig())):
+        of = entropy.entropy_of(language.model, params, rollout)
+        temperature = entropy.temperature_for(of, target)
+        now = of(flags.temperature)
+    print(
+        f"entropy {now:.3f} at temperature {flags.temperature:g}, {target:g} at {temperature:.3f}: "
+        f"measure again with --temperature {temperature:.3f}"
+    )
 
 
 def mean_rewards(scorer: Scorer, result: Evaluation) -> dict[str, Estimate]:
@@ -474,4 +539,12 @@ def measures(flags: Flags, results: dict[str, Evaluation]) -> list[tuple[str, Es
         ]
         if flags.samples > 1 and sampled.reads_answers:
             lines.append((f"maj@{flags.samples}", answer_accuracy.majority_vote(sampled.problems)))
+        if flags.judge:
+            judge = registry.display_name(flags.judge)
+            scores, weights = answer_accuracy.judged(sampled.problems, judge)
+            best = answer_accuracy.best_of(sampled.problems, scores)
+            lines.append((f"best of {flags.samples} by {judge}", best))
+            if sampled.reads_answers:
+                vote = answer_accuracy.weighted_vote(sampled.problems, weights)
+                lines.append((f"votes weighted by {judge}", vote))
     return [*lines, ("greedy", Estimate(greedy.accuracy, greedy.low, greedy.high, greedy.n))]

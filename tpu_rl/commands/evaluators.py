@@ -36,6 +36,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import agreement, processes
+from tpu_rl.sampler import Thinking
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Algorithm, Params, Purpose
 
@@ -136,6 +137,7 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
             purpose=Purpose.EVALUATION,
             stop_strings=config.sampling.stop_strings,
             environment=environment,
+            thinking=limited(config.sampling.thinking),
         )
         return compose.engine(config, decoding, scorer)
 
@@ -161,6 +163,11 @@ def _answers(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
         return metrics
 
     return evaluate
+
+
+def limited(thinking: Thinking) -> Thinking:
+    """Return the control of thoughts as evaluations have it: nothing is cut off a distribution."""
+    return replace(thinking, answer_top_k=None, answer_top_p=None)
 
 
 def answer_scorer(config: ExperimentConfig, tokenizer: Tokenizer, rows: list[Row]) -> Scorer:

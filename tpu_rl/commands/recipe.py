@@ -165,6 +165,12 @@ def check_filter(config: ExperimentConfig, keep: Keep) -> None:
         raise InputError(
             "a pair needs two completions", where="batch.group-size", fix="use at least 2"
         )
+    if keep.concepts and (keep.rows != "prompts" or keep.weakest < 1):
+        raise InputError(
+            "concepts choose prompts",
+            where="keep: concepts, rows, weakest",
+            fix="use `rows: prompts`, and at least 1 concept",
+        )
     if config.environment or config.agent:
         raise InputError(
             "a filter keeps completions of one turn",
@@ -243,6 +249,12 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
     )
     terms = registry.displayed(config.reward_terms)
     scorer = Scorer(tokenizer, functions, config.reward_limits.fault_share, terms)
+    if keep.concepts and (lacking := [i for i in range(count) if not rows[i].get(keep.concepts)]):
+        raise InputError(
+            f"a row has no `{keep.concepts}`",
+            where=f"keep: concepts, row {lacking[0] + 1}",
+            fix="name the concept of each row, or leave out `concepts`",
+        )
     for number, first in enumerate(range(0, count, keep.chunk)):
         path = folder / "chunks" / f"{number}.jsonl"
         if path.exists():
@@ -263,10 +275,10 @@ def filter_rows(config: ExperimentConfig, keep: Keep) -> None:
         kept_rows, numbers = choose(chunk, scored, keep)
         answers.write_lines(path, [numbers, *kept_rows])
         print(f"  {first + len(chunk)} of {count} prompts: {json.dumps(numbers)}", flush=True)
-    join_chunks(folder, -(-count // keep.chunk))
+    join_chunks(folder, -(-count // keep.chunk), keep)
 
 
-def join_chunks(folder: Path, count: int) -> None:
+def join_chunks(folder: Path, count: int, keep: Keep) -> None:
     """Write rows.jsonl and the summary of a filter from its chunks."""
     totals: dict[str, int] = {}
     lines: list[str] = []
@@ -276,6 +288,9 @@ def join_chunks(folder: Path, count: int) -> None:
         lines += rest
         for name, value in json.loads(first).items():
             totals[name] = totals.get(name, 0) + value
+    if keep.concepts:
+        lines = weakest(lines, totals, keep)
+        totals["kept"] = len(lines)
     if not lines:
         raise InputError(
             "the filter kept no row",
@@ -288,6 +303,29 @@ def join_chunks(folder: Path, count: int) -> None:
     digest = hashlib.sha256(content.encode()).hexdigest()
     write_text(folder / SUMMARY, json.dumps(totals | {"sha256": digest}))
     print(f"done: {folder / ROWS}, {totals['kept']} rows")
+
+
+PASSING = "passing of "
+JUDGED = "judged of "
+"""What counts of concepts are called, before the concept."""
+
+
+def weakest(lines: list[str], totals: dict[str, int], keep: Keep) -> list[str]:
+    """Return the rows of the concepts of which the smallest share passes (SwS, arXiv 2506.08989).
+
+    `totals` has the counts of all concepts, also of prompts that were not kept. SwS mines prompts
+    that a pilot run did not learn, and lets a model write new ones; here the model's pass rate of
+    now decides, and the rows are those that are there.
+    """
+    judged = {
+        name.removeprefix(JUDGED): number
+        for name, number in totals.items()
+        if name.startswith(JUDGED) and number
+    }
+    rates = {name: totals[PASSING + name] / number for name, number in judged.items()}
+    chosen = sorted(rates, key=lambda name: (rates[name], name))[: keep.weakest]
+    print("weakest: " + ", ".join(f"{name} {100 * rates[name]:.0f} %" for name in chosen))
+    return [line for line in lines if str(json.loads(line)[keep.concepts]) in chosen]
 
 
 def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict[str, int]]:
@@ -309,6 +347,10 @@ def choose(rows: list[Row], scored: Scored, keep: Keep) -> tuple[list[Row], dict
         passing = [i for i in judged if rewards[i] >= keep.min_reward]
         numbers["judged"] += len(judged)
         numbers["passing"] += len(passing)
+        if keep.concepts:
+            concept = str(row[keep.concepts])
+            for name, found in ((JUDGED, judged), (PASSING, passing)):
+                numbers[name + concept] = numbers.get(name + concept, 0) + len(found)
         rate = len(passing) / len(judged) if judged else 0.0
         if not judged or not keep.pass_rate[0] <= rate <= keep.pass_rate[1]:
             continue

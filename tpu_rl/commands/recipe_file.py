@@ -62,6 +62,11 @@ class Keep:
     """Keep completions of a prompt with the same text."""
     pass_rate: tuple[float, float] = (0.0, 1.0)
     """Keep prompts of which this share of completions passes, both ends included."""
+    concepts: str = ""
+    """prompts: a column that names what a prompt is about. Prompts of the `weakest` concepts are
+    kept, those of whose completions the smallest share passes."""
+    weakest: int = 1
+    """concepts: how many of them."""
     gap: float = 0.0
     """pairs: the smallest difference of the rewards; at 0, any difference above 0."""
     chunk: int = 256
@@ -246,8 +251,8 @@ def _keep(values: Any, where: str) -> Keep:
             value = tuple(ends) if fits else value
         elif key == "rows":
             fits = value in ("completions", "pairs", "prompts")
-        elif isinstance(default, bool):
-            fits = isinstance(value, bool)
+        elif isinstance(default, bool | str):
+            fits = isinstance(value, type(default))
         elif isinstance(default, int):
             fits = number and isinstance(value, int) and value >= (key == "chunk")
         else:

@@ -23,6 +23,7 @@ from tpu_rl.data import Row
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
+from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
 
@@ -132,6 +133,8 @@ def _check_rows(
 ) -> list[str]:
     """Return warnings about what the model does not read of rows. Raises as `check`."""
     encode = _encoder(config, spec, tokenizer)
+    curriculum = config.rollout.curriculum
+    starts = curriculum.hints or any(curriculum.start)
     hidden: Counter[str] = Counter()
     num_without_thought = 0
     num_tokens = 0
@@ -145,6 +148,8 @@ def _check_rows(
         row = rows[index]
         with data.naming_row(rows, index):
             ids = np.asarray(encode(row))
+            if starts:
+                text_of_column(row, curriculum.solution_column)
             if tokenizer.images is not None:
                 ids = np.asarray(tokenizer.images.collapse(ids.ravel().tolist()))
             if ids.size and ids.max() >= vocab_size:

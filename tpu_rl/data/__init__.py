@@ -30,6 +30,7 @@ from tpu_rl.data.row_stream import Rows as Rows
 from tpu_rl.data.row_stream import RowStream as RowStream
 from tpu_rl.data.row_stream import digests as digests
 from tpu_rl.data.row_stream import fingerprint as fingerprint
+from tpu_rl.data.row_stream import row_digest as row_digest
 from tpu_rl.data.row_stream import stream as stream
 from tpu_rl.data.stored_rows import StoredRows as StoredRows
 from tpu_rl.data.stored_rows import join as join

@@ -50,8 +50,17 @@ def digests(rows: Sequence[Row]) -> tuple[str, np.ndarray]:
     for row in rows:
         text = _as_json(row)
         whole.update(text + b"\n")
-        of_rows += hashlib.blake2b(text, digest_size=8).digest()
+        of_rows += _short_hash(text).digest()
     return whole.hexdigest(), np.frombuffer(bytes(of_rows), "<u8")
+
+
+def row_digest(row: Row) -> str:
+    """Return a hash of a row, 16 hex digits. The order of columns does not matter."""
+    return _short_hash(_as_json(row)).hexdigest()
+
+
+def _short_hash(text: bytes) -> Any:
+    return hashlib.blake2b(text, digest_size=8)
 
 
 _encoder = json.JSONEncoder(sort_keys=True, default=repr)
@@ -164,7 +173,8 @@ def stream(
     if shuffle:
         dataset = dataset.shuffle()
     if repeat:
-        dataset = dataset.repeat()
+        # Endless in practice: grain cannot count batches of 1 of a dataset without end.
+        dataset = dataset.repeat(max(2**62 // len(source), 1))
     # Without threads and prefetching, the state is exactly that after the last batch.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches = iter(dataset.batch(batch_size, batch_fn=list).to_iter_dataset(options))

@@ -10,6 +10,7 @@ from tpu_rl.environments import (
     arithmetic,
     mini_shell,
     pictures,
+    puzzles,
     reasoning,
     reverse,
     search,
@@ -24,6 +25,7 @@ from tpu_rl.environments.arithmetic import (
 )
 from tpu_rl.environments.mini_shell import MiniShellData, MiniShellSource
 from tpu_rl.environments.pictures import PicturesData, PicturesSource
+from tpu_rl.environments.puzzles import PuzzlesData
 from tpu_rl.environments.reasoning import ReasoningGymData
 from tpu_rl.environments.reverse import ReverseData
 from tpu_rl.environments.search import SearchData, SearchSource
@@ -41,6 +43,7 @@ __all__ = [
     "MiniShellSource",
     "PicturesData",
     "PicturesSource",
+    "PuzzlesData",
     "ReasoningGymData",
     "ReverseData",
     "SearchData",
@@ -52,6 +55,7 @@ __all__ = [
     "arithmetic",
     "mini_shell",
     "pictures",
+    "puzzles",
     "reverse",
     "star_graph",
     "task_of",
@@ -62,6 +66,7 @@ TASKS: dict[str, Task] = {
     "arithmetic": arithmetic.TASK,
     "mini_shell": mini_shell.TASK,
     "pictures": pictures.TASK,
+    "puzzles": puzzles.TASK,
     "reasoning_gym": reasoning.TASK,
     "reverse": reverse.TASK,
     "search": search.TASK,

@@ -11,8 +11,14 @@ def final_number(text: str) -> Fraction | None:
     _, marker, tail = text.rpartition("####")
     if marker:
         return read_number(tail)
+    boxed = last_boxed(text)
+    return None if boxed is None else read_number(boxed)
+
+
+def last_boxed(text: str) -> str | None:
+    """Return what the last \\boxed{} of a text holds, or None without one."""
     _, marker, tail = text.rpartition("\\boxed{")
-    return read_number(tail[: _closing_brace(tail)]) if marker else None
+    return tail[: _closing_brace(tail)] if marker else None
 
 
 def read_number(text: str) -> Fraction | None:

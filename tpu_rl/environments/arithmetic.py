@@ -118,7 +118,9 @@ class ArithmeticSource:
         return SOURCE_LENGTH
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        expression = _sample(self.config, self.split, _generator(self.seed, self.split, index))
+        expression = sample_expression(
+            self.config, self.split, _generator(self.seed, self.split, index)
+        )
         return {
             "prompt": f"{expression}=",
             "answer": str(evaluate(expression)),
@@ -157,7 +159,7 @@ class ArithmeticDemonstrations:
 
     def __getitem__(self, index: int) -> dict[str, str]:
         generator = _generator(self.seed, "demonstrations", index)
-        expression = _sample(self.config, "train", generator)
+        expression = sample_expression(self.config, "train", generator)
         share = self._written_shares[count_terms(expression) - self.config.min_terms]
         solve = worked_solution if generator.random() < share else bare_answer
         return {
@@ -253,6 +255,23 @@ def well_formed(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) ->
     return [float(parse_answer(text_of(completion)) is not None) for completion in completions]
 
 
+def variants(row: Row) -> list[Row]:
+    """Return the problems of at least two neighboring terms of a problem, but not of all.
+
+    They are solved by themselves, from the shortest on. None comes twice.
+    """
+    tokens = re.findall(r"[0-9]+|[-+*]", row["prompt"])
+    parts = [
+        "".join(tokens[first : first + 2 * terms - 1])
+        for terms in range(2, len(tokens) // 2 + 1)
+        for first in range(0, len(tokens) - 2 * terms + 2, 2)
+    ]
+    return [
+        {"prompt": f"{part}=", "answer": str(evaluate(part)), "solution": worked_solution(part)}
+        for part in dict.fromkeys(parts)
+    ]
+
+
 def terms_slice(row: Row) -> tuple[str, ...]:
     """Return the slice of a problem: its number of terms."""
     return (f"{count_terms(row['prompt'])}_terms",)
@@ -282,6 +301,7 @@ TASK = Task(
     rewards={"arithmetic": correct, "arithmetic_well_formed": well_formed},
     read_answers={"arithmetic": parse_answer},
     label_steps=label_steps,
+    variants=variants,
     slices_of=terms_slice,
 )
 
@@ -311,7 +331,7 @@ def _steps(expression: str) -> list[str]:
     return steps
 
 
-def _sample(config: Arithmetic, split: str, generator: np.random.Generator) -> str:
+def sample_expression(config: Arithmetic, split: str, generator: np.random.Generator) -> str:
     """Return a random expression of the split.
 
     The number of terms is sampled once, so both splits have the same distribution of lengths.

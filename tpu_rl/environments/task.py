@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     # Reward workers import this file: it must not load JAX, as tpu_rl.data does.
     from tpu_rl.data import Row, Rows
 
-TaskReward = Callable[..., Sequence[float]]
-"""fn(prompts, completions, **columns) -> one reward per completion."""
+TaskReward = Callable[..., Sequence[float | None]]
+"""fn(prompts, completions, **columns) -> one reward per completion; None does not score it."""
 
 
 def no_slices(row: Row) -> tuple[str, ...]:
@@ -44,6 +44,8 @@ class Task(NamedTuple):
     label_steps: Callable[[str, str], list[tuple[str, bool]]] | None = None
     """(prompt, completion) -> the completion's steps, and True for each right one. Process reward
     models need it."""
+    variants: Callable[[Row], list[Row]] | None = None
+    """Problem -> easier problems of its kind, with their own answers, for training at test time."""
     slices_of: Callable[[Row], tuple[str, ...]] = no_slices
     """Row -> names of the slices that it belongs to. Reward models report accuracy by slice."""
 

@@ -47,6 +47,8 @@ class Problem:
     answers: list[Hashable | None]
     rows: list[int] = field(default_factory=list)
     """Their rows in the rollout."""
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """Name of a reward -> its values; NaN where it has none."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,10 @@ def evaluate(
                     correct=[bool(judged[row] > 0.5) for row in scored_rows],
                     answers=[answers[row] for row in scored_rows],
                     rows=scored_rows,
+                    parts={
+                        name: [float(values[row]) for row in scored_rows]
+                        for name, values in scored.parts.items()
+                    },
                 )
             )
     is_graded = _is_graded(judged[np.isfinite(judged)])
@@ -225,6 +231,22 @@ def weighted_vote(problems: Sequence[Problem], scores: Sequence[Sequence[float]]
             for problem, problem_scores in zip(problems, scores, strict=True)
         ]
     )
+
+
+def judged(problems: Sequence[Problem], judge: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Return (scores for `best_of`, weights for `weighted_vote`) of a reward for each problem.
+
+    A completion without a value is chosen last and has no weight. Weights are the values, or, if
+    any value is negative, exp(value - the problem's largest).
+    """
+    values = [np.array(problem.parts[judge]) for problem in problems]
+    scores = [np.nan_to_num(row, nan=-np.inf) for row in values]
+    is_weight = all(np.nanmin(row, initial=0.0) >= 0 for row in values)
+    weights = [
+        np.nan_to_num(row) if is_weight else np.exp(row - max(row.max(), np.finfo(float).min))
+        for row in (values if is_weight else scores)
+    ]
+    return [row.tolist() for row in scores], [row.tolist() for row in weights]
 
 
 def estimate(shares: Sequence[float]) -> Estimate:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from tpu_rl import sampler
 from tpu_rl.environments import TASKS
-from tpu_rl.sampler import Speculation
+from tpu_rl.sampler import Speculation, Thinking
 from tpu_rl.sampler.config import TensorParallel
 from tpu_rl.tokenizers import AssistantTurns, Tokenizer
 
@@ -42,6 +42,15 @@ class FileData:
     solutions of a problem make pairs; the last problems, at most a quarter, are held out."""
     instruction: str = ""
     """Text to append to every prompt, or to the last user message of a conversation."""
+    templates: tuple[str, ...] = ()
+    """Texts with {prompt} in them. Each row's prompt is written into one of them; which one depends
+    on the prompt alone. The instruction follows it."""
+    evaluation_templates: tuple[str, ...] = ()
+    """The same for held-out rows, as templates that no training row has. The default: those of
+    training rows."""
+    decontaminate: int = 0
+    """Drop training rows whose prompt has so many words in a row that a held-out prompt has too; of
+    a shorter prompt, all words. 13 is usual; 0 drops none."""
     chat: Literal["auto", "always", "never"] = "auto"
     """The use of the chat template for prompts that are plain text. auto: a prompt becomes the
     user's message if the tokenizer has a chat template. always: the same, but an error without
@@ -109,6 +118,36 @@ class LikelihoodConfig:
 
 
 @dataclass(frozen=True)
+class CurriculumConfig:
+    """The choice of rows by how often their completions passed, and starts from solutions. A
+    completion passes if its first reward is above 0.5."""
+
+    pass_rate: tuple[float, float] = (0.0, 1.0)
+    """Draw rows of which this share of completions passed when they were last sampled, both ends
+    included, and rows that were not sampled yet."""
+    impact: float | None = None
+    """Pass over rows whose learning impact (LIM, at most 1) is lower; LIMR uses 0.6. It says how
+    closely a row's pass rates follow the mean of all rows, from its second time on."""
+    refresh: int = 4
+    """Sample a row again that has been passed over so many times; 0: never."""
+    start: tuple[float, float] = (0.0, 0.0)
+    """Let prompts end with the first part of the row's solution: this share of it at first, falling
+    to the second number."""
+    start_batches: int = 0
+    """Batches until that share is the second number."""
+    hints: bool = False
+    """Let a row whose completions all fail come again in the next batch, with the first quarter of
+    its solution at the end of its prompt, then half, then three quarters (GHPO)."""
+    solution_column: str = "solution"
+    """Column of the data rows that holds the solution, as a text. Its last part is never shown."""
+    separator: str = "\n"
+    """Text at which a solution may be cut; empty: between any two characters."""
+    start_text: str = ""
+    """Text between the prompt and the part of the solution. In a conversation both end the last
+    message."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Settings of when rollouts are sampled, and which of them a step learns from."""
 
@@ -124,6 +163,8 @@ class RolloutConfig:
     rewards as they are."""
     likelihood: LikelihoodConfig = LikelihoodConfig()
     """The likelihood of the reference answer as a reward."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """The choice of rows by their pass rates, and starts from solutions."""
     partial: int = 0
     """Partial rollouts: the number of groups that may be unfinished when a batch is complete. They
     continue in the next step. 0 waits for every completion. The sampler checks every
@@ -186,6 +227,9 @@ class SamplingConfig:
     looks for stop strings."""
     speculation: Speculation = Speculation()
     """Sample the same completions in fewer steps. Evaluation and Q# decode without it."""
+    thinking: Thinking = Thinking()
+    """The length of thoughts, in training and evaluation, and the sampling of answers, in training
+    alone."""
 
 
 def sampler_config(

@@ -10,9 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tpu_rl import data
 from tpu_rl.algorithm_spec import ExperienceSpec
@@ -194,6 +198,8 @@ def file_rows(
             why="this preset reads its rows from a file",
             fix="give a file, a saved dataset or a name of the hub",
         )
+    if files.templates or files.evaluation_templates or files.decontaminate:
+        return _chosen_rows(files, spec, num_held_out)
     if files.format == "gsm8k_solutions":
         return solution_rows(files, spec, num_held_out)
     rows = read_rows(files, files.path, spec, files.split)
@@ -201,6 +207,70 @@ def file_rows(
         return rows, read_rows(files, files.evaluation_path, spec, files.evaluation_split)
     num_train = len(rows) - min(num_held_out, len(rows) // 10)
     return rows[:num_train], rows[num_train:]
+
+
+def _chosen_rows(
+    files: FileData, spec: ExperienceSpec, num_held_out: int
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Return `file_rows` in templates, without training rows that held-out rows contaminate."""
+    plain: dict[str, Any] = {"templates": (), "evaluation_templates": (), "instruction": ""}
+    bare = replace(files, decontaminate=0, **plain)
+    train, held_out = file_rows(bare, spec, num_held_out)
+    if files.decontaminate:
+        clean = prompts.without_shared_words(train, held_out, files.decontaminate)
+        if len(clean) < len(train):
+            _warn_once(
+                f"{len(train) - len(clean)} of {len(train)} training rows dropped: each shares "
+                f"{files.decontaminate} words in a row with a held-out prompt, the first "
+                f"{data.where_of(train, int(np.setdiff1d(np.arange(len(train)), clean)[0]))}"
+            )
+        if not len(clean):
+            raise InputError(
+                "no training row is left",
+                where="--data.decontaminate",
+                why="all prompts share words with held-out ones, as an instruction would be",
+                fix="use a larger number, or move common text to --data.instruction",
+            )
+        train = data.take(train, clean)
+
+    def dressed(rows: Sequence[Row], templates: tuple[str, ...]) -> Sequence[Row]:
+        change = functools.partial(with_template, templates=templates)
+        add = functools.partial(_with_instruction, instruction=files.instruction)
+        if isinstance(rows, data.StoredRows):
+            return rows.map(change).map(add)
+        return [add(change(row)) for row in rows]
+
+    others = files.evaluation_templates or files.templates
+    return dressed(train, files.templates), dressed(held_out, others)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def with_template(row: Row, templates: tuple[str, ...]) -> Row:
+    """Return the row with its prompt, or the prompt's last message, in one of the templates.
+
+    Raises:
+        InputError: if a template has no place for the prompt, or the row no prompt of text.
+    """
+    if not templates:
+        return row
+    prompt: Any = row.get("prompt")
+    text = prompt if isinstance(prompt, str) or not prompt else prompt[-1].get("content")
+    template = templates[zlib.crc32(str(text).encode()) % len(templates)]
+    if not isinstance(text, str) or "{prompt}" not in template:
+        raise InputError(
+            "a prompt does not go into a template",
+            where=f"--data.templates, the row with the prompt {str(prompt)[:60]!r}",
+            why=f"the template is {template!r}"[:120],
+            fix="write {prompt} into each template, and give rows with a `prompt` of text",
+        )
+    written = template.replace("{prompt}", text)
+    if isinstance(prompt, str):
+        return row | {"prompt": written}
+    return row | {"prompt": [*prompt[:-1], prompt[-1] | {"content": written}]}
 
 
 def solution_rows(

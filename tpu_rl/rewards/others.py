@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from tpu_rl.environments import text_of
-from tpu_rl.environments.answers import final_number
+from tpu_rl.environments.answers import final_number, last_boxed, read_number
 from tpu_rl.rewards import composed, scoring
 from tpu_rl.rewards.math_verify_pool import math_equivalent
 from tpu_rl.rewards.scoring import Reward
@@ -107,37 +108,81 @@ def environment(
     return list(environment_rewards)
 
 
-def majority() -> Reward:
+def majority(of: Reward = _one_number) -> Reward:
     """Return 1 for each completion with the most frequent answer of its group, else 0.
 
-    No reference is needed (TTRL, arXiv 2504.16084). The answer is the number behind the last "####"
-    or in the last \\boxed{}, else the text of the last <answer>. Of equally frequent answers the
-    one that was given first counts. Completions without an answer do not vote and get 0.
+    No reference is needed (TTRL, arXiv 2504.16084). `majority(of=NAME)` reads and compares answers
+    as that reward does: `majority(of=math)` by math-verify, whatever form they are written in.
+    Without it, the answer is the number behind the last "####", what the last \\boxed{} holds, or
+    the text of the last <answer>; numbers are equal by value, and other answers as texts without
+    spaces. Of equally frequent answers the one that was given first counts. Completions without an
+    answer do not vote and get 0.
     """
+    read_groups = _readers(of)
 
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], *, group: Sequence[int], **_: Any
-    ) -> list[float]:
+    ) -> list[Any]:
         del prompts
-        answers = [_answer(text_of(completion)) for completion in completions]
-        votes: dict[int, Counter[Hashable]] = defaultdict(Counter)
-        for number, answer in zip(group, answers, strict=True):
-            if answer is not None:
-                votes[number][answer] += 1
-        best = {number: counts.most_common(1)[0][0] for number, counts in votes.items()}
-        return [
-            float(answer is not None and answer == best[number])
-            for number, answer in zip(group, answers, strict=True)
-        ]
+        texts = [text_of(completion) for completion in completions]
+        rows_of: dict[int, list[int]] = defaultdict(list)
+        for row, number in enumerate(group):
+            rows_of[number].append(row)
+        groups = [[texts[row] for row in rows] for rows in rows_of.values()]
+        values: list[Any] = [0.0] * len(texts)
+        for rows, answers in zip(rows_of.values(), read_groups(groups), strict=True):
+            if isinstance(answers, Exception):
+                for row in rows:
+                    values[row] = answers
+                continue
+            votes = Counter(a for a in answers if a is not None and not isinstance(a, Exception))
+            best = votes.most_common(1)[0][0] if votes else None
+            for row, answer in zip(rows, answers, strict=True):
+                values[row] = float(answer is not None and answer == best)
+        return values
 
     score.__dict__["whole_batch"] = True
     return score
 
 
+def _readers(of: Reward) -> Callable[[Sequence[Sequence[str]]], Sequence[Any]]:
+    """Return what reads the answers of groups of completions, as the reward `of` does."""
+    if of is _one_number:
+        return lambda groups: [[_answer(text) for text in texts] for texts in groups]
+    # The table of rewards has set it; it imports this file.
+    readers = getattr(of, "answer_readers", None)
+    composed.require(
+        readers is not None,
+        "majority(of=)",
+        "name a reward that reads one final answer, such as math, gsm8k or choice",
+    )
+    assert readers is not None
+    read_answer = readers.read_answer
+    if readers.read_groups is not None:
+        return readers.read_groups
+    return lambda groups: [[read_answer(text) for text in texts] for texts in groups]
+
+
 def _answer(text: str) -> Hashable | None:
-    number = final_number(text)
-    if number is not None or "<answer>" not in text:
-        return number
+    marked = "####" in text
+    boxed = None if marked else last_boxed(text)
+    if boxed is not None:
+        return _boxed_answer(boxed)
+    if marked or "<answer>" not in text:
+        return final_number(text)
     return (
         " ".join(text.rpartition("<answer>")[2].partition("</answer>")[0].lower().split()) or None
     )
+
+
+_NO_CONTENT = re.compile(r"\\text *{[^{}]*}|\\left|\\right|\\[,!;: $%]|[\s$%]")
+_PLAIN_NUMBER = re.compile(r"[-\u2212]?(\d{1,3}(,\d{3})+|\d*)(\.\d+)?(/\d+)?")
+_FRACTION = re.compile(r"\\[dt]?frac *{ *(-?\d+) *} *{ *(\d+) *}")
+
+
+def _boxed_answer(body: str) -> Hashable | None:
+    """Return the number that a box holds, or else its LaTeX without spaces and sizes."""
+    plain = _NO_CONTENT.sub("", _FRACTION.sub(r"\1/\2", body.replace("{,}", ",")))
+    if _PLAIN_NUMBER.fullmatch(plain) and (number := read_number(plain)) is not None:
+        return number
+    return re.sub(r"\\[dt]frac", r"\\frac", plain) or None

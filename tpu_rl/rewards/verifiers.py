@@ -135,6 +135,10 @@ BUILTIN: dict[str, Verifier] = {
 }
 """Rewards by the names that presets and `--reward` use."""
 
+for _row in BUILTIN.values():
+    if _row.readers != AnswerReaders():
+        _row.score.__dict__["answer_readers"] = _row.readers  # `majority(of=)` asks for them.
+
 
 def answer_readers(name: str | None) -> AnswerReaders:
     """Return the readers for majority votes on a reward; none if it is not built in."""

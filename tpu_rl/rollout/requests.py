@@ -18,7 +18,7 @@ from tpu_rl.rollout import scoring, signals
 from tpu_rl.rollout.scoring import Sampled, Scored
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
 from tpu_rl.rollout.weights import RolloutPolicy
-from tpu_rl.sampler import PartialCompletion, SamplerConfig
+from tpu_rl.sampler import PartialCompletion, SamplerConfig, Thinking
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Params, Purpose, Rollout
 
@@ -164,6 +164,8 @@ class Decoding:
     stop_strings: tuple[str, ...] = ()
     environment: Environment | None = None
     """The environment that answers the policy. None: a completion is a single turn."""
+    thinking: Thinking | None = None
+    """The length of thoughts, for engines of single turns."""
 
     @contextmanager
     def on_its_mesh(self) -> Iterator[None]:

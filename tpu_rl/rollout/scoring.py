@@ -172,10 +172,8 @@ def describe(rows: list[Row], rollout: Rollout, tokenizer: Tokenizer) -> Sampled
         rows=rows,
         prompts=list(map(as_text, prompts)),
         completions=[
-            tokenizer.decode_answer(prompt, tokens[mask].tolist())
-            for prompt, tokens, mask in zip(
-                prompts, rollout.tokens, rollout.action_mask, strict=True
-            )
+            tokenizer.decode_answer(prompt, ids)
+            for prompt, ids in zip(prompts, written_ids(rollout), strict=True)
         ],
         lengths=np.asarray(rollout.action_mask).sum(-1),
     )
@@ -271,13 +269,16 @@ def placed_segments(
     placed = np.zeros(mask.shape, np.float32)
     for row, of_row in segments.items():
         decode = partial(decode_answer, sampled.rows[row // group_size]["prompt"])
-        columns = np.flatnonzero(mask[row])
+        actions = np.flatnonzero(mask[row])
+        columns = np.arange(actions[0], actions[-1] + 1)
         ids = tokens[row, columns].tolist()
         for _, end, value in of_row:
             count = len(ids)
             if end < len(sampled.completions[row]):
                 count = max(count_tokens(ids, end, decode), 1)
-            placed[row, columns[count - 1]] += value
+            # Behind a forced token, on the action before it.
+            place = max(np.searchsorted(actions, columns[count - 1], side="right") - 1, 0)
+            placed[row, actions[place]] += value
     return placed
 
 
@@ -445,8 +446,20 @@ def answers_of(sampled: Sampled) -> list[Any]:
     return rewards.as_answers(prompts, sampled.completions)
 
 
+def written_ids(rollout: Rollout) -> list[list[int]]:
+    """Return the tokens of each completion, those among them that were forced."""
+    ids = []
+    for tokens, mask in zip(rollout.tokens, np.asarray(rollout.action_mask), strict=True):
+        columns = np.flatnonzero(mask)
+        span = slice(columns[0], columns[-1] + 1) if len(columns) else slice(0)
+        ids.append(np.asarray(tokens)[span].tolist())
+    return ids
+
+
 def chosen_ids(sampled: Sampled) -> list[list[int]]:
-    """Return the tokens that the policy chose, of all rows of each completion or episode."""
+    """Return the tokens of each completion, or those that the policy chose in an episode."""
+    if sampled.episodes is None and sampled.episode_rows is None:
+        return written_ids(sampled.rollout)
     rollout = sampled.rollout if sampled.episode_rows is None else sampled.episode_rows.rollout
     chosen = [
         row[row_mask].tolist()

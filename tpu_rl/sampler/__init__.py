@@ -41,7 +41,7 @@ order or number of rows, or on other rows.
 
 from tpu_rl.sampler.batch_sampler import OnFinished, OnVerified, StopAt, sample
 from tpu_rl.sampler.cache_ops import take_rows
-from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation
+from tpu_rl.sampler.config import SamplerConfig, SegmentConfig, Speculation, Thinking
 from tpu_rl.sampler.conversation_sampler import (
     ConversationSampler,
     Turn,
@@ -64,6 +64,7 @@ __all__ = [
     "SamplerConfig",
     "SegmentConfig",
     "Speculation",
+    "Thinking",
     "StopAt",
     "Turn",
     "TurnRequest",

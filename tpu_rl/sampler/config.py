@@ -86,6 +86,56 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """The length of thoughts, and the sampling of the answers behind them. Without a limit and
+    settings of answers, it is off."""
+
+    max_tokens: int = 0
+    """The largest number of tokens of a thought. A longer one is closed by `close`; such forced
+    tokens are not learned. 0: no limit but that of the completion."""
+    min_tokens: int = 0
+    """A thought that ends sooner goes on: what ended it is dropped, and `wait` stands there."""
+    close: str = "</think>"
+    """The text that ends a thought."""
+    wait: str = "\nWait,"
+    """The text that a thought goes on with."""
+    waits: int = 4
+    """How often a thought may be made to go on."""
+    answer_top_k: int | None = None
+    """Sample answers from so many of the likeliest tokens; 1: always the likeliest."""
+    answer_top_p: float | None = None
+    """Sample answers from the likeliest tokens with this probability together."""
+
+    def __post_init__(self):
+        minimums = {"max_tokens": 0, "min_tokens": 0, "waits": 0, "answer_top_k": 1}
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise InputError(f"Thinking.{name} is {value}", fix=f"use at least {minimum}")
+        if self.answer_top_p is not None and not 0 < self.answer_top_p <= 1:
+            raise InputError("Thinking.answer_top_p", fix="use a number above 0 and at most 1")
+        if not self.close or (self.min_tokens and not self.wait):
+            raise InputError(
+                "thoughts need texts that end them and that they go on with",
+                where="Thinking.close, Thinking.wait",
+                fix="leave out the flag, or give a text",
+            )
+        if 0 < self.max_tokens <= self.min_tokens:
+            raise InputError(
+                f"thoughts of at least {self.min_tokens} and at most {self.max_tokens} tokens",
+                where="Thinking.min_tokens, Thinking.max_tokens",
+                fix="use a larger limit",
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """True if it changes anything."""
+        return bool(
+            self.max_tokens or self.min_tokens or self.answer_top_k or self.answer_top_p is not None
+        )
+
+
+@dataclass(frozen=True)
 class SamplerConfig:
     """Settings of `sampler.sample`.
 

@@ -13,7 +13,13 @@ from tpu_rl.commands.config import (
     ModelConfig,
     SamplingConfig,
 )
-from tpu_rl.environments import MiniShellData, ReasoningGymData, ReverseData, SearchData
+from tpu_rl.environments import (
+    MiniShellData,
+    PuzzlesData,
+    ReasoningGymData,
+    ReverseData,
+    SearchData,
+)
 from tpu_rl.environments.mini_shell import MAX_COMMANDS
 from tpu_rl.environments.reasoning import SHORT
 from tpu_rl.environments.search import MAX_SEARCHES
@@ -191,3 +197,35 @@ def reverse_grpo() -> ExperimentConfig:
         steps=200,
         checkpoint=CheckpointConfig(50),
     )
+
+
+def puzzles_grpo() -> ExperimentConfig:
+    """GRPO on puzzles that make and solve themselves, with a model of your own:
+
+        python launch/run.py puzzles_grpo --model.path DIR --data.kinds countdown
+
+    Kinds are countdown, traced_value, traced_next, graph_path, masked_step and ordered_steps. The
+    model answers behind a "#": begin with puzzles_sft.
+    """
+    return ExperimentConfig(
+        algorithm=GrpoConfig(),
+        data=PuzzlesData(),
+        reward=("puzzles",),
+        model=ModelConfig(remat="none"),
+        optimizer=OptimizerConfig(learning_rate=3e-5, warmup_steps=0),
+        batch=BatchConfig(prompts=16, group_size=8, row_length=512, micro_batch_rows=2),
+        sampling=SamplingConfig(max_prompt_tokens=256, max_new_tokens=192, max_num_seqs=128),
+        evaluation=EvaluationConfig(rows=200, interval=20),
+        steps=100,
+        checkpoint=CheckpointConfig(20),
+    )
+
+
+def puzzles_sft() -> ExperimentConfig:
+    """SFT on the solutions of puzzles, such as countdown with a chosen number of backtracks:
+
+    python launch/run.py puzzles_sft --model.path DIR --data.backtracks 2
+    """
+    base = puzzles_grpo()
+    batch = replace(base.batch, group_size=1)
+    return replace(base, algorithm=SftConfig(), batch=batch)

@@ -1,0 +1,54 @@
+"""Training on each problem before it is answered: variants, refusals, and restored weights."""
+
+import re
+
+import pytest
+
+from tests.fixtures.runs import TINY
+from tpu_rl.commands import config, test_time
+from tpu_rl.environments import arithmetic
+from tpu_rl.errors import InputError
+
+
+def test_variants_are_shorter_parts_with_their_own_answers():
+    rows = arithmetic.variants({"prompt": "8-3*2+4="})
+    assert [row["prompt"] for row in rows] == ["8-3=", "3*2=", "2+4=", "8-3*2=", "3*2+4="]
+    assert [row["answer"] for row in rows] == ["5", "6", "6", "2", "10"]
+    assert rows[3]["solution"] == "3*2=6;8-6=2;#2"
+    assert len(arithmetic.variants({"prompt": "1+1+1="})) == 1
+
+
+def test_variants_come_from_the_row_first():
+    settings = config.preset("arithmetic_grpo")
+    row = {"prompt": "1+2+3=", "answer": "6", "variants": [{"prompt": "1+2=", "answer": "3"}]}
+    assert test_time.variants_of(row, settings) == [{"prompt": "1+2=", "answer": "3"}]
+    assert test_time.variants_of({"prompt": "1+2+3="}, settings)[0]["prompt"] == "1+2="
+    with pytest.raises(InputError, match="has no variants"):
+        test_time.variants_of({"prompt": "1+2="}, settings)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--steps", "0", "--", "arithmetic_grpo"], "--steps is 0"),
+        (["--", "arithmetic_sft"], "cannot be learned from so"),
+        (["--", "arithmetic_grpo", "--batch.staleness", "1"], "cannot be learned from so"),
+        (["--", "arithmetic_grpo", "--rollout.curriculum.hints"], "cannot be learned from so"),
+    ],
+)
+def test_what_cannot_be_is_refused(argv, error, capsys):
+    assert test_time.main(argv) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_each_problem_begins_with_the_same_weights(tmp_path, capsys):
+    argv = ["--items", "2", "--steps", "1", "--samples", "2", "--variants", "--"]
+    argv += [*TINY, "--run-dir", str(tmp_path / "run")]
+    assert test_time.main(argv) == 0
+    out = capsys.readouterr().out
+    digests = re.findall(r"weights (?:before|after )\s*([0-9a-f]{64})", out)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+    assert "restored bit by bit" in out
+    assert "| gain |" in out

@@ -1,0 +1,192 @@
+"""Train on each problem before it is answered, and forget it again (LADDER, arXiv 2503.00735).
+
+    python launch/test_time.py [--items N] [--steps K] [--samples S] [--variants] -- PRESET --flags
+
+The flags after `--` are those of launch/run.py: the model, the held-out problems, the algorithm and
+the rewards that it learns from. For each problem, K steps of the algorithm learn from it alone, or
+from easier variants of it; the new weights answer it S times, before and after with the same random
+keys; then the weights are those of the beginning, bit by bit. No step sees the answers that judge:
+train on variants, which the task solves itself or which a row has in its column `variants`, or on
+`--reward majority(of=NAME) --evaluation.reward NAME` (TTRL, arXiv 2504.16084).
+
+LADDER lets a model write the variants. Here they come with the problem.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from tpu_rl import data
+from tpu_rl.checkpoint import digests
+from tpu_rl.commands import answers, compose, meshes, preflight
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands.config import ExperimentConfig
+from tpu_rl.commands.roles import Language, RunContext
+from tpu_rl.data import Row
+from tpu_rl.environments import task_of
+from tpu_rl.errors import InputError, TpuRlError, typed_command
+from tpu_rl.evaluation import answer_accuracy, comparison
+from tpu_rl.experience import rollouts
+from tpu_rl.experience.layout import pack_experience
+from tpu_rl.report import markdown
+from tpu_rl.runtime import compilation_cache
+from tpu_rl.train import update_step
+from tpu_rl.types import TrainState
+
+VARIANTS = "variants"
+"""Column of rows that are easier variants of a row."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    items: int = 20
+    """Held-out problems."""
+    steps: int = 8
+    """Steps of the algorithm on each."""
+    samples: int = 8
+    """Answers to each, before and after."""
+    variants: bool = False
+    """Train on easier variants of the problem, and not on itself."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    argv, settings = answers.split(argv)
+    prog = typed_command("test-time")
+    flags = tyro.cli(Flags, args=argv, prog=prog, description=__doc__)
+    try:
+        config = check(flags, configuration.parse(settings[0] if settings else []))
+        compilation_cache.enable()
+        print(run(flags, config))
+    except TpuRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    return 0
+
+
+def check(flags: Flags, config: ExperimentConfig) -> ExperimentConfig:
+    """Return the configuration that a problem's steps have.
+
+    Raises:
+        InputError: if a setting is impossible, or the algorithm does not learn from rollouts alone.
+    """
+    for name in ("items", "steps", "samples"):
+        if getattr(flags, name) < 1:
+            raise InputError(f"--{name} is {getattr(flags, name)}", fix="use at least 1")
+    rollout = config.rollout
+    if (
+        config.algorithm.experience.source != "rollouts"
+        or len(config.stages) > 1
+        or rollout.partial
+        or config.batch.staleness
+        or rollout.curriculum != type(rollout.curriculum)()
+    ):
+        raise InputError(
+            "a problem alone cannot be learned from so",
+            where="--algorithm, --rollout, --batch.staleness",
+            why="each problem has a few steps of its own, with rollouts of the latest policy",
+            fix="use grpo, ppo or reinforce in one phase, and leave these flags out",
+        )
+    if config.evaluation_reward is None:
+        raise InputError("no reward says what is correct", where="--reward", fix="name one")
+    evaluation = replace(config.evaluation, rows=flags.items)
+    config = replace(config, steps=flags.steps, evaluation=evaluation)
+    for warning in preflight.check(config):
+        print(f"warning: {warning}", file=sys.stderr)
+    return config
+
+
+def run(flags: Flags, config: ExperimentConfig) -> str:
+    """Train on each problem and answer it; return the report."""
+    rows = answers.problems_of(config, is_whole=False)[: flags.items]
+    training = [variants_of(row, config) if flags.variants else [row] for row in rows]
+    mesh = compose.make_mesh(config.mesh)
+    config = meshes.fit_micro_batch(config, mesh)
+    with jax.set_mesh(mesh):
+        context, params = compose.make_context(config, Path(config.run_dir), mesh)
+        before = digests.of_tree(params)
+        stage = config.stages[0]
+        algorithm = compose.build_algorithm(context, stage)
+        first, update = compose.learner(context, stage, algorithm, params)
+        make_batch = update_step.make_batch_step(algorithm, update_step.compiler_options(mesh))
+        engine = compose.rollout_engine(context)
+        transforms = compose.batch_transforms(context, stage)
+        rates = np.zeros((2, len(rows)))
+        for index, row in enumerate(rows):
+            rates[0, index] = share_right(context, first, row, flags.samples)
+            # Steps donate their state, so that they get copies.
+            state: TrainState = jax.tree.map(jnp.copy, first)
+            stream = data.stream(training[index], config.seed, config.batch.prompts)
+            source = rollouts.rollout_source(
+                engine,
+                stream,
+                config.batch,
+                config.rollout.dynamic_sampling_rounds,
+                transforms,
+            )
+            for step in range(1, flags.steps + 1):
+                experience = source.draw(index * flags.steps + step, state)
+                packed = pack_experience(
+                    config.batch,
+                    experience.data,
+                    mesh,
+                    context.attention_index,
+                    context.language.tokenizer.images,
+                )
+                batch, algorithm_state = make_batch(packed, state.params, state.algorithm_state)
+                state = replace(state, algorithm_state=algorithm_state)
+                for _ in range(config.batch.ppo_epochs):
+                    for part in range(config.batch.num_minibatches):
+                        state, _ = update(state, update_step.minibatch(batch, part))
+            rates[1, index] = share_right(context, state, row, flags.samples)
+            print(
+                f"problem {index + 1} of {len(rows)}: {rates[0, index]:.2f} -> "
+                f"{rates[1, index]:.2f} right, of {len(training[index])} rows",
+                flush=True,
+            )
+        after = digests.of_tree(first.params)
+    known = np.isfinite(rates).all(0)
+    estimates = [answer_accuracy.estimate(rate[known].tolist()) for rate in rates]
+    gain = comparison.paired_difference(rates[0][known], rates[1][known])
+    lines = [["before", markdown.of(estimates[0])], ["after", markdown.of(estimates[1])]]
+    lines.append(["gain", markdown.of(gain, signed=True)])
+    table = markdown.table(["", f"right, {flags.samples} answers to a problem"], lines)
+    verdict = "restored bit by bit" if before == after else "CHANGED"
+    return f"{table}\n\nweights before {before}\nweights after  {after}: {verdict}"
+
+
+def share_right(context: RunContext, state: TrainState, row: Row, samples: int) -> float:
+    """Return the share of right answers to a problem; NaN if none was judged."""
+    language = Language(context.models["policy"], context.language.tokenizer)
+    policy = context.params_of("policy")(state.params)
+    found = answers.evaluate(context.config, language, policy, [row], samples)
+    return float(found.values(is_graded=False)[0])
+
+
+def variants_of(row: Row, config: ExperimentConfig) -> list[Row]:
+    """Return the easier variants of a problem: those of its column, or of its task.
+
+    Raises:
+        InputError: if there are none.
+    """
+    task = task_of(config.data)
+    given: Any = row.get(VARIANTS)
+    if given is None and task is not None and task.variants is not None:
+        given = task.variants(row)
+    if not isinstance(given, list) or not given or not all(isinstance(v, dict) for v in given):
+        raise InputError(
+            "a problem has no variants",
+            where=f"--variants, the problem {str(row['prompt'])[:60]!r}",
+            why=f"its column `{VARIANTS}` is {given!r}"[:100],
+            fix="give each row a list of rows there, use a task that has them (arithmetic), or "
+            "train on the problem itself",
+        )
+    return [{name: value for name, value in row.items() if name != VARIANTS} | v for v in given]
