@@ -236,7 +236,7 @@ BAD_REQUESTS = {
     "no JSON": (CHAT, b"{", {}, 400, "not JSON"),
     "form": (CHAT, b"{}", {"kind": "text/plain"}, 415, "application/json"),
     "large": (CHAT, b" " * (app.MAX_BODY_BYTES + 1), {}, 413, "bytes"),
-    "unknown route": ("/v1/responses", HELLO, {}, 404, "/v1/chat/completions"),
+    "unknown route": ("/v1/nowhere", HELLO, {}, 404, "/v1/chat/completions"),
     "wrong method": (CHAT, None, {}, 405, "POST"),
 }
 

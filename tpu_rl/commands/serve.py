@@ -38,7 +38,7 @@ from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
+from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest, text_scorer
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
@@ -185,6 +185,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     language, params = saved_run.load_language(flags.model, config)
     length = max_model_len(flags, config)
     language.model.config.require_length(length, "--max-model-len")
+    mesh = compose.make_mesh(MeshConfig())
     pump = Pump(sampler_factory(language, params, length, flags.max_num_seqs))
     default = Distribution(flags.temperature)
     print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
@@ -205,6 +206,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
         default,
         find_account,
         is_open=key is None,
+        score=text_scorer(models.role(language.model, lambda tree: tree), params, mesh),
     )
     running = server.Server(application, bound)
     running.start()
