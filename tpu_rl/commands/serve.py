@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hmac
 import itertools
-import json
 import math
 import os
 import signal
@@ -25,6 +24,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -50,8 +50,6 @@ from tpu_rl.tokenizers import TokenizerConfig
 from tpu_rl.types import Params
 
 KEY_VARIABLE = "TPU_RL_API_KEY"
-MOST_BY_DEFAULT = 4096
-"""Tokens of a conversation by default, if the model allows more."""
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
@@ -173,11 +171,7 @@ def max_model_len(flags: Flags, config: ExperimentConfig) -> int:
     """Return the number of tokens that a conversation may have."""
     if flags.max_model_len is not None:
         return flags.max_model_len
-    if remote_run.is_run(flags.model):
-        return config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
-    directory = models.find_configuration(roles.model_path(flags.model))
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return min(int(values.get("max_position_embeddings", MOST_BY_DEFAULT)), MOST_BY_DEFAULT)
+    return saved_run.trained_length(flags.model, config)
 
 
 def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
@@ -206,7 +200,7 @@ def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
         default,
         find_account,
         is_open=key is None,
-        score=text_scorer(models.role(language.model, lambda tree: tree), params, mesh),
+        score=partial(text_scorer(models.role(language.model, lambda tree: tree), mesh), params),
     )
     running = server.Server(application, bound)
     running.start()

@@ -36,12 +36,13 @@ Score = Callable[[Sequence[Sequence[int]], int], list[Scores]]
 """(texts of at least one token, k) -> scores of each."""
 
 
-def text_scorer(role: Role, params: Params, mesh: Mesh) -> Score:
-    """Return a function that computes log-probs of texts at temperature 1.
+def text_scorer(
+    role: Role, mesh: Mesh
+) -> Callable[[Params, Sequence[Sequence[int]], int], list[Scores]]:
+    """Return a function (whole params tree, texts, k) -> log-probs of texts at temperature 1.
 
     Args:
         role: the model.
-        params: the whole params tree.
         mesh: the mesh of the params; rows are spread over it.
     """
 
@@ -58,7 +59,7 @@ def text_scorer(role: Role, params: Params, mesh: Mesh) -> Score:
         chunk = tokens_at_once(vocabulary(role, params, hidden))
         return over_actions(of_chunk, rows, hidden, chunk_tokens=chunk)
 
-    def score(texts: Sequence[Sequence[int]], top: int) -> list[Scores]:
+    def score(params: Params, texts: Sequence[Sequence[int]], top: int) -> list[Scores]:
         found: list[Scores | None] = [None] * len(texts)
         # Texts of one width are read together, in as few shapes as possible.
         by_width: dict[int, list[int]] = {}
@@ -76,9 +77,9 @@ def text_scorer(role: Role, params: Params, mesh: Mesh) -> Score:
                     found[index] = Scores(*(part[row, 1:length] for part in values))
         return [scores for scores in found if scores is not None]
 
-    def on_mesh(texts: Sequence[Sequence[int]], top: int) -> list[Scores]:
+    def on_mesh(params: Params, texts: Sequence[Sequence[int]], top: int) -> list[Scores]:
         with jax.set_mesh(mesh):
-            return score(texts, top)
+            return score(params, texts, top)
 
     return on_mesh
 

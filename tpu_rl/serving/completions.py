@@ -81,8 +81,13 @@ def choice(
         first = len(reply.prompt) - len(echoed)
         whole = [None, *scores.log_probs.tolist()]
         values = whole[first : len(reply.prompt)] + values
-        rows = zip(scores.top_ids.tolist(), scores.top_log_probs.tolist(), strict=True)
-        tops = [None, *(_alternatives(tokenizer, *row) for row in rows)]
+        read = [*reply.prompt[1:], *turn.tokens]
+        # The token itself is among them, as clients expect that compare it with the others.
+        tops: list[dict[str, float] | None] = [None]
+        for place, token in enumerate(read):
+            ids = [token, *scores.top_ids[place].tolist()]
+            log_probs = [float(scores.log_probs[place]), *scores.top_log_probs[place].tolist()]
+            tops.append(_alternatives(tokenizer, ids, log_probs))
         top = tops[first:] if request.top else None
     texts = [tokenizer.decode([token], skip_special=False) for token in tokens]
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
