@@ -10,14 +10,13 @@ import urllib.request
 import numpy as np
 import pytest
 
-from tests.serving.test_server import LIMITS, TOKENIZER, Writer, user
+from tests.fixtures.fake_sampler import HOT, LIMITS, TOKENIZER, Writer, user
 from tpu_rl.sampler import Scores, Turn
 from tpu_rl.serving import app, messages, responses, server
 from tpu_rl.serving.protocol import ApiError
-from tpu_rl.serving.pump import Distribution, Pump
+from tpu_rl.serving.pump import Pump
 from tpu_rl.serving.replies import TextStream
 
-HOT = Distribution(1.0)
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -268,7 +267,7 @@ def test_echo_and_alternatives(running):
     assert choice["text"] == TOKENIZER.decode([5, 6]) + "y"
     assert choice["logprobs"]["token_logprobs"] == [None, -1, -1]
     assert choice["logprobs"]["top_logprobs"][1] == {
-        TOKENIZER.decode([6]): -3,
+        TOKENIZER.decode([6]): -1,
         TOKENIZER.decode([5]): -1,
     }
     several = running.ask("/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2})[1]

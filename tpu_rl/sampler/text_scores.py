@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from tpu_rl.losses.log_probs import log_probs_of_logits, over_actions, tokens_at_once, vocabulary
-from tpu_rl.train import packing, sharding
+from tpu_rl.train import sharding
 from tpu_rl.types import Array, PackedRows, Params, Role
 
 SLOTS_AT_ONCE = 4096
@@ -91,8 +90,16 @@ def _rows(texts: Sequence[Sequence[int]], count: int, width: int, mesh: Mesh) ->
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
         mask[row, : len(text)] = True
-    packed = packing.one_per_row(jnp.asarray(tokens), jnp.asarray(mask), count)
-    rows = jax.tree.map(lambda leaf: np.asarray(leaf[0, 0]), packed)
+    column = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
+    is_read = mask.astype(np.int32)
+    rows = PackedRows(
+        tokens=tokens,
+        positions=column,
+        segment_ids=is_read,
+        branch_ids=is_read,
+        sequence_ids=is_read,
+        previous=np.maximum(column - 1, 0),
+    )
     return jax.tree.map(
         lambda leaf: sharding.put(leaf, sharding.batch_sharding(mesh, leaf.shape, 0)), rows
     )

@@ -9,7 +9,7 @@
     POST /v1/completions           texts, or token ids
     POST /inference/v1/generate    token ids in, token ids out
 
-All conversations take one path: `Protocol.parse` makes a `ChatRequest` of a body, `App._reply`
+All conversations take one path: `Protocol.parse` makes a `ChatRequest` of a body, `App.reply`
 answers it, and `Protocol.answer` or `Protocol.events` writes the answer.
 
 Each request belongs to an account, which its API key names. Accounts share nothing: training has
@@ -285,7 +285,7 @@ class App:
     async def _chat(self, protocol: Protocol, account: Account, body: Any) -> Any:
         request = protocol.parse(body)
         envelope = self._envelope(request.options)
-        items = self._reply(account, request)
+        items = self.reply(account, request)
         if request.options.stream:
             return protocol.events(envelope, items)
         return protocol.answer(envelope, await _last(items))
@@ -376,7 +376,7 @@ class App:
         encode = functools.partial(account.history.encode, request.messages, request.tools)
         return await self._encoded(sum(map(len, texts)), encode)
 
-    async def _reply(self, account: Account, request: ChatRequest) -> Items:
+    async def reply(self, account: Account, request: ChatRequest) -> AsyncGenerator[Item]:
         """Answer a conversation, and note the exchange in the account."""
         prompt = await self._prompt_of(account, request)
         items = self._items(account, prompt, request.options, request.tools)
