@@ -145,13 +145,16 @@ class Server:
 
     async def reset(self) -> None:
         """End the server of the episode before, and start another."""
-        self._is_over.set()
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        await self._stop()
         self._is_over = asyncio.Event()
         started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(started, self._is_over))
         self._session = await started
+
+    async def _stop(self) -> None:
+        self._is_over.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
     async def _run(self, started: asyncio.Future[Any], is_over: asyncio.Event) -> None:
         """Hold the session: what opens it must close it, in one task."""
