@@ -394,3 +394,27 @@ def test_fuzzed_requests_end_no_server():
 def test_what_a_route_reads_is_one_request(path):
     request = app.CONVERSATIONS[f"/v1{path}"].parse(BODIES[path])
     assert (request.messages, request.tools) == ([user("hello")], None)
+
+
+def test_the_clients_of_both_vendors_read_streams_with_calls(running):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=running.server.url, api_key="key", max_retries=0)
+    tools = [{"type": "function", **TOOL}]
+    with client.responses.stream(model="m", input="hello t", tools=tools) as stream:
+        kinds = [event.type for event in stream]
+        [call] = stream.get_final_response().output
+    assert (call.name, call.arguments) == ("look", "{}")
+    assert kinds[-1] == "response.completed"
+    with pytest.raises(openai.BadRequestError, match="reasoning"):
+        client.responses.create(model="m", input="a", reasoning={"effort": "low"})
+    anthropic = pytest.importorskip("anthropic")
+    root = running.server.url.removesuffix("/v1")
+    other = anthropic.Anthropic(base_url=root, api_key="key", max_retries=0)
+    tool = {"name": "look", "input_schema": TOOL["parameters"]}
+    body = {"model": "m", "max_tokens": 90, "messages": [user("hello t")]}
+    with other.messages.stream(**body, tools=[tool]) as stream:
+        message = stream.get_final_message()
+    assert [block.type for block in message.content] == ["tool_use"]
+    assert (message.content[0].name, message.stop_reason) == ("look", "tool_use")
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=root, api_key="no", max_retries=0).messages.create(**body)
