@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -90,15 +90,17 @@ def _rows(texts: Sequence[Sequence[int]], count: int, width: int, mesh: Mesh) ->
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
         mask[row, : len(text)] = True
-    column = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
-    is_read = mask.astype(np.int32)
+    column: Any = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
+    is_read: Any = mask.astype(np.int32)
+    read: Any = tokens
+    previous: Any = np.maximum(column - 1, 0)
     rows = PackedRows(
-        tokens=tokens,
+        tokens=read,
         positions=column,
         segment_ids=is_read,
         branch_ids=is_read,
         sequence_ids=is_read,
-        previous=np.maximum(column - 1, 0),
+        previous=previous,
     )
     return jax.tree.map(
         lambda leaf: sharding.put(leaf, sharding.batch_sharding(mesh, leaf.shape, 0)), rows
