@@ -29,6 +29,10 @@ EXTRAS = {
         "websockets",
         "bm25s>=0.2",
     ],
+    # For evaluate --tasks and --evaluation.tasks: lm-evaluation-harness without torch.
+    "lm-eval": ["lm-eval>=0.4.13"],
+    # For --environment mcp:COMMAND.
+    "mcp": ["mcp>=1.10"],
     # For recipes/smollm2.py.
     "recipes": ["gguf"],
     "test": [

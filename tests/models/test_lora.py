@@ -523,6 +523,28 @@ def test_transformers_agrees_after_adding_adapters_by_hand(family, tmp_path):
     np.testing.assert_allclose(one.logits(one.params, tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
+@parametrized(["llama3", "qwen2", "gemma3", "gemma4", "gemma4_small", "qwen3_5"])
+def test_peft_loads_an_adapter_as_it_is(family, tmp_path):
+    """The package itself, on transformers' model: logits of the adapted model.
+
+    Of a mixture, peft 0.21 also adapts the experts of transformers 5, which the file does not name.
+    """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    one, tokens = adapted(family), tokens_of((3, LENGTH))
+    models.save(tmp_path / "base", tiny(family).model, one.base)
+    models.save_adapters(tmp_path / "adapter", one.model, one.params, str(tmp_path / "base"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(one.logits(one.params, tokens), expected, rtol=0, atol=1e-4)
+
+
 def numbers_in(path):
     return {
         name: np.array(stored.read())

@@ -35,7 +35,7 @@ def folder(tmp_path):
 @pytest.fixture
 def server(folder):
     """Return the address of a server of the run's page."""
-    with command.open_server(str(folder), 0) as server:
+    with command.open_server([str(folder)], 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -204,3 +204,29 @@ def test_a_kill_between_summary_and_report_leaves_no_page(whole, tmp_path, monke
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 4
     assert not (run_dir / "report.html").exists()
     assert not run.is_finished(config.parse(flags), run_dir)
+
+
+def test_several_runs_share_a_page(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(folder, tmp_path / "other")
+    rows = [{"step": 1, "time": 1.7e9, "sft/loss": 0.25, "eval/accuracy": 0.5}]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command.main([str(folder), str(other)]) == 0
+    text = (tmp_path / "comparison.html").read_text()
+    assert "<td>run</td><td>2, not finished</td><td></td><td>0.5</td>" in text
+    assert "<td>other</td><td>1, not finished</td><td>0.5</td><td>0.25</td>" in text
+    # One chart with a line for each run, and one of a metric that one run has.
+    assert text.count(">Loss<") == text.count(">Gradient norm<") == text.count(">Accuracy<") == 1
+    assert REFRESH not in text
+    with command.open_server([str(folder), str(other)], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        assert REFRESH in get(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join(10)
+    same = shutil.copytree(folder, tmp_path / "elsewhere" / "run")
+    assert command.main([str(folder), str(same), "--to", str(tmp_path / "x.html")]) == 0
+    assert "elsewhere/run" in (tmp_path / "x.html").read_text()
+    for wrong in ([], [str(folder)] * 5, [str(folder), "--to", "x"], [str(folder), "nowhere"]):
+        assert command.main(wrong) == 2
+    assert "error: 5 runs on one page" in capsys.readouterr().err

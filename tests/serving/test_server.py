@@ -11,6 +11,7 @@ import urllib.request
 import numpy as np
 import pytest
 
+from tests.fixtures.fake_sampler import CALL, HOT, LIMITS, TEMPLATE, TOKENIZER, Writer, user
 from tpu_rl import tokenizers
 from tpu_rl.commands import serve
 from tpu_rl.errors import InputError
@@ -20,48 +21,7 @@ from tpu_rl.serving.protocol import Options
 from tpu_rl.serving.pump import Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
 
-TEMPLATE = (
-    "{% for m in messages %}<bos>{{ m['role'][0] }}"
-    "{% for c in m.get('tool_calls', []) %}<tool_call> {{ c['function'] | tojson }}</tool_call>"
-    "{% endfor %}"
-    "{{ m['content'] or '' }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>a{% endif %}"
-)
-TOKENIZER = tokenizers.characters('abcdefghijklmnopqrstuvwxyz <>/_{}":,', TEMPLATE)
-LIMITS = app.Limits(max_model_len=120, max_new_tokens=100)
-HOT = Distribution(1.0)
 ROW_KEY = np.array([3, 4], np.uint32)
-CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-
-
-class Writer:
-    """A sampler that ends each turn in one step, with a text that the last letter chooses."""
-
-    is_idle = False
-    keys: list = []
-
-    def __init__(self, distribution):
-        self.waiting = []
-        self.texts = {"t": CALL, "w": "a stop b"}
-
-    def submit(self, requests):
-        self.waiting += requests
-        self.keys += [request.key for request in requests]
-
-    def close(self, conversation):
-        pass
-
-    def step(self):
-        turns = [self.answer(request) for request in self.waiting]
-        self.waiting = []
-        return turns
-
-    def answer(self, request):
-        letter = TOKENIZER.decode([i for i in request.token_ids if i > 2][-2:-1])
-        tokens = [*TOKENIZER.encode(self.texts.get(letter, "yes")), *TOKENIZER.eos_ids]
-        is_cut = len(tokens) > request.max_new_tokens
-        tokens = tokens[: request.max_new_tokens]
-        log_probs = -np.arange(1, len(tokens) + 1, dtype=np.float32)
-        return Turn(request.conversation, tokens, log_probs, log_probs, not is_cut)
 
 
 class Running:
@@ -124,10 +84,6 @@ def running():
     running.is_over.set()
     running.thread.join()
     running.server.stop()
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def test_openai_client_with_tools_over_two_turns(running):
@@ -236,7 +192,7 @@ BAD_REQUESTS = {
     "no JSON": (CHAT, b"{", {}, 400, "not JSON"),
     "form": (CHAT, b"{}", {"kind": "text/plain"}, 415, "application/json"),
     "large": (CHAT, b" " * (app.MAX_BODY_BYTES + 1), {}, 413, "bytes"),
-    "unknown route": ("/v1/responses", HELLO, {}, 404, "/v1/chat/completions"),
+    "unknown route": ("/v1/nowhere", HELLO, {}, 404, "/v1/chat/completions"),
     "wrong method": (CHAT, None, {}, 405, "POST"),
 }
 

@@ -1,7 +1,7 @@
 """The console command `tpu-rl`: all commands, from any folder.
 
 tpu-rl run [PRESET|METHOD] [--flags]        the same as python launch/run.py
-tpu-rl evaluate|serve|export|plan|report|doctor|verify|check   the same as python launch/NAME.py
+tpu-rl evaluate|serve|chat|export|plan|report|doctor|verify|check   as python launch/NAME.py
 tpu-rl recipe FILE.yaml                     the same as python launch/recipe.py FILE.yaml
 tpu-rl combine --to DIR A=0.5 B=0.5         the same as python launch/combine.py
 tpu-rl compare A B ...                      the same as python launch/compare.py
@@ -30,7 +30,7 @@ IGNORE_CLOSED_PIPES = ("run", "serve", "report")
 
 COMMANDS = (
     *("run", "evaluate", "serve", "export", "plan", "report", "doctor", "verify", "check"),
-    *("check_reward", "recipe", "combine", "compare", "test_time"),
+    *("check_reward", "recipe", "combine", "compare", "test_time", "chat"),
 )
 
 

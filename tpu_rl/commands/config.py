@@ -113,6 +113,9 @@ class EvaluationConfig:
     turns: tuple[int, ...] = ()
     """With --environment: evaluate also with at most so many turns, as in --evaluation.turns 1 2,
     when the run begins and when it ends."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness to measure, too, or YAML files of one task each, with at most
+    --evaluation.rows examples of each; needs the extra [lm-eval]."""
     greedy: bool = True
     """Before and after the run, also evaluate the most likely completions."""
 

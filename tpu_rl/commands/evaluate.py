@@ -2,20 +2,24 @@
 
     python launch/evaluate.py MODEL_OR_RUN_DIR [--preset PRESET] [--data.path FILE]
         [--reward NAME ...] [--samples K] [--judge REWARD]
+    python launch/evaluate.py MODEL_OR_RUN_DIR --tasks TASK ... [--rows N]
     python launch/evaluate.py MODEL_OR_RUN_DIR --guide Q_RUN_DIR [--kl-coef 1 0.1] [--baseline cd]
 
 Of a run folder, the newest checkpoint is evaluated, by default on the run's own held-out rows: by
 answers that rewards judge, by the loss of demonstrations, or by the ranking of given pairs. A model
 is a directory, a hub id or builtin:arithmetic. Intervals are 95 %, over problems or rows. With
---guide, the q of a Q# run guides the model at each coefficient. The KL is over the whole
-vocabulary, before any truncation.
+--tasks, public benchmarks of lm-evaluation-harness are measured in place of these. With --guide,
+the q of a Q# run guides the model at each coefficient. The KL is over the whole vocabulary, before
+any truncation.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -29,7 +33,7 @@ from tpu_rl.checkpoint import remote_run
 from tpu_rl.commands import compose, evaluate_q_sharp, evaluators, meshes, preflight, roles, stages
 from tpu_rl.commands import config as configuration
 from tpu_rl.commands.config import DEFAULT_PRESET, ExperimentConfig, FileData, MeshConfig
-from tpu_rl.commands.saved_run import load_language, load_run
+from tpu_rl.commands.saved_run import load_language, load_run, trained_length
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.evaluation import (
@@ -37,6 +41,7 @@ from tpu_rl.evaluation import (
     calibration,
     entropy,
     guided_accuracy,
+    harness,
     held_out_loss,
 )
 from tpu_rl.evaluation.answer_accuracy import Estimate, Evaluation
@@ -100,6 +105,11 @@ class Flags:
     rows: int | None = None
     """The largest number of problems. The default is all of --data.path, or as many as the preset
     or run evaluates."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, or YAML files of one task each; needs the extra [lm-eval].
+    --rows is then the largest number of examples of a task."""
+    max_length: int | None = None
+    """--tasks: tokens of a text. The default is what the model was trained for, at most 4096."""
     samples: int = 1
     """Completions per problem, at --temperature."""
     temperature: float = 1.0
@@ -130,7 +140,11 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         config = load_settings(flags)
+        tasks_of_harness = harness.load_tasks(flags.tasks) if flags.tasks else None
         compilation_cache.enable()
+        if tasks_of_harness is not None:
+            report_tasks(flags, config, tasks_of_harness)
+            return 0
         if roles.reading(config.algorithm) is not None:
             report_reward_model(flags)
             return 0
@@ -189,6 +203,24 @@ def check(flags: Flags) -> None:
             why="it chooses among several sampled completions of the model alone",
             fix="use --samples 8, without --greedy and --guide",
         )
+    if flags.max_length is not None and not (flags.tasks and flags.max_length >= 2):
+        fix = "use at least 2, with --tasks"
+        raise InputError(f"--max-length is {flags.max_length}", where="--max-length", fix=fix)
+    if flags.tasks:
+        defaults = Flags("")
+        ours = ("model", "rows", "tasks", "max_length", "tokenizer", "seed")
+        other = [
+            name
+            for name in Flags.__dataclass_fields__
+            if name not in ours and getattr(flags, name) != getattr(defaults, name)
+        ]
+        if other:
+            raise InputError(
+                f"--{other[0].replace('_', '-')} does not go together with --tasks",
+                where="--tasks",
+                why="a task has its own data, prompts and judgment",
+                fix="leave it out",
+            )
     for name in ("format", "columns", "split", "config"):
         if getattr(flags.data, name) is not None and flags.data.path is None:
             raise InputError(
@@ -473,6 +505,36 @@ def percent(share: float) -> str:
 
 def interval(estimate: Estimate) -> str:
     return f"{percent(estimate.low)} to {percent(estimate.high)}"
+
+
+def report_tasks(flags: Flags, config: ExperimentConfig, tasks_of_harness: Any) -> None:
+    """Print a table of all measures of tasks of lm-evaluation-harness."""
+    language, params = load_language(flags.model, config)
+    mesh = compose.make_mesh(MeshConfig())
+    model = language.model
+    length = flags.max_length or trained_length(flags.model, config)
+    model.config.require_length(length, "--max-length")
+    scorer = sampler.text_scorer(models.role(model, lambda tree: tree), mesh)
+    measured = harness.evaluate(
+        harness.HarnessModel(
+            models.policy(model),
+            params,
+            mesh,
+            functools.partial(scorer, params),
+            language.tokenizer,
+            model.config.vocab.size,
+            length,
+        ),
+        tasks_of_harness,
+        flags.rows,
+        flags.seed,
+    )
+    table = Table("", "value", "95 % interval", "examples", title=escape(flags.model))
+    for name, estimate in measured.items():
+        limits = f"{estimate.low:.4g} to {estimate.high:.4g}"
+        limits = limits if math.isfinite(estimate.low) else "the task gives none"
+        table.add_row(escape(name), f"{estimate.value:.4g}", limits, str(estimate.n))
+    Console().print(table)
 
 
 def report_reward_model(flags: Flags) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+import jax
 
 from tpu_rl import data, rewards
 from tpu_rl.commands import compose, roles
@@ -19,6 +22,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.evaluation import (
     answer_accuracy,
     calibration,
+    harness,
     held_out_loss,
     pair_accuracy,
     reward_accuracy,
@@ -36,7 +40,7 @@ from tpu_rl.rollout.engine import Decoding, Engine, RolloutRequest, Scorer, make
 from tpu_rl.rollout.scoring import Scored
 from tpu_rl.rollout.weights import RolloutPolicy
 from tpu_rl.runtime import agreement, processes
-from tpu_rl.sampler import Thinking
+from tpu_rl.sampler import Thinking, text_scorer
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Algorithm, Params, Purpose
 
@@ -80,7 +84,7 @@ def evaluator(
     else:
         policy = exact.rollout_policy("policy")
     loss = _loss(context, stage, params)
-    answers = _answers(context, policy)
+    answers = _both(_answers(context, policy), _harness(context, policy))
     if loss is None and answers is None:
         print(
             "note: nothing is evaluated: there are no held-out rows, or no reward that judges them",
@@ -96,13 +100,54 @@ def before_training(context: RunContext, stage: Stage, evaluations: Evaluations)
     """
     if stage.algorithm.experience.policy != "guided":
         return evaluations
-    alone = _answers(context, context.unrounded().rollout_policy("policy"))
+    policy = context.unrounded().rollout_policy("policy")
+    alone = _both(_answers(context, policy), _harness(context, policy))
     return evaluations._replace(in_sampling=alone or _nothing)
 
 
 def _nothing(params: Params, in_full: bool) -> dict[str, float]:
     del params, in_full
     return {}
+
+
+def _both(first: Evaluate | None, second: Evaluate | None) -> Evaluate | None:
+    """Return the evaluation that measures what both do."""
+    if first is None or second is None:
+        return first or second
+    return lambda params, in_full: first(params, in_full) | second(params, in_full)
+
+
+# --- public benchmarks ---
+
+
+def _harness(context: RunContext, policy: RolloutPolicy) -> Evaluate | None:
+    """Return the evaluation by tasks of lm-evaluation-harness; None without such tasks."""
+    config = context.config
+    names = config.evaluation.tasks
+    if not names or not config.evaluation.rows:
+        return None
+    tasks_of_harness = harness.load_tasks(names)
+    # Samplers with devices of their own read copies: the weights are where they train.
+    mesh = context.mesh if context.sampler_devices else policy.mesh
+    score = text_scorer(context.role("policy"), mesh)
+
+    def evaluate(params: Params, in_full: bool) -> dict[str, float]:
+        del in_full
+        with jax.set_mesh(policy.mesh):
+            sampled = policy.params(params)
+        model = harness.HarnessModel(
+            policy.policy,
+            sampled,
+            policy.mesh,
+            functools.partial(score, params),
+            context.language.tokenizer,
+            context.models["policy"].config.vocab.size,
+            context.max_length,
+        )
+        measured = harness.evaluate(model, tasks_of_harness, config.evaluation.rows)
+        return harness.as_metrics(measured)
+
+    return evaluate
 
 
 # --- answers ---

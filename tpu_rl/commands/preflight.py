@@ -28,6 +28,7 @@ from tpu_rl.data import files
 from tpu_rl.diagnosis import host_agreement
 from tpu_rl.diagnosis.secret_settings import refuse_secrets
 from tpu_rl.errors import InputError, printable
+from tpu_rl.evaluation import harness
 from tpu_rl.experience import tasks
 from tpu_rl.experience.transforms import text_of_column
 from tpu_rl.rewards import registry, reward_model
@@ -76,6 +77,8 @@ def check(config: ExperimentConfig, needs_weights: bool = True) -> list[str]:
     rows, warnings = check_rows(config)
     check_environment(config, rows)
     check_agent(config)
+    if config.evaluation.tasks:
+        harness.load_tasks(config.evaluation.tasks)
     check_sampler_devices(config)
     require_reward(config)
     check_rewards(config, rows)

@@ -1,10 +1,12 @@
 """Build report.html of a run from its rows, at any time.
 
     python launch/report.py RUN_DIR [--serve] [--port N]
+    python launch/report.py RUN_DIR OTHER_RUN_DIR ... [--to FILE.html | --serve]
 
 The run may be finished, interrupted or still going on. With --serve the page is not written but
 served on 127.0.0.1, built anew for each request, until Ctrl-C. While the run goes on, the served
-page reloads itself. The command needs no accelerator.
+page reloads itself. Two to four runs get one page, with a line for each run in every chart. The
+command needs no accelerator.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from __future__ import annotations
 import html
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import tyro
 
@@ -24,12 +28,15 @@ from tpu_rl.storage import gcs
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 10
+COMPARISON = "comparison.html"
 
 
 @dataclass(frozen=True)
 class Flags:
-    run_dir: tyro.conf.Positional[str]
-    """A run folder, on a disk or in a bucket (gs://)."""
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """A run folder, on a disk or in a bucket (gs://), or two to four of them."""
+    to: Path | None = None
+    """The file of a page of several runs. The default is comparison.html."""
     serve: bool = False
     """Serve the page on 127.0.0.1 in place of writing it."""
     port: int = 8000
@@ -40,14 +47,37 @@ def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     flags = tyro.cli(Flags, args=argv, prog=typed_command("report"), description=__doc__)
     try:
+        check(flags)
         if flags.serve:
-            serve(flags.run_dir, flags.port)
+            serve(flags.run_dirs, flags.port)
+        elif len(flags.run_dirs) == 1:
+            write(flags.run_dirs[0])
         else:
-            write(flags.run_dir)
+            path = flags.to or Path(COMPARISON)
+            page = report.build_comparison([remote_run.fetch(name) for name in flags.run_dirs])
+            path.write_text(page, encoding="utf-8")
+            print(f"wrote {path}")
     except TpuRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     return 0
+
+
+def check(flags: Flags) -> None:
+    """Check the flags.
+
+    Raises:
+        InputError: if they do not go together, or name no run.
+    """
+    if not flags.run_dirs:
+        raise InputError("no run", where="RUN_DIR", fix="name a run folder")
+    if flags.to is not None and (flags.serve or len(flags.run_dirs) == 1):
+        raise InputError(
+            "--to is for the page of several runs",
+            where="--to",
+            why="that of one run is report.html in its folder, and --serve writes none",
+            fix="leave it out",
+        )
 
 
 def write(address: str) -> None:
@@ -58,15 +88,18 @@ def write(address: str) -> None:
     print(f"wrote {address.rstrip('/')}/{report.FILE}")
 
 
-def serve(address: str, port: int) -> None:
+def serve(addresses: Sequence[str], port: int) -> None:
     """Serve the page until Ctrl-C.
 
     Raises:
         InputError: if there is no run, or the port cannot be used.
     """
-    remote_run.fetch(address)  # Raises if there is no run.
-    with open_server(address, port) as server:
-        print(f"serving {address} on http://{HOST}:{server.server_port}/, Ctrl-C ends it")
+    for address in addresses:
+        remote_run.fetch(address)  # Raises if there is no run.
+    with open_server(addresses, port) as server:
+        print(
+            f"serving {' '.join(addresses)} on http://{HOST}:{server.server_port}/, Ctrl-C ends it"
+        )
         sys.stdout.flush()
         try:
             server.serve_forever()
@@ -74,8 +107,8 @@ def serve(address: str, port: int) -> None:
             print("ended")
 
 
-def open_server(address: str, port: int) -> ThreadingHTTPServer:
-    """Return a server of the page of the run at an address.
+def open_server(addresses: Sequence[str], port: int) -> ThreadingHTTPServer:
+    """Return a server of the page of the runs at some addresses.
 
     Raises:
         InputError: if the port cannot be used.
@@ -90,7 +123,7 @@ def open_server(address: str, port: int) -> ThreadingHTTPServer:
             elif self.path != "/":
                 self.respond(404, "there is only /")
             else:
-                self.respond(*page(address))
+                self.respond(*page(addresses))
 
         def respond(self, code: int, content: str) -> None:
             body = content.encode()
@@ -115,10 +148,13 @@ def open_server(address: str, port: int) -> ThreadingHTTPServer:
         ) from error
 
 
-def page(address: str) -> tuple[int, str]:
+def page(addresses: Sequence[str]) -> tuple[int, str]:
     """Return (HTTP status, page). A run whose rows cannot be read now is asked again later."""
     try:
-        return 200, build(address)
+        if len(addresses) > 1:
+            folders = [remote_run.fetch(address) for address in addresses]
+            return 200, report.build_comparison(folders, REFRESH_SECONDS)
+        return 200, build(addresses[0])
     except TpuRlError as error:
         refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
         return 503, f"<!doctype html>{refresh}<pre>{html.escape(str(error))}</pre>"

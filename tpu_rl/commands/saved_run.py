@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
 from jax.sharding import Mesh
 
-from tpu_rl import run_files
+from tpu_rl import models, run_files
 from tpu_rl.checkpoint import identity, manager, remote_run, train_state_io
 from tpu_rl.commands import compose, meshes, roles, stages
 from tpu_rl.commands import config as configuration
@@ -15,6 +16,9 @@ from tpu_rl.commands.config import ExperimentConfig, MeshConfig, ModelConfig
 from tpu_rl.commands.roles import RunContext
 from tpu_rl.errors import InputError
 from tpu_rl.types import Params
+
+MOST_BY_DEFAULT = 4096
+"""Tokens of a conversation by default, if the model allows more."""
 
 
 def load_run(address: str) -> tuple[RunContext, Params, int]:
@@ -86,6 +90,18 @@ def load_language(address: str, config: ExperimentConfig) -> tuple[roles.Languag
     mesh = compose.make_mesh(MeshConfig())
     language, params = roles.language(config, mesh)
     return language._replace(model=roles.fast_model(config, language.model, mesh)), params
+
+
+def trained_length(address: str, config: ExperimentConfig) -> int:
+    """Return the tokens of a conversation of a run; for a model, those that it was trained for.
+
+    For a model they are at most `MOST_BY_DEFAULT`.
+    """
+    if remote_run.is_run(address):
+        return config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    directory = models.find_configuration(roles.model_path(address))
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return min(int(values.get("max_position_embeddings", MOST_BY_DEFAULT)), MOST_BY_DEFAULT)
 
 
 def _fit_to_mesh(config: ExperimentConfig, mesh: Mesh) -> ExperimentConfig:

@@ -17,28 +17,24 @@ from __future__ import annotations
 
 import hmac
 import itertools
-import json
-import math
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 import tyro
 
-from tpu_rl import models
 from tpu_rl.checkpoint import remote_run
-from tpu_rl.commands import compose, roles, saved_run
-from tpu_rl.commands import config as configuration
+from tpu_rl.commands import compose, model_app, roles, saved_run
 from tpu_rl.commands.config import ExperimentConfig, MeshConfig
 from tpu_rl.errors import InputError, TpuRlError, typed_command
 from tpu_rl.runtime import compilation_cache
-from tpu_rl.sampler import ConversationSampler, SamplerConfig, TurnRequest
+from tpu_rl.sampler import TurnRequest
 from tpu_rl.sampler.config import TEMPERATURES, is_temperature
 from tpu_rl.serving import app, server
 from tpu_rl.serving.pump import Distribution, Pump
@@ -47,11 +43,8 @@ from tpu_rl.tinker.learner import Learner
 from tpu_rl.tinker.service import Service
 from tpu_rl.tinker.store import Store
 from tpu_rl.tokenizers import TokenizerConfig
-from tpu_rl.types import Params
 
 KEY_VARIABLE = "TPU_RL_API_KEY"
-MOST_BY_DEFAULT = 4096
-"""Tokens of a conversation by default, if the model allows more."""
 WARM_UP = -1
 """The conversation that compiles the programs."""
 POLL_SECONDS = 0.25
@@ -100,7 +93,7 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         server.require_uvicorn()
-        config = load_settings(flags)
+        config = model_app.settings(flags.model, flags.tokenizer)
         bound = server.bind(flags.host, flags.port)
         compilation_cache.enable()
         (serve_tinker if flags.tinker else serve)(flags, config, bound)
@@ -158,54 +151,33 @@ def check(flags: Flags) -> None:
             raise InputError(f"{flag} does not go with --tinker", where=flag, why=why, fix="see -h")
 
 
-def load_settings(flags: Flags) -> ExperimentConfig:
-    """Return the configuration of the run; for a model, that of a preset."""
-    if remote_run.is_run(flags.model):
-        config = configuration.load(remote_run.fetch(flags.model) / remote_run.CONFIG)
-    else:
-        config = configuration.preset("grpo")
-    if flags.tokenizer != TokenizerConfig():
-        config = replace(config, tokenizer=flags.tokenizer)
-    return config
-
-
-def max_model_len(flags: Flags, config: ExperimentConfig) -> int:
-    """Return the number of tokens that a conversation may have."""
-    if flags.max_model_len is not None:
-        return flags.max_model_len
-    if remote_run.is_run(flags.model):
-        return config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
-    directory = models.find_configuration(roles.model_path(flags.model))
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return min(int(values.get("max_position_embeddings", MOST_BY_DEFAULT)), MOST_BY_DEFAULT)
-
-
 def serve(flags: Flags, config: ExperimentConfig, bound: socket.socket) -> None:
     """Load the model, and answer requests until a signal comes."""
     language, params = saved_run.load_language(flags.model, config)
-    length = max_model_len(flags, config)
-    language.model.config.require_length(length, "--max-model-len")
-    pump = Pump(sampler_factory(language, params, length, flags.max_num_seqs))
-    default = Distribution(flags.temperature)
-    print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
-    warm_up(pump, default, language)
-    numbers = itertools.count()
+    length = flags.max_model_len or saved_run.trained_length(flags.model, config)
     key = api_key(flags)
-    account = app.Account(language.tokenizer, numbers, most_idle=2 * flags.max_num_seqs)
+    accounts: list[app.Account] = []
 
     def find_account(given: str | None) -> app.Account | None:
         is_right = key is None or hmac.compare_digest((given or "").encode(), key.encode())
-        return account if is_right else None
+        return accounts[0] if is_right else None
 
-    application = app.App(
-        pump,
-        language.tokenizer,
-        Path(flags.model).name or flags.model,
-        app.Limits(length, length, language.model.config.vocab.size),
-        default,
+    name = Path(flags.model).name or flags.model
+    application = model_app.make(
+        model_app.Sizes(length, flags.max_num_seqs),
+        language,
+        params,
+        name,
+        Distribution(flags.temperature),
         find_account,
         is_open=key is None,
     )
+    pump = application.pump
+    numbers = itertools.count()
+    idle = 2 * flags.max_num_seqs
+    accounts.append(app.Account(language.tokenizer, numbers, most_idle=idle))
+    print(f"compiling for conversations of up to {length} tokens", file=sys.stderr)
+    warm_up(pump, application.default, language)
     running = server.Server(application, bound)
     running.start()
     print(f"serving {flags.model} at {running.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
@@ -228,7 +200,7 @@ def serve_tinker(flags: Flags, config: ExperimentConfig, bound: socket.socket) -
             fix=f"export the run, and give its folder: {typed_command('export')} {flags.model}",
         )
     language, params = saved_run.load_language(flags.model, config)
-    length = max_model_len(flags, config)
+    length = flags.max_model_len or saved_run.trained_length(flags.model, config)
     language.model.config.require_length(length, "--max-model-len")
     path = roles.model_path(flags.model)
     directory = str(Path(path).resolve()) if Path(path).is_dir() else path
@@ -275,41 +247,6 @@ def decode(pump: Pump) -> None:
     except Exception as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         pump.fail(error)
-
-
-def sampler_factory(
-    language: roles.Language, params: Params, length: int, num_slots: int
-) -> Callable[[Distribution], ConversationSampler]:
-    """Return a function that makes the sampler of a distribution."""
-    mesh = compose.make_mesh(MeshConfig())
-    policy = models.policy(language.model)
-    tokenizer = language.tokenizer
-    # Rows of the embedding that no token has are never sampled.
-    unused = range(tokenizer.vocab_size, language.model.config.vocab.size)
-
-    def make(distribution: Distribution) -> ConversationSampler:
-        settings = SamplerConfig(
-            max_new_tokens=length,
-            temperature=distribution.temperature,
-            top_k=distribution.top_k,
-            top_p=distribution.top_p,
-            min_p=distribution.min_p,
-            logit_bias=tuple((token_id, -math.inf) for token_id in unused),
-            stop_ids=tokenizer.eos_ids,
-            pad_id=tokenizer.pad_id,
-        )
-        with jax.set_mesh(mesh):
-            return ConversationSampler(
-                policy,
-                params,
-                settings,
-                num_slots=num_slots,
-                max_length=length,
-                prompt_length=min(64, length),
-                mesh=mesh,
-            )
-
-    return make
 
 
 def warm_up(pump: Pump, distribution: Distribution, language: roles.Language) -> None:

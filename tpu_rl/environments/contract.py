@@ -62,6 +62,10 @@ MAX_STATE_CHARACTERS = 10_000
 """The longest JSON of an attribute that reward functions see."""
 
 
+class Fault(Exception):
+    """A failure that no model caused, raised by a tool: the episode is not scored."""
+
+
 EPISODE_PARAMETERS = ("seed", "max_turns", "is_evaluation")
 """What `reset` may name besides columns of the data; see the module's docstring."""
 
@@ -99,6 +103,9 @@ def describe(instance: Any, where: str) -> Description:
     columns = _required(functions["reset"])
     if _is_game(environment, functions):
         return Description(environment.__name__, "game", [], is_scored, columns)
+    declared = getattr(environment, "tool_schemas", None)
+    if declared is not None:
+        return Description(environment.__name__, "tools", declared, is_scored, columns)
     tools = []
     for name, function in functions.items():
         if name.startswith("_") or name in ("reset", "get_reward"):
@@ -184,7 +191,7 @@ def call(
                 raise ValueError(f"Tool {worker_child.shorten(name)[1:-1]} not found.")
             value = _finished(getattr(instance, name)(**arguments))
             results.append((name, as_text(value), False))
-        except MemoryError:
+        except (MemoryError, Fault):
             raise
         # The model reads what went wrong, and may try again.
         except Exception as error:

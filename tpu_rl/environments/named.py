@@ -19,6 +19,7 @@ from tpu_rl.environments import (
 from tpu_rl.environments.adapters import (
     gem,
     gymnasium,
+    mcp,
     openenv,
     reasoning_gym,
     skyrl_gym,
@@ -45,6 +46,7 @@ def _reflection(name: str) -> Factory:
 FAMILIES: dict[str, Callable[[str], Factory | Mapping[str, Factory]]] = {
     "gem": gem.factory,
     "gymnasium": gymnasium.factory,
+    "mcp": mcp.factory,
     "openenv": openenv.factory,
     "reasoning_gym": reasoning_gym.factory,
     "reflection": _reflection,

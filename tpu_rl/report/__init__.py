@@ -5,6 +5,7 @@ run_data, series  the rows of a run, as the page reads them
 chart_list        the charts of metrics
 charts, axes      charts as SVG
 completion_pages  completions with the numbers of their tokens
+several           several runs on one page
 html_page         the frame of the page
 plots             PNG files
 """
@@ -15,3 +16,4 @@ from tpu_rl.report.page import plot_learning_curve as plot_learning_curve
 from tpu_rl.report.page import write_failure as write_failure
 from tpu_rl.report.page import write_report as write_report
 from tpu_rl.report.run_data import GUIDED_FILE as GUIDED_FILE
+from tpu_rl.report.several import build_comparison as build_comparison

@@ -19,6 +19,7 @@ Modules:
     batch_sampler         the host's part: `sample`, and what happens between segments
     conversation_sampler  turns of conversations, which keep their caches in between
     guided_policy         a policy guided by a model of returns
+    text_scores           log-probs of given texts
 
 Words:
 
@@ -54,6 +55,7 @@ from tpu_rl.sampler.partial import (
     completions_to_json,
     partial_completions,
 )
+from tpu_rl.sampler.text_scores import Score, Scores, text_scorer
 from tpu_rl.sampler.token_sampling import invert_cdf, row_keys, run_key, sample_tokens
 
 __all__ = [
@@ -62,6 +64,8 @@ __all__ = [
     "OnVerified",
     "PartialCompletion",
     "SamplerConfig",
+    "Score",
+    "Scores",
     "SegmentConfig",
     "Speculation",
     "Thinking",
@@ -78,4 +82,5 @@ __all__ = [
     "sample",
     "sample_tokens",
     "take_rows",
+    "text_scorer",
 ]

@@ -5,6 +5,7 @@ given one turn of a conversation at a time, by environments or by programs that 
 
     live.submit([TurnRequest(...)])         new turns, of new conversations or of known ones
     turns = live.step()                     one decode segment; the turns that ended in it
+    live.grown([conversation])              what turns that go on have so far
     live.close(conversation)                its slot is free
 
 The next turn of a conversation continues its cache: only the tokens that are new, such as what a
@@ -20,7 +21,7 @@ context is read in depends on that conversation only. So a tool that answers lat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -161,6 +162,8 @@ class ConversationSampler:
         self._rows_at_once = min(ROWS_AT_ONCE, self._slots_per_device)
         self._slots: Slots | None = None
         self._outputs: Outputs | None = None
+        self._lengths = np.zeros(self._num_slots, np.int32)
+        """By slot: the tokens of the conversation after the last segment."""
         self._waiting: list[TurnRequest] = []
         self._requests: dict[int, TurnRequest] = {}
         """By slot: the turns that are being decoded."""
@@ -243,7 +246,28 @@ class ConversationSampler:
         length, live = jax.device_get((status.length, status.live))
         if self._on_segment is not None:
             self._on_segment()
+        self._lengths = length
         return self._ended_turns(length, live)
+
+    def grown(self, conversations: Collection[int]) -> list[Turn]:
+        """Return what the turns that go on have so far, of these conversations.
+
+        With several processes, all call it together.
+        """
+        slots = [
+            slot
+            for slot, request in sorted(self._requests.items())
+            if request.conversation in conversations
+        ]
+        if not slots or self._outputs is None:
+            return []
+        outputs = Outputs(*sharding.to_host(self._outputs))
+        turns = []
+        for slot in slots:
+            request = self._requests[slot]
+            count = int(self._lengths[slot]) - len(request.token_ids)
+            turns.append(_turn(outputs, slot, request, count, False))
+        return turns
 
     # --- the end of turns ---
 
@@ -268,15 +292,7 @@ class ConversationSampler:
             self._idle[request.conversation] = None
             del self._requests[slot]
             taken = count if end is None else end
-            turns.append(
-                Turn(
-                    request.conversation,
-                    tokens[:taken],
-                    outputs.log_probs[slot, :taken].copy(),
-                    outputs.behaviour_log_probs[slot, :taken].copy(),
-                    stopped,
-                )
-            )
+            turns.append(_turn(outputs, slot, request, taken, stopped))
         if is_freed.any():
             self._slots = slot_ops.free_slots(self._slots, self._place(is_freed))
         return turns
@@ -557,6 +573,17 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     if first[:length] == second[:length]:
         return length
     return next(i for i in range(length) if first[i] != second[i])
+
+
+def _turn(outputs: Outputs, slot: int, request: TurnRequest, count: int, stopped: bool) -> Turn:
+    """Return the first `count` tokens of a slot, on the host, as a turn."""
+    return Turn(
+        request.conversation,
+        outputs.tokens[slot, :count].tolist(),
+        outputs.log_probs[slot, :count].copy(),
+        outputs.behaviour_log_probs[slot, :count].copy(),
+        stopped,
+    )
 
 
 # --- programs ---

@@ -401,15 +401,16 @@ def _share(items: list[Item]) -> list[list[Item]]:
     def plain(item: Item) -> Any:
         if isinstance(item, int):
             return item
-        return [list(item.distribution), [*item.request[:2], item.request.key.tolist(), item[1][3]]]
+        request = [*item.request[:2], item.request.key.tolist(), item.request.max_new_tokens]
+        return [list(item.distribution), request, item.is_watched]
 
     def restored(value: Any) -> Item:
         if isinstance(value, int):
             return value
-        distribution, (conversation, token_ids, key, max_new_tokens) = value
+        distribution, (conversation, token_ids, key, max_new_tokens), is_watched = value
         key = np.array(key, np.uint32)
         request = TurnRequest(conversation, token_ids, key, max_new_tokens)
-        return Ask(Distribution(*distribution), request)
+        return Ask(Distribution(*distribution), request, is_watched)
 
     return [
         [restored(value) for value in values]

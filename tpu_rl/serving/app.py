@@ -2,9 +2,15 @@
 
     GET  /health
     GET  /v1/models
-    POST /v1/chat/completions      messages, with token ids and log-probs in the answer
-    POST /v1/completions           a text, or token ids
+    POST /v1/chat/completions      OpenAI's messages, with token ids and log-probs in the answer
+    POST /v1/responses             OpenAI's Responses
+    POST /v1/messages              Anthropic's messages
+    POST /v1/messages/count_tokens
+    POST /v1/completions           texts, or token ids
     POST /inference/v1/generate    token ids in, token ids out
+
+All conversations take one path: `Protocol.parse` makes a `ChatRequest` of a body, `App.reply`
+answers it, and `Protocol.answer` or `Protocol.events` writes the answer.
 
 Each request belongs to an account, which its API key names. Accounts share nothing: training has
 one for each episode.
@@ -13,6 +19,7 @@ one for each episode.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -21,7 +28,8 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,11 +37,21 @@ import numpy as np
 
 from tpu_rl.errors import TpuRlError
 from tpu_rl.rollout.prompts import stop_at
-from tpu_rl.sampler import Turn, TurnRequest
-from tpu_rl.serving import chat, protocol
-from tpu_rl.serving.protocol import ApiError, Options
+from tpu_rl.sampler import Score, Scores, Turn, TurnRequest
+from tpu_rl.serving import chat, chat_completions, completions, messages, protocol, responses
+from tpu_rl.serving.protocol import ApiError, ChatRequest, Options, TextRequest
 from tpu_rl.serving.pump import Closed, Conversations, Distribution, Pump
 from tpu_rl.serving.record import Call, Record, call_key
+from tpu_rl.serving.replies import (
+    Begun,
+    Envelope,
+    Item,
+    Items,
+    Protocol,
+    Reply,
+    TextStream,
+    event,
+)
 from tpu_rl.tokenizers import Tokenizer, conversations
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -46,6 +64,13 @@ LONG_TEXT = 20_000
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MOST_EXCHANGES = 256
 """Exchanges that a server without episodes remembers."""
+
+MESSAGES = "/v1/messages"
+CONVERSATIONS: dict[str, Protocol] = {
+    "/v1/chat/completions": chat_completions.PROTOCOL,
+    "/v1/responses": responses.PROTOCOL,
+    MESSAGES: messages.PROTOCOL,
+}
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -202,6 +227,8 @@ class App:
     is_open: bool = False
     """True if no key is needed. Then only requests to a loopback name are answered, so that no page
     in a browser reaches the server by a name of its own."""
+    score: Score | None = None
+    """Computes log-probs of texts, in the thread that owns the devices."""
 
     def __post_init__(self):
         self._created = int(time.time())
@@ -210,11 +237,11 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
         assert scope["type"] == "http"
-        await respond(self._answer(scope, receive), send)
+        is_anthropic = scope["path"].startswith(MESSAGES)
+        error_body = messages.error_body if is_anthropic else ApiError.as_body
+        await respond(self._answer(scope, receive), send, receive, error_body)
 
-    async def _answer(
-        self, scope: Mapping[str, Any], receive: Receive
-    ) -> dict[str, Any] | list[bytes]:
+    async def _answer(self, scope: Mapping[str, Any], receive: Receive) -> Any:
         headers = headers_of(scope)
         method, path = scope["method"], scope["path"]
         # Also of a request that is refused: who sends while the connection closes reads no answer.
@@ -223,7 +250,11 @@ class App:
         routes: dict[str, tuple[str, Callable[..., Any]]] = {
             "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
-            "/v1/chat/completions": ("POST", self._chat),
+            **{
+                path: ("POST", functools.partial(self._chat, protocol))
+                for path, protocol in CONVERSATIONS.items()
+            },
+            f"{MESSAGES}/count_tokens": ("POST", self._count),
             "/v1/completions": ("POST", self._complete),
             "/inference/v1/generate": ("POST", self._generate),
         }
@@ -251,77 +282,73 @@ class App:
         model |= {"owned_by": "tpu_rl", "max_model_len": self.limits.max_model_len}
         return {"object": "list", "data": [model]}
 
-    async def _chat(self, account: Account, body: Any) -> dict[str, Any] | list[bytes]:
-        request = protocol.parse_chat(body)
-        options = request.options
-        texts = conversations.strings([request.messages, request.tools or []], roles=True)
-        prompt = await self._encoded(
-            sum(map(len, texts)),
-            functools.partial(account.history.encode, request.messages, request.tools),
-        )
-        call_format = self.tokenizer.tool_format(prompt) if request.tools else None
-        turn = await self._turn(account, prompt, options)
-        message = chat.as_message(
-            self.tokenizer, turn.tokens, options.stop, request.tools, call_format
-        )
-        account.history.add(request.messages, request.tools, message, prompt + turn.tokens)
-        finish = _finish_reason(turn)
-        shown = {"content": None, "tool_calls": None, **message}
-        if message.get("tool_calls"):
-            finish = "tool_calls"
-            shown["tool_calls"] = [_as_json_text(call) for call in message["tool_calls"]]
-        else:
-            del shown["tool_calls"]
-        choice = {"index": 0, "message": shown, "finish_reason": finish}
-        choice["token_ids"] = turn.tokens
-        choice["logprobs"] = protocol.log_probs(self.tokenizer, turn) if options.logprobs else None
-        answer = self._envelope("chatcmpl", "chat.completion", prompt, turn)
-        answer |= {"prompt_token_ids": prompt, "choices": [choice]}
-        return protocol.as_events(answer, options.stream_usage) if options.stream else answer
-
-    async def _complete(self, account: Account, body: Any) -> dict[str, Any]:
-        request = protocol.parse_completion(body)
+    async def _chat(self, protocol: Protocol, account: Account, body: Any) -> Any:
+        request = protocol.parse(body)
+        envelope = self._envelope(request.options)
+        items = self.reply(account, request)
         if request.options.stream:
-            raise ApiError(400, "completions of texts are not streamed", "stream")
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            encode = functools.partial(self.tokenizer.encode, prompt)
-            prompt = [*self.tokenizer.prefix_ids, *await self._encoded(len(prompt), encode)]
-        turn = await self._turn(account, prompt, request.options)
-        message = chat.as_message(self.tokenizer, turn.tokens, request.options.stop, None)
-        choice = {"index": 0, "text": message["content"], "finish_reason": _finish_reason(turn)}
-        choice |= {"token_ids": turn.tokens, "logprobs": None}
-        if request.options.logprobs:
-            shown = protocol.log_probs(self.tokenizer, turn)["content"]
-            choice["logprobs"] = {
-                "tokens": [token["token"] for token in shown],
-                "token_logprobs": [token["logprob"] for token in shown],
-                "top_logprobs": None,
-                "text_offset": None,
-            }
-        answer = self._envelope("cmpl", "text_completion", prompt, turn)
-        return answer | {"prompt_token_ids": prompt, "choices": [choice]}
+            return protocol.events(envelope, items)
+        return protocol.answer(envelope, await _last(items))
+
+    async def _count(self, account: Account, body: Any) -> dict[str, Any]:
+        prompt = await self._prompt_of(account, messages.parse_count(body))
+        return {"input_tokens": len(prompt)}
+
+    async def _complete(self, account: Account, body: Any) -> Any:
+        request = completions.parse(body)
+        envelope = self._envelope(request.options)
+        if request.options.stream:
+            [prompt] = await self._prompts_of(request)
+            return completions.events(envelope, self._items(account, prompt, request.options))
+        found, scores = await self._texts(account, request, request.echo)
+        choices = [
+            completions.choice(self.tokenizer, request, index, *pair)
+            for index, pair in enumerate(zip(found, scores, strict=True))
+        ]
+        return completions.answer(envelope, found, choices)
 
     async def _generate(self, account: Account, body: Any) -> dict[str, Any]:
-        request = protocol.parse_generate(body)
-        assert isinstance(request.prompt, list)
-        turn = await self._turn(account, request.prompt, request.options)
-        choice = {"index": 0, "token_ids": turn.tokens, "finish_reason": _finish_reason(turn)}
-        choice["logprobs"] = protocol.id_log_probs(turn) if request.options.logprobs else None
-        return {
-            "request_id": f"generate-{next(self._ids)}",
-            "choices": [choice],
-            "usage": protocol.usage(request.prompt, turn),
-        }
+        request = completions.parse_generate(body)
+        [reply], [scores] = await self._texts(account, request, request.top is not None)
+        return completions.generated(next(self._ids), request, reply, scores)
 
-    def _envelope(self, prefix: str, kind: str, prompt: list[int], turn: Turn) -> dict[str, Any]:
-        return {
-            "id": f"{prefix}-{next(self._ids)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model,
-            "usage": protocol.usage(prompt, turn),
-        }
+    async def _texts(
+        self, account: Account, request: TextRequest, scores_prompt: bool
+    ) -> tuple[list[Reply], list[Scores | None]]:
+        """Return the completion of each prompt, and the scores that the answer needs."""
+        top = request.top
+        score = self.score
+        needs_scores = top is not None and (scores_prompt or top > 1)
+        if needs_scores and score is None:
+            raise ApiError(
+                400,
+                "log-probs of prompts and alternatives are not here: a run in training answers "
+                "with those of the tokens that it draws",
+                "logprobs",
+            )
+        prompts = await self._prompts_of(request)
+        replies = await _all(
+            *(_last(self._items(account, prompt, request.options)) for prompt in prompts)
+        )
+        if score is None or top is None or not needs_scores:
+            return replies, [None] * len(replies)
+        texts = [reply.prompt + reply.turn.tokens for reply in replies]
+        work = self.pump.call(functools.partial(score, texts, top))
+        return replies, await asyncio.wrap_future(work)
+
+    async def _prompts_of(self, request: TextRequest) -> list[list[int]]:
+        """Return the ids of each prompt."""
+        prompts = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                encode = functools.partial(self.tokenizer.encode, prompt)
+                prompt = [*self.tokenizer.prefix_ids, *await self._encoded(len(prompt), encode)]
+            prompts.append(prompt)
+        return prompts
+
+    def _envelope(self, options: Options) -> Envelope:
+        now = int(time.time())
+        return Envelope(next(self._ids), now, self.model, options, self.tokenizer)
 
     async def _encoded(self, characters: int, encode: Callable[[], list[int]]) -> list[int]:
         """Return the ids of a text with this number of characters.
@@ -343,27 +370,104 @@ class App:
 
     # --- turns ---
 
-    async def _turn(self, account: Account, prompt: list[int], options: Options) -> Turn:
-        """Let the policy continue a prompt, and note it in the account."""
+    async def _prompt_of(self, account: Account, request: ChatRequest) -> list[int]:
+        """Return the ids of a conversation."""
+        texts = conversations.strings([request.messages, request.tools or []], roles=True)
+        encode = functools.partial(account.history.encode, request.messages, request.tools)
+        return await self._encoded(sum(map(len, texts)), encode)
+
+    async def reply(self, account: Account, request: ChatRequest) -> AsyncGenerator[Item]:
+        """Answer a conversation, and note the exchange in the account."""
+        prompt = await self._prompt_of(account, request)
+        items = self._items(account, prompt, request.options, request.tools)
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if isinstance(item, Reply):
+                    ids = prompt + item.turn.tokens
+                    account.history.add(request.messages, request.tools, item.message, ids)
+                yield item
+
+    async def _items(
+        self,
+        account: Account,
+        prompt: list[int],
+        options: Options,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> AsyncGenerator[Item]:
+        """Let the policy continue a prompt."""
+        call_format = self.tokenizer.tool_format(prompt) if tools else None
+        text = TextStream(self.tokenizer, options.stop, call_format)
+        turns = self._turns(account, prompt, options)
+        turn: Turn | None = None
+        async with contextlib.aclosing(turns):
+            async for turn in turns:
+                if turn is None:
+                    yield Begun(prompt)
+                    continue
+                for piece in text.pieces(turn) if options.stream else ():
+                    yield piece
+        assert turn is not None
+        message = chat.as_message(self.tokenizer, turn.tokens, options.stop, tools, call_format)
+        # A turn that ends with a stop string has it at its end.
+        whole = self.tokenizer.decode(turn.tokens) if options.stop else ""
+        found = [(whole.index(stop), stop) for stop in options.stop if stop in whole]
+        rest = text.rest(message.get("content", ""))
+        yield Reply(prompt, turn, message, rest, min(found)[1] if found else None)
+
+    async def _turns(
+        self, account: Account, prompt: list[int], options: Options
+    ) -> AsyncGenerator[Turn | None]:
+        """Yield None once a call is accepted, then the turn as it grows; the last one is whole.
+
+        The turn is noted in the account.
+        """
         distribution = account.distribution(options, self.default)
         self._check_prompt(prompt)
         room = min(self.limits.max_model_len - len(prompt), self.limits.max_new_tokens)
+        if options.max_tokens == 0:
+            nothing = np.zeros(0, np.float32)
+            yield None
+            yield Turn(-1, [], nothing, nothing, False)
+            return
         call = account.begin(prompt, options)
         conversation = account.conversations.take(prompt)
         request = TurnRequest(conversation, prompt, call.key, min(options.max_tokens or room, room))
+        find_end = self._find_end(options)
+        is_watched = bool(options.stream or options.stop or options.stop_token_ids)
+        loop = asyncio.get_running_loop()
+        grown: asyncio.Queue[Turn | Future[Turn]] = asyncio.Queue()
+
+        def put(item: Turn | Future[Turn]) -> None:
+            with contextlib.suppress(RuntimeError):  # The server has ended.
+                loop.call_soon_threadsafe(grown.put_nowait, item)
+
         try:
-            future = self.pump.ask(distribution, request)
-            turn = await asyncio.wrap_future(future)
+            future = self.pump.ask(distribution, request, put if is_watched else None)
+            future.add_done_callback(put)
+            yield None
+            while True:
+                item = await grown.get()
+                has_ended = isinstance(item, Future)
+                whole = item.result() if isinstance(item, Future) else item
+                turn = _cut(whole, find_end)
+                if has_ended or turn is not whole:
+                    break
+                yield turn
         except BaseException:
             account.end(call, None)
             account.conversations.drop(conversation)
             self.pump.close(conversation)
             raise
-        for closed in account.conversations.give_back(conversation, prompt + turn.tokens):
-            self.pump.close(closed)
-        turn = _cut(turn, self._find_end(options))
+        if has_ended:
+            closed = account.conversations.give_back(conversation, prompt + whole.tokens)
+        else:
+            # Its end has come, so that what is decoded after it is for nobody.
+            account.conversations.drop(conversation)
+            closed = [conversation]
+        for number in closed:
+            self.pump.close(number)
         account.end(call, turn)
-        return turn
+        yield turn
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
@@ -413,51 +517,109 @@ def _cut(turn: Turn, find_end: Callable[[list[int]], int | None]) -> Turn:
     )
 
 
-def _finish_reason(turn: Turn) -> str:
-    return "stop" if turn.stopped else "length"
+async def _last(items: Items) -> Reply:
+    """Return the reply at the end of a stream."""
+    reply = [item async for item in items][-1]
+    assert isinstance(reply, Reply)
+    return reply
 
 
-def _as_json_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of a tool with its arguments as a text, as clients expect them."""
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {"name": function["name"], "arguments": text}}
-
-
-async def respond(answer: Awaitable[Any], send: Send) -> None:
-    """Send an answer: a JSON value, the events of a stream, or bytes in protocol buffers.
-
-    An exception is sent as an error.
-    """
+async def _all(*answers: Coroutine[Any, Any, Reply]) -> list[Reply]:
+    """Return all answers. If one fails, the others are given up."""
     try:
-        status, content = 200, await answer
-    except ApiError as error:
-        status, content = error.status, error.body
-    except TpuRlError as error:
-        status, content = 400, ApiError(400, str(error)).body
-    except Closed:
-        status, content = 410, ApiError(410, "the episode is over", code="closed").body
-    # No request may end the server, whatever it makes a library raise.
-    except Exception as error:
-        logging.getLogger(__name__).exception("a request failed")
-        name = type(error).__name__
-        status = 500
-        content = ApiError(500, f"the request failed: {name}").body
-    if isinstance(content, list):
-        kind, parts = b"text/event-stream", content
-    elif isinstance(content, bytes):
-        kind, parts = b"application/x-protobuf", [content]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer) for answer in answers]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def respond(
+    answer: Awaitable[Any],
+    send: Send,
+    receive: Receive | None = None,
+    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.as_body,
+) -> None:
+    """Send an answer: a JSON value, an iterator over events, or bytes in protocol buffers.
+
+    An exception is sent as an error; after the first event of a stream it is the last event. A
+    stream whose client has gone is closed.
+
+    Args:
+        answer: the answer.
+        send: sends a message of ASGI.
+        receive: receives one, such as that the client has gone. The body has been read.
+        error_body: the form of errors.
+    """
+    events: AsyncGenerator[bytes] | None = None
+    parts: list[bytes] = []
+    status = 200
+    try:
+        content = await answer
+        if isinstance(content, AsyncGenerator):
+            events = content
+            parts = [await anext(events)]
+    except Exception as raised:
+        error = as_api_error(raised)
+        status, content, events = error.status, error_body(error), None
+    if events is not None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     else:
-        kind, parts = b"application/json", [json.dumps(content).encode()]
-    size = sum(map(len, parts))
-    headers = [(b"content-type", kind), (b"content-length", str(size).encode())]
+        is_json = not isinstance(content, bytes)
+        parts = [json.dumps(content).encode() if is_json else content]
+        kind = b"application/json" if is_json else b"application/x-protobuf"
+        size = str(len(parts[0])).encode()
+        headers = [(b"content-type", kind), (b"content-length", size)]
     if status == 408:
         # The rest of the body is not read.
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     for part in parts:
         await send({"type": "http.response.body", "body": part, "more_body": True})
+    if events is not None:
+        await _send_events(events, send, receive, error_body)
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_events(
+    events: AsyncGenerator[bytes],
+    send: Send,
+    receive: Receive | None,
+    error_body: Callable[[ApiError], dict[str, Any]],
+) -> None:
+    """Send the events of a stream until it ends, fails, or the client has gone."""
+
+    async def send_all() -> None:
+        try:
+            async with contextlib.aclosing(events):
+                async for part in events:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Exception as raised:
+            part = event(error_body(as_api_error(raised)), "error")
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    sending = asyncio.ensure_future(send_all())
+    gone = asyncio.ensure_future(receive()) if receive is not None else None
+    try:
+        tasks = [sending] if gone is None else [sending, gone]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in filter(None, (sending, gone)):
+            task.cancel()
+        await asyncio.wait([sending])
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return an exception as an answer. No request may end the server."""
+    match error:
+        case ApiError():
+            return error
+        case TpuRlError():
+            return ApiError(400, str(error))
+        case Closed():
+            return ApiError(410, "the episode is over", code="closed")
+    logging.getLogger(__name__).error("a request failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}")
 
 
 def headers_of(scope: Mapping[str, Any]) -> dict[str, str]:
@@ -473,7 +635,9 @@ def require_loopback_name(headers: Mapping[str, str], is_open: bool) -> None:
 
 
 def api_key(headers: Mapping[str, str]) -> str | None:
-    """Return the key of the header Authorization: Bearer KEY, or None without one."""
+    """Return the key of the header Authorization: Bearer KEY, or of x-api-key; None without one."""
+    if headers.get("x-api-key", "").strip():
+        return headers["x-api-key"].strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 

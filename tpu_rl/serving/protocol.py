@@ -1,20 +1,18 @@
-"""Bodies of requests and answers: OpenAI's chat completions and completions, vLLM's token ids.
+"""Bodies of requests, and what all protocols share.
 
-A key that is unknown here is an error: a setting that is silently ignored would be one that the
-caller believes in.
+A key that is unknown is an error: a setting that is silently ignored would be one that the caller
+believes in.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_rl.sampler import Turn
 from tpu_rl.sampler.config import is_temperature
 from tpu_rl.serving.pump import Distribution
-from tpu_rl.tokenizers import Tokenizer
 
 MAX_STOPS = 16
 MAX_TEXT = 300
@@ -36,9 +34,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as a JSON value."""
+    def as_body(self) -> dict[str, Any]:
+        """Return the error as a JSON value."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param}
         return {"error": error | {"code": self.code or None}}
@@ -84,10 +81,14 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A text, or token ids, to be continued."""
+    """Texts, or token ids, each to be continued."""
 
-    prompt: str | list[int]
+    prompts: list[str | list[int]]
     options: Options
+    echo: bool = False
+    """Put the prompt before the completion in the answer."""
+    top: int | None = None
+    """Alternatives of each token; None: no log-probs."""
 
 
 # --- requests ---
@@ -170,56 +171,11 @@ class Fields:
             raise ApiError(400, f"unknown key {self._place}{name}", f"{self._place}{name}")
 
 
-def parse_chat(body: Any) -> ChatRequest:
-    """Return the request of a body of /v1/chat/completions."""
-    fields = Fields(body)
-    messages = [
-        _message(message, f"messages[{index}]")
-        for index, message in enumerate(fields.require("messages", list))
-    ]
-    if not messages:
-        raise ApiError(400, "messages is empty", "messages")
-    tools = fields.take("tools", list, lambda tools: all(map(_is_tool, tools)))
-    choice = fields.take("tool_choice", str, lambda choice: choice in ("auto", "none"))
-    fields.only("parallel_tool_calls", True)
-    fields.only("response_format", {"type": "text"})
-    fields.only("top_logprobs", 0)
-    options = _options(fields)
-    return ChatRequest(messages, (tools or None) if choice != "none" else None, options)
+def options(fields: Fields, logprobs: bool | None = None) -> Options:
+    """Return the options, which are the last keys that an object may have.
 
-
-def parse_completion(body: Any) -> TextRequest:
-    """Return the request of a body of /v1/completions."""
-    fields = Fields(body)
-    prompt = fields.require("prompt", (str, list))
-    fields.only("echo", False)
-    fields.only("suffix", "")
-    fields.only("best_of", 1)
-    # Here, `logprobs` is the number of alternatives; that of the token itself needs none.
-    logprobs = fields.take("logprobs", (int, bool), lambda number: number in (0, 1))
-    options = _options(fields, logprobs=logprobs is not None and logprobs is not False)
-    return TextRequest(prompt if isinstance(prompt, str) else _ids(prompt, "prompt"), options)
-
-
-def parse_generate(body: Any) -> TextRequest:
-    """Return the request of a body of /inference/v1/generate."""
-    fields = Fields(body)
-    prompt = _ids(fields.require("token_ids", list), "token_ids")
-    fields.ignore("model", "cache_salt", "priority", "request_id")
-    fields.only("stream", False)
-    sampling = Fields(fields.take("sampling_params", dict) or {}, "sampling_params")
-    fields.finish()
-    sampling.ignore("skip_special_tokens", "spaces_between_special_tokens", "detokenize")
-    sampling.only("prompt_logprobs", 0)
-    sampling.only("min_tokens", 0)
-    sampling.only("ignore_eos", False)
-    sampling.only("repetition_penalty", 1)
-    logprobs = sampling.take("logprobs", (int, bool), lambda number: number in (0, 1))
-    return TextRequest(prompt, _options(sampling, logprobs=logprobs is not None))
-
-
-def _options(fields: Fields, logprobs: bool | None = None) -> Options:
-    """Return the options, which are the last keys that an object may have."""
+    A protocol that has other names for some of them has taken those before.
+    """
     fields.ignore("model", "user", "metadata", "store", "safety_identifier", "return_token_ids")
     fields.only("n", 1)
     for name in ("frequency_penalty", "presence_penalty"):
@@ -227,27 +183,28 @@ def _options(fields: Fields, logprobs: bool | None = None) -> Options:
     fields.only("logit_bias", {})
     stream_options = Fields(fields.take("stream_options", dict) or {}, "stream_options")
     stream_usage = bool(stream_options.take("include_usage", bool))
+    stream_options.ignore("include_obfuscation")
     stream_options.finish()
     stop = fields.take("stop", (str, list)) or ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
         raise ApiError(400, f"stop is a text or a list of up to {MAX_STOPS} texts", "stop")
     number = (int, float)
-    options = Options(
+    parsed = Options(
         max_tokens=_max_tokens(fields),
         temperature=fields.take("temperature", number, is_temperature),
         top_k=fields.take("top_k", int, lambda k: -1 <= k <= MAX_TOP_K),
         top_p=fields.take("top_p", number, lambda p: MIN_SHARE <= p <= 1),
         min_p=fields.take("min_p", number, lambda p: p == 0 or MIN_SHARE <= p <= 1),
         stop=stops,
-        stop_token_ids=tuple(_ids(fields.take("stop_token_ids", list) or [], "stop_token_ids")),
+        stop_token_ids=tuple(ids_of(fields.take("stop_token_ids", list) or [], "stop_token_ids")),
         seed=fields.take("seed", int),
         logprobs=bool(fields.take("logprobs", bool)) if logprobs is None else logprobs,
         stream=bool(fields.take("stream", bool)),
         stream_usage=stream_usage,
     )
     fields.finish()
-    return options
+    return parsed
 
 
 def _max_tokens(fields: Fields) -> int | None:
@@ -256,13 +213,15 @@ def _max_tokens(fields: Fields) -> int | None:
     return newer or older
 
 
-def _ids(values: list[Any], place: str) -> list[int]:
+def ids_of(values: list[Any], place: str) -> list[int]:
+    """Return a list of token ids, checked."""
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         raise ApiError(400, f"{place} is not a list of token ids", place)
     return values
 
 
-def _is_tool(value: Any) -> bool:
+def is_tool(value: Any) -> bool:
+    """Return True for the schema of a tool, as chat templates read it."""
     match value:
         case {"type": "function", "function": {"name": str(), **function}}:
             parameters = function.get("parameters") or {}
@@ -272,113 +231,51 @@ def _is_tool(value: Any) -> bool:
     return False
 
 
-def _message(value: Any, place: str) -> dict[str, Any]:
-    """Return a message in the form in which messages are compared and rendered."""
-    fields = Fields(value, place)
-    message: dict[str, Any] = {"role": fields.require("role", str)}
-    content = fields.take("content", (str, list))
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{place}.content") for part in content)
-    calls = fields.take("tool_calls", list) or []
-    if content is None and not calls:
-        raise ApiError(400, f"{place}.content is missing", f"{place}.content")
-    if content is not None:
-        message["content"] = content
-    if calls:
-        message["tool_calls"] = [_call(call, f"{place}.tool_calls") for call in calls]
-    for name in ("name", "tool_call_id"):
-        text = fields.take(name, str)
-        if text is not None:
-            message[name] = text
-    # Clients send back the messages that they got, with all keys of their own types.
-    for name in ("refusal", "audio", "function_call", "annotations", "reasoning_content"):
-        fields.only(name, "", [])
-    fields.finish()
-    return message
+def tool(fields: Fields, parameters: Any) -> dict[str, Any]:
+    """Return the schema of a tool from keys that have its name and description at the top."""
+    description = fields.take("description", str)
+    function = {"name": fields.require("name", str)}
+    function |= {} if description is None else {"description": description}
+    schema = {"type": "function", "function": function | {"parameters": parameters or {}}}
+    if not is_tool(schema):
+        raise ApiError(400, f"the tool {function['name'][:MAX_TEXT]!r} has no schema of parameters")
+    return schema
 
 
-def _part(value: Any, place: str) -> str:
-    fields = Fields(value, place)
-    if fields.require("type", str) != "text":
-        raise ApiError(400, f"{place} has a part that is no text", place)
-    text = fields.require("text", str)
-    fields.finish()
-    return text
+def call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
+    """Return a call of a tool as messages have it: chat templates read arguments as an object."""
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if call_id is None else {"id": call_id, **made}
 
 
-def _call(value: Any, place: str) -> dict[str, Any]:
-    """Return a call of a tool. Chat templates read arguments as an object."""
-    fields = Fields(value, place)
-    function = Fields(fields.require("function", dict), f"{place}.function")
-    name = function.require("name", str)
-    arguments = function.take("arguments", (str, dict)) or {}
-    function.finish()
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments, f"{place}.function.arguments")
-    fields.only("type", "function")
-    fields.ignore("index")
-    call_id = fields.take("id", str)
-    fields.finish()
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return call if call_id is None else {"id": call_id, **call}
+def arguments(text: str, place: str) -> dict[str, Any]:
+    """Return the arguments of a call, which clients send as JSON.
+
+    Raises:
+        ApiError: if they are none.
+    """
+    value = parse_json(text, place) if text else {}
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{place} is not a JSON object", place)
+    return value
 
 
-# --- answers ---
+def text_of(value: str | list[Any], kinds: Collection[str], place: str) -> str:
+    """Return a content: a text, or a list of parts whose types are among `kinds`.
 
-
-def log_probs(tokenizer: Tokenizer, turn: Turn) -> dict[str, Any]:
-    """Return the log-prob of each token under the full distribution, as chat completions do."""
-    content = []
-    for token_id, log_prob in zip(turn.tokens, turn.log_probs.tolist(), strict=True):
-        text = tokenizer.decode([token_id], skip_special=False)
-        content.append(
-            {
-                "token": text,
-                "logprob": log_prob,
-                "bytes": list(text.encode("utf-8", errors="replace")),
-                "top_logprobs": [],
-            }
-        )
-    return {"content": content, "refusal": None}
-
-
-def id_log_probs(turn: Turn) -> dict[str, Any]:
-    """Return the log-probs as vLLM's endpoint for token ids does."""
-    pairs = zip(turn.tokens, turn.log_probs.tolist(), strict=True)
-    return {
-        "content": [
-            {"token": f"token_id:{token_id}", "logprob": log_prob} for token_id, log_prob in pairs
-        ]
-    }
-
-
-def usage(prompt: Sequence[int], turn: Turn) -> dict[str, int]:
-    """Return the numbers of tokens."""
-    counts = {"prompt_tokens": len(prompt), "completion_tokens": len(turn.tokens)}
-    return counts | {"total_tokens": sum(counts.values())}
-
-
-def as_events(answer: dict[str, Any], with_usage: bool) -> list[bytes]:
-    """Return a chat completion as the events of a stream: the whole message, then its end."""
-    [choice] = answer["choices"]
-    common = {key: answer[key] for key in ("id", "created", "model")}
-    common["object"] = "chat.completion.chunk"
-
-    def event(**changes: Any) -> bytes:
-        return f"data: {json.dumps({**common, **changes})}\n\n".encode()
-
-    message = dict(choice["message"])
-    if message.get("tool_calls"):
-        calls = enumerate(message["tool_calls"])
-        message["tool_calls"] = [{"index": index, **call} for index, call in calls]
-    first = {key: choice[key] for key in ("index", "token_ids", "logprobs")} | {"delta": message}
-    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    events = [
-        event(
-            choices=[first | {"finish_reason": None}], prompt_token_ids=answer["prompt_token_ids"]
-        ),
-        event(choices=[last]),
-    ]
-    if with_usage:
-        events.append(event(choices=[], usage=answer["usage"]))
-    return [*events, b"data: [DONE]\n\n"]
+    Raises:
+        ApiError: for other parts, as pictures.
+    """
+    if isinstance(value, str):
+        return value
+    texts = []
+    for part in value:
+        fields = Fields(part, place)
+        if fields.require("type", str) not in kinds:
+            raise ApiError(400, f"{place} has a part that is no text", place)
+        texts.append(fields.require("text", str))
+        # What answers have beside the text, and marks for caches.
+        fields.ignore("annotations", "logprobs", "cache_control")
+        fields.only("citations", [])
+        fields.finish()
+    return "".join(texts)

@@ -38,10 +38,21 @@ class Ask(NamedTuple):
     distribution: Any
     """A `Distribution`, or whatever else `make_sampler` makes a sampler of."""
     request: TurnRequest
+    is_watched: bool = False
+    """True if somebody wants the tokens as they are drawn."""
+
+
+class Work(NamedTuple):
+    """Something else that the thread which owns the devices computes."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
 
 
 Item = Ask | int
 """A turn to decode, or a conversation to close."""
+OnGrown = Callable[[Turn], None]
+"""Called with what a turn that goes on has so far, after each segment."""
 Share = Callable[[list[Item]], list[list[Item]]]
 """The items of this process -> those of all processes, by index. All processes call it together."""
 
@@ -68,10 +79,13 @@ class Pump:
         """By conversation: the turns that are being decoded, of all processes."""
         self._futures: dict[int, Future[Turn]] = {}
         """By conversation: those who wait, of this process."""
+        self._on_grown: dict[int, OnGrown] = {}
+        """By conversation: those who watch, of this process."""
         self._sampler_of: dict[int, ConversationSampler] = {}
-        self._incoming: queue.SimpleQueue[tuple[Ask, Future[Turn]] | int | None] = (
-            queue.SimpleQueue()
-        )
+        self._work: list[Work] = []
+        self._incoming: queue.SimpleQueue[
+            tuple[Ask, Future[Turn], OnGrown | None] | Work | int | None
+        ] = queue.SimpleQueue()
         """None only wakes the thread."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -79,15 +93,30 @@ class Pump:
 
     # --- any thread ---
 
-    def ask(self, distribution: Hashable, request: TurnRequest) -> Future[Turn]:
-        """Ask for the next turn of a conversation. It has one turn at a time."""
+    def ask(
+        self, distribution: Hashable, request: TurnRequest, on_grown: OnGrown | None = None
+    ) -> Future[Turn]:
+        """Ask for the next turn of a conversation. It has one turn at a time.
+
+        `on_grown` is called in the thread that owns the devices.
+        """
         future: Future[Turn] = Future()
+        asked = Ask(distribution, request, on_grown is not None)
+        self._put((asked, future, on_grown), future)
+        return future
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Let the thread that owns the devices call a function. This is for one process alone."""
+        future: Future[Any] = Future()
+        self._put(Work(function, future), future)
+        return future
+
+    def _put(self, item: Any, future: Future[Any]) -> None:
         with self._lock:
             if self._error is None:
-                self._incoming.put((Ask(distribution, request), future))
+                self._incoming.put(item)
             else:
                 future.set_exception(self._error)
-        return future
 
     def close(self, conversation: int) -> None:
         """Forget a conversation. A turn of it that is being decoded fails with `Closed`."""
@@ -110,14 +139,25 @@ class Pump:
                     self._close(item)
                 else:
                     self._begin(item)
+        while self._work:
+            _do(self._work.pop(0))
         for sampler in list(self._samplers.values()):
             if sampler.is_idle:
                 continue
             for turn in sampler.step():
                 del self._asked[turn.conversation]
+                self._on_grown.pop(turn.conversation, None)
                 future = self._futures.pop(turn.conversation, None)
                 if future is not None:
                     future.set_result(turn)
+            watched = [
+                conversation
+                for conversation, asked in self._asked.items()
+                if asked.is_watched and self._sampler_of.get(conversation) is sampler
+            ]
+            for turn in sampler.grown(watched) if watched else ():
+                if turn.conversation in self._on_grown:
+                    self._on_grown[turn.conversation](turn)
 
     def end(self, error: Exception) -> None:
         """Answer all calls with an error, also those to come, and free the caches."""
@@ -128,9 +168,11 @@ class Pump:
     def fail(self, error: Exception) -> None:
         """Answer all calls so far with an error, after a failure of `step`, and free the caches."""
         self._drain(0.0)
-        for future in self._futures.values():
+        for future in (*self._futures.values(), *(work.future for work in self._work)):
             future.set_exception(error)
         self._futures.clear()
+        self._on_grown.clear()
+        self._work.clear()
         self._asked.clear()
         self._samplers.clear()
         self._sampler_of.clear()
@@ -152,11 +194,17 @@ class Pump:
             timeout = 0.0
             if item is None:
                 continue
+            if isinstance(item, Work):
+                if item.future.set_running_or_notify_cancel():
+                    self._work.append(item)
+                continue
             if not isinstance(item, int):
-                item, future = item
+                item, future, on_grown = item
                 if not future.set_running_or_notify_cancel():
                     continue
                 self._futures[item.request.conversation] = future
+                if on_grown is not None:
+                    self._on_grown[item.request.conversation] = on_grown
             items.append(item)
 
     def _begin(self, ask: Ask) -> None:
@@ -165,6 +213,7 @@ class Pump:
             self._sampler(ask).submit([ask.request])
         # What one request asks for may not end the server: no program may compile for it.
         except Exception as error:
+            self._on_grown.pop(conversation, None)
             future = self._futures.pop(conversation, None)
             if future is not None:
                 future.set_exception(error)
@@ -194,9 +243,18 @@ class Pump:
         if sampler is not None:
             sampler.close(conversation)
         self._asked.pop(conversation, None)
+        self._on_grown.pop(conversation, None)
         future = self._futures.pop(conversation, None)
         if future is not None:
             future.set_exception(Closed())
+
+
+def _do(work: Work) -> None:
+    """Compute a piece of work. What one call asks for may not end the server."""
+    try:
+        work.future.set_result(work.function())
+    except Exception as error:
+        work.future.set_exception(error)
 
 
 class Conversations:

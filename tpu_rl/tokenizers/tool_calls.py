@@ -144,6 +144,25 @@ def parse(text: str, format_name: str, tools: Tools, in_thought: bool = False) -
     return turn._replace(calls=[_checked(call) for call in turn.calls])
 
 
+def content_length(text: str, format_name: str) -> int:
+    """Return how many characters of a turn that still goes on are content, whatever follows."""
+    row = FORMATS[format_name]
+    # `parse` strips the content of a turn with calls.
+    if row.read is not _read_blocks or text[:1].isspace():
+        return 0
+    return len(text[: first_mark(text, (*row.openings, *row.brackets))].rstrip())
+
+
+def first_mark(text: str, marks: Sequence[str]) -> int:
+    """Return where the first of some marks begins, or may begin at the end of the text."""
+    places = [text.find(mark) for mark in marks]
+    end = min([place for place in places if place >= 0], default=len(text))
+    for start in range(max(0, len(text) - max(map(len, marks), default=0)), end):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return start
+    return end
+
+
 def from_message(message: Mapping[str, Any]) -> ParsedTurn:
     """Return a turn that the tokenizer's own parser has read."""
     values = message.get("tool_calls")

@@ -1,0 +1,333 @@
+"""Public benchmarks: tasks of lm-evaluation-harness, whose model is our sampler and our log-probs.
+
+The package `lm-eval` (0.4.13) reads tasks, makes prompts and judges answers. It asks the model for
+
+    loglikelihood            log p(continuation | context), and whether it is what greedy decoding
+                             writes
+    loglikelihood_rolling    log p(text), in windows of the longest length that the model reads
+    generate_until           a completion up to a stop string
+
+Texts are encoded as its class HFLM does: a context that ends with spaces gives them to the
+continuation, and both are encoded as one text. What is too long loses its beginning.
+
+Deviation: chat templates are not used; tasks see the model as one that continues texts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_rl import sampler
+from tpu_rl.errors import InputError, MachineError
+from tpu_rl.evaluation import answer_accuracy
+from tpu_rl.evaluation.answer_accuracy import Estimate
+from tpu_rl.rollout.prompts import stop_at
+from tpu_rl.sampler import ConversationSampler, SamplerConfig, Score, TurnRequest
+from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.types import Params, Policy, Purpose
+
+NORMAL_95 = 1.959963984540054
+MOST_NEW_TOKENS = 256
+"""Tokens of a completion, if the task does not say."""
+MOST_AT_ONCE = 32
+"""Completions that are decoded at once."""
+RESAMPLES = 1000
+"""Of the harness, for the standard errors of measures that are no means."""
+
+
+class HarnessModel(NamedTuple):
+    """A model as the harness uses it."""
+
+    policy: Policy
+    params: Params
+    """What the policy reads."""
+    mesh: Mesh
+    score: Score
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Rows of the embedding."""
+    max_length: int
+    """Tokens of a text."""
+
+
+def require_package() -> None:
+    """Raise MachineError if lm-eval is not installed."""
+    try:
+        import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MachineError(
+            "tasks of lm-evaluation-harness need the package lm-eval, which is not installed",
+            fix='pip install "tpu_rl[lm-eval]"',
+        ) from None
+
+
+def load_tasks(names: Sequence[str]) -> Any:
+    """Return the manager of the harness, which knows all these tasks, and their own names.
+
+    Args:
+        names: tasks of the harness, or YAML files of one task each.
+
+    Raises:
+        InputError: if there is no such task.
+        MachineError: if lm-eval is not installed.
+    """
+    require_package()
+    import yaml
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    class Loader(yaml.SafeLoader):
+        """Reads any tag, as !function, as nothing: only the name is wanted here."""
+
+    Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+    files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
+    own_names = {}
+    for file in files:
+        if not file.is_file():
+            raise InputError(
+                "there is no such task file", where=f"--tasks {file}", fix="look at it"
+            )
+        about = yaml.load(file.read_text(encoding="utf-8"), Loader)
+        if not isinstance(about, dict) or not isinstance(about.get("task"), str):
+            raise InputError(
+                "the file describes no task", where=str(file), fix="give it the key `task`, a name"
+            )
+        own_names[str(file)] = about["task"]
+    folders = sorted({str(file.absolute().parent) for file in files})
+    manager = TaskManager(include_path=folders or None)
+    chosen = [own_names.get(name, name) for name in names]
+    for name in chosen:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.0)
+            raise InputError(
+                f"lm-eval has no task {name!r}",
+                where="--tasks",
+                fix=f"did you mean {', '.join(near)}? Or give a YAML file of your own",
+            )
+    return manager, chosen
+
+
+def evaluate(
+    model: HarnessModel, tasks: Any, limit: int | None = None, seed: int = 0
+) -> dict[str, Estimate]:
+    """Return each measure of each task, as "TASK MEASURE", with its 95 % interval.
+
+    Args:
+        model: the model.
+        tasks: of `load_tasks`.
+        limit: examples of a task; None is all of them.
+        seed: of samples, for tasks that draw them.
+
+    Raises:
+        InputError: if the data of a task cannot be read, or a task asks for what is not here.
+    """
+    import lm_eval  # pyright: ignore[reportMissingImports]
+
+    manager, names = tasks
+    try:
+        manager.load(names)
+    # What the library that reads data sets raises has no common type.
+    except Exception as error:
+        raise InputError(
+            "the data of a task cannot be read",
+            where=f"--tasks {' '.join(names)}",
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="most tasks download their data: run once with a network, or use a YAML file of "
+            "your own with `dataset_path: json`",
+        ) from None
+    found = lm_eval.simple_evaluate(
+        _as_lm(model, seed),
+        tasks=names,
+        task_manager=manager,
+        limit=limit,
+        log_samples=False,
+        bootstrap_iters=RESAMPLES,
+    )
+    assert found is not None
+    return _estimates(found)
+
+
+def _estimates(found: Mapping[str, Any]) -> dict[str, Estimate]:
+    estimates = {}
+    for task, values in found["results"].items():
+        n = found["n-samples"].get(task, {}).get("effective", 0)
+        for key, value in values.items():
+            name, _, rule = key.partition(",")
+            if name.endswith("_stderr") or isinstance(value, str) or not rule:
+                continue
+            error = values.get(f"{name}_stderr,{rule}")
+            half = NORMAL_95 * error if isinstance(error, (int, float)) else math.nan
+            low, high = value - half, value + half
+            # The standard error of a share of n: its interval is Wilson's, as everywhere here.
+            if n > 1 and 0 <= value <= 1:
+                of_share = math.sqrt(value * (1 - value) / (n - 1))
+                if math.isclose(half, NORMAL_95 * of_share, rel_tol=1e-6, abs_tol=1e-9):
+                    low, high = answer_accuracy.wilson(value * n, n)
+            label = " ".join([task, name, *([] if rule == "none" else [rule])])
+            estimates[label] = Estimate(float(value), low, high, n)
+    return estimates
+
+
+def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Return estimates as metrics, four of each."""
+    metrics = {}
+    for label, (value, low, high, n) in estimates.items():
+        name = f"eval/{'/'.join(label.split())}"
+        metrics[name] = value
+        if math.isfinite(low):
+            metrics |= {f"{name}_low": low, f"{name}_high": high, f"{name}_n": n}
+    return metrics
+
+
+def _as_lm(model: HarnessModel, seed: int) -> Any:
+    """Return the model as the class that the harness asks."""
+    from lm_eval import utils  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+
+    tokenizer = model.tokenizer
+
+    class Harness(TemplateLM):
+        """Answers the harness."""
+
+        eot_token_id = tokenizer.eos_ids[0]  # pyright: ignore[reportAssignmentType]
+        prefix_token_id = [tokenizer.eos_ids[0], *tokenizer.prefix_ids][-1]
+        tokenizer_name = "tpu_rl"
+
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
+            prefix = [] if add_special_tokens is False else tokenizer.prefix_ids
+            return [*prefix, *tokenizer.encode(string)]
+
+        def _loglikelihood_tokens(
+            self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
+        ) -> list[tuple[float, bool]]:
+            pairs = [(context, continuation) for _, context, continuation in requests]
+            return likelihoods(model, pairs)
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+            results = []
+            for request in requests:
+                windows = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=model.max_length,
+                    context_len=1,
+                )
+                pairs = [utils.make_disjoint_window(window) for window in windows]
+                results.append(sum(value for value, _ in likelihoods(model, pairs)))
+            return results
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            texts: list[str] = [""] * len(requests)
+            groups: dict[str, list[int]] = {}
+            for index, request in enumerate(requests):
+                groups.setdefault(repr(request.args[1]), []).append(index)
+            for indices in groups.values():
+                prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
+                settings = dict(requests[indices[0]].args[1])
+                found = complete(model, prompts, settings, seed)
+                for index, text in zip(indices, found, strict=True):
+                    texts[index] = text
+            return texts
+
+    return Harness()
+
+
+def likelihoods(
+    model: HarnessModel, pairs: Sequence[tuple[list[int], list[int]]]
+) -> list[tuple[float, bool]]:
+    """Return log p(continuation | context) of pairs of token ids, and whether it is greedy.
+
+    The model reads all tokens but the last. Longer contexts lose their beginning.
+    """
+    texts = [
+        [*context, *continuation][-(model.max_length + 1) :] for context, continuation in pairs
+    ]
+    results = []
+    for text, scores, (_, continuation) in zip(texts, model.score(texts, 1), pairs, strict=True):
+        count = len(continuation)
+        if count >= len(text) or not count:
+            raise InputError(
+                f"a continuation has {count} tokens after a text of {len(text) - count}",
+                where="--tasks",
+                why=f"the model reads at most {model.max_length} tokens",
+                fix="give a larger --max-length, or leave the task out",
+            )
+        is_greedy = scores.top_ids[-count:, 0].tolist() == text[-count:]
+        results.append((float(scores.log_probs[-count:].sum(dtype=np.float64)), is_greedy))
+    return results
+
+
+def complete(
+    model: HarnessModel, prompts: Sequence[list[int]], settings: dict[str, Any], seed: int
+) -> list[str]:
+    """Return a completion of each prompt, up to the first stop string.
+
+    Args:
+        model: the model.
+        prompts: token ids. Long ones lose their beginning.
+        settings: the keys of a task's `generation_kwargs`.
+        seed: of samples.
+    """
+    tokenizer = model.tokenizer
+    until = settings.pop("until", None) or []
+    stops = [until] if isinstance(until, str) else [text for text in until if text]
+    asked = settings.pop("max_gen_toks", settings.pop("max_new_tokens", MOST_NEW_TOKENS))
+    limit = min(int(asked), model.max_length - 1)
+    temperature = float(settings.pop("temperature", 0.0) or 0.0)
+    if not settings.pop("do_sample", temperature > 0):
+        temperature = 0.0
+    cuts = {name: settings.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+    if settings:
+        raise InputError(
+            f"a task asks for {next(iter(settings))} when it samples",
+            where="--tasks, generation_kwargs",
+            why="only until, max_gen_toks, do_sample, temperature, top_k, top_p and min_p are here",
+            fix="leave the task out, or the key out of a copy of its YAML file",
+        )
+    config = SamplerConfig(
+        max_new_tokens=limit,
+        temperature=temperature,
+        top_k=cuts["top_k"] or None,
+        top_p=None if cuts["top_p"] in (None, 1) else cuts["top_p"],
+        min_p=cuts["min_p"] or None,
+        logit_bias=tuple((i, -math.inf) for i in range(tokenizer.vocab_size, model.vocab_size)),
+        stop_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+    )
+    run_key = sampler.run_key(seed, Purpose.EVALUATION, 0)
+    keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, np.arange(len(prompts)))))
+    read = [prompt[-(model.max_length - limit) :] for prompt in prompts]
+    longest = max(map(len, read)) + limit
+    length = min(1 << (longest - 1).bit_length(), model.max_length)
+    with jax.set_mesh(model.mesh):
+        live = ConversationSampler(
+            model.policy,
+            model.params,
+            config,
+            num_slots=min(len(read), MOST_AT_ONCE),
+            max_length=length,
+            prompt_length=min(64, length),
+            mesh=model.mesh,
+            stop_at=stop_at(tokenizer, stops),
+        )
+        live.submit(
+            [TurnRequest(number, prompt, keys[number], limit) for number, prompt in enumerate(read)]
+        )
+        texts: dict[int, str] = {}
+        while not live.is_idle:
+            for turn in live.step():
+                live.close(turn.conversation)
+                texts[turn.conversation] = tokenizer.decode(turn.tokens)
+    for number, text in texts.items():
+        places = [text.index(stop) for stop in stops if stop in text]
+        texts[number] = text[: min(places)] if places else text
+    return [texts[number] for number in range(len(prompts))]

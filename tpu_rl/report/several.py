@@ -1,0 +1,116 @@
+"""Two to four runs on one page: each metric is a chart with a line for each run."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpu_rl.errors import InputError
+from tpu_rl.report import charts, completion_pages, html_page
+from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
+from tpu_rl.report.run_data import Run, read_run
+from tpu_rl.report.series import Series
+
+MOST = 4
+"""Runs of a page."""
+HEADLINES = (
+    Chart("Accuracy", "Share of what was held out; bands: 95 %.", {"eval/accuracy": ""}, True),
+    Chart("Held-out reward", "Mean; bands: 95 % intervals.", {"eval/reward": ""}),
+    Chart("Held-out loss", "Nats per token; bands: 95 % intervals.", {"eval/loss": ""}),
+    Chart("Reward", "Mean of a step's completions.", {"reward/mean": ""}),
+    *(Chart("Loss", name, {name: ""}) for name in LOSSES),
+)
+
+
+def build_comparison(
+    run_dirs: Sequence[str | os.PathLike[str]], refresh_seconds: int | None = None
+) -> str:
+    """Return the page of two to four runs as HTML.
+
+    Args:
+        run_dirs: their folders.
+        refresh_seconds: after how long the page reloads itself if a run is not finished.
+
+    Raises:
+        InputError: if there are too few or too many runs, or one has no metrics.
+        DamagedDataError: if a file of a run cannot be read.
+    """
+    if not 2 <= len(run_dirs) <= MOST:
+        raise InputError(
+            f"{len(run_dirs)} runs on one page",
+            where="RUN_DIR ...",
+            why="more lines cannot be told apart",
+            fix=f"name 2 to {MOST}",
+        )
+    runs = [read_run(Path(folder), live=refresh_seconds is not None) for folder in run_dirs]
+    names = _names([Path(folder) for folder in run_dirs])
+    if all(run.summary for run in runs):
+        refresh_seconds = None
+    sections = (
+        _overview(runs, names),
+        html_page.section("Learning", _overlaid(runs, names, HEADLINES)),
+        html_page.section("Completions", _overlaid(runs, names, BEHAVIOR)),
+        html_page.section("Optimization", _overlaid(runs, names, OPTIMIZATION)),
+        html_page.section("Performance", _overlaid(runs, names, (THROUGHPUT,))),
+    )
+    return html_page.PAGE.format(
+        policy=html_page.policy(refresh_seconds),
+        title=html.escape(" · ".join(names)),
+        style=html_page.STYLE + completion_pages.style(),
+        body="\n".join(filter(None, sections)),
+        refresh=html_page.refresh(refresh_seconds) if refresh_seconds else "",
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders, with that of the folder above where two would be the same."""
+    names = [folder.absolute().name for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    return ["/".join(folder.absolute().parts[-2:]) for folder in folders]
+
+
+def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return a table of the runs: their steps, and the last value of each headline metric."""
+    metrics = [
+        metric
+        for chart in HEADLINES
+        for metric in chart.metrics
+        if any(run.series(metric) is not None for run in runs)
+    ]
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        found = [run.series(metric) for metric in metrics]
+        last = ["" if series is None else f"{series.y[-1]:.4g}" for series in found]
+        steps = f"{run.rows[-1]['step']}" + ("" if run.summary else ", not finished")
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (name, steps, *last))
+        rows.append(f"<tr>{cells}</tr>")
+    heads = "".join(f"<th>{html.escape(head)}</th>" for head in ("run", "steps", *metrics))
+    heading = f"<h1>{html.escape(' · '.join(names))}</h1>"
+    return f"<header>{heading}<table><tr>{heads}</tr>{''.join(rows)}</table></header>"
+
+
+def _overlaid(runs: Sequence[Run], names: Sequence[str], chart_list: Sequence[Chart]) -> list[str]:
+    """Return a chart for each metric that a run has, with a line for each run."""
+    drawn = []
+    for chart in chart_list:
+        for metric, label in chart.metrics.items():
+            lines = [_line(run, metric, name) for run, name in zip(runs, names, strict=True)]
+            found = [line for line in lines if line is not None]
+            if chart.log:
+                found = [line for line in found if (line.y > 0).all()]
+            if not found:
+                continue
+            drawing = charts.line_chart(
+                found, percent=chart.percent, log=chart.log, resolution=chart.resolution
+            )
+            title = f"{chart.title}: {label}" if label else chart.title
+            drawn.append(html_page.figure_html(title, chart.note, drawing))
+    return drawn
+
+
+def _line(run: Run, metric: str, name: str) -> Series | None:
+    series = run.with_limits(metric)
+    return None if series is None else series._replace(label=name)

@@ -1,0 +1,219 @@
+"""Anthropic's Messages: POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from tpu_rl.serving import protocol, replies
+from tpu_rl.serving.protocol import ApiError, ChatRequest, Fields
+from tpu_rl.serving.replies import Begun, Envelope, Items, Piece, Protocol, Reply, event
+
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return an error in the form of this protocol."""
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    about = {"type": ERRORS.get(error.status, kind), "message": error.message}
+    return {"type": "error", "error": about, "request_id": None}
+
+
+def parse(body: Any) -> ChatRequest:
+    """Return the request of a body."""
+    fields = Fields(body)
+    request = _conversation(fields)
+    most = fields.require("max_tokens", int)
+    if most < 1:
+        raise ApiError(400, f"{str(most)[: protocol.MAX_TEXT]} is no value of max_tokens")
+    stops = fields.take("stop_sequences", list)
+    if stops is not None:
+        is_right = len(stops) <= protocol.MAX_STOPS
+        if not is_right or not all(isinstance(text, str) and text for text in stops):
+            raise ApiError(400, f"stop_sequences are up to {protocol.MAX_STOPS} texts")
+    fields.only("service_tier", "auto", "standard_only")
+    options = protocol.options(fields)
+    options = replace(options, max_tokens=most, stop=tuple(stops or options.stop))
+    return replace(request, options=options)
+
+
+def parse_count(body: Any) -> ChatRequest:
+    """Return the request of a body whose tokens are counted."""
+    fields = Fields(body)
+    request = _conversation(fields)
+    fields.ignore("model")
+    fields.finish()
+    return request
+
+
+def _conversation(fields: Fields) -> ChatRequest:
+    """Return the messages and the tools."""
+    messages: list[dict[str, Any]] = []
+    system = fields.take("system", (str, list))
+    if system:
+        messages.append({"role": "system", "content": _text(system, "system")})
+    values = fields.require("messages", list)
+    if not values:
+        raise ApiError(400, "messages is empty", "messages")
+    for index, value in enumerate(values):
+        messages += _message(value, f"messages[{index}]")
+    if messages[-1]["role"] == "assistant":
+        raise ApiError(400, "the last message is the assistant's, and is not continued here")
+    tools = [
+        _tool(value, f"tools[{index}]")
+        for index, value in enumerate(fields.take("tools", list) or [])
+    ]
+    choice = Fields(fields.take("tool_choice", dict) or {"type": "auto"}, "tool_choice")
+    choice.only("disable_parallel_tool_use", False)
+    kind = choice.take("type", str, lambda kind: kind in ("auto", "none"))
+    choice.finish()
+    fields.only("thinking", {"type": "disabled"})
+    fields.ignore("cache_control")
+    shown = (tools or None) if kind != "none" else None
+    return ChatRequest(messages, shown, protocol.Options())
+
+
+def _tool(value: Any, place: str) -> dict[str, Any]:
+    fields = Fields(value, place)
+    fields.only("type", "custom")
+    fields.only("defer_loading", False)
+    fields.ignore("cache_control", "strict", "eager_input_streaming")
+    schema = protocol.tool(fields, fields.require("input_schema", dict))
+    fields.finish()
+    return schema
+
+
+def _text(content: str | list[Any], place: str) -> str:
+    return protocol.text_of(content, ("text",), place)
+
+
+def _message(value: Any, place: str) -> list[dict[str, Any]]:
+    """Return the messages of one: each result of a tool is one of its own."""
+    fields = Fields(value, place)
+    role = fields.require("role", str)
+    content = fields.require("content", (str, list))
+    fields.finish()
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"{place}.role is neither user nor assistant", f"{place}.role")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not content:
+        raise ApiError(400, f"{place}.content is empty", f"{place}.content")
+    place = f"{place}.content"
+    messages: list[dict[str, Any]] = []
+    for block in content:
+        kind = Fields(block, place).require("type", str)
+        if kind == "tool_result" and role == "user":
+            messages.append(_result(block, place))
+            continue
+        # Texts and calls that follow each other are one message.
+        if not messages or messages[-1]["role"] != role:
+            messages.append({"role": role})
+        if kind == "tool_use" and role == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(_call(block, place))
+        else:
+            before = messages[-1].get("content", "")
+            messages[-1]["content"] = before + _text([block], place)
+    return messages
+
+
+def _result(block: Any, place: str) -> dict[str, Any]:
+    fields = Fields(block, place)
+    fields.ignore("type", "cache_control")
+    text = _text(fields.take("content", (str, list)) or "", place)
+    if fields.take("is_error", bool):
+        text = f"Error: {text}"
+    call_id = fields.require("tool_use_id", str)
+    fields.finish()
+    return {"role": "tool", "content": text, "tool_call_id": call_id}
+
+
+def _call(block: Any, place: str) -> dict[str, Any]:
+    fields = Fields(block, place)
+    fields.ignore("type", "cache_control", "caller")
+    made = protocol.call(
+        fields.require("name", str), fields.require("input", dict), fields.require("id", str)
+    )
+    fields.finish()
+    return made
+
+
+def _reason(reply: Reply) -> dict[str, Any]:
+    reason = "stop_sequence" if reply.stop is not None else STOP_REASONS[reply.finish]
+    return {"stop_reason": reason, "stop_sequence": reply.stop}
+
+
+def _head(envelope: Envelope, prompt: list[int]) -> dict[str, Any]:
+    head = {"id": f"msg_{envelope.number}", "type": "message", "role": "assistant"}
+    usage = {"input_tokens": len(prompt), "output_tokens": 0}
+    head |= {"model": envelope.model, "content": [], "usage": usage}
+    return head | {"stop_reason": None, "stop_sequence": None}
+
+
+def _use(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    name = call["function"]["name"]
+    return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
+
+
+def answer(envelope: Envelope, reply: Reply) -> dict[str, Any]:
+    """Return the body of an answer, with the token ids of prompt and completion."""
+    content: list[dict[str, Any]] = []
+    if reply.text or not reply.calls:
+        content.append({"type": "text", "text": reply.text})
+    content += [_use(call, call["function"]["arguments"]) for call in reply.calls]
+    usage = {"input_tokens": len(reply.prompt), "output_tokens": len(reply.turn.tokens)}
+    message = _head(envelope, reply.prompt) | _reason(reply) | {"content": content, "usage": usage}
+    return message | {"prompt_token_ids": reply.prompt, "token_ids": reply.turn.tokens}
+
+
+async def events(envelope: Envelope, items: Items) -> AsyncIterator[bytes]:
+    """Yield the events of a stream: one for each token with text, then the calls and the end."""
+
+    def write(name: str, **values: Any) -> bytes:
+        return event({"type": name, **values}, name)
+
+    def start(index: int, block: dict[str, Any]) -> bytes:
+        return write("content_block_start", index=index, content_block=block)
+
+    def delta(index: int, kind: str, **values: Any) -> bytes:
+        return write("content_block_delta", index=index, delta={"type": kind, **values})
+
+    empty = {"type": "text", "text": ""}
+    blocks = 0
+    async for item in items:
+        match item:
+            case Begun(prompt):
+                yield write("message_start", message=_head(envelope, prompt))
+            case Piece(_, _, text):
+                if not blocks and not text:
+                    continue
+                if not blocks:
+                    yield start(0, empty)
+                blocks = 1
+                yield delta(0, "text_delta", text=text)
+            case Reply():
+                if not blocks and (item.text or not item.calls):
+                    yield start(0, empty)
+                    blocks = 1
+                if item.rest:
+                    yield delta(0, "text_delta", text=item.rest)
+                if blocks:
+                    yield write("content_block_stop", index=0)
+                for index, call in enumerate(item.calls, start=blocks):
+                    yield start(index, _use(call, {}))
+                    text = replies.arguments_of(call)
+                    yield delta(index, "input_json_delta", partial_json=text)
+                    yield write("content_block_stop", index=index)
+                usage = {"output_tokens": len(item.turn.tokens)}
+                yield write("message_delta", delta=_reason(item), usage=usage)
+                yield write("message_stop")
+
+
+PROTOCOL = Protocol(parse, answer, events)
