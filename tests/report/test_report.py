@@ -9,6 +9,7 @@ import pytest
 
 from tests.fixtures.run_folders import (
     CONFIG,
+    accuracy_row,
     make_run,
     sample,
     with_tokens,
@@ -17,6 +18,7 @@ from tests.fixtures.run_folders import (
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.report import completion_pages, run_data
+from tpu_rl.report.series import MAX_POINTS
 
 
 def make_supervised_run(folder, steps: int = 12):
@@ -546,3 +548,13 @@ def test_few_sampled_steps_are_early_or_late_and_not_both(tmp_path):
     run = run_data.read_run(folder)
     assert {sample["step"] for sample in run.early} == {1}
     assert {sample["step"] for sample in run.late} == {160}
+
+
+def test_a_run_with_more_evaluations_than_points_of_a_chart(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"step": step, "time": 1.7e9 + step, **accuracy_row(step / 700)} for step in range(601)]
+    write_lines(folder / "metrics.jsonl", rows)
+    (curve,) = re.findall(r'<path class="line main c0" d="M(.*?)"', page(folder))
+    assert curve.count("L") == MAX_POINTS - 1
+    report.plot_learning_curve(folder, tmp_path / "curve.png")

@@ -22,6 +22,11 @@ class Series(NamedTuple):
         """Return all numbers that a vertical axis has to show."""
         return np.concatenate([part for part in (self.y, self.low, self.high) if part is not None])
 
+    def thinned(self) -> Series:
+        """Return means over runs of neighbors, at most `MAX_POINTS` of them."""
+        parts = (None if part is None else thin_out(part) for part in self[1:])
+        return Series(self.label, *parts)
+
 
 def thin_out(values: np.ndarray, max_points: int = MAX_POINTS) -> np.ndarray:
     """Return means over runs of neighbors, at most `max_points` of them."""
