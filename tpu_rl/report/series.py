@@ -24,8 +24,9 @@ class Series(NamedTuple):
 
     def thinned(self) -> Series:
         """Return means over runs of neighbors, at most `MAX_POINTS` of them."""
-        parts = (None if part is None else thin_out(part) for part in self[1:])
-        return Series(self.label, *parts)
+        low = None if self.low is None else thin_out(self.low)
+        high = None if self.high is None else thin_out(self.high)
+        return Series(self.label, thin_out(self.x), thin_out(self.y), low, high)
 
 
 def thin_out(values: np.ndarray, max_points: int = MAX_POINTS) -> np.ndarray:
