@@ -1,7 +1,7 @@
 """The head of an update as the TPU's compiler makes it: log-probs, entropies and their gradient.
 
     export JAX_PLATFORMS=cpu
-    python bench/head.py v5e:1x1 [--tokens 2048] [--width 2304] [--words 256000] [--chunk N] [--trained]
+    python bench/head.py v5e:1x1 [--words 256000] [--chunk TOKENS] [--trained]
 
 It compiles the forward and the backward pass of `losses.log_probs` for one chip, for shapes
 (`pip install -e ".[plan]"`); no TPU runs it. The defaults are the head of Gemma-2-2B.
@@ -48,7 +48,7 @@ def main() -> None:
     assert target.chip is not None
     mesh = sharding.make_mesh(fsdp=len(target.devices), devices=target.devices)
     place = jax.NamedSharding(mesh, jax.P())
-    role = Role(hidden=lambda params, rows: rows.tokens, logits=logits)
+    role = Role(hidden=lambda params, rows: params, logits=logits)
 
     def loss(params: Any, hidden: Any, rows: PackedRows) -> Any:
         result = log_probs_of_hidden(role, params, hidden, rows, chunk_tokens=flags.chunk)
@@ -58,11 +58,10 @@ def main() -> None:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
     tokens = shape(1, flags.tokens, dtype=jnp.int32)
-    rows = PackedRows(*(tokens,) * 6)
+    rows: Any = PackedRows(*(tokens,) * 6)
     with jax.set_mesh(mesh):
-        head = jax.jit(
-            jax.value_and_grad(loss, argnums=(0, 1) if flags.trained else 1, has_aux=True)
-        )
+        learned = (0, 1) if flags.trained else 1
+        head = jax.jit(jax.value_and_grad(loss, argnums=learned, has_aux=True))
         arguments = (shape(flags.words, flags.width), shape(1, flags.tokens, flags.width), rows)
         program = head.lower(*arguments).compile()
     operations = cost_model.operations(cost_model.read(program.as_text() or ""))

@@ -379,8 +379,8 @@ def _log_probs_of_logits(logits: Array, tokens: Array, exact: bool) -> tuple[Arr
 def _log_probs_with_residuals(
     logits: Array, tokens: Array, exact: bool
 ) -> tuple[tuple[Array, Array], Any]:
-    # Both sums are one pass over the logits, and nothing else of their size is written:
-    # with b = z - max, log p = b - log(sum(exp b)) and H = log(sum(exp b)) - sum(exp(b) b)/sum(exp b).
+    # With b = z - max: log p = b - log(sum(exp b)), H = log(sum(exp b)) - sum(exp(b) b)/sum(exp b).
+    # Both sums are one pass over the logits, and nothing else of their size is written.
     largest = jnp.max(logits, axis=-1)
     below_max = logits - largest[..., None]
     mass = jnp.exp(below_max)
