@@ -196,10 +196,15 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
 
     On v4 and v5p, no collective overlaps with computation by default. On v5e and v6e the options
     change nothing, or 1 % of the time (docs/benchmarks/scaling.md).
+
+    On several GPUs, XLA's scheduler hides collectives behind computation. Its options for pipelined
+    collectives are left out: jaxlib 0.11.2 has none of them any more.
     """
     device = mesh.devices.flat[0]
     if device.device_kind in ("TPU v4", "TPU v5"):
         return dict(ASYNCHRONOUS_COLLECTIVES)
+    if device.platform == "gpu" and mesh.size > 1:
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}
     if device.platform == "cpu" and jax.__version__.startswith("0.10."):
         return {"xla_cpu_experimental_ynn_fusion_type": ""}
     return None
