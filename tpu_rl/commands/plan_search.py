@@ -170,9 +170,9 @@ def _proposals(
             {"batch": replace(batch, row_length=length)},
             {"temporaries": length / batch.row_length},
         )
-    if not learns and sampling.max_num_seqs > batch.group_size:
-        rows = max(sampling.max_num_seqs // 2, batch.group_size)
-        share = rows / sampling.max_num_seqs
+    if not learns and sampling.slots > batch.group_size:
+        rows = max(sampling.slots // 2, batch.group_size)
+        share = rows / sampling.slots
         yield _Proposal(
             f"--sampling.max-num-seqs {rows}",
             {"sampling": replace(sampling, max_num_seqs=rows)},
