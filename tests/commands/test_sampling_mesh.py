@@ -22,8 +22,8 @@ AT_SCALE = (
 
 def chosen(flags, memory: int | None = V5E, topology="v5e:4x4"):
     with plan_steps.known_by_name(configuration.parse(flags)) as config:
-        mesh, sampler = compose.share_devices(config, tpu_devices(topology))
         model = plan_steps.read_model(config)
+        mesh, sampler = compose.share_devices(config, tpu_devices(topology), model=model)
         config, line = meshes.choose_sampling(config, model, mesh, memory, sampler)
     return config.sampling.tensor_parallel, line
 

@@ -296,7 +296,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     """Train stage by stage, then write what the run leaves."""
     began = time.perf_counter()
     run_dir = folder.path
-    devices = compose.share_devices(config)
+    model = roles.from_config(config, roles.model_directory(config))
+    devices = compose.share_devices(config, model=model)
     mesh = devices.mesh
     names = identity.Identity(
         processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
@@ -304,7 +305,6 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     config = meshes.fit_micro_batch(config, mesh)
     say = print if processes.index() == 0 else lambda text: None
     say(where_it_runs(config, folder))
-    model = roles.from_config(config, roles.model_directory(config))
     memory = meshes.device_memory(mesh)
     config, decoding = meshes.choose_sampling(config, model, mesh, memory, devices.sampler)
     if decoding:
