@@ -181,7 +181,7 @@ ASYNCHRONOUS_COLLECTIVES = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
-"""Compiler options with which v4, v5p and v6e gather weights and sum gradients while they compute."""
+"""Compiler options of v4, v5p and v6e: weights are gathered and gradients summed asynchronously."""
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
