@@ -46,7 +46,7 @@ def test_as_many_completions_are_decoded_at_once_as_fit():
         return chosen.sampling.slots
 
     found = [slots(memory) for memory in (2**30, 80 * 2**20, 40 * 2**20, 2**20)]
-    assert found == [500, 250, 125, 16]
+    assert found == [500, 256, 128, 16]
     assert slots(None) == 256
     given = replace(config, sampling=replace(config.sampling, max_num_seqs=7))
     assert slots(2**30, given) == 7

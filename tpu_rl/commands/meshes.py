@@ -241,8 +241,11 @@ def _choose_slots(
         return any(need.fits(int(SLOTS_MEMORY * memory)) for need in needs)
 
     rows = _completions(config)
+    of_step = config.batch.prompts * config.batch.group_size
     while rows > FEW_SLOTS and not fits(rows):
-        rows = math.ceil(rows / 2)
+        half = math.ceil(rows / 2)
+        # A few slots less than completions would cost a step almost as many decode steps again.
+        rows = of_step if half < of_step < rows else half
     return with_slots(rows)
 
 

@@ -153,9 +153,9 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     max_num_seqs: int = 0
-    """Completions decoded at once. When one ends, the next takes its slot. 0: as many as a step or
-    an evaluation has, or half of that, or a quarter ..., the first number that fits beside the
-    train state; where the memory of a device is not known, as on CPUs, 256."""
+    """Completions decoded at once. When one ends, the next takes its slot. 0: as many as an
+    evaluation has, or a step, or half of that, or a quarter ..., the first number that fits beside
+    the train state; where the memory of a device is not known, as on CPUs, 256."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that are in the text already, and multiply negative ones.
     Evaluation ignores it, as it ignores logit_bias."""

@@ -48,7 +48,7 @@ def gsm8k_grpo() -> ExperimentConfig:
 
 def gsm8k_lora() -> ExperimentConfig:
     """gsm8k_grpo with adapters over frozen bfloat16 weights, sized for one chip with 16 GiB, as in
-    Colab. By the plan, Gemma-2-2B takes at most 10.8 GiB of a v5e.
+    Colab. By the plan, Gemma-2-2B takes at most 10.8 GiB of a v5e, with 32 completions at once.
 
         python launch/run.py gsm8k_lora --model.path DIR --data.path train.jsonl
         python launch/plan.py gsm8k_lora --model.path Gemma-2-2B --topology v5e:1x1
