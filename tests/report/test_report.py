@@ -527,9 +527,9 @@ def test_only_the_ends_of_the_samples_are_read(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "run", steps=40)
     path = folder / "samples.jsonl"
     whole = run_data.read_run(folder)
-    assert {sample["step"] for sample in whole.early} == {1, 2, 3, 4}
-    assert {sample["step"] for sample in whole.late} == {37, 38, 39, 40}
-    assert [sample["prompt"] for sample in whole.late[:24]] == [
+    assert {row["step"] for row in whole.early} == {1, 2, 3, 4}
+    assert {row["step"] for row in whole.late} == {37, 38, 39, 40}
+    assert [row["prompt"] for row in whole.late[:24]] == [
         sample(37, i, 40)["prompt"] for i in range(24)
     ]
     lines = path.read_text().splitlines(keepends=True)
