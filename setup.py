@@ -7,7 +7,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 
 EXTRAS = {
+    # CUDA 13 needs driver 580 or newer, CUDA 12 needs 525.
     "cuda": ["jax[cuda13]>=0.10.2,<0.11.1"],
+    "cuda12": ["jax[cuda12]>=0.10.2,<0.11.1"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11.1"],
     # For launch/plan.py on any machine: the TPU compiler, libtpu, in the version that each jax
     # names.

@@ -9,7 +9,8 @@ group share a prompt of that length, in neighboring slots and with full caches.
 
 The segment is compiled for shapes (`pip install -e ".[plan]"`); no TPU runs it. The times are those
 of `tpu_rl.planner.estimates`: the cycles that the compiler states, and for the kernels of attention
-and of experts, which have none, their bytes over the bandwidth of main memory.
+and of experts, which have none, their bytes over the bandwidth of main memory. The calibrated time
+is that of plans, `estimates.decode_seconds`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main() -> None:
         f"attention {flags.attention}: at least {bound:.2f} ms, expected {expected:.2f} ms, ratio "
         f"{expected / bound:.2f}; temporaries {temporaries:.2f} GiB, "
         f"{100 * temporaries * 2**30 / chip_bytes(cache):.0f} % of the cache; "
+        f"calibrated {estimates.decode_seconds(bound, expected):.2f} ms; "
         f"compiled in {compile_seconds:.0f} s"
     )
     full_bytes, window_bytes = (

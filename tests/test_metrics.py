@@ -95,6 +95,28 @@ def test_an_unreadable_row_is_never_cut_off_silently(tmp_path, line):
         open_quietly(tmp_path, 3)
 
 
+def test_rows_as_they_are_written_are_not_parsed_again(tmp_path, monkeypatch):
+    """Other spellings of a row are, and a step that is no integer is found."""
+    with open_quietly(tmp_path) as sink:
+        for step in range(3):
+            sink.write(step, {}, [{"prompt": '{"step": 9}', "completion": "", "reward": 0.0}])
+    with monkeypatch.context() as patch:
+        patch.setattr(run_files, "parse_row", None)
+        open_quietly(tmp_path, 1).close()
+    assert steps(tmp_path / "samples.jsonl") == [0, 1]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"x": 0, "step": 2}\n{"step": 3, "x": 0}\n')
+    run_files.truncate_after(path, 2)
+    assert steps(path) == [1, 2]
+    for step in ("1.0", "01", "true", "1 "):
+        path.write_text(f'{{"step": {step}}}\n')
+        if step == "1 ":
+            run_files.truncate_after(path, 2)
+            continue
+        with pytest.raises(DamagedDataError, match="metrics.jsonl:1"):
+            run_files.truncate_after(path, 2)
+
+
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with open_quietly(tmp_path / "run") as sink:

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,7 @@ CHECKPOINTS = "checkpoints"
 
 MAX_BYTES = 64 * 2**20
 """Bytes of a line, or of a file that is not made of lines. No run writes longer ones."""
+_ROW = re.compile(rb'\{"step": (0|[1-9][0-9]{0,17})[,}]')
 SEAL = "# sha256 of the lines above: "
 CHECKSUM = "sha256"
 """The key of the hash of the other keys in summary.json."""
@@ -261,19 +263,31 @@ def truncate_after(path: Path, last_step: int) -> None:
         for line in lines(path, file):
             if not line.endswith(b"\n"):
                 break
-            row = parse_row(line)
-            if isinstance(row, str):
+            step = _step_of(line)
+            if isinstance(step, str):
                 number = _line_number(path, end)
                 raise DamagedDataError(
                     f"{path.name}, line {number}, is not a row of metrics.",
                     where=f"{path}:{number}",
-                    why=row,
+                    why=step,
                     fix="Mend or delete that line by hand, or start again in another --run-dir.",
                 )
-            if row["step"] > last_step:
+            if step > last_step:
                 break
             end += len(line)
         file.truncate(end)
+
+
+def _step_of(line: bytes) -> int | str:
+    """Return the step of a row, or why the line is no row.
+
+    A row as a run writes it begins with its step, and the rest is not parsed: checkpoints have the
+    hash of all rows before them.
+    """
+    if (match := _ROW.match(line)) and line.endswith(b"}\n"):
+        return int(match[1])
+    row = parse_row(line)
+    return row if isinstance(row, str) else row["step"]
 
 
 def _line_number(path: Path, offset: int) -> int:

@@ -501,14 +501,34 @@ def test_updates_that_bfloat16_loses_are_said(flags, who, remedy):
     assert remedy in doubt
 
 
-@pytest.mark.parametrize(
-    ("file", "extra"), [("proc/driver/nvidia/version", "cuda13"), ("dev/accel0", "tpu")]
+DRIVER = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.104.05  Sat Aug 19\nGCC version: gcc 12"
 )
-def test_an_accelerator_that_is_not_used_is_said(tmp_path, file, extra):
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "advice"),
+    [
+        ("proc/driver/nvidia/version", DRIVER.format(580), 'CPU: pip install "jax[cuda13]=='),
+        ("proc/driver/nvidia/version", DRIVER.format(535), 'CPU: pip install "jax[cuda12]=='),
+        ("proc/driver/nvidia/version", DRIVER.format(470), "driver 470 is too old, install 525"),
+        ("proc/driver/nvidia/version", "", 'CPU: pip install "jax[cuda13]=='),
+        ("dev/accel0", "", 'CPU: pip install "jax[tpu]=='),
+    ],
+)
+def test_an_accelerator_that_is_not_used_is_said(tmp_path, file, content, advice):
     assert host.unused_accelerator(tmp_path) is None
     (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).touch()
-    assert f'pip install "jax[{extra}]==' in str(host.unused_accelerator(tmp_path))
+    (tmp_path / file).write_text(content)
+    assert advice in str(host.unused_accelerator(tmp_path))
+
+
+def test_a_plugin_of_another_version_is_named(tmp_path, monkeypatch):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/accel0").touch()
+    monkeypatch.setattr(host.importlib.metadata, "version", {"jax-cuda13-plugin": "0.7.2"}.get)
+    advice = f"the CPU, because jax-cuda13-plugin 0.7.2 does not fit jax {jax.__version__}: pip"
+    assert advice in str(host.unused_accelerator(tmp_path))
 
 
 def test_no_device_is_claimed_before_the_input_is_checked(tmp_path):

@@ -1,5 +1,8 @@
 """The mesh for sampling that a run chooses by itself, and the line that it prints about it."""
 
+from dataclasses import replace
+
+import jax
 import pytest
 
 from tests.fixtures.topologies import needs_libtpu, tpu_devices
@@ -13,13 +16,14 @@ AT_SCALE = (
     ["gsm8k_grpo", "--batch.prompts", "64", "--batch.group-size", "8"]
     + ["--sampling.max-prompt-tokens", "512", "--sampling.max-new-tokens", "1536"]
     + ["--batch.row-length", "2048", "--algorithm.kl-loss-coef", "0.001"]
+    + ["--sampling.max-num-seqs", "256"]
 )
 
 
 def chosen(flags, memory: int | None = V5E, topology="v5e:4x4"):
     with plan_steps.known_by_name(configuration.parse(flags)) as config:
-        mesh, sampler = compose.share_devices(config, tpu_devices(topology))
         model = plan_steps.read_model(config)
+        mesh, sampler = compose.share_devices(config, tpu_devices(topology), model=model)
         config, line = meshes.choose_sampling(config, model, mesh, memory, sampler)
     return config.sampling.tensor_parallel, line
 
@@ -29,6 +33,23 @@ def test_one_device_has_nothing_to_choose():
     mesh = compose.make_mesh(config.mesh)
     model = plan_steps.read_model(config)
     assert meshes.choose_sampling(config, model, mesh, 2**30) == (config, "")
+
+
+def test_as_many_completions_are_decoded_at_once_as_fit():
+    """A slot of 88 tokens of the shipped model takes 135,168 bytes."""
+    config = configuration.parse(["arithmetic_grpo", "--sampling.max-num-seqs", "0"])
+    mesh = compose.make_mesh(config.mesh, jax.devices()[:1])
+    model = plan_steps.read_model(config)
+
+    def slots(memory, config=config):
+        chosen, _ = meshes.choose_sampling(config, model, mesh, memory)
+        return chosen.sampling.slots
+
+    found = [slots(memory) for memory in (2**30, 80 * 2**20, 40 * 2**20, 2**20)]
+    assert found == [500, 256, 128, 16]
+    assert slots(None) == 256
+    given = replace(config, sampling=replace(config.sampling, max_num_seqs=7))
+    assert slots(2**30, given) == 7
 
 
 @needs_libtpu

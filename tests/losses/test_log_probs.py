@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from tests.fixtures.topologies import needs_libtpu, tpu_devices
 from tpu_rl.losses import log_probs
 from tpu_rl.losses.log_probs import k1, k2, k3, token_log_probs
+from tpu_rl.models import layers
 from tpu_rl.proofs import tiny
+from tpu_rl.sums import tree_sum
 from tpu_rl.types import PackedRows, Role
 
 MODEL = tiny.attention_model()
@@ -196,6 +200,46 @@ def test_of_logits_of_large_logits_stays_finite():
     chosen, entropy = log_probs.log_probs_of_logits(jnp.array([[1e4, 0.0]]), jnp.array([1]))
     np.testing.assert_array_equal(chosen, [-1e4])
     np.testing.assert_array_equal(entropy, [0.0])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_of_logits_has_the_bits_of_the_sampler(exact):
+    """The sampler gathers from logits below their maximum; ids that are no tokens are masked."""
+    logits = 5 * jax.random.normal(jax.random.key(0), (8, 203))
+    logits = logits.at[:, 200:].set(layers.MASKED)
+    tokens = jax.random.randint(jax.random.key(1), (8,), 0, 200)
+    below_max = logits - logits.max(-1, keepdims=True)
+    total = (tree_sum if exact else lambda x: x.sum(-1))(jnp.exp(below_max))
+    chosen, entropy = log_probs.log_probs_of_logits(logits, tokens, exact)
+    np.testing.assert_array_equal(chosen, below_max[jnp.arange(8), tokens] - jnp.log(total))
+    plain = np.asarray(logits[:, :200], np.float64)
+    plain -= np.log(np.exp(plain).sum(-1, keepdims=True))
+    np.testing.assert_allclose(entropy, -(np.exp(plain) * plain).sum(-1), rtol=1e-5)
+
+
+@needs_libtpu
+def test_a_tpu_holds_one_array_of_the_logits():
+    device = tpu_devices("v5e:2x2")[0]
+    place = SingleDeviceSharding(device)
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    def logits(params, hidden):
+        return jnp.einsum("...d,vd->...v", hidden, params, preferred_element_type=jnp.float32)
+
+    role = Role(lambda params, rows: params, logits)
+
+    def loss(hidden, matrix, tokens):
+        rows = PackedRows(*(tokens,) * 6)
+        values = log_probs.log_probs_of_hidden(role, matrix, hidden, rows, chunk_tokens=512)
+        return values.log_probs.sum(), values.entropy
+
+    arguments = shape(1, 512, 128), shape(131072, 128), shape(1, 512, dtype=jnp.int32)
+    program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).compile()
+    stats = program.memory_analysis()
+    assert stats is not None
+    assert stats.temp_size_in_bytes < 1.2 * 4 * 512 * 131072
 
 
 def test_estimators_by_hand():

@@ -707,3 +707,12 @@ def check_preset(name: str, topology: str, seen: dict[str, steps.Compiled]) -> N
         assert {"prefill", "update"} <= {
             line.step.name.partition(" of ")[0] for _, line in made.lines
         }
+
+
+@pytest.mark.parametrize(
+    ("measured", "bound", "cycles"), [(11.85, 12.58, 25.7), (19.9, 21.5, 37.6)], ids=["8", "128"]
+)
+def test_decode_steps_are_expected_as_published(measured, bound, cycles):
+    """Llama-3.1-70B in int8 on v5e:4x4, rows by rows (docs/benchmarks/scaling.md), in ms."""
+    assert estimates.decode_seconds(bound, cycles) == pytest.approx(measured, rel=0.1)
+    assert cycles > 1.8 * measured

@@ -142,6 +142,34 @@ def test_a_report_that_fails_is_a_warning(tmp_path, capsys, monkeypatch):
     assert "ZeroDivisionError: &lt;b&gt;&lt;secret&gt;" in (tmp_path / "report.html").read_text()
 
 
+def test_live_pages_come_one_at_a_time_and_the_last_is_whole(folder, monkeypatch):
+    """An update during a page, or during the rest after it, gives one more page, at the latest at
+    the end of the run."""
+    began, go_on = threading.Event(), threading.Event()
+    written = []
+
+    def write(run_dir, live):
+        assert live
+        began.set()
+        assert go_on.wait(10)
+        written.append((threading.current_thread().name, len(list(run_dir.iterdir()))))
+
+    monkeypatch.setattr(report, "write_report", write)
+    monkeypatch.setattr(finish.LivePage, "REST", 1e9)
+    with finish.LivePage(folder) as live:
+        live.update()
+        assert began.wait(10)
+        for number in range(5):  # Nobody waits for the page that is being written.
+            (folder / str(number)).touch()
+            live.update()
+        assert not written
+        go_on.set()
+    assert written == [("report", 7)] * 2
+    with finish.LivePage(folder):
+        pass
+    assert len(written) == 2
+
+
 @pytest.mark.slow
 def test_a_run_that_was_stopped_has_a_page_and_is_not_finished(
     whole, tmp_path, capsys, monkeypatch

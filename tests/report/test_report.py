@@ -9,6 +9,7 @@ import pytest
 
 from tests.fixtures.run_folders import (
     CONFIG,
+    accuracy_row,
     make_run,
     sample,
     with_tokens,
@@ -17,6 +18,7 @@ from tests.fixtures.run_folders import (
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
 from tpu_rl.report import completion_pages, run_data
+from tpu_rl.report.series import MAX_POINTS
 
 
 def make_supervised_run(folder, steps: int = 12):
@@ -525,9 +527,9 @@ def test_only_the_ends_of_the_samples_are_read(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "run", steps=40)
     path = folder / "samples.jsonl"
     whole = run_data.read_run(folder)
-    assert {sample["step"] for sample in whole.early} == {1, 2, 3, 4}
-    assert {sample["step"] for sample in whole.late} == {37, 38, 39, 40}
-    assert [sample["prompt"] for sample in whole.late[:24]] == [
+    assert {row["step"] for row in whole.early} == {1, 2, 3, 4}
+    assert {row["step"] for row in whole.late} == {37, 38, 39, 40}
+    assert [row["prompt"] for row in whole.late[:24]] == [
         sample(37, i, 40)["prompt"] for i in range(24)
     ]
     lines = path.read_text().splitlines(keepends=True)
@@ -546,3 +548,13 @@ def test_few_sampled_steps_are_early_or_late_and_not_both(tmp_path):
     run = run_data.read_run(folder)
     assert {sample["step"] for sample in run.early} == {1}
     assert {sample["step"] for sample in run.late} == {160}
+
+
+def test_a_run_with_more_evaluations_than_points_of_a_chart(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"step": step, "time": 1.7e9 + step, **accuracy_row(step / 700)} for step in range(601)]
+    write_lines(folder / "metrics.jsonl", rows)
+    (curve,) = re.findall(r'<path class="line main c0" d="M(.*?)"', page(folder))
+    assert curve.count("L") == MAX_POINTS - 1
+    report.plot_learning_curve(folder, tmp_path / "curve.png")

@@ -196,9 +196,11 @@ def test_default_mesh_of_a_cube_gathers_weights():
 
 
 @needs_libtpu
-def test_the_compiler_knows_the_options_of_training():
-    devices = tpu_devices("v5p:4x4x4")
-    options = update_step.compiler_options(sharding.make_mesh(fsdp=64, devices=devices))
+@pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:2x2"])
+def test_the_compiler_knows_the_options_of_training(topology):
+    devices = tpu_devices(topology)
+    mesh = sharding.make_mesh(fsdp=len(devices), devices=devices)
+    options = update_step.compiler_options(mesh)
     assert options
     one = jax.ShapeDtypeStruct((8, 128), "float32", sharding=SingleDeviceSharding(devices[0]))
     jax.jit(lambda x: 2 * x, compiler_options=options).lower(one).compile()

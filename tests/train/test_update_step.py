@@ -7,7 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -529,3 +530,13 @@ def test_what_an_algorithm_remembers_is_placed_as_the_step_is():
         == state.step.sharding
         == NamedSharding(mesh, PartitionSpec())
     )
+
+
+def test_this_jaxlib_knows_the_options_for_gpus():
+    """An option that XLA has dropped is an error where the program is compiled."""
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    one, eight = (SimpleNamespace(devices=np.array([gpu] * n), size=n) for n in (1, 8))
+    assert training.compiler_options(cast(Any, one)) is None
+    options = training.compiler_options(cast(Any, eight))
+    assert options
+    jax.jit(lambda x: x + 1, compiler_options=options).lower(1.0).compile()

@@ -142,7 +142,7 @@ def evaluate(
         temperature=temperature,
         **{"top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1.0},
         logit_bias=(),
-        max_num_seqs=max(config.sampling.max_num_seqs, samples),
+        max_num_seqs=max(config.sampling.slots, samples),
     )
     scorer = evaluators.answer_scorer(config, language.tokenizer, list(rows))
     scored = sample(config, language, params, rows, settings, scorer, Purpose.EVALUATION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +50,7 @@ from tpu_rl.experience.source import Source, StepExperience
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform
 from tpu_rl.models import Select
+from tpu_rl.planner.expert_axis import expert_devices
 from tpu_rl.rewards import registry
 from tpu_rl.rollout.engine import Decoding, Engine, Scorer, make_engine
 from tpu_rl.rollout.requests import Environment
@@ -75,13 +77,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         devices = jax.devices()
     data = config.data
     fsdp = config.fsdp
+    expert = config.expert if config.expert > 0 else 1
     if fsdp <= 0:
-        others = data * config.tensor * config.expert * config.context
+        others = data * config.tensor * expert * config.context
         fsdp = max(len(devices) // max(others, 1), 1)
         if data == config.tensor == 1 and fsdp % 2 == 0 and sharding.fill_torus(devices):
             data = 2
             fsdp //= 2
-    return sharding.make_mesh(data, fsdp, config.tensor, config.expert, config.context, devices)
+    return sharding.make_mesh(data, fsdp, config.tensor, expert, config.context, devices)
 
 
 class Devices(NamedTuple):
@@ -97,10 +100,12 @@ def share_devices(
     config: ExperimentConfig,
     devices: Sequence[Any] | None = None,
     split: sharding.SplitDevices = sharding.split_devices,
+    *,
+    model: Model,
 ) -> Devices:
     """Return the mesh of a run over `devices`, without those of --sampling.devices.
 
-    By default these are all devices, which are then claimed.
+    By default these are all devices, which are then claimed. `model` is that of the run.
     """
     if devices is None:
         host.claim_devices()
@@ -108,7 +113,12 @@ def share_devices(
     sampler: tuple[Any, ...] = ()
     if config.sampling.devices:
         devices, sampler = split(devices, config.sampling.devices)
-    return Devices(make_mesh(config.mesh, devices), sampler)
+    mesh = config.mesh
+    if devices[0].platform == "tpu" and mesh == MeshConfig():
+        rows = math.ceil(config.batch.micro_batch_rows / len(devices))
+        tokens = rows * config.batch.row_length
+        mesh = replace(mesh, expert=expert_devices(model.config, len(devices), tokens))
+    return Devices(make_mesh(mesh, devices), sampler)
 
 
 def make_context(

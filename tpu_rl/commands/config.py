@@ -143,8 +143,9 @@ class MeshConfig:
     v5p:4x4x4, it leaves half of them to `data`, because weights sharded over a whole cube are
     gathered by slower collectives, if `data` and `tensor` are 1."""
     tensor: int = 1
-    expert: int = 1
-    """Devices that share the experts of a mixture; for everything else this axis adds to fsdp."""
+    expert: int = -1
+    """Devices that share the experts of a mixture; for everything else this axis adds to fsdp. -1:
+    on TPUs, if no other axis is given, the number with the fewest bytes over links; otherwise 1."""
     context: int = 1
     """Devices that share the tokens of each packed row, if a row is too long for one device."""
 

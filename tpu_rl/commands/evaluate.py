@@ -385,7 +385,7 @@ def answer(
         temperature=0,
         stop_ids=language.tokenizer.eos_ids,
         pad_id=language.tokenizer.pad_id,
-        max_num_seqs=max(config.sampling.max_num_seqs, flags.samples),
+        max_num_seqs=max(config.sampling.slots, flags.samples),
     )
     settings = {"greedy": greedy}
     if not flags.greedy:

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,53 @@ def update_report(run_dir: Path) -> None:
         report.write_report(run_dir, live=True)
     except Exception as error:
         _warn(error)
+
+
+class LivePage:
+    """Writes report.html in a thread of its own while the run is on, one page at a time.
+
+    A page takes time in proportion to the steps so far. After each the thread rests, so that all
+    pages together take at most one part in 1 + `REST` of the run's time. As a context manager, it
+    writes the page that is still due when it ends.
+    """
+
+    REST = 20
+    """Times the time of a page."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._changed = threading.Condition()
+        self._is_due = False
+        self._ending = threading.Event()
+        # The interpreter does not wait for it when the run ends in a hurry.
+        self._thread = threading.Thread(target=self._work, name="report", daemon=True)
+        self._thread.start()
+
+    def update(self) -> None:
+        """Let the page be written again soon."""
+        with self._changed:
+            self._is_due = True
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due or self._ending.is_set())
+                if not self._is_due:
+                    return
+                self._is_due = False
+            began = time.perf_counter()
+            update_report(self._run_dir)
+            self._ending.wait(self.REST * (time.perf_counter() - began))
+
+    def __enter__(self) -> LivePage:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._changed:
+            self._ending.set()
+            self._changed.notify()
+        self._thread.join()
 
 
 def write_final_report(run_dir: Path) -> None:

@@ -179,16 +179,74 @@ def choose_sampling(
     memory: int | None,
     sampler_devices: tuple[Any, ...] = (),
 ) -> tuple[ExperimentConfig, str]:
-    """Return the configuration with a value for --sampling.tensor-parallel, and a line about it.
+    """Return the configuration with values for --sampling.tensor-parallel and
+    --sampling.max-num-seqs, and a line about the first.
 
     The line is empty if there is one device, and says of a mixture of experts on TPUs if each token
     copies all experts. `memory` is that of a device; if it is None, the run samples on its training
     mesh, or with a tensor parallelism of 1 on devices that only sample.
     """
+    config = _choose_slots(config, model, mesh, memory, sampler_devices)
     config, line = _choose_sampling(config, model, mesh, memory, sampler_devices)
     if line and _copies_experts(config, model, mesh, sampler_devices):
         line += "; each token copies all experts, and does not read those it needs in place"
     return config, line
+
+
+SLOTS_MEMORY = 0.85
+"""Share of a device's memory that the most slots may fill: evaluations also read the prompts of
+their next pool beside full slots."""
+
+
+FEW_SLOTS = 16
+"""So many slots are not halved any more, whether they fit or not."""
+
+
+def _completions(config: ExperimentConfig) -> int:
+    """Return the completions of a step or of an evaluation, whichever has more."""
+    return max(config.batch.prompts * config.batch.group_size, config.evaluation.rows)
+
+
+def _choose_slots(
+    config: ExperimentConfig,
+    model: Model,
+    mesh: Mesh,
+    memory: int | None,
+    sampler_devices: tuple[Any, ...],
+) -> ExperimentConfig:
+    """Return the configuration with a value for --sampling.max-num-seqs.
+
+    More slots take fewer decode steps, each of which reads the weights once.
+    """
+    if config.sampling.max_num_seqs or memory is None:
+        return config
+    stages = _stages_that_sample(config, model, mesh, sampler_devices)
+    if not stages:
+        return config
+    own_tokens = roles.has_attention_kernel(config, mesh)
+    devices = len(sampler_devices) or mesh.size
+    given = config.sampling.tensor_parallel
+    # The shapes of a train state that gathers its weights count no copy: that is the least.
+    sizes: list[TensorParallel] = [given] if given is not None else [*_sizes(stages, devices)]
+
+    def with_slots(rows: int) -> ExperimentConfig:
+        return replace(config, sampling=replace(config.sampling, max_num_seqs=rows))
+
+    def fits(rows: int) -> bool:
+        planned = [
+            stage._replace(context=stage.context._replace(config=with_slots(rows)))
+            for stage in stages
+        ]
+        needs = (_need(planned, size, own_tokens) for size in sizes)
+        return any(need.fits(int(SLOTS_MEMORY * memory)) for need in needs)
+
+    rows = _completions(config)
+    of_step = config.batch.prompts * config.batch.group_size
+    while rows > FEW_SLOTS and not fits(rows):
+        half = math.ceil(rows / 2)
+        # A few slots less than completions would cost a step almost as many decode steps again.
+        rows = of_step if half < of_step < rows else half
+    return with_slots(rows)
 
 
 def _copies_experts(
@@ -207,7 +265,7 @@ def _copies_experts(
             mesh = sharding.make_mesh(fsdp=len(sampler_devices), devices=sampler_devices)
         mesh = sharding.sampling_mesh(mesh, config.sampling.tensor_parallel)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        stacks = expert_stacks(model.config, params, config.sampling.max_num_seqs)
+        stacks = expert_stacks(model.config, params, config.sampling.slots)
     return stacks is None
 
 
@@ -400,10 +458,7 @@ def _stage_need(planned: StagePlan, size: TensorParallel, own_tokens: bool) -> _
     read = weights.rollout_policy(policies[0], reads, layout).params(params)
     held += chip_bytes(copied_weights(params, read))
 
-    rows = min(
-        config.sampling.max_num_seqs,
-        max(config.batch.prompts * config.batch.group_size, config.evaluation.rows),
-    )
+    rows = min(config.sampling.slots, _completions(config))
 
     def cache_bytes(rows: int, tokens: int, lanes: int = LANES) -> list[int]:
         return [

@@ -138,7 +138,7 @@ def plan(flags: argparse.Namespace, config: ExperimentConfig) -> dict[str, Any]:
             fix=topologies.HELP,
         )
     model = plan_steps.read_model(config)
-    devices = compose.share_devices(config, target.devices, target.split)
+    devices = compose.share_devices(config, target.devices, target.split, model=model)
     if config.environment or config.agent:
         _say(
             f"note: an episode is planned as one turn of {config.sampling.max_new_tokens} tokens: "

@@ -56,7 +56,7 @@ def make_plan(
     compile_with: Compile = compile_step,
 ) -> Plan:
     """Compile every step of every stage for the target, or only some parts of the stages."""
-    mesh, sampler_devices = compose.share_devices(config, target.devices, target.split)
+    mesh, sampler_devices = compose.share_devices(config, target.devices, target.split, model=model)
     config = meshes.fit_micro_batch(config, mesh)
     if "sampling" in parts:
         config, decoding = meshes.choose_sampling(
@@ -170,9 +170,9 @@ def _proposals(
             {"batch": replace(batch, row_length=length)},
             {"temporaries": length / batch.row_length},
         )
-    if not learns and sampling.max_num_seqs > batch.group_size:
-        rows = max(sampling.max_num_seqs // 2, batch.group_size)
-        share = rows / sampling.max_num_seqs
+    if not learns and sampling.slots > batch.group_size:
+        rows = max(sampling.slots // 2, batch.group_size)
+        share = rows / sampling.slots
         yield _Proposal(
             f"--sampling.max-num-seqs {rows}",
             {"sampling": replace(sampling, max_num_seqs=rows)},
@@ -387,7 +387,7 @@ def candidates(
             continue
         fsdp = count // (tensor * data * expert)
         meshed = replace(config, mesh=MeshConfig(data, fsdp, tensor, expert, config.mesh.context))
-        mesh = compose.share_devices(meshed, target.devices, target.split).mesh
+        mesh = compose.share_devices(meshed, target.devices, target.split, model=model).mesh
         size = sum(state_bytes(plan_stage(meshed, config.stages[-1], mesh, model)).values())
         if target.memory is not None and size > STATE_MARGIN * target.memory:
             continue

@@ -58,7 +58,7 @@ def prepare(config: ExperimentConfig) -> None:
     host_agreement.require_same_devices()
     warn_of_unused_accelerators()
     base = models.from_config(roles.model_directory(config))
-    devices = compose.share_devices(config)
+    devices = compose.share_devices(config, model=base)
     for note in meshes.notes(config, base, devices.mesh, len(devices.sampler)):
         print(f"note: {note}", file=sys.stderr)
 

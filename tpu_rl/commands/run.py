@@ -283,6 +283,7 @@ class Job(NamedTuple):
     best: CheckpointWriter | None
     """Writes the checkpoint of the best evaluation, if --stop.best asks for it."""
     sink: metrics.Sink
+    page: finish.LivePage
     profile: Profile
     health: HealthMonitor
     recovery: NanRecovery
@@ -295,7 +296,8 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     """Train stage by stage, then write what the run leaves."""
     began = time.perf_counter()
     run_dir = folder.path
-    devices = compose.share_devices(config)
+    model = roles.from_config(config, roles.model_directory(config))
+    devices = compose.share_devices(config, model=model)
     mesh = devices.mesh
     names = identity.Identity(
         processes.from_first(lambda: identity.read(run_dir)), configuration.settings_hash(config)
@@ -303,7 +305,6 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
     config = meshes.fit_micro_batch(config, mesh)
     say = print if processes.index() == 0 else lambda text: None
     say(where_it_runs(config, folder))
-    model = roles.from_config(config, roles.model_directory(config))
     memory = meshes.device_memory(mesh)
     config, decoding = meshes.choose_sampling(config, model, mesh, memory, devices.sampler)
     if decoding:
@@ -343,6 +344,7 @@ def run(config: ExperimentConfig, folder: RunFolder, signals: Signals) -> None:
                 CheckpointWriter(folder, checkpoints, began, names),
                 best,
                 sink,
+                open_sources.enter_context(finish.LivePage(run_dir)),
                 Profile(config.profile, run_dir),
                 HealthMonitor(),
                 NanRecovery(run_dir, context.language.tokenizer),
@@ -451,7 +453,7 @@ def train_stage(
         job.writer.confirm_lock()
         job.sink.write(step, row, experience.samples)
         if step % job.config.evaluation.interval == 0 and not is_run_end:
-            finish.update_report(job.run_dir)
+            job.page.update()
         if job.best is not None and is_main and rules.best_step == step:
             # Before the run's own checkpoint: what that one has measured can be read back.
             job.best.phase = stage.index
@@ -563,7 +565,7 @@ def evaluate_before_training(
     if measured:
         stages.require_metrics(job.config.stop, measured, "eval/")
     job.sink.write(0, measured)
-    finish.update_report(job.run_dir)
+    job.page.update()
     return state
 
 

@@ -193,8 +193,10 @@ class SamplingConfig:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    max_num_seqs: int = 256
-    """Completions decoded at once. When one ends, the next takes its slot."""
+    max_num_seqs: int = 0
+    """Completions decoded at once. When one ends, the next takes its slot. 0: as many as an
+    evaluation has, or a step, or half of that, or a quarter ..., the first number that fits beside
+    the train state; where the memory of a device is not known, as on CPUs, 256."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that are in the text already, and multiply negative ones.
     Evaluation ignores it, as it ignores logit_bias."""
@@ -231,6 +233,11 @@ class SamplingConfig:
     """The length of thoughts, in training and evaluation, and the sampling of answers, in training
     alone."""
 
+    @property
+    def slots(self) -> int:
+        """`max_num_seqs`, or 256 if nothing has chosen it."""
+        return self.max_num_seqs or 256
+
 
 def sampler_config(
     sampling: SamplingConfig, tokenizer: Tokenizer, group_size: int
@@ -247,7 +254,7 @@ def sampler_config(
         stop_ids=tokenizer.eos_ids,
         samples_per_prompt=group_size,
         pad_id=tokenizer.pad_id,
-        max_num_seqs=sampling.max_num_seqs,
+        max_num_seqs=sampling.slots,
         prompt_length=sampling.max_prompt_tokens,
         segments=sampler.SegmentConfig(steps=sampling.host_sync_steps),
     )

@@ -27,7 +27,7 @@ gradient over all devices. With a sixteenth of this number, that part of an 8B m
 18 times as long on 16 chips, and its memory was a third larger (docs/scaling.md).
 """
 
-CHUNK_BYTES = 2**28
+CHUNK_BYTES = 2**29
 """Largest size of float32 logits that a device holds at once if it works alone."""
 
 
@@ -379,15 +379,17 @@ def _log_probs_of_logits(logits: Array, tokens: Array, exact: bool) -> tuple[Arr
 def _log_probs_with_residuals(
     logits: Array, tokens: Array, exact: bool
 ) -> tuple[tuple[Array, Array], Any]:
+    # With b = z - max: log p = b - log(sum(exp b)), H = log(sum(exp b)) - sum(exp(b) b)/sum(exp b).
+    # Both sums are one pass over the logits, and nothing else of their size is written.
     largest = jnp.max(logits, axis=-1)
     below_max = logits - largest[..., None]
     mass = jnp.exp(below_max)
-    log_total = jnp.log(tree_sum(mass) if exact else jnp.sum(mass, axis=-1))
-    log_normalizer = largest + log_total
-    chosen = jnp.take_along_axis(below_max, tokens[..., None], axis=-1)[..., 0]
-    probabilities = jnp.exp(logits - log_normalizer[..., None])
-    entropy = log_normalizer - jnp.sum(probabilities * logits, axis=-1)
-    return (chosen - log_total, entropy), (logits, tokens, log_normalizer, entropy)
+    total = tree_sum(mass) if exact else jnp.sum(mass, axis=-1)
+    log_total = jnp.log(total)
+    # From the logits themselves: a gather from `below_max` would write it as an array.
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - largest
+    entropy = log_total - jnp.sum(mass * below_max, axis=-1) / total
+    return (chosen - log_total, entropy), (logits, tokens, largest + log_total, entropy)
 
 
 def _log_probs_of_logits_gradient(

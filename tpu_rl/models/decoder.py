@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tpu_rl.models import exact, kv_cache, layers, quantization, vision
 from tpu_rl.models.attention import decode, delta_rule, flash, latent
+from tpu_rl.models.attention.cudnn import TOKEN_MULTIPLE as CUDNN_TOKENS
 from tpu_rl.models.attention.cudnn import cudnn_attention
 from tpu_rl.models.attention.cudnn import is_supported as cudnn_supports
 from tpu_rl.models.attention.decode_kernel import DecodeConfig
@@ -657,6 +658,19 @@ class Layer(Weights):
             implementation = exact.attention
         elif config.kernel == "cudnn" and cudnn_supports(query.shape[1], keys.shape[2]):
             implementation = cudnn_attention
+        # Scores, or cuDNN's mask and its gradient, never exist for all queries of long rows.
+        chunks = 1
+        if token_shards == 1 and not self.config.exact:
+            score_bytes, multiple = 4 * query.shape[2] / spread("heads", query.shape[2]), 1
+            if implementation is not None:
+                score_bytes, multiple = 4, CUDNN_TOKENS
+            chunks = layers.score_chunks(
+                query,
+                keys.shape[2],
+                context.key_tiles,
+                score_bytes / spread(axes.rows, len(query)),
+                multiple,
+            )
         attend = functools.partial(
             layers.attention,
             scale=config.scale,
@@ -665,6 +679,7 @@ class Layer(Weights):
             sinks=sinks,
             key_tiles=context.key_tiles,
             implementation=implementation,
+            chunks=chunks,
         )
         if read_rows and config.cpu_cache and spread(axes.rows, len(query)) == 1:
             block_rows = kv_cache.rows_per_block(keys)

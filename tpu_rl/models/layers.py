@@ -172,6 +172,7 @@ def attention(
     sinks: Array | None = None,
     key_tiles: Array | None = None,
     implementation: Callable[..., Array] | None = None,
+    chunks: int = 1,
 ) -> Array:
     """Return the attention [B, T, H, V] of query [B, T, H, E] to key [B, K, S, E].
 
@@ -187,48 +188,79 @@ def attention(
             outside of the listed tiles are skipped. They have weight zero anyway, so results are
             the same, except in padding.
         implementation: a function to use in place of `dense_attention`.
+        chunks: so many parts of the queries are computed one after the other, in the backward pass
+            again, and the scores of one part exist at a time. See `score_chunks`.
     """
-    attend = implementation or dense_attention
-    if key_tiles is None:
-        return attend(
-            query,
-            key,
-            value,
-            queries,
-            keys,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-    return tiled_attention(
-        query,
-        key,
-        value,
-        queries,
-        key_tiles,
-        attend,
+    attend = functools.partial(
+        implementation or dense_attention,
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=sinks,
     )
+
+    def of_part(
+        query: Array, queries: TokenIndex, key_tiles: Array | None, key: Array, value: Array
+    ) -> Array:
+        if key_tiles is None:
+            return attend(query, key, value, queries, keys, sinks=sinks)
+        return tiled_attention(query, key, value, queries, keys, key_tiles, attend, sinks=sinks)
+
+    if chunks == 1:
+        return of_part(query, queries, key_tiles, key, value)
+
+    def split(x: Array) -> Array:
+        """[B, T, ...] -> [chunks, B, T / chunks, ...]."""
+        return jnp.moveaxis(x.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0)
+
+    parts = jax.tree.map(split, (query, queries, key_tiles))
+    # The gradients of keys and values, which all parts share, add up in float32.
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (key, value)]
+    attended = jax.lax.map(
+        jax.checkpoint(lambda part: of_part(*part, *(x.astype(key.dtype) for x in wide))), parts
+    )
+    return jnp.moveaxis(attended, 0, 1).reshape(*query.shape[:-1], -1)
+
+
+MAX_SCORE_BYTES = 2**30
+"""Bytes of scores that a device computes at once, at most, if queries can be cut into parts."""
+
+
+def score_chunks(
+    query: Array, num_keys: int, key_tiles: Array | None, score_bytes: float, multiple: int = 1
+) -> int:
+    """Return the number of parts of queries [B, T, H, E] for the `chunks` of `attention`.
+
+    It is the smallest with which the scores of a part take at most `MAX_SCORE_BYTES`.
+
+    Args:
+        query, key_tiles: see `attention`.
+        num_keys: S.
+        score_bytes: bytes of a device per pair of a query and a key, of all heads.
+        multiple: parts have a multiple of so many queries, or whole tiles.
+    """
+    rows, length = query.shape[:2]
+    places = length // multiple
+    if key_tiles is not None:
+        places = key_tiles.shape[1]
+        num_keys = key_tiles.shape[2] * (length // places)
+    least = rows * length * num_keys * score_bytes / MAX_SCORE_BYTES
+    return next((n for n in range(1, places + 1) if places % n == 0 and n >= least), places)
 
 
 def tiled_attention(
     query: Array,
     key: Array,
     value: Array,
-    tokens: TokenIndex,
+    queries: TokenIndex,
+    keys: TokenIndex,
     key_tiles: Array,
     attend: Callable[..., Array],
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
     """Return the attention of packed rows [B, S], where each tile sees only its `key_tiles`.
+
+    The queries may be some of the tiles of the rows: [B, T], with T / t tiles.
 
     Each tile of t queries becomes a row of its own, whose keys are the n tiles listed for it, and
     `attend` computes those rows. For G completions of C tokens after a prompt of P tokens this
@@ -238,29 +270,26 @@ def tiled_attention(
     tile_size = query.shape[1] // tiles
 
     def to_query_tiles(x: Array) -> Array:
-        """[B, S, ...] -> [B S / t, t, ...]."""
+        """[B, T, ...] -> [B T / t, t, ...]."""
         return x.reshape(rows * tiles, tile_size, *x.shape[2:])
 
     def to_key_tiles(x: Array) -> Array:
-        """[B, S, ...] -> [B S / t, n t, ...]."""
-        row_tiles = x.reshape(rows, tiles, tile_size, *x.shape[2:])
+        """[B, S, ...] -> [B T / t, n t, ...]."""
+        row_tiles = x.reshape(rows, -1, tile_size, *x.shape[2:])
         # Row by row, so that each row stays on its device.
         selected = jax.vmap(lambda row, at: row[at])(row_tiles, jnp.maximum(key_tiles, 0))
         return selected.reshape(rows * tiles, listed * tile_size, *x.shape[2:])
 
     absent = jnp.repeat(key_tiles.reshape(rows * tiles, listed) < 0, tile_size, axis=1)
-    keys = TokenIndex(*map(to_key_tiles, tokens))
+    keys = TokenIndex(*map(to_key_tiles, keys))
     keys = keys._replace(visible_until=jnp.where(absent, 0, keys.visible_until))
     key, value = (to_key_tiles(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (key, value))
     attended = attend(
         to_query_tiles(query),
         key,
         value,
-        TokenIndex(*map(to_query_tiles, tokens)),
+        TokenIndex(*map(to_query_tiles, queries)),
         keys,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
         sinks=sinks,
     )
     return attended.reshape(*query.shape[:-1], -1)

@@ -226,6 +226,7 @@ def _decode_step(
         call.mesh,
         loops=decode_steps,
         cache_fill=row_tokens / (call.prompt_tokens + new_tokens),
+        decodes=True,
     )
 
 
@@ -266,7 +267,7 @@ def _refilling_segment(
     queue = _queue_shapes(call)
     compiled = _compile_segment(call, call.config, (pool, queue), empty, outputs, compile_with)
     name = f"decode{call.label} with refills, per token"
-    return Step(name, compiled, needed, 0, call.slots, call.mesh)
+    return Step(name, compiled, needed, 0, call.slots, call.mesh, decodes=True)
 
 
 def _refill_step(

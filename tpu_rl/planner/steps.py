@@ -58,6 +58,8 @@ class Step(NamedTuple):
     """FLOPs of one call that the model itself needs, summed over all chips. None: no MFU."""
     cache_fill: float = 1.0
     """Share of the cache that rows fill in the mean of a rollout's decode steps."""
+    decodes: bool = False
+    """True for decode steps: see `estimates.decode_seconds`."""
 
 
 Compile = Callable[..., Compiled]

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tpu_rl.planner.estimates import Change, Line, Plan, Target
+from tpu_rl.planner.estimates import DECODE_SHARE, Change, Line, Plan, Target
 
 MIB = 2**20
 GIB = 2**30
@@ -37,6 +37,8 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
     console.print(f"{target.name}: {len(target.devices)} devices{memory}, mesh {mesh}")
     console.print(memory_table(plan, target))
     console.print(speed_table(plan))
+    for line in basis(plan):
+        console.print(line)
     _show_largest(console, plan, target)
     if plan.seconds and plan.fits(target):
         expected = plan.expected_seconds
@@ -67,6 +69,22 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
         )
         for change in changes:
             console.print(f"  {change.flags}: {change.total / GIB:.2f} GiB", markup=False)
+
+
+def basis(plan: Plan) -> list[str]:
+    """Return what the times of a plan rest on, in lines; empty without times."""
+    lines = [line for _, line in plan.lines if line.estimate is not None]
+    if not lines:
+        return []
+    texts = ["at least: products and bytes at the peak rates, and exposed links"]
+    if any(line.expected_seconds for line in lines):
+        texts.append("expected: the compiler's cycles and exposed links, which no chip measured")
+    if any(line.expected_seconds and line.step.decodes for line in lines):
+        texts.append(
+            f"expected of decode steps: {DECODE_SHARE:g} of that, or the bound if it is more; this "
+            "fits two published steps (Llama-3.1-70B, int8, v5e:4x4)"
+        )
+    return texts
 
 
 def memory_table(plan: Plan, target: Target) -> Table:
@@ -177,6 +195,7 @@ def as_json(plan: Plan, target: Target, changes: Sequence[Change]) -> dict[str, 
         "fits": plan.fits(target),
         "seconds": plan.seconds,
         "expected_seconds": plan.expected_seconds,
+        "basis": basis(plan),
         "steps": [_step_json(stage, line, target) for stage, line in plan.lines],
         "changes": [{"flags": change.flags, "bytes": round(change.total)} for change in changes],
     }

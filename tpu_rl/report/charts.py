@@ -80,10 +80,9 @@ def line_chart(
     )
     marks = []
     labels = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(line.thinned() for line in lines):
         color = color_of(number)
-        x = x_axis.place(thin_out(line.x))
-        y = thin_out(line.y)
+        x, y = x_axis.place(line.x), line.y
         marks.append(_band(line, x, y_axis, color))
         smooth = y if log else running_mean(y, noise=0.05 * (y_axis.high - y_axis.low))
         if smooth is not y:
@@ -109,11 +108,12 @@ def learning_curve(series: Series, pages: Sequence[int] = (), *, percent: bool =
     x_axis = axes.step_axis(series.x)
     from_zero = float(series.values().min()) >= 0
     y_axis = axes.value_axis(series.values(), percent=percent, from_zero=from_zero)
-    x, y = x_axis.place(series.x), y_axis.place(series.y)
+    shown = series.thinned()
+    x, y = x_axis.place(shown.x), y_axis.place(shown.y)
     first, last = float(series.y[0]), float(series.y[-1])
     marks = [
         _path(np.array([0.0, 1.0]), np.repeat(y[0], 2), "first"),
-        _band(series, x, y_axis, color_of(0)),
+        _band(shown, x, y_axis, color_of(0)),
         _path(x, y, f"main {color_of(0)}"),
     ]
     if len(x) <= MAX_DOTS:
@@ -302,10 +302,10 @@ def _area(x: np.ndarray, low: np.ndarray, high: np.ndarray, classes: str) -> str
 
 
 def _band(line: Series, x: np.ndarray, y_axis: Axis, color: str) -> str:
-    """Return the area between a line's limits; empty if it has none."""
+    """Return the area between the limits of a line over x [n]; empty if it has none."""
     if line.low is None or line.high is None:
         return ""
-    low, high = y_axis.place(thin_out(line.low)), y_axis.place(thin_out(line.high))
+    low, high = y_axis.place(line.low), y_axis.place(line.high)
     if len(x) == 1:
         return _path(np.repeat(x, 2), np.array([low[0], high[0]]), f"raw {color}")
     return _area(x, low, high, f"band {color}")

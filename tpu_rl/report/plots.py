@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tpu_rl.report.axes import Axis, log_axis, step_axis, value_axis
-from tpu_rl.report.series import Series, running_mean, thin_out
+from tpu_rl.report.series import Series, running_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,11 +89,11 @@ def line_chart(
     with _style():
         figure, axes = _new_figure(size, labels=len(lines) > 1)
         labels = []
-        for line, color in zip(lines, itertools.cycle(COLORS), strict=False):
-            x, y = thin_out(line.x), thin_out(line.y)
+        thinned = (line.thinned() for line in lines)
+        for line, color in zip(thinned, itertools.cycle(COLORS), strict=False):
+            x, y = line.x, line.y
             if line.low is not None and line.high is not None:
-                low, high = thin_out(line.low), thin_out(line.high)
-                axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
+                axes.fill_between(x, line.low, line.high, color=color, alpha=0.16, linewidth=0)
             smooth = running_mean(y)
             if smooth is not y:
                 axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)

@@ -22,6 +22,12 @@ class Series(NamedTuple):
         """Return all numbers that a vertical axis has to show."""
         return np.concatenate([part for part in (self.y, self.low, self.high) if part is not None])
 
+    def thinned(self) -> Series:
+        """Return means over runs of neighbors, at most `MAX_POINTS` of them."""
+        low = None if self.low is None else thin_out(self.low)
+        high = None if self.high is None else thin_out(self.high)
+        return Series(self.label, thin_out(self.x), thin_out(self.y), low, high)
+
 
 def thin_out(values: np.ndarray, max_points: int = MAX_POINTS) -> np.ndarray:
     """Return means over runs of neighbors, at most `max_points` of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import os
 import re
 import resource
@@ -63,20 +64,44 @@ def forbid_tensor_float32() -> None:
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
+CUDA_DRIVERS = {"cuda13": 580, "cuda12": 525}
+"""Extra of jax -> the oldest major version of NVIDIA's driver that its libraries run on."""
+
+
 def unused_accelerator(root: Path = Path("/")) -> str | None:
     """Return advice if this machine has an accelerator that JAX does not use, else None."""
     if jax.default_backend() != "cpu":
         return None
-    if (root / "proc/driver/nvidia/version").exists():
-        extra = "cuda13"
+    driver = root / "proc/driver/nvidia/version"
+    if driver.exists():
         accelerator = "an NVIDIA GPU"
+        found = re.search(r" (\d+)\.\d", driver.read_text(encoding="utf-8", errors="replace"))
+        version = int(found[1]) if found else max(CUDA_DRIVERS.values())
+        extra = next((name for name, least in CUDA_DRIVERS.items() if version >= least), "")
+        if not extra:
+            return (
+                f"{accelerator} is here but jax uses the CPU: its driver {version} is too old, "
+                f"install {min(CUDA_DRIVERS.values())} or newer"
+            )
     elif any((root / "dev").glob("accel[0-9]*")) or any((root / "dev/vfio").glob("[0-9]*")):
         extra = "tpu"
         accelerator = "a TPU"
     else:
         return None
     package = f"jax[{extra}]=={jax.__version__}"
-    return f'{accelerator} is here but jax uses the CPU: pip install "{package}"'
+    return f'{accelerator} is here but jax uses the CPU{_misfit()}: pip install "{package}"'
+
+
+def _misfit() -> str:
+    """Return which installed plugin of jax is not of jax's own version, "" if none is."""
+    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version != jax.__version__:
+            return f", because {name} {version} does not fit jax {jax.__version__}"
+    return ""
 
 
 def warn_of_unused_accelerators() -> None:

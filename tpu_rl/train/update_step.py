@@ -181,7 +181,7 @@ ASYNCHRONOUS_COLLECTIVES = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
-"""Compiler options with which v4 and v5p gather weights and sum gradients while they compute."""
+"""Compiler options of v4, v5p and v6e: weights are gathered and gradients summed asynchronously."""
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
@@ -194,12 +194,17 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     update takes a quarter less memory and no more time (docs/benchmarks/scaling.md). Decoding is
     faster with it, so the sampler does not use these options.
 
-    On v4 and v5p, no collective overlaps with computation by default. On v5e and v6e the options
-    change nothing, or 1 % of the time (docs/benchmarks/scaling.md).
+    On v4, v5p and v6e, collectives do not overlap with computation by default, or not all of them.
+    On v5e the options change nothing (docs/benchmarks/scaling.md).
+
+    On several GPUs, XLA's scheduler hides collectives behind computation. Its options for pipelined
+    collectives are left out: jaxlib 0.11.2 has none of them any more.
     """
     device = mesh.devices.flat[0]
-    if device.device_kind in ("TPU v4", "TPU v5"):
+    if device.device_kind in ("TPU v4", "TPU v5", "TPU v6 lite"):
         return dict(ASYNCHRONOUS_COLLECTIVES)
+    if device.platform == "gpu" and mesh.size > 1:
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}
     if device.platform == "cpu" and jax.__version__.startswith("0.10."):
         return {"xla_cpu_experimental_ynn_fusion_type": ""}
     return None

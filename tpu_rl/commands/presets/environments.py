@@ -51,7 +51,6 @@ def mini_shell_sft() -> ExperimentConfig:
         sampling=SamplingConfig(
             max_prompt_tokens=32,
             max_new_tokens=72,
-            max_num_seqs=256,
             max_turns=MAX_COMMANDS,
             max_observation_tokens=32,
             stop_strings=("\n",),

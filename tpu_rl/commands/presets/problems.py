@@ -39,7 +39,7 @@ def gsm8k_grpo() -> ExperimentConfig:
         reward=("gsm8k",),
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10, beta2=0.95),
         batch=BatchConfig(prompts=32, group_size=8, row_length=2048, micro_batch_rows=4),
-        sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512, max_num_seqs=256),
+        sampling=SamplingConfig(max_prompt_tokens=512, max_new_tokens=512),
         evaluation=EvaluationConfig(rows=500, interval=50),
         steps=200,
         checkpoint=CheckpointConfig(50),
@@ -48,7 +48,7 @@ def gsm8k_grpo() -> ExperimentConfig:
 
 def gsm8k_lora() -> ExperimentConfig:
     """gsm8k_grpo with adapters over frozen bfloat16 weights, sized for one chip with 16 GiB, as in
-    Colab. By the plan, Gemma-2-2B takes at most 10.8 GiB of a v5e.
+    Colab. By the plan, Gemma-2-2B takes at most 10.8 GiB of a v5e, with 32 completions at once.
 
         python launch/run.py gsm8k_lora --model.path DIR --data.path train.jsonl
         python launch/plan.py gsm8k_lora --model.path Gemma-2-2B --topology v5e:1x1
@@ -59,7 +59,6 @@ def gsm8k_lora() -> ExperimentConfig:
         model=replace(base.model, param_dtype="bfloat16", lora=LoraConfig(rank=16)),
         optimizer=replace(base.optimizer, learning_rate=1e-5),
         batch=replace(base.batch, micro_batch_rows=1),
-        sampling=replace(base.sampling, max_num_seqs=32),
     )
 
 
@@ -131,7 +130,6 @@ def calculator_sft() -> ExperimentConfig:
         sampling=SamplingConfig(
             max_prompt_tokens=256,
             max_new_tokens=256,
-            max_num_seqs=256,
             max_turns=32,
             max_observation_tokens=32,
             stop_strings=("=",),
@@ -166,7 +164,7 @@ def code_grpo() -> ExperimentConfig:
         reward=("python_tests",),
         optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10, beta2=0.95),
         batch=BatchConfig(prompts=32, group_size=8, row_length=4096, micro_batch_rows=2),
-        sampling=SamplingConfig(max_prompt_tokens=1024, max_new_tokens=1024, max_num_seqs=256),
+        sampling=SamplingConfig(max_prompt_tokens=1024, max_new_tokens=1024),
         evaluation=EvaluationConfig(rows=200, interval=50),
         steps=200,
         checkpoint=CheckpointConfig(50),

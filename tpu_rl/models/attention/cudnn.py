@@ -83,7 +83,7 @@ def cudnn_attention(
 
     Two arrays are as large as the scores of one head: the mask, [B, 1, T, S] in bfloat16 as cuDNN
     requires it, and in the backward pass the mask's gradient, which jax computes though nothing
-    reads it.
+    reads it. Long rows are computed in parts, so that both stay small (`layers.score_chunks`).
     """
     assert softcap is None, "see unsupported_reason"
     assert sinks is None, "see unsupported_reason"

@@ -196,6 +196,15 @@ def is_sent(num_tokens: int, experts_per_token: int, num_devices: int, num_shard
     return num_devices > 1 and 2 * room <= num_tokens
 
 
+def exchanged_rows(num_tokens: int, experts_per_token: int, num_shards: int) -> int:
+    """Return the rows that a device gets from others before its experts compute, as `is_sent`
+    chooses. As many go back."""
+    per_pair = num_tokens
+    if is_sent(num_tokens, experts_per_token, num_shards, num_shards):
+        per_pair = _room_per_pair(num_tokens * experts_per_token, num_shards)
+    return per_pair * (num_shards - 1)
+
+
 def mixture(
     x: Array,
     routing: Routing,
