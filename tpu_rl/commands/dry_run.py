@@ -318,12 +318,12 @@ def model_table(config: ExperimentConfig) -> Table:
     for name, shapes in roles.param_shapes(config, base).items():
         leaves = jax.tree.leaves(shapes)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        bits = sum(math.prod(leaf.shape) * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in leaves)
         state = "frozen"
         if name in trained:
             state_size = optimizers.state_bytes(config.optimizer, shapes, models.matrix_axes)
             state = f"{state_size / MIB:,.1f}"
-        table.add_row(name, f"{count:,}", f"{size / MIB:,.1f}", state)
+        table.add_row(name, f"{count:,}", f"{bits / 8 / MIB:,.1f}", state)
     return table
 
 

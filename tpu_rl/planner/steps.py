@@ -122,6 +122,8 @@ def chip_bytes(tree: Any, *, on_host: bool = False) -> int:
             return 0
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return math.prod(shape) * (8 if is_key else jnp.dtype(leaf.dtype).itemsize)
+        # Numbers of four bits share bytes in the memory of devices.
+        bits = 64 if is_key else jax.dtypes.itemsize_bits(leaf.dtype)
+        return math.prod(shape) * bits // 8
 
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))
