@@ -13,6 +13,7 @@ from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import quantization
 from tpu_rl.models.config import QUANTIZED, SCALE, LoraConfig, WeightDtype
+from tpu_rl.planner.steps import chip_bytes
 
 DTYPES = tuple(quantization.LARGEST)
 
@@ -89,6 +90,12 @@ def test_in_four_bits_every_weight_becomes_the_nearest_value_of_its_block(name, 
     np.testing.assert_allclose(np.abs(found - weight), nearest, atol=1e-6)
     np.testing.assert_array_equal(found[0, 0], 0.0)
     np.testing.assert_array_equal(quantization.dequantize(name, quantized, "float32"), found)
+
+
+def test_a_plan_counts_two_weights_in_a_byte():
+    numbers = jax.ShapeDtypeStruct((64, 6), jnp.uint4)
+    scale = jax.ShapeDtypeStruct((1, 6), jnp.bfloat16)
+    assert chip_bytes([numbers, scale]) == 64 * 6 // 2 + 6 * 2
 
 
 def test_normal_weights_lose_less_in_nf4_than_in_even_steps():
