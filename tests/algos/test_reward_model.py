@@ -595,7 +595,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         {"penalty": -1},
         {"margin_coef": -1},
         {"centering_coef": -0.1},
-        {"robust_radius": 1.0},
+        {"robust_radius": 1.1},
     ],
 )
 def test_settings_out_of_range_are_refused(values):

@@ -37,6 +37,7 @@ NAMES = {
     "RewardModel": "reward model",
     "Rft": "rejection-sampling fine-tuning",
     "ScoredCompletions": "learning from scored completions",
+    "SelfDistill": "self-distillation",
     "SentenceReward": "sentence reward model",
     "Sft": "supervised fine-tuning",
     "Surrogates": "GRPO with another surrogate",
