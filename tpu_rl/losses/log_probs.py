@@ -388,7 +388,14 @@ def _log_probs_with_residuals(
     log_total = jnp.log(total)
     # From the logits themselves: a gather from `below_max` would write it as an array.
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - largest
-    entropy = log_total - jnp.sum(mass * below_max, axis=-1) / total
+    if exact:
+        # The sampler has no entropy: a pass of its own leaves the bits of the sum as they are.
+        chosen = jnp.take_along_axis(below_max, tokens[..., None], axis=-1)[..., 0]
+        log_normalizer = largest + log_total
+        probabilities = jnp.exp(logits - log_normalizer[..., None])
+        entropy = log_normalizer - jnp.sum(probabilities * logits, axis=-1)
+    else:
+        entropy = log_total - jnp.sum(mass * below_max, axis=-1) / total
     return (chosen - log_total, entropy), (logits, tokens, largest + log_total, entropy)
 
 
