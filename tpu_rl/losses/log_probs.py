@@ -391,9 +391,8 @@ def _log_probs_with_residuals(
     if exact:
         # The sampler has no entropy: a pass of its own leaves the bits of the sum as they are.
         chosen = jnp.take_along_axis(below_max, tokens[..., None], axis=-1)[..., 0]
-        log_normalizer = largest + log_total
-        probabilities = jnp.exp(logits - log_normalizer[..., None])
-        entropy = log_normalizer - jnp.sum(probabilities * logits, axis=-1)
+        probabilities = jnp.exp(below_max - log_total[..., None])
+        entropy = log_total - jnp.sum(probabilities * below_max, axis=-1)
     else:
         entropy = log_total - jnp.sum(mass * below_max, axis=-1) / total
     return (chosen - log_total, entropy), (logits, tokens, largest + log_total, entropy)
