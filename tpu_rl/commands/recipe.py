@@ -307,7 +307,7 @@ def join_chunks(folder: Path, count: int, keep: Keep) -> None:
 
 PASSING = "passing of "
 JUDGED = "judged of "
-"""What counts of concepts are called, before the concept."""
+"""The beginning of the names of counts of concepts, before the concept."""
 
 
 def weakest(lines: list[str], totals: dict[str, int], keep: Keep) -> list[str]:

@@ -16,7 +16,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what the last \\boxed{} of a text holds, or None without one."""
+    """Return the content of the last \\boxed{} of a text, or None without one."""
     _, marker, tail = text.rpartition("\\boxed{")
     return tail[: _closing_brace(tail)] if marker else None
 

@@ -61,7 +61,7 @@ class PuzzlesData:
     corrupt: bool = False
     """countdown: results of those attempts are random numbers."""
     chat: bool = True
-    """Whether a prompt is a message of the user, or a text to continue."""
+    """True if a prompt is a message of the user, False if it is a text to continue."""
 
     def __post_init__(self):
         unknown = [kind for kind in self.kinds if kind not in KINDS]
@@ -409,7 +409,7 @@ class PuzzlesSource:
 
 
 def read_answer(completion: Any) -> str | None:
-    """Return what stands behind the last "#" on its line, without white space; None without it."""
+    """Return the text behind the last "#" on its line, without white space; None without it."""
     _, mark, tail = text_of(completion).rpartition("#")
     line = tail.strip().partition("\n")[0]
     return _plain(line) or None if mark else None
@@ -424,12 +424,12 @@ def puzzle(
     for prompt, completion, right in zip(prompts, completions, answer, strict=True):
         mark, tail = text_of(completion).rpartition("#")[1:]
         said = tail.strip().partition("\n")[0]
-        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        kind = next((kind for kind in KINDS.values() if kind.mark in asked), None)
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        kind = next((kind for kind in KINDS.values() if kind.mark in question), None)
         if kind is None:
             values.append(None)
         else:
-            values.append(kind.judge(asked, said, right) if mark else 0.0)
+            values.append(kind.judge(question, said, right) if mark else 0.0)
     return values
 
 

@@ -48,7 +48,7 @@ class HarnessModel(NamedTuple):
 
     policy: Policy
     params: Params
-    """What the policy reads."""
+    """The params that the policy reads."""
     mesh: Mesh
     score: Score
     tokenizer: Tokenizer
@@ -164,7 +164,8 @@ def _estimates(found: Mapping[str, Any]) -> dict[str, Estimate]:
                 continue
             error = values.get(f"{name}_stderr,{rule}")
             half = NORMAL_95 * error if isinstance(error, (int, float)) else math.nan
-            low, high = value - half, value + half
+            low = value - half
+            high = value + half
             # The standard error of a share of n: its interval is Wilson's, as everywhere here.
             if n > 1 and 0 <= value <= 1:
                 of_share = math.sqrt(value * (1 - value) / (n - 1))

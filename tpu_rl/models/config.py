@@ -268,8 +268,10 @@ WeightDtype = Literal["int8", "float8_e4m3fn", "nf4"]
 
 
 def nf4_block(size: int) -> int:
-    """Return how many of the `size` inputs of an output share a scale: the largest divisor of
-    `size` up to `NF4_BLOCK`."""
+    """Return the number of inputs that share a scale, of the `size` inputs of an output.
+
+    It is the largest divisor of `size` up to `NF4_BLOCK`.
+    """
     return max(n for n in range(1, min(size, NF4_BLOCK) + 1) if size % n == 0)
 
 

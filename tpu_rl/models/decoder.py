@@ -663,7 +663,8 @@ class Layer(Weights):
         if token_shards == 1 and not self.config.exact:
             score_bytes, multiple = 4 * query.shape[2] / spread("heads", query.shape[2]), 1
             if implementation is not None:
-                score_bytes, multiple = 4, CUDNN_TOKENS
+                score_bytes = 4
+                multiple = CUDNN_TOKENS
             chunks = layers.score_chunks(
                 query,
                 keys.shape[2],

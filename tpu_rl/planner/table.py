@@ -72,7 +72,7 @@ def show(plan: Plan, target: Target, changes: Sequence[Change]) -> None:
 
 
 def basis(plan: Plan) -> list[str]:
-    """Return what the times of a plan rest on, in lines; empty without times."""
+    """Return the basis of the times of a plan, in lines; empty without times."""
     lines = [line for _, line in plan.lines if line.estimate is not None]
     if not lines:
         return []

@@ -91,7 +91,8 @@ def line_chart(
         labels = []
         thinned = (line.thinned() for line in lines)
         for line, color in zip(thinned, itertools.cycle(COLORS), strict=False):
-            x, y = line.x, line.y
+            x = line.x
+            y = line.y
             if line.low is not None and line.high is not None:
                 axes.fill_between(x, line.low, line.high, color=color, alpha=0.16, linewidth=0)
             smooth = running_mean(y)

@@ -146,7 +146,7 @@ def majority(of: Reward = _one_number) -> Reward:
 
 
 def _readers(of: Reward) -> Callable[[Sequence[Sequence[str]]], Sequence[Any]]:
-    """Return what reads the answers of groups of completions, as the reward `of` does."""
+    """Return the reader of the answers of groups of completions, which reads as the reward `of`."""
     if of is _one_number:
         return lambda groups: [[_answer(text) for text in texts] for texts in groups]
     # The table of rewards has set it; it imports this file.

@@ -200,7 +200,7 @@ def controlled(decoding: Decoding, tokenizer: Tokenizer) -> Decoding:
 
 
 def _before(ids: list[int], text: Any, close: str) -> int:
-    """Return how many tokens stand before the first `close`."""
+    """Count the tokens before the first `close`."""
     first = text(ids).index(close)
     for count in range(len(ids), -1, -1):
         if len(text(ids[:count])) <= first:

@@ -93,7 +93,7 @@ def unused_accelerator(root: Path = Path("/")) -> str | None:
 
 
 def _misfit() -> str:
-    """Return which installed plugin of jax is not of jax's own version, "" if none is."""
+    """Return the installed plugin of jax that is not of jax's own version, "" if none is."""
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
             version = importlib.metadata.version(name)

@@ -100,7 +100,7 @@ class Thinking:
     wait: str = "\nWait,"
     """The text that a thought goes on with."""
     waits: int = 4
-    """How often a thought may be made to go on."""
+    """The most times that a thought is made to go on."""
     answer_top_k: int | None = None
     """Sample answers from so many of the likeliest tokens; 1: always the likeliest."""
     answer_top_p: float | None = None

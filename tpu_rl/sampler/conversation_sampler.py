@@ -250,7 +250,7 @@ class ConversationSampler:
         return self._ended_turns(length, live)
 
     def grown(self, conversations: Collection[int]) -> list[Turn]:
-        """Return what the turns that go on have so far, of these conversations.
+        """Return the unfinished turns of these conversations, with their tokens so far.
 
         With several processes, all call it together.
         """

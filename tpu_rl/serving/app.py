@@ -561,7 +561,9 @@ async def respond(
             parts = [await anext(events)]
     except Exception as raised:
         error = as_api_error(raised)
-        status, content, events = error.status, error_body(error), None
+        status = error.status
+        content = error_body(error)
+        events = None
     if events is not None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     else:

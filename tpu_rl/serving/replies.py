@@ -69,7 +69,7 @@ Items = AsyncIterator[Item]
 
 
 class Envelope(NamedTuple):
-    """What a protocol writes around a completion."""
+    """The data that a protocol writes around a completion."""
 
     number: int
     """Of the request, for names."""
