@@ -63,7 +63,8 @@ def sample(texts, prompts=("ab",), max_new_tokens=30, stop_at=None, **settings):
         )
 
     config = SamplerConfig(max_new_tokens, stop_ids=(END,), prompt_length=4)
-    plain = Decoding(None, config, 4, thinking=Thinking(close="|", wait="~", **settings))  # pyright: ignore
+    thinking = Thinking(close="|", wait="~", **settings)
+    plain = Decoding(None, config, 4, thinking=thinking)  # pyright: ignore
     decoding = controlled(plain, Characters())  # pyright: ignore
     assert isinstance(decoding, ThinkingDecoding)
     patch = pytest.MonkeyPatch()

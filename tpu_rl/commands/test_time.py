@@ -153,9 +153,9 @@ def run(flags: Flags, config: ExperimentConfig) -> str:
                 flush=True,
             )
         after = digests.of_tree(first.params)
-    known = np.isfinite(rates).all(0)
-    estimates = [answer_accuracy.estimate(rate[known].tolist()) for rate in rates]
-    gain = comparison.paired_difference(rates[0][known], rates[1][known])
+    is_judged = np.isfinite(rates).all(0)
+    estimates = [answer_accuracy.estimate(rate[is_judged].tolist()) for rate in rates]
+    gain = comparison.paired_difference(rates[0][is_judged], rates[1][is_judged])
     lines = [["before", markdown.of(estimates[0])], ["after", markdown.of(estimates[1])]]
     lines.append(["gain", markdown.of(gain, signed=True)])
     table = markdown.table(["", f"right, {flags.samples} answers to a problem"], lines)
@@ -167,8 +167,8 @@ def share_right(context: RunContext, state: TrainState, row: Row, samples: int) 
     """Return the share of right answers to a problem; NaN if none was judged."""
     language = Language(context.models["policy"], context.language.tokenizer)
     policy = context.params_of("policy")(state.params)
-    found = answers.evaluate(context.config, language, policy, [row], samples)
-    return float(found.values(is_graded=False)[0])
+    completions = answers.evaluate(context.config, language, policy, [row], samples)
+    return float(completions.values(is_graded=False)[0])
 
 
 def variants_of(row: Row, config: ExperimentConfig) -> list[Row]:

@@ -142,7 +142,7 @@ def evaluate(
             fix="most tasks download their data: run once with a network, or use a YAML file of "
             "your own with `dataset_path: json`",
         ) from None
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         _as_lm(model, seed),
         tasks=names,
         task_manager=manager,
@@ -150,14 +150,14 @@ def evaluate(
         log_samples=False,
         bootstrap_iters=RESAMPLES,
     )
-    assert found is not None
-    return _estimates(found)
+    assert results is not None
+    return _estimates(results)
 
 
-def _estimates(found: Mapping[str, Any]) -> dict[str, Estimate]:
+def _estimates(results: Mapping[str, Any]) -> dict[str, Estimate]:
     estimates = {}
-    for task, values in found["results"].items():
-        n = found["n-samples"].get(task, {}).get("effective", 0)
+    for task, values in results["results"].items():
+        n = results["n-samples"].get(task, {}).get("effective", 0)
         for key, value in values.items():
             name, _, rule = key.partition(",")
             if name.endswith("_stderr") or isinstance(value, str) or not rule:
@@ -234,8 +234,8 @@ def _as_lm(model: HarnessModel, seed: int) -> Any:
             for indices in groups.values():
                 prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
                 settings = dict(requests[indices[0]].args[1])
-                found = complete(model, prompts, settings, seed)
-                for index, text in zip(indices, found, strict=True):
+                completions = complete(model, prompts, settings, seed)
+                for index, text in zip(indices, completions, strict=True):
                     texts[index] = text
             return texts
 
@@ -281,8 +281,8 @@ def complete(
     tokenizer = model.tokenizer
     until = settings.pop("until", None) or []
     stops = [until] if isinstance(until, str) else [text for text in until if text]
-    asked = settings.pop("max_gen_toks", settings.pop("max_new_tokens", MOST_NEW_TOKENS))
-    limit = min(int(asked), model.max_length - 1)
+    most_tokens = settings.pop("max_gen_toks", settings.pop("max_new_tokens", MOST_NEW_TOKENS))
+    limit = min(int(most_tokens), model.max_length - 1)
     temperature = float(settings.pop("temperature", 0.0) or 0.0)
     if not settings.pop("do_sample", temperature > 0):
         temperature = 0.0

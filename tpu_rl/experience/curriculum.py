@@ -99,9 +99,9 @@ class Curriculum(data.RowStream):
         sampled = by_episode(all_sampled(scored))
         judged = next(iter(sampled.parts.values()), sampled.rewards)
         for row, rewards in zip(sampled.rows, judged.reshape(len(sampled.rows), -1), strict=True):
-            known = rewards[np.isfinite(rewards)]
-            if known.size:
-                self._note(row, float(np.mean(known > 0.5)))
+            finite = rewards[np.isfinite(rewards)]
+            if finite.size:
+                self._note(row, float(np.mean(finite > 0.5)))
         return scored
 
     def metrics(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.experience.likelihood import answer_texts
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform, text_of_column
-from tpu_rl.rollout.scoring import Scored, first_of_runs
+from tpu_rl.rollout.scoring import Scored, number_of_run
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import TrainState
 
@@ -60,8 +60,7 @@ def log_ratios(
         rollout = scored.rollout
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)
-        starts = first_of_runs(np.asarray(rollout.group_id))
-        group = np.searchsorted(starts, np.arange(len(mask)), side="right") - 1
+        group = number_of_run(np.asarray(rollout.group_id))
         prompts = [
             tokenizer.encode_prompt(
                 with_hint(row["prompt"], text_of_column(row, spec.column), spec.template),

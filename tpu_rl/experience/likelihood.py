@@ -32,7 +32,7 @@ from tpu_rl.data import Row
 from tpu_rl.experience.config import LikelihoodConfig
 from tpu_rl.experience.text_log_probs import TextLogProbs
 from tpu_rl.experience.transforms import Transform, text_of_column
-from tpu_rl.rollout.scoring import Scored, first_of_runs, place_rewards
+from tpu_rl.rollout.scoring import Scored, first_of_runs, number_of_run, place_rewards
 from tpu_rl.runtime.segments import count_tokens
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Demonstrations, TrainState
@@ -117,7 +117,7 @@ def reference_likelihood(
         mask = np.asarray(rollout.action_mask)
         tokens = np.asarray(rollout.tokens)
         group_starts = first_of_runs(np.asarray(rollout.group_id))
-        group = np.searchsorted(group_starts, np.arange(len(mask)), side="right") - 1
+        group = number_of_run(np.asarray(rollout.group_id))
         answers = [
             tokenizer.encode_continuation(text_of_column(row, config.column)) for row in scored.rows
         ]

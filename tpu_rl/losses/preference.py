@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_rl.losses import masked
+from tpu_rl.losses.advantages import dense_ids
 from tpu_rl.types import Array, Metrics
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
@@ -84,7 +85,7 @@ def pair_weights(
     """
     exists = action_mask.any(-1)
     # Group ids may be of any size; segments are below N.
-    segment = jnp.searchsorted(jnp.sort(group_id), group_id)
+    segment = dense_ids(group_id)
 
     def in_group(rows: Array) -> Array:
         counts = jax.ops.segment_max(rows.astype(jnp.int32), segment, num_segments=len(segment))
@@ -448,7 +449,7 @@ def tail_weights(action_mask: Array, group_id: Array, tail_weight: float) -> Arr
       tail_weight: weight of the further tokens, from 0 to 1; 1 is DPO.
     """
     lengths = action_mask.sum(-1)
-    segment = jnp.searchsorted(jnp.sort(group_id), group_id)
+    segment = dense_ids(group_id)
     shorter = jax.ops.segment_min(lengths, segment, num_segments=len(segment))[segment]
     is_tail = jnp.cumsum(action_mask, axis=-1) > shorter[:, None]
     return jnp.where(is_tail, tail_weight, 1.0)

@@ -597,6 +597,11 @@ def by_row(scored: Scored, rows: EpisodeRows) -> Scored:
     )
 
 
+def number_of_run(ids: np.ndarray) -> np.ndarray:
+    """Return the number, from 0, of the run of equal neighbors that each of `ids` [N] is in."""
+    return np.searchsorted(first_of_runs(ids), np.arange(len(ids)), side="right") - 1
+
+
 def first_of_runs(ids: np.ndarray) -> np.ndarray:
     """Return the indices at which runs of equal neighbors begin."""
     return np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))

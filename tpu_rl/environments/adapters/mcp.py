@@ -89,13 +89,15 @@ def factory(command: str) -> Factory:
         raise InputError("no server to start", where=where, fix="mcp:COMMAND, as in a shell")
     schemas = _listed(tuple(words), where)
     names = [schema["function"]["name"] for schema in schemas]
-    taken = [name for name in names if name.startswith("_") or hasattr(Server, name)]
-    if taken or not names:
+    reserved = [name for name in names if name.startswith("_") or hasattr(Server, name)]
+    if not names:
+        raise InputError("the server has no tools", where=where, fix="look at the server")
+    if reserved:
         raise InputError(
-            f"a tool may not have the name {taken[0]!r}" if taken else "the server has no tools",
+            f"a tool may not have the name {reserved[0]!r}",
             where=where,
-            why="methods of environments have these names" if taken else "nothing could be called",
-            fix="rename it in the server" if taken else "look at the server",
+            why="methods of environments have these names",
+            fix="rename it in the server",
         )
     methods = {name: _method(name) for name in names}
     return type("McpServer", (Server,), {"_words": words, "tool_schemas": schemas, **methods})
