@@ -15,8 +15,9 @@ from tpu_rl.proofs import PROOFS, Battery, tiny
 from tpu_rl.proofs.cases import MODEL, off_policy
 from tpu_rl.types import Params, Rollout
 
-NIGHTLY = {"shape", "bits"}
-"""The proofs that compile programs of their own: nightly for the cases that are not quick."""
+SLOW = {"shape", "bits"}
+"""The proofs that compile programs of their own: slow for the cases that are quick. The cases that
+are not quick have all their proofs at night."""
 
 
 def test_every_algorithm_has_a_case_and_a_quick_one():
@@ -33,8 +34,9 @@ def battery(name: str) -> Battery:
 
 
 def parameters(name: str, proof: str) -> Any:
-    mark = pytest.mark.nightly if proof in NIGHTLY else pytest.mark.slow
-    return pytest.param(name, proof, marks=[mark] * (name not in QUICK))
+    if name not in QUICK:
+        return pytest.param(name, proof, marks=pytest.mark.nightly)
+    return pytest.param(name, proof, marks=[pytest.mark.slow] * (proof in SLOW))
 
 
 @pytest.mark.parametrize(

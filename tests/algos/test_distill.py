@@ -91,6 +91,7 @@ def sequence_kl(p: TreePolicy, q: TreePolicy) -> float:
     return float(np.sum(np.exp(sequences(p)) * (sequences(p) - sequences(q))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [0.5, 1.0, 2.0, 5.0, 10.0])
 def test_the_objective_is_the_kl_to_the_token_teacher_and_the_log_partition(a):
     """J = -beta E sum KL + beta E sum ln Z for any policy; without ln Z it is not."""
@@ -271,6 +272,7 @@ def predicting_logits(width: int, vocabulary: int, seed: int) -> tuple[Params, n
     return params, np.pad(np.asarray(logits), ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [tiny.VOCABULARY, 14])
 @pytest.mark.parametrize(
     "config",
@@ -356,6 +358,7 @@ def answer_log_probs(policy: Params) -> Array:
     return jnp.where(mask, tiny.plain_log_probs(SMALL, policy, jnp.asarray(tokens)), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("single_step", [True, False])
 def test_minillm_descends_the_kl_of_whole_completions(single_step):
     """Every completion is in the batch, weighted by its probability: the expectation of the

@@ -98,6 +98,7 @@ class Bandit:
         self.params = self.params | {"policy": policy}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "flipped"),
     [
@@ -212,6 +213,7 @@ def test_the_loss_is_its_formula(config):
     )
 
 
+@pytest.mark.slow
 def test_before_the_first_step_the_loss_is_ln_2_and_its_gradient_half_beta_of_the_log_probs():
     """d loss / d log policy(chosen) = - beta sigmoid(-margin), here with a margin of zero."""
     data, params = tiny.pairs(), tiny.init_params(ATTENTION)
@@ -241,6 +243,7 @@ def test_before_the_first_step_the_loss_is_ln_2_and_its_gradient_half_beta_of_th
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_the_worst_case_weighs_the_largest_losses():
     data, params = tiny.pairs(), tiny.init_params(ATTENTION)
     plain, worst = (
@@ -339,6 +342,7 @@ TRL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRL)
 def test_variants_have_the_loss_and_the_gradient_of_trls_formula(name):
     config, formula = TRL[name]
@@ -401,6 +405,7 @@ def test_a_moving_reference_is_the_role_and_not_the_datas():
 # --- judged one by one ---
 
 
+@pytest.mark.slow
 def test_kto_by_its_formula():
     """The baseline from texts put together here: each prompt with the completion of the group after
     it."""
@@ -443,6 +448,7 @@ def test_kto_by_its_formula():
     )
 
 
+@pytest.mark.slow
 def test_a_group_of_its_own_has_the_next_ones_completion():
     """By their ids, whatever their order; a row without actions is passed over and stays so."""
     tokens = jnp.array([[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9], [1, 1, 1, 1]])

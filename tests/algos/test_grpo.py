@@ -132,6 +132,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(advantages, kl_coe
     np.testing.assert_allclose(gradient["table"], -share * exact["table"], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completions", "coefficient"),
     [(TREE, "kl_reward_coef"), (BANDIT, "kl_reward_coef"), (BANDIT, "kl_loss_coef")],
@@ -192,6 +193,7 @@ class Game(Problem):
         return jax.grad(surrogate)(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_the_expected_gradient_by_turn_is_that_of_the_returns_from_each_turn_on(gamma):
     game, params = Game(group_size=3), tiny.init_params(Game.model)
@@ -207,6 +209,7 @@ def test_the_expected_gradient_by_turn_is_that_of_the_returns_from_each_turn_on(
         np.testing.assert_allclose(expected["table"], exact["table"], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_step_groups_add_the_gradient_of_states_that_others_reach_too():
     """A turn has an advantage in its step group if another episode of the group comes to its state:
     for G episodes with probability 1 - (1 - P(state))^(G - 1), whatever the turn does there."""

@@ -104,6 +104,7 @@ def test_luffy_shapes_the_probability_and_compares_the_solution_with_its_group()
     step.check(formula)
 
 
+@pytest.mark.slow
 def test_visurf_has_the_gradient_of_grpo_at_the_solution():
     step = Step(MixedConfig(method="visurf", old_log_probs="recomputed"))
     luffy = Step(MixedConfig(method="luffy"))

@@ -167,6 +167,7 @@ def test_with_lambda_one_the_expected_gradient_is_exact_whatever_the_critic_says
     np.testing.assert_allclose(gradient, -exact, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lam", [0.0, 0.7])
 def test_a_smaller_lambda_is_exact_only_with_a_true_critic(float64, lam):
     params = first_params()
@@ -218,6 +219,7 @@ def test_value_pretraining_ends_at_the_policys_values(float64):
     )
 
 
+@pytest.mark.slow
 def test_the_first_update_is_on_policy_and_its_gradient_that_of_the_advantages():
     """Ratio 1 in float32, nothing clipped, in the value neither."""
     model = tiny.attention_model()
@@ -274,6 +276,7 @@ def chain(length: int, critic: float, reward: float = 1.0) -> tuple[Array, Array
     return rewards, jnp.full((1, length), critic), jnp.ones((1, length), bool)
 
 
+@pytest.mark.slow
 def test_the_signal_of_the_end_decays_with_lambda():
     """0.95^100 = 0.0059: that much of a reward reaches a token 100 tokens before it; with lambda 1
     all of it does."""
@@ -350,6 +353,7 @@ def batch_of(config: ReinforceConfig, data: Rollout) -> Any:
     )[0]
 
 
+@pytest.mark.slow
 def test_advantages_of_reinforce_by_hand():
     """Two prompts of two completions that earn 1, 0 and 2, 2; the greedy ones earn 0.5 and 3."""
     groups = ((2, (2, 1)), (1, (1, 3)))
@@ -406,6 +410,7 @@ def test_a_star_po_ends_at_the_reference_tilted_by_the_reward(float64):
     )
 
 
+@pytest.mark.slow
 def test_a_star_pos_loss_by_hand():
     """One completion of two tokens: (0.5 (log-ratio) - (1 + 0.6))^2."""
     config = AStarPoConfig(beta=0.5)
@@ -456,6 +461,7 @@ def test_settings_out_of_range_are_refused(kind, values):
 # --- several turns ---
 
 
+@pytest.mark.slow
 def test_by_turn_the_critic_is_read_and_taught_at_the_first_token_of_a_turn():
     data = tiny.rollout()
     config = PpoConfig(Critic(gamma=0.9, lam=0.8), lam=0.5, credit="turn", whiten=False)
@@ -481,6 +487,7 @@ def test_by_turn_the_critic_is_read_and_taught_at_the_first_token_of_a_turn():
     )
 
 
+@pytest.mark.slow
 def test_by_turn_the_baseline_of_reinforce_is_the_mean_of_the_same_turn():
     data = tiny.rollout()
     config = ReinforceConfig("group", credit="turn", gamma=0.9, whiten=False)

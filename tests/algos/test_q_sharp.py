@@ -98,6 +98,7 @@ def plain_loss(settings: QSharpConfig, data: QExamples, model: Model, params) ->
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -302,6 +303,7 @@ def trained_tables(
     return tables
 
 
+@pytest.mark.slow
 def test_q_is_exact_within_two_standard_errors_where_lengths_vary():
     """With the defaults. With the paper's weights a third of the nodes are further off."""
     tree = AnswerTree(seed=2)
@@ -414,7 +416,7 @@ def test_metrics_of_a_run(whole):
     assert {"accuracy", "low", "high", "n"} <= summary["eval"]["before"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_is_bit_exact_before_and_inside_the_second_round(whole, tmp_path, monkeypatch):
     """The examples of the second round are sampled with what the first one learned."""
     parts = small_q_sharp(tmp_path / "parts")
@@ -457,7 +459,7 @@ def test_resume_is_bit_exact_before_and_inside_the_second_round(whole, tmp_path,
     assert start(parts, "--steps", "5") == DamagedDataError.code
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluate_guides_a_model_at_each_coefficient(whole, capsys):
     flags = [
         "--guide",
@@ -585,7 +587,7 @@ def test_round_without_differing_rewards_is_an_input_error(tmp_path, capsys):
     assert "nothing to learn from in round 1" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_round_without_a_checkpoint_is_collected_again_if_its_reward_changed(tmp_path, monkeypatch):
     file = tmp_path / "reward.py"
     program = (
@@ -645,6 +647,7 @@ def test_returns_beyond_what_the_distribution_knows_are_refused():
     q_examples.check_returns(np.array([-1.0, 2.0]), histogram.return_range)
 
 
+@pytest.mark.slow
 def test_q_as_a_reward_model_reads_the_last_token():
     """The same number as one forward of q over each text, V- and Q-type."""
     tokens, ends = np.array([[3, 1, 4, 1, 5, 0], [9, 2, 6, 0, 0, 0]]), np.array([5, 3])

@@ -111,6 +111,7 @@ def test_one_pair_by_hand():
     assert float(value) == pytest.approx(0.488477, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_completions_judged_alone_are_no_pairs(float64):
     config = RewardModelConfig()
     roles, params = tiny.cast(config.roles)
@@ -273,6 +274,7 @@ def test_the_smallest_member_by_hand():
     assert reward_score.pessimistic(outputs, 0.0, 1.0) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_members_resample_pairs_and_pairs_keep_their_counts():
     random = np.random.default_rng(0)
     tokens, mask, group_id = tiny.texts(random, ((3, (4, 5)),) * 400)
@@ -364,6 +366,7 @@ def trained_on_bandit(config: RewardModelConfig, start: float) -> np.ndarray:
     return np.asarray(params["reward"][1:4])
 
 
+@pytest.mark.slow
 def test_comparisons_recover_the_differences_of_rewards(float64):
     """r = log strength up to a constant, which comparisons leave where it was."""
     actual = trained_on_bandit(RewardModelConfig(), start=5.0)
@@ -471,6 +474,7 @@ def test_a_sentence_models_score_is_the_losss(tokenizer, tmp_path, aggregate):
     np.testing.assert_allclose(ask(tmp_path / "model"), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_process_models_score_is_its_weakest_step(tokenizer, tmp_path):
     model, params = saved(
         tmp_path / "model", 1, tokenizer, ScoreReadout("steps", (SEMICOLON,), "min")

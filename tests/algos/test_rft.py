@@ -136,6 +136,7 @@ def accepted_completions() -> Completions:
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_sft_on_the_accepted_completions():
     """Also that of its formula: of each visited state, visits x (policy - tokens that followed)."""
     params = tiny.init_params(MODEL)
@@ -205,6 +206,7 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
 
 
+@pytest.mark.slow
 def test_nothing_accepted_changes_no_bit_of_params_and_optimizer():
     """Momentum and weight decay would move them, and an empty batch has a gradient of zero."""
     algorithm, update = expert_iteration()

@@ -8,6 +8,7 @@ from tpu_rl.proofs import cases, tiny
 from tpu_rl.train import update_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discount", [0.0, 0.5])
 def test_the_loss_is_its_formula(discount):
     config = SelfDistillConfig(discount=discount)

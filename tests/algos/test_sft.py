@@ -71,6 +71,7 @@ def test_dft_is_trls_formula():
     assert_close(gradient, expected_gradient)
 
 
+@pytest.mark.slow
 def test_the_kl_is_that_of_the_whole_vocabulary():
     model = tiny.attention_model()
     params, texts = tiny.init_params(model), tiny.demonstrations()
@@ -127,6 +128,7 @@ def test_the_gradient_of_ce_u_is_bounded_and_sums_to_zero(logit):
     assert abs(gradient.sum()) < 1e-6
 
 
+@pytest.mark.slow
 def test_unlearning_keeps_and_forgets_by_its_formula():
     model = tiny.attention_model()
     params, texts = tiny.init_params(model), cases.forgetting()

@@ -56,6 +56,7 @@ def test_gae_over_steps_by_hand():
     np.testing.assert_allclose(actual[1, 1:3], [3.5 + 0.25 * -1.0, -1.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kth_steps_of_a_group_are_compared():
     """Returns from the first step on: 6 and 4; from the second on: 5 and 0; the third is alone."""
     returns = advantages.turn_returns(REWARDS, MASK, 1.0, None, ENDS)

@@ -107,6 +107,7 @@ def share(metrics: Metrics, name: str) -> float:
     return float(metrics[name].value / metrics[name].weight)
 
 
+@pytest.mark.slow
 def test_grpo_has_trls_loss_and_gradient():
     """loss_type dapo, importance_sampling_level token, epsilon 0.2, epsilon_high 0.25."""
     surrogate = partial(clipped_surrogate, clip_low=0.2, clip_high=0.25)
@@ -313,6 +314,7 @@ def test_cispo_has_trls_loss_and_gradient(advantages, sign):
     assert share(metrics, "policy/clip_high") == pytest.approx(3 / 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [1.4, 100.0])
 def test_cispo_of_old_completions_is_aipo(bound):
     """Over all tokens that an older policy may sample, the expected gradient is the truncated one:
@@ -497,6 +499,7 @@ def test_covariances_select_verls_tokens():
     assert chosen(drawn_by_covariance(batch, rollout, layout, covariance_share=0.5, **none)) == []
 
 
+@pytest.mark.slow
 def test_scales_and_filters_of_advantages():
     """Two of three completions have a return above 0, so p = 2 / 3."""
     rollout = SimpleNamespace(

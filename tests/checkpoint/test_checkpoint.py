@@ -125,6 +125,7 @@ def test_a_reader_makes_no_directory(tmp_path):
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.slow
 def test_a_donated_state_is_saved_as_it_was(tmp_path):
     checkpoints = manager.open_checkpoints(str(tmp_path))
     state = {"x": jnp.arange(1_000_000, dtype=jnp.float32)}
@@ -135,6 +136,7 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path):
     np.testing.assert_array_equal(restored["x"], np.arange(1_000_000, dtype=np.float32))
 
 
+@pytest.mark.slow
 def test_other_arrays_are_refused_by_name(tmp_path):
     state = make_state()
     save_one(tmp_path, state)
@@ -168,6 +170,7 @@ def largest_file(directory):
     )
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found(tmp_path):
     """Orbax alone restores such data without a word. The manifest names the file, the digest the
     array."""

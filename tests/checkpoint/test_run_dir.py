@@ -72,6 +72,7 @@ def same(address: str, whole: Path) -> None:
     assert (there / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_it_is_the_run_of_a_folder(copy, whole, capsys):
     same(ADDRESS, whole)
     names = [name.removeprefix("runs/first/") for name in copy.names() if "/arrays/" not in name]
@@ -262,7 +263,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside(copy, whole, capsys):
     assert verify.main([ADDRESS]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_readers(copy, whole, tmp_path, capsys):
     assert verify.main([ADDRESS]) == 0
     assert f"{ADDRESS}: whole" in capsys.readouterr().out
@@ -280,7 +281,7 @@ def test_readers(copy, whole, tmp_path, capsys):
     assert "not a run folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sigterm_publishes_the_last_whole_step(fake, whole, monkeypatch):
     assert run_until(signal.SIGTERM, COMMAND, 3, monkeypatch) == 75
     assert "runs/first/checkpoints/3.json" in fake.objects
@@ -300,6 +301,7 @@ sys.exit(run.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_lock_is_taken_ends_at_once(fake):
     environment = os.environ | fake.environment() | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(

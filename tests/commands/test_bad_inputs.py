@@ -531,6 +531,7 @@ def test_a_plugin_of_another_version_is_named(tmp_path, monkeypatch):
     assert advice in str(host.unused_accelerator(tmp_path))
 
 
+@pytest.mark.slow
 def test_no_device_is_claimed_before_the_input_is_checked(tmp_path):
     """With a platform that does not exist, whoever touches a device fails otherwise than with the
     user's error."""

@@ -39,6 +39,7 @@ def check(*arguments):
     return preflight.check(config.parse(command(*arguments)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "flags", "is_noted", "is_warned"),
     [
@@ -136,6 +137,7 @@ def test_evaluation_takes_the_settings_of_flags_before_those_of_the_preset(tmp_p
         evaluate.load_settings(replace(flags, preset="arithmetic_grpo"))
 
 
+@pytest.mark.slow
 def test_a_reward_model_reads_prompts_as_in_its_training(checkpoint, tmp_path):
     tokenizer = tokenizers.load(checkpoint)
     model = models.with_head(models.from_config(checkpoint), 1)

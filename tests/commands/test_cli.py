@@ -61,6 +61,7 @@ def reward(prompts, completions, **_):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_imports_the_users_modules(tmp_path):
     """`import evaluate` gets the module of that name and not ours: workers get the path, too."""
     (tmp_path / "evaluate.py").write_text('NAME = "the user\'s"\n')

@@ -38,7 +38,7 @@ def teachers(tmp_path_factory) -> dict[str, str]:
     return {name: str(folder / name) for name in ("noisy", "small")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_equals_an_uninterrupted_run(tmp_path, teachers, capsys):
     """The run has every possible part: two teachers, one of them smaller, and completions of the
     policy and of the teacher."""
@@ -70,6 +70,7 @@ def test_resume_equals_an_uninterrupted_run(tmp_path, teachers, capsys):
     assert sum(record.get("by") == "teacher" for record in records) == len(records) / 2
 
 
+@pytest.mark.slow
 def test_teacher_with_another_tokenizer_is_refused(tmp_path, teachers, capsys):
     """The vocabulary has the same size, but two token ids mean something else."""
     other = tmp_path / "other"
@@ -85,7 +86,7 @@ def test_teacher_with_another_tokenizer_is_refused(tmp_path, teachers, capsys):
     assert "another tokenizer" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["arithmetic_sequence_distil", "arithmetic_mini_llm"])
 def test_presets_with_other_losses_run(tmp_path, teachers, preset):
     teacher = f"--algorithm.teacher={teachers['small']}"
@@ -94,7 +95,7 @@ def test_presets_with_other_losses_run(tmp_path, teachers, preset):
     assert {"sft/loss", "distill/loss"} & rows_of(tmp_path)[-1].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_completions_of_the_data_are_off_policy(tmp_path, teachers):
     """The data complete one half of the prompts, the policy the other half."""
     command = [

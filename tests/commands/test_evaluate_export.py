@@ -96,7 +96,7 @@ def test_evaluate_agrees_with_the_evaluation_of_the_run(run_dir, capsys):
         assert cells == [name, f"{value} %", f"{low} to {high}", str(ROWS)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_of_more_devices_is_exported_and_evaluated(run_dir, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
@@ -119,7 +119,7 @@ def test_export_is_the_policy_of_the_newest_checkpoint(run_dir, model_dir, tmp_p
     assert exported_tokenizer.encode("1+2=") == tokenizers.load(model_dir).encode("1+2=")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_samples_of_problems_from_a_file(model_dir, tmp_path, capsys):
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(1, 8)]
     file = tmp_path / "problems.jsonl"
@@ -207,7 +207,7 @@ def verify(gold, answer):
 """In place of math-verify: numbers are equal modulo 3."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_votes_of_answers_that_math_verify_compares(model_dir, tmp_path, monkeypatch, capsys):
     (tmp_path / "math_verify.py").write_text(MATH_VERIFY)
     monkeypatch.syspath_prepend(tmp_path)

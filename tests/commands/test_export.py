@@ -75,7 +75,7 @@ def cells_of(card: str) -> dict[str, list[str]]:
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_dtype_is_that_of_the_base_unless_another_is_given(run_dir, tmp_path, capsys):
     trained = models.load(run_dir / "model")[1]
     for flags, dtype in (([], "bfloat16"), (["--dtype", "float32"], "float32")):
@@ -89,6 +89,7 @@ def test_the_dtype_is_that_of_the_base_unless_another_is_given(run_dir, tmp_path
             np.testing.assert_array_equal(loaded, leaf.astype(dtype).astype("float32"))
 
 
+@pytest.mark.nightly
 def test_random_weights_have_no_dtype_but_their_own(run_dir):
     config = configuration.load(run_dir / "config.yaml")
     assert export.base_dtype(config, "policy") == "bfloat16"
@@ -96,6 +97,7 @@ def test_random_weights_have_no_dtype_but_their_own(run_dir):
     assert export.base_dtype(random, "policy") == "float32"
 
 
+@pytest.mark.slow
 def test_files_are_at_most_as_large_as_wanted(run_dir, tmp_path):
     target = tmp_path / "parts"
     flags = ["--dtype", "float32", "--max-shard-size", "0.02MB"]

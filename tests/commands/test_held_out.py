@@ -130,7 +130,7 @@ def test_a_reward_that_lacks_a_column_is_left_out_unless_it_is_asked_for(tmp_pat
     assert list(scorer.reward_functions) == ["my.score", "my.needs"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_distillation_reports_the_loss_of_its_teachers_texts(checkpoint, tmp_path):
     """The teacher is the policy: it writes what it finds likely, and more so than other texts."""
     file = write(tmp_path, [{"prompt": f"Repeat: word {n}"} for n in range(40)])
@@ -143,7 +143,7 @@ def test_distillation_reports_the_loss_of_its_teachers_texts(checkpoint, tmp_pat
     assert "eval/accuracy" not in before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kto_ranks_held_out_completions(checkpoint, tmp_path, capsys):
     rows = [
         {"prompt": f"Repeat: {n}", "completion": "aaa" if n % 2 else "zzzz", "label": bool(n % 2)}

@@ -131,6 +131,7 @@ def batch_of(run: Prepared, data: Any) -> Any:
     return make_batch(tiny.experience(data), run.params, run.state.algorithm_state)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "base_dtype"),
     [*((name, "unquantized") for name in CASES), ("ppo_other_critic", "nf4")],
@@ -161,13 +162,14 @@ def test_frozen_weights_exist_once_and_only_trained_params_have_moments(
 @pytest.mark.parametrize(
     ("name", "base_dtype"),
     [
+        *((name, "unquantized") for name in ("grpo", "dpo", "ppo", "distill")),
         *(
-            (name, "unquantized")
-            for name in ("grpo", "dpo", "tr_dpo", "expert_iteration", "ppo", "q_sharp", "distill")
+            pytest.param(name, "unquantized", marks=pytest.mark.nightly)
+            for name in ("tr_dpo", "expert_iteration", "q_sharp")
         ),
         ("grpo", "nf4"),
-        ("ppo_other_critic", "nf4"),
-        ("dpo", "int8"),
+        pytest.param("ppo_other_critic", "nf4", marks=pytest.mark.nightly),
+        pytest.param("dpo", "int8", marks=pytest.mark.nightly),
     ],
 )
 def test_only_adapters_move_and_resume_is_bit_exact(name, base_dtype, model_dir):
@@ -207,6 +209,7 @@ def test_only_adapters_move_and_resume_is_bit_exact(name, base_dtype, model_dir)
         assert metrics["preference/loss"] == pytest.approx(np.log(2), abs=1e-7)
 
 
+@pytest.mark.nightly
 def test_reference_that_is_reset_equals_the_policy(model_dir):
     run = prepare("tr_dpo", model_dir)
     batch = batch_of(run, tiny.pairs())
@@ -312,7 +315,7 @@ def test_newest_checkpoint_is_exported_merged_and_as_an_adapter(run_dir, tmp_pat
     assert "no model 'nobody'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_over_four_bits_resumes_and_leaves_the_whole_model(run_dir, capsys):
     """The saved model is the rounded base, as it was trained on, plus the adapter."""
     folder, flags = run_dir
@@ -336,7 +339,7 @@ def test_a_run_over_four_bits_resumes_and_leaves_the_whole_model(run_dir, capsys
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), merged, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_needs_the_weights_under_the_adapters(run_dir, capsys):
     """Checkpoints contain only what trains. This test comes last: it changes the run and its
     model."""

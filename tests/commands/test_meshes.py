@@ -108,7 +108,7 @@ sys.exit(run.main(["arithmetic_grpo", *flags.split(), "--run-dir", sys.argv[1]])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_prints_the_note_and_uses_larger_micro_batches(tmp_path):
     command = [sys.executable, "-c", RUN, str(tmp_path / "run")]
     ended = subprocess.run(

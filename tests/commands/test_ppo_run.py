@@ -73,7 +73,7 @@ def first_rollout(experiment: ExperimentConfig, run_dir: Path) -> Rollout:
         return source.draw(1, state).data
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "algorithm", [ReinforceConfig("greedy"), AStarPoConfig(reference_samples=4)]
 )

@@ -105,7 +105,7 @@ def test_the_same_call_continues_and_a_finished_run_returns_at_once(checkpoint, 
         train(checkpoint, tmp_path, given=[(0.5, score)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_saves_the_step_and_is_a_keyboard_interrupt(checkpoint, tmp_path, monkeypatch):
     write = metrics.Sink.write
 
@@ -121,6 +121,7 @@ def test_ctrl_c_saves_the_step_and_is_a_keyboard_interrupt(checkpoint, tmp_path,
     assert [row["step"] for row in train(checkpoint, tmp_path).metrics] == [0, 1, 2]
 
 
+@pytest.mark.nightly
 def test_weights_may_follow_the_step(checkpoint, tmp_path):
     """One reward fades as another takes over; texts and functions stand side by side."""
     given = [(lambda step: 1 - step / 2, score), (lambda step: step, half), "0*gsm8k"]
@@ -202,6 +203,7 @@ def test_a_function_in_a_configuration_is_refused():
     assert "tpu_rl.train" in error.value.fix
 
 
+@pytest.mark.slow
 def test_another_process_is_told_that_rows_and_rewards_came_from_python(
     checkpoint, tmp_path, capsys
 ):
@@ -239,7 +241,7 @@ def test_a_dict_of_classes_is_the_environment():
     assert list(answering.pool.descriptions) == ["again"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_class_is_the_environment(checkpoint, tmp_path):
     settings = {"sampling.max_new_tokens": 24, "sampling.max-turns": 3}
     trained = train(checkpoint, tmp_path, settings, given=(), environment=Repeat)

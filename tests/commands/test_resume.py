@@ -193,6 +193,7 @@ def test_a_copied_checkpoint_is_set_aside(whole, copy, capsys):
     assert digest(copy) == digest(whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(copy, capsys):
     """It is not set aside: the file with the run's name may be what changed."""
     (copy / "run_id").write_text("another\n")
@@ -253,6 +254,7 @@ def test_verify_names_a_flip_in_the_model(whole, tmp_path):
     assert faults_of(tmp_path / "run") == [f"changed: {weights}"]
 
 
+@pytest.mark.slow
 def test_run_without_an_intact_checkpoint_is_an_error_each_time(copy, capsys):
     """The run does not start again on top of the metrics of its earlier steps."""
     rows = (copy / "metrics.jsonl").read_bytes()

@@ -22,7 +22,7 @@ def is_first_model(run_dir: Path) -> bool:
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, trained, first)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_in_which_nothing_passes_ends_with_the_first_model(tmp_path, capsys):
     command = [*SMALL, "--steps", "2", "--evaluation.rows", "0", "--run-dir", str(tmp_path)]
     assert run.main([*command, "--algorithm.min-reward", "2"]) == 0
@@ -49,7 +49,7 @@ def test_expert_iteration_resumes_within_a_round(tmp_path, capsys):
     assert not is_first_model(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_teacher_samples(tmp_path):
     command = [*SMALL, "--algorithm.sampled-by", "teacher", "--steps", "1"]
     command += ["--algorithm.teacher", model_path("builtin:arithmetic")]

@@ -68,7 +68,7 @@ def test_phases_take_their_steps_and_resume_across_their_border(tmp_path):
     assert digest(apart) == digest(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("reset_roles", [(), ("policy",)])
 def test_a_reset_role_begins_again(tmp_path, reset_roles):
     """The second phase learns nothing, as all rewards are equal: what is left is what the first
@@ -121,7 +121,7 @@ def test_stages_follow_the_steps_at_which_phases_ended():
     assert ends((5,)) == [(1, 3), (4, 5), (6, 9)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_phase_ends_early_and_a_continued_run_knows_it(tmp_path):
     """The loss of imitation rises by no 100 nats: flat as soon as that is known, at its second step
     of three."""

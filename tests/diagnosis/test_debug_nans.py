@@ -39,14 +39,14 @@ def with_nan(loss: Any) -> Any:
 # --- whole runs ---
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_finite_run_has_the_digest_of_a_run_without_the_flag(tmp_path):
     for name, flags in (("without", []), ("with", ["--debug-nans"])):
         assert run.main([*COMMAND, *flags, "--run-dir", str(tmp_path / name)]) == 0
     assert digest(tmp_path / "with") == digest(tmp_path / "without")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_names_the_line_of_the_loss(tmp_path, monkeypatch, capsys):
     factory = ALGORITHMS[GrpoConfig]
 
@@ -67,7 +67,7 @@ def test_run_names_the_line_of_the_loss(tmp_path, monkeypatch, capsys):
     assert [row["step"] for row in rows] == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_names_experience_that_is_not_finite(tmp_path, monkeypatch, capsys):
     """The batch becomes NaN on purpose then. That is not the line to name."""
     make_rewards_nan(monkeypatch, 0, 1)
@@ -95,7 +95,7 @@ def sum_of_logits(params: Any, batch: Any) -> Any:
     return MODEL.logits(params["policy"], hidden).sum(), {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nan_log_probs_of_the_sampler_lead_to_the_forward_pass():
     """The sampler overflows first. The search uses the same weights in the trainer."""
     params = tiny.init_params(MODEL)
@@ -112,6 +112,7 @@ def test_nan_log_probs_of_the_sampler_lead_to_the_forward_pass():
     assert "sum_of_logits" in error.where
 
 
+@pytest.mark.slow
 def test_nan_advantage_leads_to_make_batch():
     def make_batch(experience: Any, params: Any, state: Any) -> Any:
         batch, state = ALGORITHM.make_batch(experience, params, state)
@@ -139,6 +140,7 @@ def batch_of(algorithm: Algorithm) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_skipped_update_is_computed_again_from_its_donated_state():
     """The second of two micro-batches is at fault. The skipped update has not changed the state."""
     algorithm = ALGORITHM._replace(
@@ -165,6 +167,7 @@ def test_nan_of_a_gradient_names_the_line_of_its_forward_pass():
     assert f"(inf) encountered in div at {line}" in error.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_optimizer", [True, False], ids=["optimizer", "after_update"])
 def test_params_that_an_update_ruins_are_named(of_optimizer):
     def ruin(tree: Any) -> Any:

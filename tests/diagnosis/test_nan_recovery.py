@@ -15,7 +15,7 @@ from tpu_rl.proofs import tiny
 COMMAND = [*TINY, "--checkpoint.interval", "1", "--evaluation.rows", "0"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_goes_back_once_and_continues_with_new_rows(tmp_path, monkeypatch, capsys):
     make_rewards_nan(monkeypatch, 1, 3)
     assert run.main([*COMMAND, "--steps", "4", "--run-dir", str(tmp_path)]) == 0

@@ -202,6 +202,7 @@ def scripted_engine(
     return make_engine(decoding, Scorer(TOKENIZER, reward_functions, **scorer_settings))
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_policy_that_guesses():
     rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in (4, 5, 7)] * 20
     config = SamplerConfig(
@@ -235,6 +236,7 @@ def test_evaluation_of_a_policy_that_guesses():
     assert truncated.accuracy == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_answers_of_a_problem_may_be_read_together():
     """Of three problems, the answers of one cannot be compared, and another has none."""
     rows = [{"prompt": f"{a}+1=", "answer": "5"} for a in (4, 5, 7)]
@@ -263,6 +265,7 @@ def test_answers_of_a_problem_may_be_read_together():
     assert answer_accuracy.majority_vote(result.problems).value == pytest.approx(five_wins / 3)
 
 
+@pytest.mark.slow
 def test_letters_of_multiple_choice_vote():
     rows = [{"prompt": f"{n}+1=", "answer": "A"} for n in range(8)]
     config = SamplerConfig(
@@ -278,6 +281,7 @@ def test_letters_of_multiple_choice_vote():
     assert 0 < answer_accuracy.majority_vote(result.problems).value == np.mean(votes) < 1
 
 
+@pytest.mark.slow
 def test_reward_may_fail_on_the_share_that_the_run_allows():
     rows = [{"prompt": f"{a}+1="} for a in (4, 5, 6, 7)]
 
@@ -296,6 +300,7 @@ def test_reward_may_fail_on_the_share_that_the_run_allows():
     assert (result.accuracy, result.n, len(result.errors)) == (1.0, 1, 3)
 
 
+@pytest.mark.slow
 def test_evaluation_looks_for_signals(monkeypatch):
     calls = []
     monkeypatch.setattr(preemption, "stop_if_requested", lambda: calls.append(1))

@@ -93,6 +93,7 @@ def test_without_the_package_its_name_is_said(monkeypatch):
         harness.load_tasks(["arc_easy"])
 
 
+@pytest.mark.slow
 def test_scores_and_completions_are_those_of_transformers(tmp_path):
     """log-probs to 1e-4, the likeliest tokens, and greedy completions of a tiny random model."""
     torch = pytest.importorskip("torch")

@@ -70,7 +70,7 @@ def audited(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "run", file
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flipped_labels_are_ranked_first(audited):
     run_dir, _ = audited
     lines = [json.loads(line) for line in (run_dir / RANKING).read_text().splitlines()]

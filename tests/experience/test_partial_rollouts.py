@@ -60,7 +60,7 @@ def run(tmp_path_factory) -> Run:
     return Run(context, state, lambda: compose.make_source(context, run_config.stages[0], params))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_completions_equal_those_of_a_single_request(run):
     """With the same policy and the keys that they began with."""
     steps = run.draw(run.make_source(), range(1, 5))

@@ -139,6 +139,7 @@ def test_a_batch_is_sampled_so_many_steps_before_its_own(run, staleness):
             )
 
 
+@pytest.mark.slow
 def test_rewards_are_requested_before_their_step(run):
     source = run.make_source(2)
     run.log.unlink(missing_ok=True)
@@ -279,7 +280,7 @@ print("apart as together")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_devices_that_only_sample_sample_the_same(tmp_path):
     """Two devices learn and two sample: tokens are equal, and log-probs up to rounding."""
     command = [sys.executable, "-c", APART, str(tmp_path)]

@@ -77,7 +77,7 @@ def trained(folder):
     return train_reward_model(folder, "parts", 4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_equals_an_uninterrupted_run(folder, trained):
     whole = train_reward_model(folder, "whole", 4)
     assert digest(trained) == digest(whole)
@@ -120,7 +120,7 @@ def test_evaluate_agrees_with_the_evaluation_of_the_run(trained, capsys):
     assert sum(last[f"eval/{terms}_terms_n"] for terms in (3, 4, 5)) == last["eval/n"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trained_model_is_a_reward(folder, trained, capsys):
     """The rewards in the samples.jsonl of GRPO are its scores. A run folder stands for its
     model."""
@@ -147,7 +147,7 @@ def test_trained_model_is_a_reward(folder, trained, capsys):
     assert "not a reward model" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ensemble_of_trunks_is_one_reward(folder):
     ensemble = ("--algorithm.trunks=2", "--algorithm.bootstrap")
     run_dir = train_reward_model(folder, "trunks", 1, *ensemble)
@@ -166,7 +166,7 @@ def test_ensemble_of_trunks_is_one_reward(folder):
     assert reward_model.load(folder / "whole_ensemble")(["1+2="], ["#3"]) == [score]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sentence_level_model_is_trained_and_used(folder):
     run_dir = folder / "sentences"
     command = flags(folder, "arithmetic_sentence_reward", "sentences", "--steps=1", *CONSTANT)
@@ -187,7 +187,7 @@ def process_flags(folder, run_dir, *more):
     return flags(folder, preset, run_dir, "--steps=1", *CONSTANT, *more)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_of_sampled_completions_are_labeled_by_the_task(folder, capsys):
     assert run.main([*process_flags(folder, "process"), *odd_reward(folder)]) == 0
     first, last = rows_of(folder / "process")
@@ -231,7 +231,7 @@ def test_labeled_steps_of_a_file(folder, tmp_path, capsys):
     assert last["eval/n"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_graded_solutions_are_ranked_beside_a_rule_of_lengths(tmp_path):
     """Of 16 problems of gsm8k_reward_model, four are held out. Intervals count problems."""
     command = [

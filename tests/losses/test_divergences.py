@@ -106,6 +106,7 @@ def test_zero_only_between_equals(name):
     assert np.all(np.asarray(MEASURES[name](p, q)) > 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [0, 1], ids=["p", "q"])
 @every_measure
 def test_gradients_are_finite_differences(name, side):
@@ -134,6 +135,7 @@ def test_between_the_ends_the_divergence_tends_to_both_kls():
     )
 
 
+@pytest.mark.slow
 def test_top_k_rises_to_the_whole_divergence():
     p, q = random_logits(10, 7)
     whole = divergences.kl(p, q)

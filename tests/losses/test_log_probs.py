@@ -120,6 +120,7 @@ def test_the_first_token_of_every_branch_follows_the_prompts_last():
     assert changed_by(first_branch[0]) == set(first_branch)
 
 
+@pytest.mark.slow
 def test_gradient_equals_that_of_plain_log_softmax_at_every_chunk_size():
     data, rows, slot, mask = one_micro_batch()
     coefficients = np.where(mask, np.random.default_rng(0).normal(size=mask.shape), 0.0).astype(
@@ -148,6 +149,7 @@ def test_gradient_equals_that_of_plain_log_softmax_at_every_chunk_size():
             np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_memory_of_loss_and_gradient_does_not_grow_with_vocabulary_times_sequence():
     vocabulary, width, rows, chunk_tokens = 4096, 4, 2, 128
     role = Role(
@@ -202,6 +204,7 @@ def test_of_logits_of_large_logits_stays_finite():
     np.testing.assert_array_equal(entropy, [0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_of_logits_has_the_bits_of_the_sampler(exact):
     """The sampler gathers from logits below their maximum; ids that are no tokens are masked."""

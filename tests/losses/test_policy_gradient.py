@@ -108,6 +108,7 @@ def test_dividing_by_length_lengthens_wrong_answers_and_a_constant_does_not():
 # --- parts that algorithms share ---
 
 
+@pytest.mark.slow
 def test_importance_weights_make_expectations_those_of_the_old_policy():
     """A bandit of five arms, sampled from its three likeliest ones and a uniform part: the gradient
     that learns from every arm as often as the behavior draws it is the old policy's own; capped,

@@ -265,6 +265,7 @@ def test_pairs_find_their_completions_in_packed_rows():
     assert not np.where(layout.segment_ids == 0, pair.chosen, 0).any()
 
 
+@pytest.mark.slow
 def test_every_pair_of_a_step_weighs_the_same_and_what_is_no_pair_nothing():
     """Two pairs in step 0; in step 1 a pair, a lonely completion, an empty rejected one, and two
     that both won."""

@@ -20,6 +20,7 @@ def factors(returns, group, scored, step, radius, ball, episode=None):
     )
 
 
+@pytest.mark.slow
 def test_the_prompts_with_the_lowest_returns_weigh_most():
     """Means are 0.5, 0 and 1 in the first step, and 0.2 alone in the second. Prompt 40 has no
     score."""

@@ -113,6 +113,7 @@ def test_rejections_are_verls(rejection, low, high, kept):
     np.testing.assert_array_equal(near[MASK], [digit == "1" for digit in kept.replace(" ", "")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("threshold", "kept"), [(0.03, "101"), (0.04, "111"), (-0.06, "100"), (-1.0, "100")]
 )

@@ -86,6 +86,7 @@ def test_turns_of_one_token_are_tokens():
 # --- comparisons within a group ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", EVERY)
 def test_with_one_turn_each_credit_is_the_same(advantage):
     """Groups of 1, 2, 6; of equal returns; of 4 and 8 beside a row that nobody scored."""
@@ -118,6 +119,7 @@ def turns_of_one_token(observations, rewards):
     return jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(placed)
 
 
+@pytest.mark.slow
 def test_turns_are_compared_with_the_same_turn_of_the_group_by_hand():
     """Returns from turn 1 are 3, 2, 7; from turn 2, which two rows reach, 2 and 6; one row has a
     third turn."""
@@ -158,6 +160,7 @@ def test_the_optimal_token_baseline_by_hand():
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_step_groups_by_hand():
     """Discount 1/2. The first group comes to state 5 three times, in one episode twice; its last
     turns answer 6 and 8, once each. The second group has the same observations, and shares
@@ -193,6 +196,7 @@ def test_all_tokens_of_an_observation_count():
     assert ids[0, 2] != ids[1, 3]
 
 
+@pytest.mark.slow
 def test_step_groups_of_an_enumerated_problem_are_its_advantages():
     """Two binary actions; the first one decides the state of the second. With every episode of the
     uniform policy once, step groups compute Q(s, a) - V(s), which neither the episode's return
@@ -237,6 +241,7 @@ def as_rows_of_turns(rollout):
     return split, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", EVERY)
 @pytest.mark.parametrize("credit", ["episode", "turn"])
 def test_an_episode_counts_once_however_many_rows_it_has(advantage, credit):

@@ -69,6 +69,7 @@ def test_values_and_gradients_equal_the_reference(rows, window, tiles, by_xla):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_model_with_cudnn_equals_model_without(by_xla):
     model = tiny("llama3").model
     require_same(of_model(models.with_attention_kernel(model, "cudnn")), of_model(model))
@@ -179,6 +180,7 @@ def test_trial_reports_that_cudnn_does_not_compile():
     )
 
 
+@pytest.mark.slow
 def test_trial_accepts_correct_attention(by_xla):
     assert cudnn_trial.failure_reason.__wrapped__(WINDOWED, one_device()) == ""
 
@@ -206,6 +208,7 @@ WRONG = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrong", WRONG)
 def test_trial_detects_wrong_masks(wrong, by_xla, monkeypatch):
     monkeypatch.setattr("tpu_rl.models.attention.cudnn.attention_mask", WRONG[wrong])
@@ -243,7 +246,7 @@ assert cudnn_trial.failure_reason(here.WINDOWED, sharding.make_mesh(fsdp=2, tens
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trial_runs_on_all_devices():
     run = [sys.executable, "-c", OVER_ALL_DEVICES]
     ended = subprocess.run(

@@ -294,13 +294,14 @@ with jax.set_mesh(mesh):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_result_is_the_same_on_every_mesh():
     command, env = [sys.executable, "-c", ON_MESHES], several.virtual_devices(4)
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [None, 384])
 @pytest.mark.parametrize("window", [None, 100])
 def test_what_a_row_sees_is_what_the_mask_says(window, places):

@@ -37,6 +37,7 @@ def log_probs(family, tokens, *layout):
     return jax.nn.log_softmax(tiny(family).logits(tiny(family).params, tokens, *layout))
 
 
+@pytest.mark.slow
 @every_family_with_branches
 def test_shared_prompt_rows_equal_separate_rows(family):
     prompt, first, second = tokens_of((7,), 1), tokens_of((5,), 2), tokens_of((4,), 3)
@@ -206,6 +207,7 @@ def test_tokens_beyond_the_end_of_the_cache_are_dropped():
     assert float(jnp.abs(after["full"]["k"][..., -1, :] - cache["full"]["k"][..., -1, :]).max()) > 0
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_and_ignore_padding():
     model, params, _, _ = tiny("gemma2")
     positions, segments, branches = plain(1)
@@ -226,6 +228,7 @@ def test_gradients_are_finite_and_ignore_padding():
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(first))
 
 
+@pytest.mark.slow
 def test_product_has_the_gradients_of_einsum():
     for equation, inputs, weights in (
         ("btd,hed->bthe", (2, 3, 6), (2, 4, 6)),
@@ -326,6 +329,7 @@ def test_random_params_have_the_right_scale_and_differ_by_leaf_and_key():
     np.testing.assert_array_equal(layer["mlp_norm"], 1.0)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_bfloat16_with_float32_logits():
     params = tiny("llama2").params
     model = models.from_config(CONFIGS["llama2"], "bfloat16", param_dtype="float32")
@@ -385,6 +389,7 @@ def policy_params(params):
     return params["policy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "attention"])
 def test_sampler_uses_a_wrapped_model(name):
     base = tiny("llama3").model if name == "decoder" else attention_model()

@@ -73,6 +73,7 @@ def token_by_token(query, key, value, decay, rate, state, number):
     return reads, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64, 16])
 def test_chunks_equal_the_rule_token_by_token(chunk):
     *parts, state = rule_inputs()
@@ -101,6 +102,7 @@ def test_one_token_equals_the_rule():
     np.testing.assert_allclose(after, states[:, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_of_chunks_equal_those_token_by_token():
     *parts, state = rule_inputs()
     number = numbers_of(1)
@@ -243,6 +245,7 @@ def test_a_run_of_dpo_learns_from_pairs_that_share_no_prompt(model_dir, tmp_path
     assert all(row["optim/grad_norm"] > 0 for row in learned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "where"),
     [

@@ -60,7 +60,7 @@ def test_paths_list_each_token_once_as_a_query_and_its_sequence_as_keys():
 SINKS = jnp.array([0.5, -2.0, 1.0, 3.0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (4, True)])
 def test_attention_of_paths_is_that_of_the_reference(window, has_sinks):
     layout = tree_layout()
@@ -97,11 +97,13 @@ def test_attention_of_paths_is_that_of_the_reference(window, has_sinks):
         np.testing.assert_allclose(found_gradient, gradient, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_exact_model_has_the_hidden_states_and_gradients_of_the_plain_one():
     model = tiny("llama3").model
     here.require_same(here.of_model(models.with_exact_sampling(model)), here.of_model(model))
 
 
+@pytest.mark.slow
 def test_a_block_that_a_query_does_not_see_changes_no_bit():
     keys = [here.heads(seed, 2, 200, jnp.bfloat16).swapaxes(1, 2) for seed in (1, 2)]
     query = here.heads(3, 4, 200, jnp.bfloat16)
@@ -160,6 +162,7 @@ def test_a_sum_in_blocks_is_the_sum(equation, axes, shape):
     assert any(step.primitive.name == "scan" for step in program.eqns)
 
 
+@pytest.mark.slow
 def test_logits_in_blocks_are_the_logits(monkeypatch):
     """The last block of 40 ids repeats 24 of the one before."""
     monkeypatch.setattr(exact, "VOCAB_BLOCK", 40)

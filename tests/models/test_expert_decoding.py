@@ -97,7 +97,7 @@ def test_four_devices_equal_one_in_place():
     on_four_devices(ON_MESHES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_a_model_decodes_the_same_logits_in_place(weights):
     """DeepSeek-V3: a layer without experts is first, and an MLP sees every token."""

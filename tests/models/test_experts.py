@@ -69,6 +69,7 @@ def assert_close(first, second):
         np.testing.assert_allclose(one, other, atol=2e-5 * max(1.0, float(jnp.abs(other).max())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renormalized", [True, False])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_mixture_is_the_weighted_sum_of_each_tokens_experts(renormalized, rank):
@@ -80,6 +81,7 @@ def test_mixture_is_the_weighted_sum_of_each_tokens_experts(renormalized, rank):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renormalized", [True, False])
 def test_replay_uses_the_given_experts_with_weights_of_the_router(renormalized):
     config = MoeConfig(COUNT, CHOSEN, INNER, renormalized)
@@ -156,6 +158,7 @@ def test_tokens_are_sorted_once_per_layer():
     assert text.count(" sort(") == 2  # assignments by expert, and the inverse of that
 
 
+@pytest.mark.slow
 def test_gradient_kernel_equals_the_reference(monkeypatch):
     """As the TPU computes it, interpreted: 300 rows, of which the last belong to no group, and a
     group without rows."""

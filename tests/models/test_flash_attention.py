@@ -100,6 +100,7 @@ def test_values_and_gradients_equal_dense_attention(rows, how, kv_heads, small_b
     require_alike(*both(*operands, CONFIGS_BY_NAME[how], sinks))
 
 
+@pytest.mark.slow
 def test_bfloat16_differs_by_rounding_only(small_blocks):
     key, value = (heads(seed, 2, 384, jnp.bfloat16).swapaxes(1, 2) for seed in (1, 2))
     slots = ROWS["shared prompts"]
@@ -109,6 +110,7 @@ def test_bfloat16_differs_by_rounding_only(small_blocks):
     )
 
 
+@pytest.mark.slow
 def test_new_tokens_attend_to_a_longer_cache(small_blocks):
     lengths = jnp.array([5, 200], jnp.int32)
     positions = lengths[:, None] + jnp.arange(128)[None, :]
@@ -141,7 +143,7 @@ with jax.set_mesh(sharding.make_mesh(context=3, devices=jax.devices()[:3])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_result_is_the_same_on_every_mesh():
     command, env = [sys.executable, "-c", ON_MESHES], several.virtual_devices(4)
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)

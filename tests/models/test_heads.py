@@ -109,7 +109,7 @@ def test_a_head_on_another_roles_hidden_states():
 # --- fewer layers ---
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "layers"), [("llama3", 1), ("gemma2", 2), ("gemma3", 2), ("gemma3", 4)]
 )
@@ -200,6 +200,7 @@ def test_labels_of_another_number_of_outputs_are_dropped(tmp_path):
         )
 
 
+@pytest.mark.slow
 @some_families
 def test_transformers_computes_the_same_scores(family, tmp_path):
     """transformers loads our file and computes in float32; its score is the last token's."""

@@ -324,6 +324,7 @@ def test_hub_ids_come_from_the_local_cache(saved, tmp_path, monkeypatch):
         models.load(tmp_path / "absent")
 
 
+@pytest.mark.slow
 def test_modules_for_several_tokens_are_left_out(tmp_path):
     """DeepSeek-V3 has them as further layers."""
     source = CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1}

@@ -297,6 +297,7 @@ def test_impossible_settings_are_named(settings, words):
         models.with_lora(tiny("llama3").model, LoraConfig(**settings))
 
 
+@pytest.mark.slow
 def test_targets_of_latent_attention_and_shared_experts(tmp_path):
     model = tiny("deepseek_v3").model
     shared, dense = {"shared_gate", "shared_up", "shared_down"}, {"gate", "up", "down"}

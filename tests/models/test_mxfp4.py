@@ -67,6 +67,7 @@ def test_values_are_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(found.astype(np.float32), expected.float().numpy())
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_loaded_and_saved_without_quantization(quantized, tmp_path):
     directory, numbers = quantized
     assert models.file_dtype(directory) == "bfloat16"

@@ -120,17 +120,18 @@ def quantize_tree(params, dtype):
     return quantization.quantize_tree(params, dtype), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "rank"),
     [
         ("llama2", "int8", 0),
-        pytest.param("llama2", "float8_e4m3fn", 2, marks=pytest.mark.slow),
+        pytest.param("llama2", "float8_e4m3fn", 2, marks=pytest.mark.nightly),
         ("llama2", "nf4", 2),
         pytest.param("deepseek_v3", "nf4", 0, marks=pytest.mark.nightly),
-        pytest.param("gpt_oss", "nf4", 2, marks=pytest.mark.slow),
+        ("gpt_oss", "nf4", 2),
         pytest.param("qwen3_5", "nf4", 0, marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", "int8", 0, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "int8", 0, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "int8", 0, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", "int8", 0, marks=pytest.mark.nightly),
         pytest.param("qwen3_5", "int8", 0, marks=pytest.mark.nightly),
     ],
 )
@@ -161,6 +162,7 @@ def test_a_quantized_model_computes_with_the_rounded_matrices(family, dtype, ran
     assert float(jnp.abs(found - log_probs(model, params)).max()) > 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["int8", "nf4"])
 def test_every_quantized_matrix_has_scales_in_the_params(dtype):
     model, params, _, _ = tiny("gpt_oss")
@@ -174,6 +176,7 @@ def test_every_quantized_matrix_has_scales_in_the_params(dtype):
     assert scales == {name for name in names if name.endswith(SCALE)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

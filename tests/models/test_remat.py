@@ -13,6 +13,7 @@ from tpu_rl import cost_model, models
 POLICIES = ("full", "save-dots", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -30,7 +31,7 @@ def test_gradients_do_not_depend_on_remat(family):
         require_same(of_model(models.with_remat(model, policy)), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_with_the_kernel_do_not_depend_on_remat():
     kernel = models.with_attention_kernel(tiny("llama3").model, "interpreted")
     require_same(of_model(models.with_remat(kernel, "save-dots")), of_model(kernel))

@@ -80,7 +80,7 @@ def assert_close(first, second):
     jax.tree.map(one, first, second)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_balance_has_the_gradient_of_a_loss_term(micro_batches):
     def whole(params):
@@ -94,7 +94,7 @@ def test_balance_has_the_gradient_of_a_loss_term(micro_batches):
     assert metrics["router/balance"] == pytest.approx(float(router.balance(found)), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measuring_usage_does_not_change_the_update():
     params, metrics = updated(0.0, 2)
     gradient = jax.jit(jax.grad(lambda params: loss(params, batch())[0]))(PARAMS)
@@ -155,7 +155,7 @@ def small_run(model_dir, run_dir, *flags):
     assert run.main(["arithmetic_grpo", *small, *flags]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags",
     [

@@ -84,6 +84,7 @@ def test_ids_without_their_image_are_never_silent():
     assert np.isnan(np.asarray(hidden(model, params, [IDS], images(1)))).any()
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_tower_and_the_projector():
     model, params = model_and_params()
     gradients = jax.grad(lambda p: jnp.sum(jnp.sin(hidden(model, p, [IDS], images()))))(params)

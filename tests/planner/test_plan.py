@@ -126,6 +126,7 @@ def test_known_models_are_found_by_hub_id():
     assert known_models.SHAPES.keys() == PARAMETERS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -283,7 +284,7 @@ def test_a_run_compiles_no_program_that_is_larger_than_planned(tmp_path, monkeyp
             assert size <= 2 * largest_leaf + 2**14, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluations_that_need_more_than_a_step_are_planned():
     """Twelve problems at once need a larger pool than four prompts."""
     config = configuration.parse(EVERY_PROGRAM)
@@ -301,7 +302,7 @@ def test_evaluations_that_need_more_than_a_step_are_planned():
     assert not any("evaluations" in line.step.name for _, line in made.lines)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_partial_completions_are_prefilled_in_their_own_length():
     config = configuration.parse(["arithmetic_grpo", *SMALL, "--rollout.partial", "2"])
     made = plan_search.make_plan(
@@ -316,6 +317,7 @@ def test_partial_completions_are_prefilled_in_their_own_length():
     assert partial.times * partial.tokens == 2 * config.batch.group_size * longest
 
 
+@pytest.mark.slow
 def test_changes_reduce_the_memory_of_a_plan_that_does_not_fit():
     config = configuration.parse(["arithmetic_grpo", *SMALL])
     target = local_target(memory=4 * 2**20)
@@ -405,7 +407,7 @@ def test_a_plan_counts_the_state_of_any_optimizer(name):
     assert size - 16 <= on_host < size  # The counters stay.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_q_sharp_samples_once_per_stage():
     """The first stage rolls in with the reference alone. Roll-outs continue a prompt with its
     roll-in, and have half of the maximum length on average."""

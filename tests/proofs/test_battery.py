@@ -63,6 +63,7 @@ def reference_that_moves(config: GrpoConfig, roles: Roles, sampling: Sampling) -
     return grpo(config, roles, sampling)._replace(after_update=after_update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "proof", "contract"),
     [

@@ -11,7 +11,7 @@ def test_the_reward_reads_the_number_after_the_hash():
     assert grpo_from_parts.reward("3*5-4=", "") == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns():
     rewards = grpo_from_parts.train(grpo_from_parts.SHIPPED, steps=12)
     assert sum(rewards[-5:]) > sum(rewards[:5])

@@ -24,12 +24,14 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_it_passes_every_proof(capsys):
     assert check.main([f"{SOURCE}:sapo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("losses", "failed"),
     [

@@ -170,7 +170,7 @@ def test_live_pages_come_one_at_a_time_and_the_last_is_whole(folder, monkeypatch
     assert len(written) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_has_a_page_and_is_not_finished(
     whole, tmp_path, capsys, monkeypatch
 ):

@@ -296,6 +296,7 @@ def score(prompts, completions):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("megabytes", "limit", "batches"),
     [

@@ -126,6 +126,7 @@ def test_log_probs_over_turns_are_the_trainers(games):
     assert texts[2] == "=;"
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_are_on_their_last_actions(games):
     _, _, scored = roll_out(games, "Long")
     rewards = scored.rollout.rewards
@@ -202,6 +203,7 @@ def test_reward_functions_see_messages_and_the_environments(games):
     np.testing.assert_allclose(judged, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_episode_without_room_for_another_turn_ends_and_is_judged(games):
     _, _, scored = roll_out(games, "Long", "--sampling.max-new-tokens", "12")
     judged = [0, 1, 4, 5, 6, 7]
@@ -319,7 +321,7 @@ class Echo:
         return f"turn {self.turn}", float(self.turn), self.turn == 3, {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rewritten_history_is_a_row_of_its_own():
     """Its log-probs are the trainer's in packed rows that share what is common."""
     tokenizer = characters(string.printable, SHORTENING)

@@ -62,6 +62,7 @@ def test_completion_that_is_not_scored_keeps_its_actions():
     assert metrics["rollout/kept"] == 1
 
 
+@pytest.mark.slow
 def test_completion_that_is_not_scored_is_not_trained_on():
     """It has no weight, and the baseline of its group does not count it."""
     scored = score_prompts(["1293"], {"digit": digit}, group_size=4)

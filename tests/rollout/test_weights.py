@@ -54,7 +54,7 @@ def test_masters_themselves_are_read_if_nothing_differs(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bfloat16_copy_samples_the_same_as_float32_masters(tmp_path, monkeypatch):
     flags = ["--model.dtype", "bfloat16", "--algorithm.kl-loss-coef", "0.1"]
     context, params, from_copy = roll_out(flags, tmp_path)
@@ -185,7 +185,7 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags",
     [
@@ -331,6 +331,7 @@ def test_sampling_mesh_samples_the_same_as_the_training_mesh(tmp_path):
     assert "sample the same" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--model.lora.rank", "2"]])
 def test_matrices_are_quantized_from_the_weights_of_the_computation(flags, tmp_path):
     flags = ["--sampling.weight-dtype", "int8", "--model.dtype", "bfloat16", *flags]

@@ -88,6 +88,7 @@ def test_a_flipped_entry_is_compiled_again(tmp_path):
     assert {path.name for path in Path(folder).glob("*-cache")} == set(whole)
 
 
+@pytest.mark.slow
 def test_the_users_own_word_stands(tmp_path):
     own = started(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
     off = started(tmp_path, JAX_ENABLE_COMPILATION_CACHE="0")

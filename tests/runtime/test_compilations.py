@@ -35,6 +35,7 @@ def test_a_recompilation_is_told_with_the_axis_that_changed(update):
     ]
 
 
+@pytest.mark.slow
 def test_other_changes_are_told_too(update):
     told = []
     with compilations.watch(told.append):

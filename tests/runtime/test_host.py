@@ -29,6 +29,7 @@ print("all came", float(x.sum()) != 0)
 """
 
 
+@pytest.mark.slow
 def test_collectives_begun_in_different_orders_do_not_block_each_other():
     env = several.virtual_devices(4, "--xla_cpu_collective_call_terminate_timeout_seconds=20")
     done = subprocess.run(

@@ -155,7 +155,7 @@ def test_the_watchdog_of_one_is_the_end_of_all_in_one_message(tmp_path, watched)
     assert "in <lambda>" in stacks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sigterm_to_one_before_the_first_step_ends_both_at_once(tmp_path):
     there = tmp_path / "there"
     flags = ["arithmetic_grpo", "--run-dir", str(tmp_path / "run")]
@@ -171,7 +171,7 @@ def test_a_sigterm_to_one_before_the_first_step_ends_both_at_once(tmp_path):
     assert not second.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_flag_that_differs_ends_all_before_anything_is_touched(tmp_path):
     command = [*RUN, "--steps", "1", "--run-dir", str(tmp_path / "run")]
     ended = several.wait(several.start(2, command, each=[["--seed", "0"], ["--seed", "1"]]), 120)
@@ -365,7 +365,7 @@ def whole(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_run_of_two_that_is_killed_goes_on_to_the_same_bits(whole, tmp_path):
     processes = start_until(tmp_path / "run", 3)  # the checkpoint before is whole by then

@@ -191,6 +191,7 @@ def whole(tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("what", "at", "frame"),
     [

@@ -78,7 +78,7 @@ def test_known_lengths_take_hardly_more_steps_than_the_ideal():
     assert static > 3 * ideal  # what waves of 32 rows take
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unknown_lengths_take_less_than_1_3_times_the_ideal():
     """Rows end where the policy stops, which nobody knows before: the last ones are decoded in ever
     smaller batches."""
@@ -122,7 +122,7 @@ def test_each_prompt_is_prefilled_once(max_num_seqs):
     assert prefills == [-(-7 // pools)] * pools
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_programs_serve_a_long_decode():
     policy, counts = trigram()
     config = SamplerConfig(
@@ -186,6 +186,7 @@ def test_refilled_compacted_and_grown_equals_static():
     assert len(set(static.action_mask.sum(1))) > 5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "candidate_mass",
     [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.nightly)],
@@ -253,7 +254,7 @@ def test_each_row_is_handed_over_once_and_early():
     assert len(handed) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stop_string_ends_a_row_after_its_last_token_whatever_the_segments():
     policy, _ = trigram()
     config = SamplerConfig(
@@ -282,6 +283,7 @@ def test_a_stop_string_ends_a_row_after_its_last_token_whatever_the_segments():
         assert (after == config.pad_id).all()
 
 
+@pytest.mark.slow
 def test_a_stop_string_frees_its_slot():
     policy, steps, _ = countdown()
     config = SamplerConfig(
@@ -297,7 +299,7 @@ def test_a_stop_string_frees_its_slot():
 # --- penalty and bias ---
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_penalty_and_bias_are_the_behavior_s_alone():
     policy, _ = trigram()
     top_p, bias = 0.8, ((2, -np.inf), (4, 1.5))
@@ -339,6 +341,7 @@ def test_penalty_and_bias_are_the_behavior_s_alone():
     assert (free.tokens[free.action_mask] == 2).any()
 
 
+@pytest.mark.slow
 def test_greedy_heeds_penalty_and_bias():
     policy, _ = trigram()
     config = SamplerConfig(max_new_tokens=1, temperature=0, logit_bias=((7, 100.0),))
@@ -413,6 +416,7 @@ print("same")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "keys",
     [

@@ -142,6 +142,7 @@ def test_log_probs_of_turns_are_those_of_the_whole_text(changes, num_slots):
         )
 
 
+@pytest.mark.slow
 def test_one_turn_has_the_bits_of_the_single_turn_sampler(llama):
     model, params = llama
     rollout = sample(models.policy(model), params, PROMPTS, KEY, CONFIG)
@@ -171,6 +172,7 @@ def test_late_tools_and_few_slots_change_nothing(llama):
         np.testing.assert_allclose(log_probs[row], expected[2][row], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_turn_that_rewrites_history_continues_what_is_common(llama):
     model, params = llama
     sampler = live_sampler(model, params, num_slots=1)
@@ -216,7 +218,7 @@ def test_common_prefix():
     assert common_prefix([], [1]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_devices_hold_the_same_conversations(llama):
     """On a mesh of four devices, with slots for all and with too few."""
     code = """

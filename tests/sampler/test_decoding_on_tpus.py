@@ -90,7 +90,7 @@ def test_no_token_copies_the_cache_without_the_kernel(cache_dtype):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_segment_copies_the_projections():
     """Weights with heads between inputs and their elements were copied to another layout."""
     model = models.with_attention_kernel(model_of("gemma", 4, hidden_size=2304, head_dim=256))

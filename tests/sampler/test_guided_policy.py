@@ -317,6 +317,7 @@ def first_logits(policy: Policy, params: dict, tokens: list[int], branches: list
     return np.asarray(jitted(policy)(params, cache, *read)[0][:, 0], np.float64)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mass", "scored"), [(0.4, 1), (0.79, 2), (0.94, 3), (0.98, 4)])
 def test_leaving_out_candidates_moves_the_distribution_by_at_most_its_bound(mass, scored):
     """Tokens that are left out have offset 0. The exact weights are 1 + p (exp(1 / eta) - 1)."""
@@ -405,6 +406,7 @@ def returns_law(tree: dict, token: int, slip: float) -> list[tuple[float, float]
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl_coef", [0.05, 0.3, 2.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_soft_bellman_recursion_collapses_where_transitions_are_deterministic(seed, kl_coef):
@@ -553,6 +555,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind", "support", "candidates", "mass"), WAYS)
 def test_guided_logits_are_those_of_a_forward_for_each_candidate(
     method, kind, support, candidates, mass
@@ -598,6 +601,7 @@ def completions(policy: Policy, params: dict, **changes) -> np.ndarray:
     return sampler.sample(policy, params, [[3, 1, 4, 1]], KEY, config).tokens[:, 4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "previous"])
 def test_the_sampler_draws_from_the_guided_distribution(kind):
     """Two tokens, all 121 ends enumerated; the reference's distribution is rejected."""
@@ -634,7 +638,7 @@ def chi_square(counts: np.ndarray, exact: np.ndarray) -> float:
     ).pvalue
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["own", "previous"])
 def test_an_infinite_coefficient_is_the_reference_token_by_token(kind):
     policy, reference, params = guided("q_sharp", kind, Support(0, 1, 5), 11)
@@ -688,6 +692,7 @@ def test_prefill_does_not_score_candidates():
 # --- KL ---
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("temperature", "mass"), [(1.0, 1.0), (0.7, 0.4)])
 def test_token_kl_is_the_sum_over_the_vocabulary(temperature, mass):
     policy, reference, params = guided("q_sharp", "own", None, 4, mass)
@@ -711,6 +716,7 @@ def test_token_kl_is_the_sum_over_the_vocabulary(temperature, mass):
     np.testing.assert_allclose(kl, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_token_kl_of_excluded_tokens_is_finite():
     """FUDGE never draws what it has not scored: that part of the vocabulary adds nothing."""
     policy, reference, params = guided("fudge", "own", None, 2)

@@ -38,7 +38,7 @@ FAMILIES = ["olmoe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)]
 """DeepSeek-V3 has a layer without experts, groups of experts and a correction."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_record_is_what_one_pass_over_the_whole_rows_chooses(family):
     rollout = sampled(family)

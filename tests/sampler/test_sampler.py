@@ -67,6 +67,7 @@ TRUNCATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
 def test_samples_follow_the_exact_probabilities(toy, params, truncation):
     config = SamplerConfig(
@@ -171,6 +172,7 @@ def test_inversion_finds_the_interval_that_holds_the_uniform():
     assert np.asarray(nothing).max() < 1000
 
 
+@pytest.mark.slow
 def test_ties_at_the_threshold_stay_and_the_likeliest_token_always_does():
     logits = jnp.broadcast_to(jnp.log(jnp.array([0.4, 0.2, 0.2, 0.2])), (4, 4))
     uniforms = jnp.array([0.01, 0.5, 0.7, 0.99])
@@ -248,6 +250,7 @@ def test_the_uniform_of_a_token_comes_from_its_row_key_and_position(toy, params)
             assert below - 1e-6 <= uniform <= cumulative[row[t]] + 1e-6
 
 
+@pytest.mark.slow
 def test_rows_end_at_their_stop_token_or_limit_and_stay_frozen(toy, params):
     config = SamplerConfig(
         max_new_tokens=10, samples_per_prompt=8, stop_ids=(STOP, 11), pad_id=0, prompt_length=5

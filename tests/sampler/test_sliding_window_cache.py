@@ -122,7 +122,7 @@ def test_whatever_is_read_it_equals_whole_sequences(family, tokens, kept_in, mon
             np.testing.assert_array_less(error, 3e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "at_once",
     [
@@ -160,6 +160,7 @@ def test_rows_that_are_read_at_once_divide_the_rows_and_fit():
     assert at_once(64, 192, jnp.bfloat16) == 16
 
 
+@pytest.mark.slow
 def test_candidates_leave_no_trace_in_a_ring(gemma3, tokens):
     model, params = gemma3
     _, cache = read(model, params, model.init_cache(params, 3, LENGTH), tokens, 300, LENGTHS)
@@ -180,6 +181,7 @@ def test_candidates_leave_no_trace_in_a_ring(gemma3, tokens):
             )
 
 
+@pytest.mark.slow
 def test_what_is_forgotten_leaves_no_trace_in_a_ring(gemma3, tokens):
     model, params = gemma3
     _, cache = read(model, params, model.init_cache(params, 3, LENGTH), tokens, 300, LENGTHS)
@@ -190,7 +192,7 @@ def test_what_is_forgotten_leaves_no_trace_in_a_ring(gemma3, tokens):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_kernel_reads_rings_too(gemma3, tokens):
     """What is read beside a ring and what the ring holds are blocks of one row of keys."""
     model, params = gemma3
@@ -205,7 +207,7 @@ def test_the_kernel_reads_rings_too(gemma3, tokens):
         np.testing.assert_allclose(fast, plain, atol=3e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_beyond_the_ring_are_what_the_model_says(gemma3):
     """Refilled, grown from a cache without a ring to one with, and drafted."""
     model, params = gemma3

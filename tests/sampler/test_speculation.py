@@ -85,7 +85,7 @@ def test_the_completions_are_those_of_plain_decoding(settings, model):
     assert drafts <= tokens if model is None else drafts < tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_look_up_leaves_no_trace_in_what_is_drawn_and_handed_over():
     """With a penalty, which depends on what was drafted before; a bias; rows that stop strings end;
     slots refilled."""
@@ -120,6 +120,7 @@ def test_look_up_leaves_no_trace_in_what_is_drawn_and_handed_over():
     assert 0 < sum(ended) < 24
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_always_right_is_taken_whole():
     """The policy itself draws, with the uniforms of the positions, what it will draw: at any
     temperature."""
@@ -134,7 +135,7 @@ def test_a_draft_that_is_always_right_is_taken_whole():
     assert np.sum(verified, axis=0).tolist() == [sum(-(-limits // 5)), limits.sum()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_draft_of_what_is_no_token_is_wrong_and_no_harm(monkeypatch):
     model, params = decoder()
     policy, config = models.policy(model), SamplerConfig(8, samples_per_prompt=2, prompt_length=8)
@@ -156,6 +157,7 @@ def test_a_draft_of_what_is_no_token_is_wrong_and_no_harm(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_cache_forgets_what_was_drafted_in_full_and_sliding_layers():
     model, params = decoder(**TWO_KINDS)
     right, wrong = (jax.random.randint(jax.random.key(seed), (2, 16), 0, 131) for seed in (0, 1))
@@ -181,7 +183,7 @@ def test_a_cache_forgets_what_was_drafted_in_full_and_sliding_layers():
         np.testing.assert_array_equal(expected, found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_caches_of_both_models_forget_what_was_not_drawn():
     """Layers, full and sliding: what a draft left in them must not be seen."""
     model, params = decoder(**TWO_KINDS)
@@ -237,6 +239,7 @@ def looked_up(prompt, completions, own, uniforms, ngram):
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 4])
 def test_look_up_against_plain_python(others):
     rng = np.random.default_rng(0)
@@ -254,6 +257,7 @@ def test_look_up_against_plain_python(others):
         assert guess == looked_up(own[: prompts[i]], completions, own, uniforms[i], ngram)
 
 
+@pytest.mark.nightly
 def test_what_its_group_has_written_drafts_a_row():
     """The likeliest tokens, which two tokens decide: what follows a first completion is drafted
     whole."""

@@ -104,6 +104,7 @@ def test_in_parts_is_in_one_piece(toy, changes, told):
     require_same(in_parts(take, [5]), whole)
 
 
+@pytest.mark.nightly
 def test_rows_know_when_they_were_begun(toy):
     take = partial(sample, *toy, PROMPTS, KEY, replace(BASE, max_num_seqs=4))
     rollout = in_parts(take, [3, 8], step=5)
@@ -121,6 +122,7 @@ def test_who_has_ended_is_told_once(toy):
     assert {row: tokens for rows in told for row, tokens in rows.items()} == once
 
 
+@pytest.mark.nightly
 def test_a_draft_goes_on_too():
     config = replace(drafting.BASE, samples_per_prompt=3, segments=SegmentConfig(2))
     take = partial(sample, drafting.POLICY, drafting.PARAMS, PROMPTS, KEY)
@@ -128,7 +130,7 @@ def test_a_draft_goes_on_too():
     require_same(in_parts(drafted, [4]), take(config))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_models_cache_is_filled_again():
     model, params = decoder(**TWO_KINDS)
     config = SamplerConfig(
@@ -180,7 +182,7 @@ for rows in (256, 4):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_devices_go_on_with_their_own():
     environment = several.virtual_devices(4) | {"PYTHONPATH": "."}
     subprocess.run(

@@ -90,6 +90,7 @@ def test_updates_are_those_of_optax(config, optimizer):
     assert_close(ours(config), two_updates(optimizer, PARAMS, GRADIENTS))
 
 
+@pytest.mark.slow
 def test_adamw_keeps_its_bits_and_the_structure_of_its_state():
     config = OptimizerConfig(learning_rate=RATE, weight_decay=0.1, beta2=0.98)
     assert config.name == "adamw"
@@ -113,7 +114,7 @@ def orthogonalized(matrices: Any) -> np.ndarray:
     return np.asarray(two_updates(muon, params, gradients)["matrix"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "as_matrix"),
     [
@@ -136,6 +137,7 @@ def test_muon_orthogonalizes_the_matrix_of_each_layer_by_itself(name, as_matrix)
         assert 0.6 < values.min() < values.max() < 1.3
 
 
+@pytest.mark.slow
 def test_muon_orthogonalizes_the_matrix_of_each_expert_and_of_a_single_layer():
     updates = ours(config_of("muon"))
     experts = updates["layers"]["layer_0"]["expert_up"]
@@ -189,6 +191,7 @@ def test_every_weight_is_a_matrix_or_left_out():
 # --- what all have in common ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_weight_decay_follows_the_learning_rate_and_spares_norms(name):
     plain = ours(config_of(name))
@@ -208,6 +211,7 @@ def test_weight_decay_follows_the_learning_rate_and_spares_norms(name):
     assert not np.any(difference["layers"]["layer_0"]["mlp_norm"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_roles_have_optimizers_of_their_own(name):
     config = config_of(name)
@@ -238,6 +242,7 @@ def attention_axes(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return ((-2,), (-1,)) if name in ("query", "key", "value") else None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "rate"),
     [("adamw", 0.03), ("adafactor", 0.03), ("muon", 0.03), ("lion", 0.01), ("sgd", 0.3)],
@@ -259,7 +264,7 @@ def test_a_small_model_learns(name, rate):
     assert losses[-1] < 0.5 * losses[0], losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_sharded_as_params_or_replicated_and_moves_to_the_host(name):
     """And a step with the state in host memory changes no bit."""

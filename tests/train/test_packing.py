@@ -246,6 +246,7 @@ def relative(actual: Any, expected: Any) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_packed_hidden_states_log_probs_and_gradients_equal_a_row_per_completion():
     data, layout = tiny.experience(tiny.rollout(), micro_batch_rows=4)
     policy = tiny.role(MODEL, "policy")
@@ -343,6 +344,7 @@ def test_a_tiles_list_holds_all_that_its_tokens_see(seed, monkeypatch):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "window", "softcap", "kv_heads"),
     [

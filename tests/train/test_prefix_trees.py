@@ -251,6 +251,7 @@ def compare(family: str, tree: Tree, kernel: bool = False, **cut: Any) -> list[f
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "seed", "row_length"),
     [
@@ -265,7 +266,7 @@ def test_log_probs_and_gradients_equal_a_row_per_path(family, seed, row_length):
     assert max(differences) < 2e-6, differences
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama3", "mistral"])
 def test_log_probs_and_gradients_through_the_tpu_kernel_equal_a_row_per_path(family, monkeypatch):
     monkeypatch.setattr(flash_kernels, "BLOCK_SIZES", (128,))

@@ -175,7 +175,7 @@ print("scored", alone)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reward_model_scores_inside_a_run_on_several_devices():
     env = several.virtual_devices(2)
     done = subprocess.run(

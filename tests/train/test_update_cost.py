@@ -63,6 +63,7 @@ def costs(case: tuple[int, int, int], vocabulary: int, arm: str) -> tuple[float,
     return flops, program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "vocabulary", "arm", "flops", "temporary"),
     [

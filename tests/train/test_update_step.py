@@ -132,6 +132,7 @@ print(json.dumps({"steps": results, "cut": t.optimizer_state_of_cut_params()}))
 """
 
 
+@pytest.mark.slow
 def test_empty_micro_batches_are_not_computed():
     """The loss of a micro-batch without tokens is NaN here, and nobody sees it."""
     algorithm = CASES["grpo"][0]
@@ -254,6 +255,7 @@ def test_one_two_and_four_devices_take_the_same_step(on_devices):
             )
 
 
+@pytest.mark.slow
 def test_moments_are_cut_as_their_parameters_are(on_devices):
     found = on_devices["cut"]
     assert all(moment == place for place, *moments in found["moments"] for moment in moments)
@@ -285,6 +287,7 @@ def test_a_step_is_plain_gradient_descent_on_the_trainable_leaves():
     np.testing.assert_allclose(reported["optim/loss"], metrics["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state():
     algorithm, _ = CASES["grpo"]
     state = initial_state(algorithm)
