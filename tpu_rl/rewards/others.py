@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -90,6 +91,26 @@ def implicit(model: str = "", reference: str = "", beta: float = 0.1) -> Reward:
     from tpu_rl.rewards import implicit as implicit_rewards
 
     return implicit_rewards.load(model, reference, beta)
+
+
+def coin(p: float = 0.5) -> Reward:
+    """Return 1 with the probability p, whatever the completion says, else 0.
+
+    The control of a reward: what a run gains from it, no answer has taught (arXiv 2506.10947). The
+    toss is a function of prompt and completion, so that a resumed run sees the same rewards; equal
+    completions of a prompt have equal ones.
+    """
+    composed.require(0 <= p <= 1, f"coin(p={p})", "use a probability from 0 to 1")
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        texts = [
+            f"{text_of(prompt)}\0{text_of(completion)}".encode()
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        tosses = [int.from_bytes(hashlib.sha256(text).digest()[:7]) / 2**56 for text in texts]
+        return [float(toss < p) for toss in tosses]
+
+    return score
 
 
 def environment(

@@ -1,7 +1,8 @@
-"""Terms of a text's form: thoughts in tags, and repetition."""
+"""Terms of a text's form: thoughts in tags, repetition, and how often it says something."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,5 +51,27 @@ def repetition(size: int = 3, penalty: float = -1.0) -> Reward:
         del prompts, completions
         # Without -0.
         return [penalty * share(ids) + 0.0 for ids in completion_ids]
+
+    return score
+
+
+def phrases(any_of: str = "wait|let me check|let me verify|alternatively", most: int = 0) -> Reward:
+    """Return how often each completion says one of the phrases of `any_of`.
+
+    As a metric, `--evaluation.metrics phrases`, it counts signs of reflection over a run (as in
+    arXiv 2503.18892, with words in place of a judge). The sign | separates phrases. Capital letters
+    do not matter, and words count whole. `most` above 0 caps the number.
+    """
+    known = [phrase.strip() for phrase in any_of.split("|")]
+    composed.require(all(known), "phrases(any_of=)", "write phrases between |, as in wait|hmm")
+    composed.require(most >= 0, f"phrases(most={most})", "use 0 for no cap, or a number above it")
+    pattern = re.compile(
+        "|".join(rf"(?<!\w){re.escape(phrase)}(?!\w)" for phrase in known), re.IGNORECASE
+    )
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        del prompts
+        counts = [len(pattern.findall(text_of(completion))) for completion in completions]
+        return [float(min(count, most) if most else count) for count in counts]
 
     return score
