@@ -180,6 +180,8 @@ class ExperienceSpec(NamedTuple):
     """rollouts: the teacher whose log-ratios are the rewards of tokens."""
     expert_column: str | None = None
     """rollouts: column whose text joins each group as a row of `RowSource.EXPERT`."""
+    texts: str | None = None
+    """rollouts: file of texts, one of which joins each group as a row of `RowSource.TEXT`."""
     rows_added: int = 0
     """rollouts: rows that the transforms add to each group."""
 

@@ -182,6 +182,7 @@ class RowSource(IntEnum):
     EXPERT = 1
     HINT = 2
     REPLAY = 3
+    TEXT = 4
 
 
 @struct.dataclass

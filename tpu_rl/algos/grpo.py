@@ -85,6 +85,7 @@ from tpu_rl.losses.policy_gradient import (
     clipped_surrogate,
     policy_loss,
 )
+from tpu_rl.losses.pretraining_mix import PretrainingMix, text_terms
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.robust import Ball
 from tpu_rl.losses.sampler_correction import SamplerCorrection
@@ -114,7 +115,7 @@ ADVANTAGES = {
 
 
 @dataclass(frozen=True)
-class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
+class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
     """Settings of every method with a group baseline. Lengths are tokens; coefficients multiply
     nats."""
 
@@ -186,6 +187,7 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     def __post_init__(self):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
+        PretrainingMix.__post_init__(self)
         if min(self.entropy_coef, self.overlong_buffer) < 0:
             raise _invalid("a coefficient or the overlong buffer is negative")
         if self.reward_clip_range is not None and not (
@@ -252,7 +254,9 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl):
     def experience(self) -> ExperienceSpec:
         # The completions of a prompt are compared: one alone would always have advantage 0.
         reads_returns = self.advantages == "max_rl" or self.reward_clip_range is not None
-        spec = ExperienceSpec("rollouts", smallest_group=2, raw_returns=reads_returns)
+        spec = self.with_texts(
+            ExperienceSpec("rollouts", smallest_group=2, raw_returns=reads_returns)
+        )
         clip = self.reward_clip_range
         if self.advantages != "max_rl" or (clip is not None and clip[0] >= 0):
             return spec
@@ -357,6 +361,7 @@ def group_policy_gradient(
 
     It learns from a Rollout. Its state is that of the controllers of its configuration.
     """
+    further_terms = {**further_terms, **text_terms(config)}
     advantage = ADVANTAGES[config.advantages]
     if config.normalize_advantages:
         advantage = partial(normalized_advantages, advantage)

@@ -126,10 +126,11 @@ class MixedConfig(GrpoConfig):
 
     @property
     def experience(self) -> ExperienceSpec:
-        return super().experience._replace(
+        spec = super().experience
+        return spec._replace(
             columns=("prompt", self.column),
             expert_column=self.column,
-            rows_added=1,
+            rows_added=spec.rows_added + 1,
             raw_returns=True,
         )
 
@@ -214,7 +215,8 @@ def mixed(config: MixedConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             weights["solution"] *= share
             if config.method == "chord":
                 weights |= {
-                    name: (1.0 - share) * weights[name] for name in weights.keys() - {"solution"}
+                    name: (1.0 - share) * weights[name]
+                    for name in weights.keys() - {"solution", "pretraining"}
                 }
         return replace(batch, weights=weights), state
 

@@ -49,6 +49,7 @@ from tpu_rl.losses.policy_batch import (
     reference_penalty,
 )
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
+from tpu_rl.losses.pretraining_mix import PretrainingMix, text_terms
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.losses.value_loss import Critic, Targets
@@ -65,7 +66,7 @@ from tpu_rl.types import (
 
 
 @dataclass(frozen=True)
-class PpoConfig(SamplerCorrection, ReferenceKl):
+class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
     """Coefficients multiply nats, or units of reward."""
 
     critic: Critic = Critic()
@@ -97,6 +98,7 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
     def __post_init__(self):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
+        PretrainingMix.__post_init__(self)
         numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
         positive = (self.clip_low, self.clip_high, self.lam_alpha, self.normalized_reward_clip)
         dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
@@ -115,7 +117,8 @@ class PpoConfig(SamplerCorrection, ReferenceKl):
 
     @property
     def experience(self) -> ExperienceSpec:
-        return ExperienceSpec("rollouts", raw_returns=self.positive_coef > 0)
+        spec = ExperienceSpec("rollouts", raw_returns=self.positive_coef > 0)
+        return self.with_texts(spec)
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
@@ -137,6 +140,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
     policy = roles["policy"]
     critic = config.critic
     controllers = kl_controllers(config) | running_returns(config.normalized_reward_clip)
+    terms = text_terms(config)
     surrogate = partial(
         clipped_surrogate,
         clip_low=config.clip_low,
@@ -203,6 +207,9 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             "value": layout.pack(weighting(valued)),
             "positive": layout.pack(weighting(right)),
         }
+        for name, term in terms.items():
+            assert term.weights is not None
+            further_weights[name] = layout.pack(term.weights(rollout, layout))
         if "kl_scale" in controllers:
             further_weights["kl"] = packed.weights["policy"] * kl_scale
         targets = value_loss.targets(returns, values, valued, layout)
@@ -221,7 +228,8 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             sampling.temperature,
             entropy_gradient=config.entropy_coef > 0,
         )
-        # - sum w min(ratio A, clip(ratio) A) - entropy_coef H + kl_loss_coef KL.
+        # - sum w min(ratio A, clip(ratio) A) - entropy_coef H + kl_loss_coef KL, and the texts'
+        # - pretraining_coef mean log p.
         total, metrics = policy_loss(
             token_log_probs,
             batch,
@@ -229,6 +237,7 @@ def ppo(config: PpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_loss_coef,
             kl_estimator=config.kl_estimator,
+            further_terms=terms,
         )
         # + coef * sum w 1/2 (V - R)^2, clipped around the V of `make_batch`.
         values = value_loss.values(

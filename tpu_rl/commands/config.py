@@ -628,6 +628,7 @@ def require_trainable(config: ExperimentConfig) -> None:
     config_checks.check_training(algorithms, config.sampling)
     config_checks.check_pairs(specs, config.reward, config.batch, config.sampling)
     config_checks.check_dynamic_sampling(config.rollout, config.batch, specs)
+    config_checks.check_added_rows(specs, config.environment or config.agent)
     config_checks.check_variance_filter(config.rollout, config.batch, specs)
     config_checks.check_likelihood(
         config.rollout,

@@ -487,6 +487,20 @@ def check_dynamic_sampling(
         )
 
 
+def check_added_rows(specs: Sequence[ExperienceSpec], conversations: str) -> None:
+    """Check that rows which join a group have completions of single turns beside them.
+
+    `conversations` names the environment or agent that answers the policy, "" without one.
+    """
+    if conversations and any(spec.rows_added for spec in specs):
+        raise InputError(
+            "solutions and texts cannot join conversations",
+            where=f"--environment or --agent {conversations}, and --algorithm",
+            why="a row that joins a group stands beside completions of a single turn",
+            fix="train without it, or without solutions and --algorithm.pretraining-path",
+        )
+
+
 def check_variance_filter(
     rollout: RolloutConfig, batch: BatchConfig, specs: Sequence[ExperienceSpec]
 ) -> None:

@@ -23,7 +23,7 @@ from tpu_rl.data import Row
 from tpu_rl.data.shapes import SYSTEM_COLUMNS
 from tpu_rl.errors import InputError
 from tpu_rl.experience import tasks
-from tpu_rl.experience.transforms import text_of_column
+from tpu_rl.experience.transforms import read_texts, text_of_column
 from tpu_rl.tokenizers import Tokenizer, conversations
 from tpu_rl.tokenizers.tokenizer import END_OF_THINK
 
@@ -52,10 +52,13 @@ def check(config: ExperimentConfig, tokenizer: Tokenizer, vocab_size: int) -> li
         InputError: if one of the rows cannot be encoded, or has ids beyond the embedding; with the
             line of the row.
     """
-    if not isinstance(config.data, FileData) or config.data.path is None:
-        return []
     warnings: list[str] = []
     experiences = [stage.algorithm.experience for stage in config.stages]
+    for path in dict.fromkeys(spec.texts for spec in experiences if spec.texts is not None):
+        texts = ExperienceSpec("demonstrations", ("messages",), sampled_by=None)
+        warnings += _check_rows(config, texts, read_texts(path), tokenizer, vocab_size)
+    if not isinstance(config.data, FileData) or config.data.path is None:
+        return warnings
     specs = {spec.columns: spec for spec in experiences}
     for spec in specs.values():
         rows, held_out = tasks.file_rows(config.data, spec, config.evaluation.rows)

@@ -161,8 +161,9 @@ def longest_texts(batch: BatchConfig, sampling: SamplingConfig, spec: Experience
     value = None if spec.prompt_value is None else floats[:, 0]
     rollout = (tokens, mask, floats, floats, floats, group, steps, keys, flags, flags)
     source = np.zeros(len(group), np.int8) if spec.rows_added else None
+    tree = (np.arange(len(group), dtype=np.int32), steps) if spec.texts else (None, None)
     fields: dict[type, tuple[Any, ...]] = {
-        Rollout: (*rollout, None, None, None, value, source),
+        Rollout: (*rollout, *tree, None, value, source),
         Demonstrations: (tokens, mask, group, floats),
         Completions: (tokens, mask, group, flags),
         Pairs: (tokens, mask, group, flags, floats[:, 0], floats),

@@ -9,6 +9,7 @@ the same ones, in order, to the whole batch of a step. Metrics and records are m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_rl import rewards
+from tpu_rl import data, rewards
 from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue
 from tpu_rl.data import Row
 from tpu_rl.errors import InputError
@@ -50,6 +51,8 @@ def of_algorithm(spec: ExperienceSpec, tokenizer: Tokenizer) -> tuple[Transform,
         chain = (expert_of_column(spec.expert_column, tokenizer),)
     if spec.transforms is not None:
         chain += tuple(spec.transforms(tokenizer))
+    if spec.texts is not None:
+        chain += (text_of_file(spec.texts, tokenizer),)
     if not chain:
         return ()
 
@@ -152,12 +155,15 @@ def normalized_rewards(terms: Sequence[rewards.RewardTerm]) -> Transform:
 
 @dataclass(frozen=True)
 class AddedRow:
-    """A completion of a group's prompt that the policy did not write."""
+    """A row that the policy did not write: a completion of its group's prompt, or a text."""
 
     token_ids: Sequence[int]
-    """The completion, with its end-of-sequence token."""
+    """The completion, with its end-of-sequence token, or the whole text."""
     text: str
-    """The completion, for people."""
+    """The same, for people."""
+    learned: Sequence[bool] | None = None
+    """The tokens of a text that are learned. None: the row is a completion of the group's prompt.
+    """
 
 
 def text_of_column(row: Row, column: str) -> str:
@@ -196,6 +202,45 @@ def expert_of_column(column: str, tokenizer: Tokenizer) -> Transform:
         return add_rows(scored, experts, RowSource.EXPERT)
 
     return add_expert
+
+
+def read_texts(path: str) -> data.StoredRows:
+    """Return the rows of a file that SFT reads: texts, prompts with completions, or conversations.
+
+    Raises:
+        InputError: if the file cannot be read, or has other rows.
+    """
+    is_chat = "messages" in data.first_row(path)
+    return data.read(path, ("messages",) if is_chat else ("prompt", "completion"))
+
+
+def text_of_file(path: str, tokenizer: Tokenizer) -> Transform:
+    """Build the transform that adds a text of a file to each group.
+
+    The texts of a batch are a function of its step: the file in another order each time that it is
+    through. Texts are cut at the end of the batch's columns.
+    """
+    rows = read_texts(path)
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng(epoch).permutation(len(rows))
+
+    def add_texts(scored: Scored, step: int, state: TrainState) -> Scored:
+        del state
+        columns = np.asarray(scored.rollout.tokens).shape[1]
+        texts = []
+        for number in range(step * len(scored.rows), (step + 1) * len(scored.rows)):
+            epoch, place = divmod(number, len(rows))
+            row = rows[int(order(epoch)[place])]
+            encoded = data.demonstrations([row], tokenizer, columns)
+            mask = np.asarray(encoded.action_mask)[0]
+            ids = np.asarray(encoded.tokens)[0][: len(mask) - int(mask[::-1].argmax())]
+            learned = mask[: len(ids)].tolist()
+            texts.append([AddedRow(ids.tolist(), tokenizer.decode(ids.tolist()), learned)])
+        return add_rows(scored, texts, RowSource.TEXT)
+
+    return add_texts
 
 
 def add_rows(
@@ -238,11 +283,15 @@ def add_rows(
     tokens = np.array(widened.rollout.tokens)
     action_mask = np.array(widened.rollout.action_mask)
     columns = tokens.shape[1]
+    # Texts share no prompt with their group, so that each row has to say what it shares.
+    new_starts = first_of_runs(np.asarray(widened.rollout.group_id))
+    first_of_group = np.repeat(new_starts, np.diff([*new_starts, len(tokens)]))
+    shared = action_mask.argmax(-1) * (np.arange(len(tokens)) != first_of_group)
     completions = list(widened.completions)
     faults = list(widened.faults)
     for place in is_added:
         added = flat[order[place] - len(group_id)]
-        start = int(action_mask[place].argmax())
+        start = 0 if added.learned is not None else int(action_mask[place].argmax())
         end = start + len(added.token_ids)
         action_mask[place] = False
         tokens[place, start:] = 0
@@ -251,8 +300,12 @@ def add_rows(
         if end > columns:
             faults[place] = f"a row of {source.name.lower()} exceeds the {columns} tokens of rows"
             continue
+        if added.learned is not None and not any(added.learned):
+            faults[place] = f"a text has nothing to learn within the {columns} tokens of rows"
         tokens[place, start:end] = added.token_ids
-        action_mask[place, start:end] = True
+        action_mask[place, start:end] = True if added.learned is None else added.learned
+        if added.learned is not None:
+            shared[place] = 0
 
     def cleared(values: Any, value: float = 0.0) -> np.ndarray:
         result = np.array(values)
@@ -262,8 +315,13 @@ def add_rows(
     rollout = widened.rollout
     per_token = {
         name: cleared(getattr(rollout, name))
-        for name in ("log_probs", "behaviour_log_probs", "rewards")
+        for name in ("log_probs", "behaviour_log_probs", "rewards", "routing")
+        if getattr(rollout, name) is not None
     }
+    if any(added.learned is not None for added in flat):
+        own = np.arange(len(tokens))
+        per_token["parent"] = np.where(shared > 0, first_of_group, own).astype(np.int32)
+        per_token["shared"] = shared.astype(np.int32)
     return replace(
         widened,
         rollout=replace(

@@ -41,14 +41,18 @@ def off_policy(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) ->
     return tiny.sampled_near(data, MODEL, tiny.init_params(MODEL)["policy"], noise=0.4)
 
 
-def with_experts(groups: tiny.Groups = tiny.GROUPS, columns: int | None = None) -> Rollout:
-    """Sample completions, and let the last one of each group be an expert's."""
+def with_experts(
+    groups: tiny.Groups = tiny.GROUPS,
+    columns: int | None = None,
+    source: RowSource = RowSource.EXPERT,
+) -> Rollout:
+    """Sample completions, and let the last one of each group be an expert's, or a text."""
     data = off_policy(groups, columns)
     is_expert = data.group_id != jnp.append(data.group_id[1:], -1)
     known = jnp.where(is_expert[:, None], 0.0, 1.0)
     return replace(
         data,
-        source=jnp.where(is_expert, RowSource.EXPERT, RowSource.POLICY).astype(jnp.int8),
+        source=jnp.where(is_expert, source, RowSource.POLICY).astype(jnp.int8),
         scored=data.scored & ~is_expert,
         rewards=data.rewards * known,
         log_probs=data.log_probs * known,

@@ -1,0 +1,61 @@
+"""The pretraining mix of PPO-ptx: texts that the policy goes on imitating while it learns.
+
+    loss  =  the method's  -  pretraining_coef mean_t log p(x_t)  (InstructGPT, arXiv 2203.02155)
+
+The mean is over the learned tokens of the optimizer step's texts. One text joins each group as a
+row of `RowSource.TEXT`; no baseline, reward or metric of the policy reads it.
+
+Deviation: log-probs are at the sampling temperature, as those of the policy's own tokens are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpu_rl.algorithm_spec import ExperienceSpec
+from tpu_rl.errors import InputError
+from tpu_rl.losses import masked
+from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
+from tpu_rl.losses.policy_gradient import LossTerm
+from tpu_rl.types import Array, Layout, Rollout, RowSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingMix:
+    """Settings of every method that can go on imitating texts."""
+
+    pretraining_path: str | None = None
+    """File of texts, or of rows for SFT, that the policy goes on imitating: one for each prompt of
+    a step, in an order of its own (PPO-ptx)."""
+    pretraining_coef: float = 0.0
+    """Coefficient of the texts' negative log-likelihood per token."""
+
+    def __post_init__(self):
+        if self.pretraining_coef < 0 or (self.pretraining_coef > 0) != bool(self.pretraining_path):
+            raise InputError(
+                f"texts to imitate {self.pretraining_path} have the coefficient "
+                f"{self.pretraining_coef:g}",
+                where="--algorithm.pretraining-path, --algorithm.pretraining-coef",
+                fix="give a file and a coefficient above 0, e.g. 0.05, or none of the two",
+            )
+
+    def with_texts(self, spec: ExperienceSpec) -> ExperienceSpec:
+        """Return the spec with a text in each group, if there is a file of them."""
+        if self.pretraining_path is None:
+            return spec
+        return spec._replace(texts=self.pretraining_path, rows_added=spec.rows_added + 1)
+
+
+def text_terms(config: PretrainingMix) -> dict[str, LossTerm]:
+    """Return the term "pretraining" of a loss, or none without a coefficient."""
+
+    def weights(rollout: Rollout, layout: Layout) -> Array:
+        learned = actions_of(rollout, RowSource.TEXT)
+        mean = masked.token_mean(learned, layout.minibatch, layout.minibatches)
+        return config.pretraining_coef * mean
+
+    def losses(log_probs: Array, batch: PolicyBatch) -> Array:
+        del batch
+        return -log_probs
+
+    return {"pretraining": LossTerm(weights, losses)} if config.pretraining_coef else {}
