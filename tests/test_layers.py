@@ -17,7 +17,7 @@ from tpu_rl.commands import cli
 LIBRARY = Path(tpu_rl.__file__).parent
 TESTS = Path(__file__).parent
 
-BASICS = {"types", "errors", "sums"}
+BASICS = {"types", "errors", "sums", "ranges"}
 STATE = BASICS | {"train.sharding"}
 MODEL_CODE = STATE | {"losses", "models", "tokenizers", "data", "algorithm_spec"}
 WORKERS = {"runtime.workers", "runtime.worker_child", "runtime.verl_rewards", "runtime.segments"}
@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "sums": {"types"},
     "redaction": set(),
     "errors": {"redaction"},
+    "ranges": {"errors"},
     "run_files": {"errors"},
     "metrics": {"redaction", "errors", "run_files"},
     "untrusted_files": {"errors"},

@@ -153,5 +153,5 @@ def test_rows_without_a_score_for_each_completion_are_refused(completions, score
 
 
 def test_settings_out_of_range_are_refused():
-    with pytest.raises(InputError, match="out of range"):
+    with pytest.raises(InputError, match="must be at least 2"):
         ScoredCompletionsConfig(max_completions=1)

@@ -90,7 +90,7 @@ def test_process_supervision_scales_the_rewards_of_all_steps_together():
         (lambda: GrpoConfig(separators=(3,)), "steps have none"),
         (lambda: PpoConfig(separators=(3,)), "steps have none"),
         (lambda: DirectAdvantageConfig(beta=0), "beta"),
-        (lambda: PrimeConfig(process_beta=0), "out of range"),
+        (lambda: PrimeConfig(process_beta=0), "must be above 0"),
         (lambda: PrimeConfig(kl_loss_coef=0.1, reference_reset_every=5), "stays"),
     ],
 )

@@ -18,7 +18,6 @@ from tpu_rl.losses.advantages import (
     length_weighted,
     mean_scaled,
     unequal_groups,
-    zero_variance_groups,
 )
 
 NAN = float("nan")
@@ -128,7 +127,6 @@ def test_equal_returns_give_exactly_zero(advantage, level):
     returns, scored = jnp.full(16, level), jnp.ones(16, bool)
     group = jnp.array([0] * 3 + [1] * 6 + [2] * 7)
     np.testing.assert_array_equal(advantage(returns, group, scored), np.zeros(16))
-    assert jnp.all(zero_variance_groups(returns, group, scored))
 
 
 @pytest.mark.parametrize("advantage", EVERY)
@@ -166,12 +164,6 @@ def test_a_lone_completion_has_no_advantage(advantage):
         jnp.array([3.0, 1.0, NAN]), jnp.array([0, 1, 2]), jnp.array([True, True, False])
     )
     np.testing.assert_array_equal(values, np.zeros(3))
-
-
-def test_zero_variance_groups():
-    np.testing.assert_array_equal(
-        zero_variance_groups(RETURNS, GROUP, SCORED), [0, 0, 0, 1, 1, 0, 0, 0]
-    )
 
 
 def test_soft_overlong_penalty_at_its_corners():

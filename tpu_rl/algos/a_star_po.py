@@ -43,6 +43,7 @@ from tpu_rl.losses.policy_gradient import (
     token_metrics,
 )
 from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.ranges import Count, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -59,20 +60,13 @@ from tpu_rl.types import (
 class AStarPoConfig(SamplerCorrection):
     """The betas are in units of reward per nat."""
 
-    beta: float = 1e-3
+    beta: Positive = 1e-3
     """KL coefficient of the problem that the policy solves."""
-    value_beta: float = 0.5
+    value_beta: Positive = 0.5
     """KL coefficient in the estimate of V*. It is far above `beta` because a few samples say little
     about the best completions."""
-    reference_samples: int = 8
+    reference_samples: Count = 8
     """Completions of the reference from which the V* of a prompt is estimated."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if min(self.beta, self.value_beta, self.reference_samples) <= 0:
-            raise InputError(
-                "a setting of A*-PO is not positive", where="--algorithm", fix="see --help-all"
-            )
 
     @property
     def experience(self) -> ExperienceSpec:

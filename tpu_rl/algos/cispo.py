@@ -21,12 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.algos.grpo import GroupPolicyConfig, check_clip_range, group_policy_gradient
+from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
 from tpu_rl.losses.policy_gradient import Surrogate, importance_ratio
+from tpu_rl.ranges import In, Positive
 from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
 
@@ -34,14 +36,10 @@ from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 class CispoConfig(GroupPolicyConfig):
     """Lengths are tokens; coefficients multiply nats."""
 
-    clip_low: float | None = None
+    clip_low: Annotated[float, In("(0, 1)")] | None = None
     """The ratio's weight is at least 1 - clip_low; None sets no lower bound."""
-    clip_high: float = 4.0
+    clip_high: Positive = 4.0
     """The ratio's weight is at most 1 + clip_high."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_clip_range(0.5 if self.clip_low is None else self.clip_low, self.clip_high)
 
 
 def cispo_surrogate(

@@ -23,12 +23,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import moving_reference, with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import actions_of, learned_tokens
+from tpu_rl.ranges import CountOrNone, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -49,20 +50,15 @@ from tpu_rl.types import (
 class DirectAdvantageConfig:
     """Advantages are in units of reward."""
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Reward per nat of log-ratio."""
     separators: tuple[int, ...] = ()
     """Ids of the tokens that end a step. The last token of a completion always ends one."""
-    reference_every: int = 0
+    reference_every: CountOrNone = 0
     """Optimizer steps after which the reference becomes the policy; 0 keeps the first one."""
 
     def __post_init__(self):
-        if self.beta <= 0 or self.reference_every < 0:
-            raise InputError(
-                "beta is not above 0, or a number of steps is negative",
-                where="--algorithm",
-                fix="see --help-all",
-            )
+        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -31,10 +31,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, teachers
+from tpu_rl.ranges import Count, Positive, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -66,41 +68,31 @@ class DistillConfig:
     """teacher: the teacher itself. extrapolated: a point on the line from the reference
     (--model.path) through the teacher. contrastive: a point beyond the teacher on the line from the
     reverse teacher. See `losses.teachers`."""
-    alpha: float = 1.0
+    alpha: Positive = 1.0
     """Position on that line. With `adaptive`, alpha_t = alpha x total variation distance of the two
     models + 0.001."""
     adaptive: bool = False
     """Choose alpha_t for every token."""
     tvd_half: bool = True
     """False leaves out the 1/2 of the total variation distance, as AlignDistil's code does."""
-    beta0: float | None = None
+    beta0: Positive | None = None
     """Weigh each token's divergence by beta0 / alpha_t; all tokens alike if not given."""
-    beta: float = 1.0
+    beta: Share = 1.0
     """Kind of divergence: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy ||
     teacher), between them the Jensen-Shannon divergence."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Compare only the target's k most likely tokens one by one, and all others together. If not
     given, compare the whole vocabulary."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
     """Weights of the tokens: every token alike, or every completion alike (length normalization, 1
     / |y|)."""
-    on_policy: float = 1.0
+    on_policy: Share = 1.0
     """Share of the prompts that the policy completes."""
     off_policy: Literal["data", "teacher"] = "data"
     """Source of the completions of the other prompts."""
 
     def __post_init__(self):
-        if not (0 <= self.beta <= 1 and 0 <= self.on_policy <= 1):
-            raise InputError(
-                f"beta {self.beta} or on_policy {self.on_policy} is not from 0 to 1",
-                where="--algorithm.beta, --algorithm.on-policy",
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(
-                f"top_k {self.top_k} is below 1",
-                where="--algorithm.top-k",
-                fix="use 1 or more, e.g. 32",
-            )
+        ranges.check(self)
         if self.target == "contrastive" and self.teacher_reverse is None:
             raise InputError(
                 "the contrastive target needs a second model",
@@ -112,10 +104,6 @@ class DistillConfig:
                 "adaptive and beta0 need a target on a line",
                 where="--algorithm.target",
                 fix="choose --algorithm.target extrapolated or contrastive",
-            )
-        if min(self.alpha, 1.0 if self.beta0 is None else self.beta0) <= 0:
-            raise InputError(
-                "alpha or beta0 is not above 0", where="--algorithm.alpha, --algorithm.beta0"
             )
 
     @property

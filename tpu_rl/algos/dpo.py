@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
 from tpu_rl.algos.roles import moving_reference
 from tpu_rl.errors import InputError
@@ -42,6 +43,7 @@ from tpu_rl.losses.log_probs import (
     log_probs_of_hidden,
     token_log_probs,
 )
+from tpu_rl.ranges import Count, NotNegative, Positive, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -63,11 +65,11 @@ class DpoConfig:
 
     loss: preference.PairLossName = "sigmoid"
     """Loss of a pair; see `tpu_rl/losses/preference.py`."""
-    loss_weight: float = 1.0
+    loss_weight: Positive = 1.0
     """Weight of that loss in a sum with `further_losses`."""
     further_losses: tuple[str, ...] = ()
     """Losses that are added, each as WEIGHT*NAME. MPO: 0.8 sigmoid, 0.2*bco_pair, rpo_coef 1."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Reward per nat of log-ratio. For orpo, the coefficient of the odds term."""
     label_smoothing: float = 0.0
     """Probability that a label is wrong, for sigmoid (conservative DPO), sigmoid_norm, robust and
@@ -78,7 +80,7 @@ class DpoConfig:
     """Alpha of alphapo; 0 is simpo."""
     reference_free: bool = False
     """Compare log-probs of the policy alone, as CPO does."""
-    tail_weight: float = 1.0
+    tail_weight: Share = 1.0
     """Weight of the tokens that a completion has beyond the length of the shorter one (LD-DPO's
     alpha)."""
     weigh_by_policy: bool = False
@@ -87,7 +89,7 @@ class DpoConfig:
     """Divergence from the reference that the policy is penalized by."""
     f_alpha: float = 0.5
     """Parameter of the divergence "alpha": 1 would be the reverse KL, 0 the forward KL."""
-    rpo_coef: float = 0.0
+    rpo_coef: NotNegative = 0.0
     """Coefficient of the chosen completion's negative log-likelihood per token, added to the loss
     (RPO, arXiv 2404.19733)."""
     robust_radius: float = 0.0
@@ -103,34 +105,25 @@ class DpoConfig:
     pairs: Literal["given", "reference", "policy"] = "given"
     """given: the data file has pairs. reference, policy: completions are sampled from that model
     and compared by --reward; policy is online DPO."""
-    reference_mix: float = 0.0
+    reference_mix: Share = 0.0
     """Share by which the reference moves to the policy: 0 keeps it, 1 resets it (TR-DPO, arXiv
     2404.09656)."""
-    reference_every: int = 64
+    reference_every: Count = 64
     """Optimizer steps between two such moves."""
 
     def __post_init__(self):
+        ranges.check(self)
         problem = self._problem()
         if problem:
             raise InputError(problem, where="--algorithm", fix="see --help-all")
 
     def _problem(self) -> str:
         """Describe a conflict between settings, or return ""."""
-        if self.beta <= 0:
-            return f"beta {self.beta} is not above 0"
         problem = robust.conflict(self.robust_radius, self.robust_ball)
         if problem:
             return problem
-        if self.rpo_coef < 0:
-            return f"rpo_coef {self.rpo_coef} is negative"
-        if not 0 <= self.reference_mix <= 1:
-            return f"reference_mix {self.reference_mix} is not in [0, 1]"
-        if self.reference_every < 1:
-            return f"reference_every {self.reference_every} is below 1"
         if self.reference_mix > 0 and self.reference == "none":
             return f"{self.loss} has no reference that could move"
-        if not 0 <= self.tail_weight <= 1:
-            return f"tail_weight {self.tail_weight} is not in [0, 1]"
         names = self.weights
         if any(not math.isfinite(weight) or weight <= 0 for weight in names.values()):
             return f"a weight of the losses is not above 0: {names}"

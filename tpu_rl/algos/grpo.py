@@ -55,7 +55,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
@@ -89,6 +89,7 @@ from tpu_rl.losses.pretraining_mix import PretrainingMix, text_terms
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.robust import Ball
 from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.ranges import CountOrNone, In, NotNegative, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -143,20 +144,20 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
     loss_aggregation: masked.LossAggregation = "token_mean"
     """Weights of the tokens: every token alike, every completion alike, the sum over a completion
     (sequence_sum), or that divided by the length limit (constant_length)."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus. With an entropy target, its initial value."""
-    entropy_target: float | None = None
+    entropy_target: NotNegative | None = None
     """Nats per token. After each optimizer step the coefficient of the entropy bonus rises if the
     entropy is at most this, and falls otherwise; above the target there is no bonus (Skywork-OR1,
     arXiv 2505.22312)."""
-    entropy_coef_delta: float = 0.005
+    entropy_coef_delta: NotNegative = 0.005
     """Change of the entropy coefficient per optimizer step, with an entropy target."""
-    entropy_coef_max: float = 1.0
+    entropy_coef_max: NotNegative = 1.0
     """Largest entropy coefficient, with an entropy target."""
-    top_entropy_quantile: float = 1.0
+    top_entropy_quantile: Annotated[float, In("(0, 1]")] = 1.0
     """Learn only from this share of the batch's tokens, those with the highest entropy before the
     update (arXiv 2506.01939); 0.2 is usual. The KL in the loss is about all tokens."""
-    reference_reset_patience: int = 0
+    reference_reset_patience: CountOrNone = 0
     """Reset the reference to the policy when the mean return of so many batches was not above the
     best one before (ProRL, arXiv 2505.24864); 0 never. The moments of the optimizer stay."""
     robust_radius: float = 0.0
@@ -165,7 +166,7 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
     robust_ball: Ball = "tv"
     """Divergence that bounds the worst case. With kl and chi_square, robust_radius is its
     coefficient, in units of the return."""
-    overlong_buffer: int = 0
+    overlong_buffer: CountOrNone = 0
     """Soft overlong penalty (DAPO) over this many tokens before the length limit; 0 is off. An
     episode has one, and its observations count."""
     mask_truncated: bool = False
@@ -179,44 +180,47 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
     number; with --algorithm.advantages opo this is the optimal token baseline."""
     separators: tuple[int, ...] = ()
     """Ids of tokens that end a turn, with credit turn or reward: the steps of a text."""
-    gamma: float = 1.0
+    gamma: Annotated[float, In("(0, 1]")] = 1.0
     """Discount per turn of the returns from a turn on."""
-    step_coef: float = 1.0
+    step_coef: NotNegative = 1.0
     """Coefficient of the advantages among turns that answer the same observation; GiGPO's omega."""
 
     def __post_init__(self):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
         PretrainingMix.__post_init__(self)
-        if min(self.entropy_coef, self.overlong_buffer) < 0:
-            raise _invalid("a coefficient or the overlong buffer is negative")
         if self.reward_clip_range is not None and not (
             self.reward_clip_range[0] < self.reward_clip_range[1]
         ):
-            raise _invalid(f"the reward clip range {self.reward_clip_range} holds nothing")
+            raise InputError(
+                f"the reward clip range {self.reward_clip_range} holds nothing",
+                where="--algorithm.reward-clip-range",
+                fix="give the smallest return, then the largest",
+            )
         problem = robust.conflict(self.robust_radius, self.robust_ball)
         if problem:
-            raise _invalid(problem)
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise _invalid(f"top_entropy_quantile {self.top_entropy_quantile} is not in (0, 1]")
-        numbers = (self.entropy_target or 0.0, self.entropy_coef_delta, self.entropy_coef_max)
-        if min(numbers) < 0 or (self.entropy_target and self.entropy_coef > self.entropy_coef_max):
-            raise _invalid("a setting of the entropy target is out of range")
-        if self.entropy_target is None and numbers[1:] != (0.005, 1.0):
+            raise InputError(problem, where="--algorithm.robust-radius", fix="see --help-all")
+        if self.entropy_target and self.entropy_coef > self.entropy_coef_max:
+            raise InputError(
+                f"the entropy coefficient {self.entropy_coef:g} begins above its largest value",
+                where="--algorithm.entropy-coef, --algorithm.entropy-coef-max",
+                fix=f"use at most {self.entropy_coef_max:g}, or raise the largest value",
+            )
+        if self.entropy_target is None and (
+            (self.entropy_coef_delta, self.entropy_coef_max) != (0.005, 1.0)
+        ):
             raise InputError(
                 "the entropy coefficient does not move without a target",
                 where="--algorithm.entropy-coef-delta, --algorithm.entropy-coef-max",
                 fix="give --algorithm.entropy-target, too, near the entropy that runs have",
             )
         patience = self.reference_reset_patience
-        if patience < 0 or (patience and (self.reference_reset_every or not self.has_kl)):
+        if patience and (self.reference_reset_every or not self.has_kl):
             raise InputError(
-                "the patience is negative, nothing reads the reference, or a schedule resets it",
+                "nothing reads the reference, or a schedule resets it",
                 where="--algorithm.reference-reset-patience",
                 fix="give a KL coefficient, and no --algorithm.reference-reset-every",
             )
-        if not 0 < self.gamma <= 1 or self.step_coef < 0:
-            raise _invalid("gamma is not from 0 to 1, or the coefficient of steps is negative")
         if self.credit in ("episode", "token") and self.gamma != 1:
             raise InputError(
                 f"gamma {self.gamma} discounts turns, and credit is not given to turns",
@@ -277,18 +281,12 @@ class GroupPolicyConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
 class GrpoConfig(GroupPolicyConfig):
     """Lengths are tokens; coefficients multiply nats."""
 
-    clip_low: float = 0.2
+    clip_low: Annotated[float, In("(0, 1)")] = 0.2
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
-    clip_high: float = 0.2
+    clip_high: Positive = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, In("(1, inf)")] | None = None
     """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_clip_range(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise _invalid(f"dual clip {self.dual_clip} is not above 1")
 
 
 def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
@@ -309,18 +307,6 @@ def require_returns_above_zero(scored: Any, step: int, state: Any) -> Any:
             fix="use rewards of at least 0, or other advantages",
         )
     return scored
-
-
-def check_clip_range(clip_low: float, clip_high: float) -> None:
-    """Raise InputError unless 0 < clip_low < 1 and clip_high > 0."""
-    if not 0 < clip_low < 1:
-        raise _invalid(f"clip_low {clip_low} is not between 0 and 1")
-    if clip_high <= 0:
-        raise _invalid(f"clip_high {clip_high} is not above 0")
-
-
-def _invalid(what: str) -> InputError:
-    return InputError(what, where="--algorithm", fix="see --help-all")
 
 
 def grpo(config: GrpoConfig, roles: Roles, sampling: Sampling) -> Algorithm:

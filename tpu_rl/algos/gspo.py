@@ -28,15 +28,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.algos.grpo import GroupPolicyConfig, check_clip_range, group_policy_gradient
+from tpu_rl.algos.grpo import GroupPolicyConfig, group_policy_gradient
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_gradient import Surrogate, clipped_ratio_surrogate, importance_ratio
+from tpu_rl.ranges import In, Positive
 from tpu_rl.types import Algorithm, Array, PackedRows, Roles, Sampling
 
 Level = Literal["sequence", "sequence_token", "sequence_product"]
@@ -51,15 +52,14 @@ class GspoConfig(GroupPolicyConfig):
     importance_sampling_level: Level = "sequence"
     """Ratio of the whole completion (GSPO), the token's form of it (GSPO-token), or the ratio
     without length normalization (RLOO in TRL), which wants wider clips: 0.2."""
-    clip_low: float = 3e-4
+    clip_low: Annotated[float, In("(0, 1)")] = 3e-4
     """The length-normalized ratio is clipped to at least 1 - clip_low, hence far smaller than
     GRPO's."""
-    clip_high: float = 4e-4
+    clip_high: Positive = 4e-4
     """The length-normalized ratio is clipped to at most 1 + clip_high."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_clip_range(self.clip_low, self.clip_high)
         if self.credit != "episode" and self.importance_sampling_level != "sequence_token":
             raise InputError(
                 "the ratio of a whole completion cannot give credit to its turns",

@@ -27,12 +27,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, pairs_from
 from tpu_rl.algos.controllers import is_empty
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, preference
 from tpu_rl.losses.log_probs import token_log_probs
+from tpu_rl.ranges import NotNegative, Positive
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -56,25 +57,19 @@ class KtoConfig:
 
     loss: Literal["kto", "bco", "apo_zero"] = "kto"
     """Loss of a completion; see the head of `tpu_rl/algos/kto.py`."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Reward per nat of log-ratio."""
-    good_weight: float = 1.0
+    good_weight: NotNegative = 1.0
     """Weight of good completions. Choose the two weights so that n_good x good_weight is near n_bad
     x bad_weight."""
-    bad_weight: float = 1.0
+    bad_weight: NotNegative = 1.0
     """Weight of bad completions."""
     pairs: Literal["given", "reference"] = "given"
     """given: the data file has judged completions. reference: they are sampled from the reference
     and judged by --reward."""
 
     def __post_init__(self):
-        if self.beta <= 0 or min(self.good_weight, self.bad_weight) < 0:
-            raise InputError(
-                f"beta {self.beta} is not above 0, or a weight of {self.good_weight} and "
-                f"{self.bad_weight} is negative",
-                where="--algorithm",
-                fix="use e.g. 0.1, 1 and 1",
-            )
+        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 
@@ -36,6 +36,7 @@ from tpu_rl.losses.log_probs import frozen_log_probs, k1
 from tpu_rl.losses.policy_batch import PolicyBatch, corrected, pack_policy_batch
 from tpu_rl.losses.policy_gradient import clipped_surrogate, corrected_losses, policy_metrics
 from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.ranges import In, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -54,24 +55,15 @@ class MiniLlmConfig(SamplerCorrection):
     teacher: str
     """A model with the policy's tokenizer, of any size: a directory, a hub id or the model folder
     of a run."""
-    discount: float = 1.0
+    discount: Share = 1.0
     """Discount, per token, of the log-ratios of later tokens."""
     length_normalized: bool = True
     """Take the mean of the later log-ratios instead of their sum, so that long completions get no
     larger advantages."""
     single_step: bool = True
     """Average a token's own log-ratio over the vocabulary instead of sampling it."""
-    clip: float = 0.2
+    clip: Annotated[float, In("(0, 1)")] = 0.2
     """The ratio is clipped to 1 - clip and 1 + clip."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.discount <= 1 or not 0 < self.clip < 1:
-            raise InputError(
-                f"discount {self.discount} or clip {self.clip} is out of range",
-                where="--algorithm.discount, --algorithm.clip",
-                fix="use 1.0 and 0.2",
-            )
 
     @property
     def experience(self) -> ExperienceSpec:

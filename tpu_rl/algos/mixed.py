@@ -34,6 +34,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
 from tpu_rl.losses.policy_gradient import LossTerm, clipped_surrogate
+from tpu_rl.ranges import CountOrNone, Positive, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -69,27 +70,29 @@ class MixedConfig(GrpoConfig):
     """Column of the data rows that holds a solution of the prompt, as a text."""
     phi: bool = True
     """chord: weigh each token of the solution by p (1 - p)."""
-    mu_peak: float = 0.1
+    mu_peak: Share = 0.1
     """chord, relift: the largest weight of the solutions' term."""
-    mu_valley: float = 0.0
+    mu_valley: Share = 0.0
     """chord, relift: the weight after the decay."""
-    mu_warmup_steps: int = 0
+    mu_warmup_steps: CountOrNone = 0
     """chord, relift: optimizer steps until the largest weight."""
-    mu_decay_steps: int = 0
+    mu_decay_steps: CountOrNone = 0
     """chord, relift: optimizer steps of the decay; 0 keeps the largest weight."""
     min_reward: float = 0.5
     """relift: a completion with at least this return is a success."""
     solution_reward: float = 1.0
     """luffy, visurf: the reward of a solution, before a clip and the overlong penalty."""
-    shaping: float = 0.1
+    shaping: Positive = 0.1
     """luffy: gamma of f(p) = p / (p + gamma); smaller numbers learn more from unlikely tokens."""
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.mu_valley <= self.mu_peak <= 1:
-            raise _invalid("mu is from 0 to 1, and mu_valley is at most mu_peak")
-        if min(self.mu_warmup_steps, self.mu_decay_steps) < 0 or self.shaping <= 0:
-            raise _invalid("a number of steps is negative, or the shaping is not above 0")
+        if self.mu_valley > self.mu_peak:
+            raise InputError(
+                f"mu falls to {self.mu_valley:g}, above its peak {self.mu_peak:g}",
+                where="--algorithm.mu-valley, --algorithm.mu-peak",
+                fix="use a valley of at most the peak",
+            )
         names = {name for read in _READS.values() for name in read} - set(_READS[self.method])
         unread = sorted(n for n in names if getattr(self, n) != getattr(MixedConfig, n))
         if unread:
@@ -133,10 +136,6 @@ class MixedConfig(GrpoConfig):
             rows_added=spec.rows_added + 1,
             raw_returns=True,
         )
-
-
-def _invalid(what: str) -> InputError:
-    return InputError(what, where="--algorithm", fix="see --help-all")
 
 
 def mu(config: MixedConfig, step: Array) -> Array:

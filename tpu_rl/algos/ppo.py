@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -53,6 +53,7 @@ from tpu_rl.losses.pretraining_mix import PretrainingMix, text_terms
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
 from tpu_rl.losses.value_loss import Critic, Targets
+from tpu_rl.ranges import In, NotNegative, Positive, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -70,24 +71,24 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
     """Coefficients multiply nats, or units of reward."""
 
     critic: Critic = Critic()
-    lam: float = 0.95
+    lam: Share = 0.95
     """Lambda of the advantages."""
-    lam_alpha: float | None = None
+    lam_alpha: Positive | None = None
     """If given, a completion of l tokens has lambda 1 - 1 / (alpha l) instead."""
     whiten: bool = True
     """Scale advantages to mean 0 and variance 1 over the batch."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, In("(0, 1)")] = 0.2
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
-    clip_high: float = 0.2
+    clip_high: Positive = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
-    normalized_reward_clip: float | None = None
+    normalized_reward_clip: Positive | None = None
     """Divide rewards by the running standard deviation of all returns so far, and clip them to this
     many of it (PPO-max, arXiv 2307.04964); 10 is usual, none leaves rewards alone."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, In("(1, inf)")] | None = None
     """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus."""
-    positive_coef: float = 0.0
+    positive_coef: NotNegative = 0.0
     """Coefficient of the negative log-likelihood of right answers."""
     credit: Literal["token", "turn"] = "token"
     """Unit of the critic's gamma and of lambda: a token, or a turn. With turn, values are learned
@@ -99,14 +100,6 @@ class PpoConfig(SamplerCorrection, ReferenceKl, PretrainingMix):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
         PretrainingMix.__post_init__(self)
-        numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
-        positive = (self.clip_low, self.clip_high, self.lam_alpha, self.normalized_reward_clip)
-        dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
-        in_range = self.lam <= 1 and self.clip_low < 1 < dual_clip
-        if min(numbers) < 0 or 0 in positive or not in_range:
-            raise InputError(
-                "a setting of PPO is out of range", where="--algorithm", fix="see --help-all"
-            )
         if self.credit == "turn" and self.lam_alpha is not None:
             raise InputError(
                 "a lambda that depends on the number of tokens does not suit turns",

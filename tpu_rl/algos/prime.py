@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
 from tpu_rl.losses.policy_batch import PolicyBatch, actions_of, learned_tokens
 from tpu_rl.losses.policy_gradient import clipped_surrogate
+from tpu_rl.ranges import In, NotNegative, Positive
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
@@ -43,26 +44,19 @@ from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, R
 class PrimeConfig(GrpoConfig):
     """GRPO's settings, and those of the process model."""
 
-    process_beta: float = 0.05
+    process_beta: Positive = 0.05
     """Reward per nat of the process model's log-ratio."""
-    process_coef: float = 1.0
+    process_coef: NotNegative = 1.0
     """Coefficient of the advantages from process rewards, beside that of the outcome."""
-    process_gamma: float = 1.0
+    process_gamma: Annotated[float, In("(0, 1]")] = 1.0
     """Discount per token of process rewards."""
-    process_learning_rate_scale: float = 2.0
+    process_learning_rate_scale: Positive = 2.0
     """Learning rate of the process model, as a multiple of the run's."""
     min_reward: float = 0.5
     """A completion with at least this return is a success."""
 
     def __post_init__(self):
         super().__post_init__()
-        numbers = (self.process_beta, self.process_gamma, self.process_learning_rate_scale)
-        if min(numbers) <= 0 or self.process_coef < 0 or self.process_gamma > 1:
-            raise InputError(
-                "a setting of the process model is out of range",
-                where="--algorithm",
-                fix="see --help-all",
-            )
         if self.resets_reference:
             raise InputError(
                 "the reference of process rewards stays",

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
@@ -68,6 +69,7 @@ class ProcessRewardConfig:
     """Weights: every step alike, or every completion alike."""
 
     def __post_init__(self):
+        ranges.check(self)
         names = ("continuations", "min_reward", "hard_labels")
         changed = [n for n in names if getattr(self, n) != getattr(ProcessRewardConfig, n)]
         if self.continuations < 1 or (changed and self.steps != "monte_carlo"):

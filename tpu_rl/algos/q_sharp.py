@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, return_distributions
@@ -51,6 +52,7 @@ from tpu_rl.losses.log_probs import (
     vocabulary,
 )
 from tpu_rl.losses.return_distributions import Support
+from tpu_rl.ranges import Count, CountOrNone, NotNegative, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -91,12 +93,12 @@ class QSharpConfig:
     """Author of the prefixes. guided: the policy that q guides, in the first round the reference;
     the reference continues each from a random token. none: the reference writes the whole answer,
     and all of its tokens are labeled."""
-    next_token_coef: float = 0.0
+    next_token_coef: NotNegative = 0.0
     """Coefficient of q's next-token loss on the tokens that the reference wrote. It keeps what the
     pretrained layers know. Not with `q_model`."""
-    next_token_horizon: int = 1
+    next_token_horizon: Count = 1
     """Predict the tokens up to so many places ahead, each distance with a head of its own."""
-    unlabeled_tokens: int = 0
+    unlabeled_tokens: CountOrNone = 0
     """First tokens of an answer without a label, if the prompt dictates them. Their label would be
     the return of the prompt, for each answer again. Only with `roll_in="none"`."""
     drop_equal_returns: bool = False
@@ -107,7 +109,7 @@ class QSharpConfig:
     """
     q_model: str | None = None
     """Start q as another model with the same tokenizer: a directory or hub id."""
-    kl_coef: float = 0.1
+    kl_coef: Positive = 0.1
     """KL coefficient (the paper's eta) of the guided policy that writes prefixes and is evaluated,
     in units of return per nat. Small values guide strongly. The default is the paper's."""
     candidates: int | None = 20
@@ -117,17 +119,12 @@ class QSharpConfig:
     """V-type only: of the candidates, score only the likeliest that have this share of the
     reference's probability together. 1 scores all. Less is faster, and treats the rest like tokens
     that are no candidates; see `sampler.guided_policy` for how far that moves the distribution."""
-    prompts: int = 256
+    prompts: Count = 256
     """Prompts of a round of data, each with --batch.group-size examples."""
 
     def __post_init__(self):
+        ranges.check(self)
         low, high, atoms = self.support
-        if self.next_token_coef < 0:
-            raise InputError(
-                f"Q# cannot work with the coefficient {self.next_token_coef:g}",
-                where="--algorithm.next-token-coef",
-                fix="use 0 or more; 0.1 is enough to keep what pretraining learned",
-            )
         if self.next_token_coef and self.q_model is not None:
             raise InputError(
                 "q cannot keep a next-token loss if it starts as another model",
@@ -135,17 +132,14 @@ class QSharpConfig:
                 why="the reference's unembedding reads q's hidden states",
                 fix="leave one of the two out",
             )
-        if self.next_token_horizon < 1 or (
-            self.next_token_horizon > 1 and not self.next_token_coef
-        ):
+        if self.next_token_horizon > 1 and not self.next_token_coef:
             raise InputError(
                 f"Q# cannot predict {self.next_token_horizon} tokens ahead",
                 where="--algorithm.next-token-horizon",
-                why="the horizon is 1 or more, and belongs to the loss of --algorithm."
-                "next-token-coef",
+                why="the horizon belongs to the loss of --algorithm.next-token-coef",
                 fix="set --algorithm.next-token-coef too, or leave the horizon at 1",
             )
-        if self.unlabeled_tokens < 0 or (self.unlabeled_tokens and self.roll_in != "none"):
+        if self.unlabeled_tokens and self.roll_in != "none":
             raise InputError(
                 f"Q# cannot leave {self.unlabeled_tokens} first tokens without a label",
                 where="--algorithm.unlabeled-tokens",
@@ -153,11 +147,12 @@ class QSharpConfig:
                 fix="use --algorithm.roll-in none with it, or 0",
             )
         has_candidates = self.q_type == "q" if self.candidates is None else self.candidates > 0
-        if not has_candidates or self.kl_coef <= 0 or self.prompts <= 0:
+        if not has_candidates:
             raise InputError(
-                f"Q# cannot work with {self}",
-                where="--algorithm",
-                fix="use kl_coef, prompts and candidates above 0; Q-type may score all candidates",
+                f"Q# cannot work with {self.candidates} candidates",
+                where="--algorithm.candidates",
+                why="q scores each candidate; only a Q-type q scores the whole vocabulary",
+                fix="use a number above 0, e.g. 20",
             )
         if not 0 < self.candidate_mass <= 1 or (self.candidate_mass < 1 and self.q_type == "q"):
             raise InputError(

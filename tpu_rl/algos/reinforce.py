@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
 from tpu_rl.algorithm_spec import ExperienceSpec, PromptValue, RoleSpec
 from tpu_rl.algos.controllers import combined, kl_controllers
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.losses.policy_batch import (
@@ -43,6 +42,7 @@ from tpu_rl.losses.policy_batch import (
 from tpu_rl.losses.policy_gradient import clipped_surrogate, policy_loss
 from tpu_rl.losses.reference_kl import ReferenceKl
 from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.ranges import In, NotNegative, Positive
 from tpu_rl.types import Algorithm, Array, Experience, Metrics, Params, Roles, Rollout, Sampling
 
 
@@ -56,15 +56,15 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
     whiten: bool = True
     """Scale advantages to mean 0 and variance 1 over the batch."""
     loss_aggregation: Literal["token_mean", "constant_length"] = "token_mean"
-    gamma: float = 1.0
+    gamma: Annotated[float, In("(0, 1]")] = 1.0
     """Discount per token, or per turn if `credit` is."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, In("(0, 1]")] = 0.2
     """A ratio below 1 - clip_low has no gradient where the advantage is negative."""
-    clip_high: float = 0.2
+    clip_high: Positive = 0.2
     """A ratio above 1 + clip_high has no gradient where the advantage is positive."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, In("(1, inf)")] | None = None
     """Cap on the loss of a bad action, in units of |A|; 3 is usual."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus."""
     credit: Literal["token", "turn"] = "token"
     """Return of a token: the rewards from it on (token), or from its turn on (turn). With turn, the
@@ -73,14 +73,6 @@ class ReinforceConfig(SamplerCorrection, ReferenceKl):
     def __post_init__(self):
         SamplerCorrection.__post_init__(self)
         ReferenceKl.__post_init__(self)
-        numbers = [x for x in vars(self).values() if isinstance(x, int | float)]
-        positive = (self.clip_low, self.clip_high, self.gamma)
-        dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
-        in_range = max(self.clip_low, self.gamma) <= 1 < dual_clip
-        if min(numbers) < 0 or 0 in positive or not in_range:
-            raise InputError(
-                "a setting of REINFORCE is out of range", where="--algorithm", fix="see --help-all"
-            )
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_from
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
@@ -39,6 +40,7 @@ from tpu_rl.losses.preference import (
     pair_weights,
 )
 from tpu_rl.losses.robust import Ball, conflict, worst_case_by_step
+from tpu_rl.ranges import Count, NotNegative, Share
 from tpu_rl.train import packing
 from tpu_rl.types import (
     Algorithm,
@@ -61,40 +63,35 @@ class RewardModelConfig:
     pairs: Literal["given", "reference"] = "given"
     """given: the data file has pairs. reference: completions are sampled from the model as it
     starts and compared by --reward."""
-    heads: int = 1
+    heads: Count = 1
     """Members of the ensemble on one trunk."""
-    trunks: int = 1
+    trunks: Count = 1
     """Members with models of their own, each with `heads` heads; saved as model, reward_1,
     reward_2, ..."""
-    penalty: float = 0.0
+    penalty: NotNegative = 0.0
     """Multiple of the members' standard deviation that is subtracted from their mean, in metrics
     and wherever the model is used."""
     bootstrap: bool = False
     """Each member learns from its own resample of the pairs."""
-    margin_coef: float = 1.0
+    margin_coef: NotNegative = 1.0
     """Coefficient of the margin that the data give a pair (sampled pairs: the difference of
     --reward)."""
-    centering_coef: float = 0.0
+    centering_coef: NotNegative = 0.0
     """Coefficient of the squared sum of a pair's rewards; 0.01 holds them around zero."""
     robust_radius: float = 0.0
     """Total variation within which the worst weights of an optimizer step's pairs are used."""
     robust_ball: Ball = "tv"
     """Divergence that bounds the worst case; for kl and chi_square robust_radius is its
     coefficient (see `tpu_rl/losses/robust.py`)."""
-    worst_share: float = 0.0
+    worst_share: Share = 0.0
     """Share of the smallest member in the ensemble's score; the mean has the rest (BRME, arXiv
     2409.15360). 1 is the smallest member alone."""
 
     def __post_init__(self):
-        coefficients = min(self.penalty, self.margin_coef, self.centering_coef)
-        in_range = 0 <= self.worst_share <= 1
-        in_range &= not conflict(self.robust_radius, self.robust_ball)
-        if min(self.heads, self.trunks) < 1 or coefficients < 0 or not in_range:
-            raise InputError(
-                "a setting of the reward model is out of range",
-                where="--algorithm",
-                fix="use 1 or more heads and trunks, a radius of at most 1, and nothing negative",
-            )
+        ranges.check(self)
+        problem = conflict(self.robust_radius, self.robust_ball)
+        if problem:
+            raise InputError(problem, where="--algorithm.robust-radius", fix="see --help-all")
 
     @property
     def experience(self) -> ExperienceSpec:

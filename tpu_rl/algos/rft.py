@@ -28,10 +28,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import Acceptance, ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import moving_reference
 from tpu_rl.algos.sft import SftConfig, sft
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import Count, CountOrNone
 from tpu_rl.types import Algorithm, Roles, Sampling
 
 
@@ -49,20 +51,15 @@ class RftConfig:
     completions of each prompt, whatever their rewards are."""
     min_reward: float = 0.5
     """The smallest reward of a completion that passes."""
-    max_per_prompt: int | None = None
+    max_per_prompt: Count | None = None
     """The largest number of different completions of a prompt to learn from, the best ones. If not
     given, learn from all."""
-    round_steps: int = 0
+    round_steps: CountOrNone = 0
     """Expert iteration: the reference is set to the policy every so many optimizer steps. 0 never
     moves it."""
 
     def __post_init__(self):
-        if self.max_per_prompt is not None and self.max_per_prompt < 1:
-            raise InputError(
-                f"max_per_prompt {self.max_per_prompt} is below 1",
-                where="--algorithm.max-per-prompt",
-                fix="use at least 1, or None to learn from all",
-            )
+        ranges.check(self)
         if self.keep == "best" and self.max_per_prompt is None:
             raise InputError(
                 "how many of the best completions count is not given",

@@ -25,17 +25,18 @@ its own; its mean over tokens is per prompt. Of equal scores the first counts as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.ranges import In, NotNegative, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -59,23 +60,18 @@ class ScoredCompletionsConfig:
     scores: Literal["given", "reference", "policy"] = "given"
     """given: rows bring completions with scores. reference, policy: completions are sampled from
     that model and scored by --reward."""
-    max_completions: int = 8
+    max_completions: Annotated[int, In("[2, inf)")] = 8
     """The most completions of a prompt."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """tpo: coefficient of a difference of log-probs. prdp: reward per nat."""
-    nll_coef: float = 1.0
+    nll_coef: NotNegative = 1.0
     """rrhf, tpo: coefficient of the likelihood of the best completion."""
-    clip: float = 0.2
+    clip: Positive = 0.2
     """prdp: nats that a completion's log-prob may move per batch. a_lol: range of the ratio around
     1."""
 
     def __post_init__(self):
-        if self.max_completions < 2 or min(self.beta, self.clip) <= 0 or self.nll_coef < 0:
-            raise InputError(
-                "a setting of scored completions is out of range",
-                where="--algorithm",
-                fix="use 2 or more completions, beta and clip above 0, and nothing negative",
-            )
+        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 
@@ -34,6 +34,7 @@ from tpu_rl.losses.log_probs import token_log_probs
 from tpu_rl.losses.policy_batch import PolicyBatch, corrected, learned_tokens, pack_policy_batch
 from tpu_rl.losses.policy_gradient import clipped_surrogate, corrected_losses, policy_metrics
 from tpu_rl.losses.sampler_correction import SamplerCorrection
+from tpu_rl.ranges import In, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -53,24 +54,17 @@ class SelfDistillConfig(SamplerCorrection):
     """Column of the data rows that holds the hint, as a text."""
     template: str = "{prompt}\n\n{hint}"
     """The teacher's prompt. In a conversation, its last message is the {prompt}."""
-    reference_mix: float = 0.0
+    reference_mix: Share = 0.0
     """The share by which the teacher moves towards the policy; 0: it stays the first model."""
     reference_every: int = 1
     """Updates between these moves."""
-    discount: float = 0.0
+    discount: Share = 0.0
     """Discount, per token, of the log-ratios of later tokens."""
-    clip: float = 0.2
+    clip: Annotated[float, In("(0, 1)")] = 0.2
     """The ratio is clipped to 1 - clip and 1 + clip."""
 
     def __post_init__(self):
         super().__post_init__()
-        if not (0 <= self.discount <= 1 and 0 < self.clip < 1 and 0 <= self.reference_mix <= 1):
-            raise InputError(
-                f"discount {self.discount}, clip {self.clip} or reference_mix "
-                f"{self.reference_mix} is out of range",
-                where="--algorithm.discount, --algorithm.clip, --algorithm.reference-mix",
-                fix="use 0, 0.2 and 0.05",
-            )
         if self.reference_every < 1 or (self.reference_every > 1 and not self.reference_mix):
             raise InputError(
                 f"the teacher moves every {self.reference_every} updates, by nothing",

@@ -20,11 +20,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec, ScoreReadout, pairs_from
 from tpu_rl.algos.roles import with_reference
-from tpu_rl.errors import InputError
 from tpu_rl.losses import masked, reward_score
 from tpu_rl.losses.preference import bradley_terry, pair_metrics, pair_scores, pair_weights
+from tpu_rl.ranges import NotNegative
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -48,17 +49,16 @@ class SentenceRewardConfig:
     aggregate: reward_score.Aggregate = "attention"
     """Score of a completion from the worths of its sentences: a learned weighted mean, or the sum.
     """
-    margin_coef: float = 1.0
+    margin_coef: NotNegative = 1.0
     """Coefficient of the margin that the data give a pair."""
-    centering_coef: float = 0.0
+    centering_coef: NotNegative = 0.0
     """Coefficient of the squared sum of a pair's scores."""
     pairs: Literal["given", "reference"] = "given"
     """given: the data file has pairs. reference: completions are sampled from the model as it
     starts and compared by --reward."""
 
     def __post_init__(self):
-        if min(self.margin_coef, self.centering_coef) < 0:
-            raise InputError("a coefficient is negative", where="--algorithm", fix="use 0 or more")
+        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

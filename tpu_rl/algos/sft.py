@@ -26,11 +26,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.roles import with_reference
 from tpu_rl.errors import InputError
 from tpu_rl.losses import advantages, masked, teachers
 from tpu_rl.losses.log_probs import frozen_log_probs, token_log_probs
+from tpu_rl.ranges import NotNegative, Positive, Share
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -56,36 +58,25 @@ class SftConfig:
     loss: Literal["nll", "dft"] = "nll"
     """Loss of a token: its negative log-likelihood, or dynamic fine-tuning's, which weighs that by
     the token's probability."""
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     """Coefficient of the KL, in nats per token, from the policy before training."""
 
     author: str | None = None
     """The model that wrote the data, for PEAR's importance weights: a directory, a hub id or the
     model folder of a run."""
-    author_gamma: float = 0.999
+    author_gamma: Share = 0.999
     """PEAR's discount of the later tokens of a completion."""
-    author_cap: float = 2.0
+    author_cap: Positive = 2.0
     """The largest of PEAR's weights."""
 
     def __post_init__(self):
+        ranges.check(self)
         defaults = (SftConfig.author_gamma, SftConfig.author_cap)
         if self.author is None and (self.author_gamma, self.author_cap) != defaults:
             raise InputError(
                 "author_gamma and author_cap are about PEAR's weights, which need the author",
                 where="--algorithm.author",
                 fix="give the model that wrote the data",
-            )
-        if not 0 <= self.author_gamma <= 1 or self.author_cap <= 0:
-            raise InputError(
-                "author_gamma is not from 0 to 1, or author_cap is not above 0",
-                where="--algorithm",
-                fix="see --help-all",
-            )
-        if self.kl_coef < 0:
-            raise InputError(
-                f"kl_coef {self.kl_coef} is negative",
-                where="--algorithm.kl-coef",
-                fix="use 0 or more, e.g. 0.1",
             )
 
     @property

@@ -52,7 +52,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ from tpu_rl.losses.policy_gradient import (
     clipped_surrogate,
     importance_ratio,
 )
+from tpu_rl.ranges import In, NotNegative, Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -136,17 +137,17 @@ class SurrogatesConfig(GroupPolicyConfig):
     """clip_cov: tokens are dropped below this covariance; 5."""
     covariance_kl_coef: float | None = None
     """kl_cov: coefficient of |log ratio|; 0.1."""
-    difficulty_slope: float = 0.0
+    difficulty_slope: NotNegative = 0.0
     """Multiply advantages by 1 + this x the share of the group without success."""
-    negative_scale: float = 1.0
+    negative_scale: NotNegative = 1.0
     """Multiply negative advantages by this."""
-    success_slope: float = 0.0
+    success_slope: NotNegative = 0.0
     """Add this x the share of the group with success to `negative_scale`."""
-    outlier_sigmas: float | None = None
+    outlier_sigmas: Positive | None = None
     """Drop tokens whose advantage is more standard deviations from the mean; 3 is usual."""
-    mastered_entropy: float | None = None
+    mastered_entropy: Positive | None = None
     """While the entropy is below this many nats per token, do not reinforce mastered tokens."""
-    mastered_probability: float = 0.99
+    mastered_probability: Annotated[float, In("(0, 1]")] = 0.99
     """A token is mastered from this probability on."""
 
     def __post_init__(self):
@@ -160,24 +161,14 @@ class SurrogatesConfig(GroupPolicyConfig):
                 where="--algorithm.surrogate",
                 fix=f"leave it out; it reads: {', '.join(row.settings) or 'none'}",
             )
-        positive = {**self.settings, "mastered_probability": self.mastered_probability}
-        optional = {
-            name: getattr(self, name)
-            for name in ("outlier_sigmas", "mastered_entropy")
-            if getattr(self, name) is not None
-        }
-        for name, value in (positive | optional).items():
+        for name, value in self.settings.items():
             if not value > 0:
                 raise _invalid(name, f"{value} is not above 0")
-        for name in ("difficulty_slope", "negative_scale", "success_slope"):
-            if getattr(self, name) < 0:
-                raise _invalid(name, f"{getattr(self, name)} is negative")
-        for name in ("covariance_share", "mastered_probability"):
-            if positive.get(name, 0) > 1:
-                raise _invalid(name, f"{positive[name]} is above 1")
+        if self.settings.get("covariance_share", 0) > 1:
+            raise _invalid("covariance_share", f"{self.covariance_share} is above 1")
         if row.ratio_clip and self.settings["clip_low"] >= 1:
             raise _invalid("clip_low", f"{self.settings['clip_low']} is not below 1")
-        if positive.get("covariance_low", 0) >= positive.get("covariance_high", 1):
+        if self.settings.get("covariance_low", 0) >= self.settings.get("covariance_high", 1):
             raise _invalid("covariance_low", "it is not below covariance_high")
         if self.mastered_entropy is None and self.mastered_probability != 0.99:
             raise _invalid("mastered_probability", "it is not read without mastered_entropy")

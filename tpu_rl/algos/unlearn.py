@@ -23,9 +23,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import ExperienceSpec, RoleSpec
 from tpu_rl.algos.sft import Batch
-from tpu_rl.errors import InputError
 from tpu_rl.losses import divergences, masked
 from tpu_rl.losses.log_probs import (
     log_probs_of_logits,
@@ -33,6 +33,7 @@ from tpu_rl.losses.log_probs import (
     tokens_at_once,
     vocabulary,
 )
+from tpu_rl.ranges import Positive
 from tpu_rl.types import (
     Algorithm,
     Array,
@@ -52,16 +53,11 @@ class UnlearnConfig:
 
     loss: Literal["ce_u", "gradient_ascent"] = "ce_u"
     """Loss of the tokens to be forgotten; gradient_ascent is the control that blows up."""
-    forget_coef: float = 1.0
+    forget_coef: Positive = 1.0
     """Weight of that loss beside the loss of the rows that are kept."""
 
     def __post_init__(self):
-        if self.forget_coef <= 0:
-            raise InputError(
-                f"forget_coef {self.forget_coef} is not above 0",
-                where="--algorithm.forget-coef",
-                fix="use 1, or the preset sft to learn only",
-            )
+        ranges.check(self)
 
     @property
     def experience(self) -> ExperienceSpec:

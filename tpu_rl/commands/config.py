@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, cast
 import tyro
 import yaml
 
-from tpu_rl import run_files
+from tpu_rl import ranges, run_files
 from tpu_rl.algos import AlgorithmConfig, plugins
 from tpu_rl.commands import config_checks, flag_names, help_text, yaml_flags
 from tpu_rl.environments.pool import EnvironmentLimits
@@ -623,6 +623,7 @@ def require_trainable(config: ExperimentConfig) -> None:
     Raises:
         InputError: if settings do not go together.
     """
+    ranges.check_all(config)
     algorithms = [stage.algorithm for stage in config.stages]
     specs = [algorithm.experience for algorithm in algorithms]
     config_checks.check_training(algorithms, config.sampling)

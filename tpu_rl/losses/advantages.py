@@ -187,11 +187,6 @@ def group_mean(returns: Array, group_id: Array, lengths: Array) -> Array:
     return jnp.where(lengths > 0, returns - centered, 0.0)
 
 
-def zero_variance_groups(returns: Array, group_id: Array, lengths: Array) -> Array:
-    """Return True for rows whose group has equal scored returns, and so teaches nothing, [N]."""
-    return _group_moments(returns, group_id, lengths)[2] <= EPSILON
-
-
 def soft_overlong_penalty(lengths: Array, limit: int, buffer: int) -> Array:
     """Return a penalty that falls linearly over the last `buffer` tokens before the limit, [N].
 

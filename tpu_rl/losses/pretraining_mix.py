@@ -17,6 +17,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.policy_batch import PolicyBatch, actions_of
 from tpu_rl.losses.policy_gradient import LossTerm
+from tpu_rl.ranges import NotNegative
 from tpu_rl.types import Array, Layout, Rollout, RowSource
 
 
@@ -27,11 +28,11 @@ class PretrainingMix:
     pretraining_path: str | None = None
     """File of texts, or of rows for SFT, that the policy goes on imitating: one for each prompt of
     a step, in an order of its own (PPO-ptx)."""
-    pretraining_coef: float = 0.0
+    pretraining_coef: NotNegative = 0.0
     """Coefficient of the texts' negative log-likelihood per token."""
 
     def __post_init__(self):
-        if self.pretraining_coef < 0 or (self.pretraining_coef > 0) != bool(self.pretraining_path):
+        if (self.pretraining_coef > 0) != bool(self.pretraining_path):
             raise InputError(
                 f"texts to imitate {self.pretraining_path} have the coefficient "
                 f"{self.pretraining_coef:g}",

@@ -27,8 +27,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses.log_probs import k1, k2, k3
+from tpu_rl.ranges import CountOrNone, NotNegative, Positive
 from tpu_rl.types import Array
 
 RewardEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -39,34 +41,28 @@ LossEstimator = Literal["exact", "k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 class ReferenceKl:
     """Settings of the KL to the reference, a base of algorithms' configurations."""
 
-    kl_reward_coef: float = 0.0
+    kl_reward_coef: NotNegative = 0.0
     """Coefficient of the KL to the reference that is subtracted from each token's reward."""
     kl_reward_estimator: RewardEstimator = "k1"
     """Estimator of this KL: k1, log policy - log reference, is unbiased and what returns of whole
     completions need; k2, k3 and abs are verl's others."""
-    kl_loss_coef: float = 0.0
+    kl_loss_coef: NotNegative = 0.0
     """Coefficient of the KL of each token's distribution to the reference's in the loss."""
     kl_estimator: LossEstimator = "exact"
     """Estimator of this KL. exact has the gradient of the KL, on and off policy. k3 has that of the
     reverse KL, k2 and those with + that of the KL on policy, abs that of the L1 distance, k1
     none."""
-    kl_target: float | None = None
+    kl_target: Positive | None = None
     """Nats per completion. The KL coefficients are scaled up or down after every optimizer step to
     hold this KL to the reference."""
-    kl_horizon: float = 100.0
+    kl_horizon: Positive = 100.0
     """Optimizer steps in which the scale can change by a fifth."""
-    reference_reset_every: int = 0
+    reference_reset_every: CountOrNone = 0
     """Optimizer steps between two times that the reference becomes the policy (ProRL, arXiv
     2505.24864); 0 never. The moments of the optimizer stay."""
 
     def __post_init__(self):
-        positive = (self.kl_horizon, 1.0 if self.kl_target is None else self.kl_target)
-        if min(self.kl_reward_coef, self.kl_loss_coef) < 0 or min(positive) <= 0:
-            raise InputError(
-                "a KL coefficient is negative, or the KL's target or horizon not above 0",
-                where="--algorithm",
-                fix="see --help-all",
-            )
+        ranges.check(self)
         if self.kl_target is None and self.kl_horizon != ReferenceKl.kl_horizon:
             raise InputError(
                 "a horizon without a KL target",

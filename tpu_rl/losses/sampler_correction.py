@@ -30,9 +30,11 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from tpu_rl import ranges
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import TokenLogProbs
+from tpu_rl.ranges import Positive
 from tpu_rl.types import Array, Layout, Rollout
 
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -78,21 +80,15 @@ class SamplerCorrection:
     """Largest distance; for k1 the largest ratio sampling distribution / old policy."""
     rejection_min: float | None = None
     """Smallest such ratio. Only for k1."""
-    off_policy_mask_threshold: float | None = None
+    off_policy_mask_threshold: Positive | None = None
     """Leave completions with a negative advantage out of the policy loss if the mean over their
     tokens of log sampler - log policy is above this number of nats (DeepSeek-V3.2, arXiv
     2512.02556, eq. 9)."""
 
     def __post_init__(self):
+        ranges.check(self)
         cap = self.importance_sampling_cap
         floor = self.importance_sampling_floor
-        threshold = self.off_policy_mask_threshold
-        if threshold is not None and not threshold > 0:
-            raise InputError(
-                f"off_policy_mask_threshold {threshold} is not above 0",
-                where="--algorithm.off-policy-mask-threshold",
-                fix="use a number of nats per token, such as 0.5",
-            )
         if cap is not None and not 0 <= (floor or 0.0) <= 1 <= cap:
             raise InputError(
                 f"importance weights from {floor or 0.0} to {cap} exclude 1, equal policies",

@@ -6,16 +6,18 @@ V(s_t) is the value of the state *before* token t, so it is read where that toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tpu_rl import ranges
 from tpu_rl.algorithm_spec import RoleSpec
 from tpu_rl.errors import InputError
 from tpu_rl.losses import masked
 from tpu_rl.losses.log_probs import predicting
+from tpu_rl.ranges import In, Positive, Share
 from tpu_rl.types import Array, Layout, Metrics, PackedRows, Params, Role, Sum
 
 
@@ -29,43 +31,25 @@ class Critic:
     model: str | None = None
     """Start an own trunk as this model (a reward model, a pretrained critic): a directory, a hub id
     or the model folder of a run. By default it starts as the policy does."""
-    gamma: float = 1.0
+    gamma: Annotated[float, In("(0, 1]")] = 1.0
     """Discount per token that the policy chose."""
-    lam: float = 0.95
+    lam: Share = 0.95
     """Lambda of the returns that values are fitted to; 1 takes the Monte-Carlo returns."""
-    clip: float | None = 0.2
+    clip: Positive | None = 0.2
     """Distance from its old value beyond which a value has no gradient."""
-    huber: float | None = None
+    huber: Positive | None = None
     """Distance of value and return beyond which the loss grows linearly (Huber), so that outliers
     and corrupted rewards pull less; none is the squared loss. With --reward of 0 and 1, below 1."""
-    quantile: float = 0.5
+    quantile: Annotated[float, In("(0, 1)")] = 0.5
     """Weight of returns above the value against those below, quantile to 1 - quantile. 0.5 is the
     mean; others are expectiles and, with a small Huber distance, quantiles of the return."""
-    coef: float = 0.5
+    coef: Positive = 0.5
     """Coefficient of the value loss."""
-    learning_rate_scale: float = 1.0
+    learning_rate_scale: Positive = 1.0
     """Learning rate of an own trunk, or of the head alone, as a multiple of the run's."""
 
     def __post_init__(self):
-        if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1):
-            raise InputError(
-                f"gamma {self.gamma} or lambda {self.lam} of the critic is not from 0 to 1",
-                where="--algorithm.critic",
-                fix="use numbers up to 1",
-            )
-        clip_is_positive = self.clip is None or self.clip > 0
-        if min(self.coef, self.learning_rate_scale) <= 0 or not clip_is_positive:
-            raise InputError(
-                "the coefficient, learning rate scale or clip of the critic is not above 0",
-                where="--algorithm.critic",
-                fix="raise it",
-            )
-        if not 0 < self.quantile < 1 or (self.huber is not None and self.huber <= 0):
-            raise InputError(
-                f"quantile {self.quantile} or Huber distance {self.huber} of the critic",
-                where="--algorithm.critic",
-                fix="use a quantile between 0 and 1, and a distance above 0",
-            )
+        ranges.check(self, "--algorithm.critic")
         if self.trunk == "shared" and self.model is not None:
             raise InputError(
                 "a critic on the policy's trunk cannot start as another model",

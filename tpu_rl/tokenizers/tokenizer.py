@@ -633,11 +633,6 @@ class Tokenizer:
 
     # --- conversations of several turns ---
 
-    @property
-    def shows_tools(self) -> bool:
-        """True if the chat template tells the model about tools."""
-        return "tools" in (self.tool_template or self.chat_template or "")
-
     def tool_format(self, prompt_ids: Sequence[int]) -> str:
         """Return the format in which the model calls tools after a chat prompt.
 

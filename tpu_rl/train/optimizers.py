@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from tpu_rl import ranges
 from tpu_rl.errors import InputError
+from tpu_rl.ranges import In, NotNegative
 
 UNDECAYED_SUFFIXES = ("_norm", "_bias", "_decay_log", "_gain", "_scalar")
 """Weight decay skips leaves whose names end like this: norms, biases, and what the decays of linear
@@ -53,7 +55,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Optimizer steps of linear increase from zero."""
     final_share: float = 0.1
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """The share of each matrix that a step takes off, as a multiple of the learning rate."""
     beta1: float = 0.9
     """Decay rate of the momentum; in muon, also of AdamW's first moment. In lion, the share of the
@@ -61,7 +63,7 @@ class OptimizerConfig:
     beta2: float = 0.999
     """Decay rate of AdamW's second moment; in lion, of the momentum, where 0.99 is usual."""
     epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, In("(0, inf]")] = 1.0
     """Gradients with a larger global norm are scaled down to this norm."""
     offload: bool = False
     """Keep the optimizer's state in host memory between optimizer steps. AdamW's takes twice the
@@ -77,12 +79,7 @@ class OptimizerConfig:
                 "would stay as they are, or become NaN",
                 fix="use a value such as 1e-6",
             )
-        if self.max_grad_norm <= 0:
-            raise InputError(
-                f"max_grad_norm {self.max_grad_norm} is not positive",
-                where="--optimizer.max-grad-norm",
-                fix="use e.g. 1.0",
-            )
+        ranges.check(self, "--optimizer")
         defaults = {field.name: field.default for field in fields(self)}
         for name in INAPPLICABLE.get(self.name, ()):
             value = getattr(self, name)
