@@ -243,7 +243,7 @@ class Rollout:
     each of L mixture layers, as their numbers plus 1. 0 where the sampler did not read the token,
     as with the last one of a row. None: not recorded."""
     images: Array | None = None
-    """[N, n, C, H, W] float32: the images of each row, to whose features token ids from the
+    """[N, n, ...] float32: the pieces of each row's images, to whose features token ids from the
     vocabulary's size on refer (see `models.vision`); zeros behind the last. None: the rows are
     text. Once the data are packed, the layout has them."""
 
@@ -263,7 +263,7 @@ class Demonstrations:
     """[N, T] float32: what each learned token counts, relative to the others; negative if it is to
     be forgotten, and 0 where `action_mask` is False. None: all count the same."""
     images: Array | None = None
-    """[N, n, C, H, W] float32: as in `Rollout`."""
+    """[N, n, ...] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -279,7 +279,7 @@ class Completions:
     on_policy: Array
     """[N] bool: True if the policy itself sampled the row, at this step."""
     images: Array | None = None
-    """[N, n, C, H, W] float32: as in `Rollout`."""
+    """[N, n, ...] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -305,7 +305,7 @@ class Pairs:
     """[N, T] float32: log-probs under the reference at temperature 1. Computed once, when the data
     are read or sampled."""
     images: Array | None = None
-    """[N, n, C, H, W] float32: as in `Rollout`."""
+    """[N, n, ...] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -322,7 +322,7 @@ class ScoredCompletions:
     scores: Array
     """[N] float32: larger is better."""
     images: Array | None = None
-    """[N, n, C, H, W] float32: as in `Rollout`."""
+    """[N, n, ...] float32: as in `Rollout`."""
 
 
 @struct.dataclass
@@ -342,7 +342,7 @@ class QExamples:
     returns: Array
     """[N, T] float32: the sum of rewards from that token on."""
     images: Array | None = None
-    """[N, n, C, H, W] float32: as in `Rollout`."""
+    """[N, n, ...] float32: as in `Rollout`."""
 
 
 # Packed rows.
@@ -404,8 +404,8 @@ class PackedRows:
     `Rollout.routing`; where it is 0, the router chooses. Only models with
     `DecoderConfig.records_routing` read it. None: routers choose."""
     images: Array | None = None
-    """[..., I, C, H, W] float32: the images of these rows, to whose features token ids from the
-    vocabulary's size on refer. None: the rows are text."""
+    """[..., I, *piece] float32: the pieces of these rows' images, to whose features token ids from
+    the vocabulary's size on refer. None: the rows are text."""
 
 
 @struct.dataclass

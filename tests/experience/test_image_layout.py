@@ -1,5 +1,6 @@
 """Images in packed rows: once for each group, and with the right tokens."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from tpu_rl.rollout import image_prompts
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.types import Demonstrations
 
-READER = ImageReader("", 4, "<image>", first_id=10, tokens_per_image=2, image_size=1)
+TOWER: Any = SimpleNamespace(features_per_piece=2)
+READER = ImageReader("", 4, "<image>", first_id=10, tower=TOWER)
 
 
 def completions(images_of_group, group_size):

@@ -146,7 +146,7 @@ def test_logits_and_gradients_are_transformers(tmp_path, tower, text, other):
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = models.load(tmp_path / "theirs")
     vision = model.config.vision
-    per_image = vision.tokens_per_image
+    per_image = vision.features_per_piece
     pixels = images(size=vision.image_size)
     ids = [3, *[19] * per_image, 4, *[19] * per_image, 5, 6]
     ours = np.array([ids])

@@ -26,8 +26,7 @@ def tokenizer():
         tokenizers.load(directory),
         directory,
         4,
-        tokens_per_image=PER_IMAGE,
-        image_size=32,
+        tower=roles.models.from_config(directory).config.vision,
         first_id=FIRST,
         folder=Path(),
     )
@@ -44,7 +43,10 @@ def picture(color=(200, 40, 10), size=(32, 32)):
 
 
 def test_a_prompt_has_ids_of_features_and_decodes_to_one_mark(tokenizer):
-    ids = tokenizer.encode_prompt(f"a{MARK}b{MARK}")
+    row = {"prompt": f"a{MARK}b{MARK}", "images": [picture(), picture()]}
+    ids, weights, pieces = tokenizer.encode_row(row)
+    assert pieces.shape == (2, 3, 32, 32)
+    assert weights == [0.0] * len(ids)
     a, b = tokenizer.encode("ab")
     first, second = (range(FIRST + k * PER_IMAGE, FIRST + (k + 1) * PER_IMAGE) for k in (0, 1))
     assert ids == [*tokenizer.prefix_ids, a, *first, b, *second]
@@ -62,17 +64,17 @@ def test_a_template_that_reads_parts_gets_them(tokenizer, tmp_path):
     )
     (tmp_path / "template").write_text(template)
     chat = tokenizers.configure(tokenizer, tokenizers.TokenizerConfig(str(tmp_path / "template")))
-    ids = chat.encode_prompt([{"role": "user", "content": f"{MARK}see <image>"}])
-    assert ids.count(FIRST) == 1
+    prompt = [{"role": "user", "content": f"{MARK}see <image>"}]
+    assert chat.encode_row({"prompt": prompt, "images": [picture()]}).ids.count(FIRST) == 1
     messages = [
         {"role": "user", "content": f"{MARK}see"},
         {"role": "assistant", "content": "red"},
     ]
     demonstration = chat.encode_demonstration(messages)
-    learned = [i for i, weight in zip(*demonstration, strict=True) if weight]
+    ids, weights, _ = chat.with_images({"images": [picture()]}, *demonstration)
+    learned = [i for i, weight in zip(ids, weights, strict=True) if weight]
     assert chat.decode(learned, skip_special=False) == "red<eos>"
-    assert demonstration.ids[:PER_IMAGE] == [*range(FIRST, FIRST + PER_IMAGE)]
-    assert len(demonstration.ids) == len(demonstration.weights)
+    assert ids[:PER_IMAGE] == [*range(FIRST, FIRST + PER_IMAGE)]
 
 
 def test_pixels_are_those_of_the_processor_in_every_form(tokenizer, tmp_path, monkeypatch):
@@ -82,10 +84,22 @@ def test_pixels_are_those_of_the_processor_in_every_form(tokenizer, tmp_path, mo
     ids = tokenizer.encode_prompt(MARK)
     expected = (np.array([200, 40, 10]) / 255 - 0.5) / 0.5
     for source in (content, {"bytes": content}, picture(), url, str(tmp_path / "a.png")):
-        pixels = tokenizer.pixels({"images": [source]}, ids)
+        pixels = tokenizer.with_images({"images": [source]}, ids).pieces
         assert pixels.shape == (1, 3, 32, 32)
         np.testing.assert_allclose(pixels[0].mean((1, 2)), expected, atol=1e-5)
-    assert tokenizer.pixels({}, tokenizer.encode_prompt("a")) is None
+    assert tokenizer.encode_row({"prompt": "a"}).pieces is None
+
+
+def test_an_image_may_be_several_runs_of_features_with_text_between(tokenizer):
+    """Each tile of an image has its run, as in Idefics 3; the other token of the text counts."""
+    reader = tokenizer.images
+    ids, weights = reader.expand(
+        [1, 4, 9, 4, 7], [1.0] * 5, [("a", 2, "b", 1), (2,)], lambda text: [ord(text) - 77]
+    )
+    assert ids == [1, 20, FIRST, FIRST + 1, 21, FIRST + 2, 9, FIRST + 3, FIRST + 4, 7]
+    assert weights == [1, 0, 0, 0, 0, 0, 1, 0, 0, 1]
+    assert reader.collapse(ids) == [1, 20, 4, 21, 4, 9, 4, 7]
+    assert reader.count(ids) == 1
 
 
 def bomb():
@@ -123,17 +137,17 @@ def bomb():
 )
 def test_a_picture_that_cannot_be_read_has_one_clear_error(tokenizer, source, why):
     with pytest.raises(InputError, match=r"image 1 of 1 cannot be read") as error:
-        tokenizer.pixels({"images": [source]}, tokenizer.encode_prompt(MARK))
+        tokenizer.encode_row({"images": [source], "prompt": MARK})
     assert why in error.value.why
 
 
 def test_images_and_places_must_agree(tokenizer):
     row = {"images": [file_of(picture())]}
     with pytest.raises(InputError, match="1 images, and its text 2 places"):
-        tokenizer.pixels(row, tokenizer.encode_prompt(MARK * 2))
+        tokenizer.encode_row(row | {"prompt": MARK * 2})
     text_only = tokenizers.load(roles.model_path("builtin:arithmetic"))
     with pytest.raises(InputError, match="reads texts only"):
-        text_only.pixels(row, [1])
+        text_only.with_images(row, [1])
 
 
 def test_pictures_answer_their_questions(tokenizer):

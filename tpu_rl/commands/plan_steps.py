@@ -373,10 +373,8 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
         minibatches, micro_batches = layout.source.shape[:2]
         num_groups = len(np.unique(data.group_id))
         count = bucket(math.ceil(num_groups / (minibatches * micro_batches)))
-        size = vision.image_size
-        images: Any = np.zeros(
-            (minibatches, micro_batches, count, vision.channels, size, size), np.float32
-        )
+        shape = (minibatches, micro_batches, count, *vision.piece_shape)
+        images: Any = np.zeros(shape, np.float32)
         layout = replace(layout, images=images)
 
     def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:

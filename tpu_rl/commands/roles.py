@@ -73,8 +73,7 @@ def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
             tokenizer,
             models.tokenizer_directory(directory),
             model.vision.image_token,
-            tokens_per_image=model.vision.tokens_per_image,
-            image_size=model.vision.image_size,
+            tower=model.vision,
             first_id=model.vocab.size,
             folder=Path(file or "").parent,
         )

@@ -216,12 +216,7 @@ def _encoder(
         size = config.batch.group_size
         return lambda row: data.scored_completions([row], tokenizer, max_length, size).tokens
 
-    def encode_prompt(row: Row) -> list[int]:
-        ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
-        tokenizer.pixels(row, ids)  # Images that cannot be read are refused here.
-        return ids
-
-    return encode_prompt
+    return lambda row: tokenizer.encode_row(row).ids
 
 
 def _conversations(row: Row) -> list[list[Any]]:

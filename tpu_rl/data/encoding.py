@@ -31,13 +31,15 @@ class Tokenizer(Protocol):
         self, messages: list[dict[str, Any]], num_given: int = 0, tools: Any = None
     ) -> tuple[list[int], list[float]]: ...
 
-    def pixels(self, row: Row, ids: Sequence[int]) -> np.ndarray | None: ...
+    def with_images(
+        self, row: Row, ids: Sequence[int], weights: Sequence[float] | None = None
+    ) -> tuple[list[int], list[float], np.ndarray | None]: ...
 
 
-def stacked_pixels(pixels: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return the images [n, C, H, W] of N rows as [N, n, C, H, W]; None if no row has any.
+def stacked_pieces(pixels: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return the pieces of images [n, ...] of N rows as [N, n, ...]; None if no row has any.
 
-    Rows with fewer images than others have zeros behind theirs.
+    Rows with fewer pieces than others have zeros behind theirs.
     """
     images = [array for array in pixels if array is not None]
     if not images:
@@ -51,7 +53,7 @@ def stacked_pixels(pixels: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 
 def alike(images: Sequence[Any], num_rows: Sequence[int]) -> list[Any]:
-    """Return arrays of images [N, n, C, H, W] with the largest n of all, zeros behind the others.
+    """Return pieces of images [N, n, ...] with the largest n of all, zeros behind the others.
 
     Where only some batches of rows have images, the others get zeros; None if none has any.
     """
@@ -71,7 +73,7 @@ def alike(images: Sequence[Any], num_rows: Sequence[int]) -> list[Any]:
 def bucket(count: int) -> int:
     """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`.
 
-    Programs are compiled for each number of images.
+    Programs are compiled for each number of pieces of images.
     """
     power = 1 << (count.bit_length() - 1)
     return next(size for size in (power, power * 3 // 2, power * 2) if size >= count)
@@ -98,10 +100,10 @@ def demonstrations(
     """
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     weights = np.zeros((len(rows), max_length), np.float32)
-    pixels: list[np.ndarray | None] = []
+    images: list[np.ndarray | None] = []
     for i, row in enumerate(rows):
-        ids, of_tokens = _tokenize(row, tokenizer)
-        pixels.append(tokenizer.pixels(row, ids))
+        ids, of_tokens, pieces = tokenizer.with_images(row, *_tokenize(row, tokenizer))
+        images.append(pieces)
         length = min(len(ids), max_length)
         row_weight = row.get("weight")
         tokens[i, :length] = ids[:length]
@@ -115,7 +117,7 @@ def demonstrations(
         "action_mask": weights != 0,
         "group_id": np.arange(len(rows), dtype=np.int32),
         "weights": weights,
-        "images": stacked_pixels(pixels),
+        "images": stacked_pieces(images),
     }
     return types.Demonstrations(**arrays)
 
@@ -231,10 +233,11 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
     tokens = np.full((len(rows), max_length), tokenizer.pad_id, np.int32)
     is_labeled = np.zeros((len(rows), max_length), bool)
     labels = np.zeros((len(rows), max_length), np.float32)
-    pixels: list[np.ndarray | None] = []
+    images: list[np.ndarray | None] = []
     for i, row in enumerate(rows):
-        ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
-        pixels.append(tokenizer.pixels(row, ids))
+        prompt_ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+        ids, _, pieces = tokenizer.with_images(row, prompt_ids)
+        images.append(pieces)
         steps_and_labels = zip(row["completions"], row["labels"], strict=True)
         for number, (step, label) in enumerate(steps_and_labels, start=1):
             ids = ids + tokenizer.encode_continuation(step)
@@ -251,7 +254,7 @@ def steps(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int) -> types.Q
         "action_mask": is_labeled,
         "group_id": np.arange(len(rows), dtype=np.int32),
         "returns": labels,
-        "images": stacked_pixels(pixels),
+        "images": stacked_pieces(images),
     }
     return types.QExamples(**arrays)
 

@@ -75,7 +75,7 @@ def of_row(
             _example(f"score {score:g}", scored.tokens, scored.action_mask, index, tokenizer)
             for index, score in enumerate(row["scores"])
         ]
-    ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+    ids = tokenizer.encode_row(row).ids
     completion = Span(f"a completion of at most {max_new_tokens} tokens", f"sampled, {LEARNED}")
     example = _noted("prompt", ids, [""] * len(ids), tokenizer)
     return [example._replace(spans=[*example.spans, completion])]

@@ -75,25 +75,25 @@ def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[
     """
     assert reader is not None, "only models that read images have data with images"
     tokens = np.array(data.tokens)
-    pixels = np.asarray(data.images)
+    pieces = np.asarray(data.images)
     group_id = np.asarray(data.group_id)
     minibatches, micro_batches, rows, slots = np.shape(layout.source)
     # The micro-batch of each row: that of its first token.
     place = np.asarray(layout.slot)[:, 0] // (rows * slots)
     of_micro_batch: dict[int, list[np.ndarray]] = {}
-    first_image: dict[tuple[int, int], int] = {}
+    first_piece: dict[tuple[int, int], int] = {}
     for row in range(len(tokens)):
         of_images = tokens[row] >= reader.first_id
         if place[row] < 0 or not of_images.any():
             continue
         listed = of_micro_batch.setdefault(int(place[row]), [])
         key = (int(place[row]), int(group_id[row]))
-        if key not in first_image:
-            first_image[key] = len(listed)
-            listed.extend(pixels[row, : reader.count(tokens[row].tolist())])
-        tokens[row, of_images] += first_image[key] * reader.tokens_per_image
+        if key not in first_piece:
+            first_piece[key] = len(listed)
+            listed.extend(pieces[row, : reader.count(tokens[row].tolist())])
+        tokens[row, of_images] += first_piece[key] * reader.tower.features_per_piece
     most = bucket(max(map(len, of_micro_batch.values()), default=1))
-    shape = (minibatches * micro_batches, most, *pixels.shape[2:])
+    shape = (minibatches * micro_batches, most, *pieces.shape[2:])
     images = np.zeros(shape, np.float32)
     for index, listed in of_micro_batch.items():
         images[index, : len(listed)] = listed

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tpu_rl.errors import InputError
 from tpu_rl.models.layers import ACTIVATIONS, RopeConfig
@@ -600,9 +601,24 @@ class VisionConfig:
     """The Hugging Face configuration around that of the text, as JSON."""
 
     @property
-    def tokens_per_image(self) -> int:
-        """P: the number of features, and so of tokens, of an image."""
+    def features_per_piece(self) -> int:
+        """P: the number of features, and so of tokens, of a piece, which is an image."""
         return (self.image_size // self.patch_size) ** 2 + self.keeps_class
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of a piece (see `tokenizers.images`): channels, height and width."""
+        return (self.channels, self.image_size, self.image_size)
+
+    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
+        """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
+        pixels = np.asarray(processed["pixel_values"], np.float32)
+        if pixels.shape != (1, *self.piece_shape):
+            raise ValueError(
+                f"the image processor makes an array of the shape {pixels.shape[1:]}, and the "
+                f"model's tower reads {self.piece_shape}"
+            )
+        return pixels, (self.features_per_piece,)
 
 
 @dataclasses.dataclass(frozen=True)

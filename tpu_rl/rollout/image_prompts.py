@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from tpu_rl import models
-from tpu_rl.data.encoding import bucket, stacked_pixels
+from tpu_rl.data.encoding import bucket, stacked_pieces
 from tpu_rl.models import Select
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.types import FEATURES, Model, Params, Rollout
 
 WithImages = Callable[[Params, np.ndarray], Params]
-"""(the params tree that the policy reads, images [I, C, H, W]) -> the tree with their features."""
+"""(the params tree that the policy reads, pieces of images [I, ...]) -> the tree with features."""
 
 
 def with_images(model: Model, select: Select) -> WithImages | None:
@@ -42,12 +42,12 @@ def table(
 ) -> tuple[list[list[int]], np.ndarray]:
     """Return the prompts with ids that count the features of one table, and its images.
 
-    The table [I, C, H, W] has zeros at its end, so that few numbers of images occur.
+    The table of pieces [I, ...] has zeros at its end, so that few numbers of pieces occur.
     """
     shifted: list[list[int]] = []
     count = 0
     for prompt, images in zip(prompts, pixels, strict=True):
-        offset = count * reader.tokens_per_image
+        offset = count * reader.tower.features_per_piece
         shifted.append([i + offset if i >= reader.first_id else i for i in prompt])
         count += 0 if images is None else len(images)
     known = [images for images in pixels if images is not None]
@@ -62,9 +62,9 @@ def with_own_images(
     """Return a rollout of `table`'s prompts with ids that count the features of a row's own images,
     and with these images."""
     counts = [0 if images is None else len(images) for images in pixels]
-    offsets = np.cumsum([0, *counts[:-1]]) * reader.tokens_per_image
+    offsets = np.cumsum([0, *counts[:-1]]) * reader.tower.features_per_piece
     tokens = np.array(rollout.tokens)
     of_images = tokens >= reader.first_id
     tokens -= of_images * np.repeat(offsets, group_size)[:, None]
-    images: Any = stacked_pixels([images for images in pixels for _ in range(group_size)])
+    images: Any = stacked_pieces([images for images in pixels for _ in range(group_size)])
     return replace(rollout, tokens=tokens.astype(np.int32), images=images)

@@ -18,7 +18,7 @@ import numpy as np
 from tpu_rl.data import Row, naming_row, take
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import Tokenizer
-from tpu_rl.tokenizers.images import MARK
+from tpu_rl.tokenizers.images import MARK, TextWithImages
 
 RAISE_OR_SHORTEN = "raise --sampling.max-prompt-tokens, or shorten or drop the prompt"
 
@@ -43,18 +43,18 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) ->
 def encode_with_images(
     rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> tuple[list[list[int]], list[np.ndarray | None]]:
-    """Return the token ids of each row's prompt, and its images [n, C, H, W] or None.
+    """Return the token ids of each row's prompt, and the pieces of its images [n, ...] or None.
 
     Raises:
         InputError: as `encode`, and if an image cannot be read.
     """
-    token_ids = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
-    pixels = [tokenizer.pixels(row, ids) for row, ids in zip(rows, token_ids, strict=True)]
-    return token_ids, pixels
+    texts = [_encode(row, tokenizer, max_prompt_tokens) for row in rows]
+    return [text.ids for text in texts], [text.pieces for text in texts]
 
 
-def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[int]:
-    token_ids = tokenizer.encode_prompt(row["prompt"], row.get("tools"))
+def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> TextWithImages:
+    text = tokenizer.encode_row(row)
+    token_ids = text.ids
     if not 0 < len(token_ids) <= max_prompt_tokens:
         raise InputError(
             f"a prompt has {len(token_ids)} tokens",
@@ -62,7 +62,7 @@ def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[int]
             why=f"prompts must have 1 to {max_prompt_tokens} tokens",
             fix=RAISE_OR_SHORTEN,
         )
-    return token_ids
+    return text
 
 
 def drop_misfits(
@@ -85,7 +85,7 @@ def drop_misfits(
             fitting.append(index)
             continue
         with naming_row(rows, index):
-            length = len(tokenizer.encode_prompt(prompt, row.get("tools")))
+            length = len(tokenizer.encode_row(row).ids)
         longest = max(longest, length)
         if 0 < length <= max_prompt_tokens:
             fitting.append(index)
@@ -151,7 +151,8 @@ def _sure_characters(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_token
 
 def _is_plain(row: Row) -> bool:
     prompt = row["prompt"]
-    return isinstance(prompt, str) and prompt.isascii() and not row.get("tools")
+    is_text = isinstance(prompt, str) and prompt.isascii()
+    return is_text and not row.get("tools") and not row.get("images")
 
 
 def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:

@@ -1,10 +1,14 @@
 """Images of data rows: their place among token ids, and their pixels.
 
-A text has the mark `MARK` where an image stands. Encoded, an image is a run of ids from
-`ImageReader.first_id` on, one for each of its features (`models.vision`): the first image of a text
-has the ids first_id, first_id + 1, ..., and those of the second follow.
+A text has the mark `MARK` where an image stands. Encoded, it first has the token that stands for an
+image, and then (`ImageReader.expand`) ids from `ImageReader.first_id` on, one for each feature of
+the image (`models.vision`): those of the first image of a text are first_id, first_id + 1, ..., and
+those of the second follow.
 
-Pixels are made by the image processor of transformers that the model's directory names.
+Pixels are made by the image processor of transformers that the model's directory names. What the
+tower reads at once is a *piece* of an image: all of it, one of its tiles, or the patches of one
+feature. All pieces of a model have one shape and equally many features, so the pieces of many
+images are one array, and an image has as many as its size asks for.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ import binascii
 import functools
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +33,42 @@ MAX_PIXELS = 50_000_000
 """The largest image that is opened. A small file may claim to be enormous."""
 MAX_BYTES = 50_000_000
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+Layout = tuple[str | int, ...]
+"""The tokens of an image in a text: a number is a run of so many features, and a text has control
+tokens between runs."""
+
+
+class Tower(Protocol):
+    """The images of a model: its `models.config.VisionConfig`."""
+
+    @property
+    def features_per_piece(self) -> int:
+        """The number of features, and so of tokens, of a piece."""
+        ...
+
+    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
+        """Return the pieces [p, ...] float32 of an image, and its tokens.
+
+        Args:
+            processed: what the image processor returns for the image.
+
+        Raises:
+            ValueError: if the model does not read such images; it says why.
+        """
+        ...
+
+
+class TextWithImages(NamedTuple):
+    """The ids of a text with images, and what the model's tower reads of them."""
+
+    ids: list[int]
+    """Ids from `ImageReader.first_id` on are features."""
+    weights: list[float]
+    """What each of the ids counts in training; 0 for those of images."""
+    pieces: np.ndarray | None
+    """[p, ...] float32: the pieces of all images, in order. None: there are no images."""
 
 
 @dataclass(frozen=True)
@@ -43,49 +83,69 @@ class ImageReader:
     """The text of this token."""
     first_id: int
     """The id of an image's first feature: the number of rows of the model's embedding."""
-    tokens_per_image: int
-    image_size: int
-    """Height and width of the images that the model reads, in pixels."""
+    tower: Tower
     folder: str = "."
     """The folder that relative paths start from: that of the data."""
 
-    def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return ids with the features of images in place of the tokens that stand for them."""
+    def expand(
+        self,
+        ids: Sequence[int],
+        weights: Sequence[float],
+        layouts: Sequence[Layout],
+        encode: Callable[[str], list[int]],
+    ) -> tuple[list[int], list[float]]:
+        """Return ids and weights with each image's tokens in place of the one that stands for it.
+
+        Args:
+            ids: ids with `token_id` for each image.
+            weights: what each of the ids counts in training.
+            layouts: the tokens of each image.
+            encode: the encoder of control tokens in layouts.
+        """
         expanded: list[int] = []
-        count = 0
-        for token_id in ids:
-            if token_id != self.token_id:
-                expanded.append(token_id)
-                continue
-            start = self.first_id + count * self.tokens_per_image
-            expanded.extend(range(start, start + self.tokens_per_image))
-            count += 1
-        return expanded
+        expanded_weights: list[float] = []
+        of_images = iter(layouts)
+        next_id = self.first_id
+        for token_id, weight in zip(ids, weights, strict=True):
+            tokens = [token_id]
+            if token_id == self.token_id:
+                tokens, weight = [], 0.0
+                for run in next(of_images):
+                    if isinstance(run, str):
+                        tokens += encode(run)
+                        continue
+                    tokens += range(next_id, next_id + run)
+                    next_id += run
+            expanded += tokens
+            expanded_weights += [weight] * len(tokens)
+        return expanded, expanded_weights
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
-        """Return ids with one token for each image: the inverse of `expand`."""
+        """Return ids with `token_id` for each run of features."""
+        before = [-1, *ids]
         return [
             self.token_id if token_id >= self.first_id else token_id
-            for token_id in ids
-            if token_id < self.first_id or (token_id - self.first_id) % self.tokens_per_image == 0
+            for token_id, last in zip(ids, before, strict=False)
+            if token_id < self.first_id or last < self.first_id
         ]
 
     def count(self, ids: Sequence[int]) -> int:
-        """Return the number of images that ids refer to; one that is cut at the end counts."""
+        """Return the number of pieces that ids refer to; one that is cut at the end counts."""
         last = max((token_id for token_id in ids if token_id >= self.first_id), default=-1)
-        return 0 if last < 0 else (last - self.first_id) // self.tokens_per_image + 1
+        return 0 if last < 0 else (last - self.first_id) // self.tower.features_per_piece + 1
 
-    def pixels(self, sources: Sequence[Any]) -> np.ndarray:
-        """Return images, [n, C, H, W] float32, as the model reads them.
+    def read(self, sources: Sequence[Any]) -> tuple[np.ndarray, list[Layout]]:
+        """Return the pieces [p, ...] float32 of images, and the tokens of each image.
 
         Raises:
             InputError: if one of them is missing, broken or too large.
         """
-        shape = (len(sources), 3, self.image_size, self.image_size)
-        pixels = np.zeros(shape, np.float32)
-        for index, source in enumerate(sources):
-            pixels[index] = self._pixels(source, f"image {index + 1} of {len(sources)}")
-        return pixels
+        pairs = [
+            self._read(source, f"image {index + 1} of {len(sources)}")
+            for index, source in enumerate(sources)
+        ]
+        pieces, layouts = zip(*pairs, strict=True)
+        return np.concatenate(pieces), list(layouts)
 
     def save(self, directory: Path) -> None:
         """Copy the files that say how pixels are made."""
@@ -94,18 +154,20 @@ class ImageReader:
             if file.is_file():
                 (directory / name).write_bytes(file.read_bytes())
 
-    def _pixels(self, source: Any, place: str) -> np.ndarray:
+    def _read(self, source: Any, place: str) -> tuple[np.ndarray, Layout]:
         image = opened(source, Path(self.folder), place)
-        made = _processor(self.directory)(images=image, return_tensors="np")["pixel_values"]
-        shape = (3, self.image_size, self.image_size)
-        if np.shape(made) != (1, *shape):
+        try:
+            processed = _processor(self.directory)(images=image, return_tensors="np")
+            return self.tower.pieces(processed)
+        except ValueError as error:
             raise InputError(
-                f"the image processor makes arrays of the shape {np.shape(made)[1:]}",
+                f"{place}, {image.size[0]} x {image.size[1]} pixels, has no form that the model "
+                "reads",
                 where=f"preprocessor_config.json in {self.directory}",
-                why=f"the model's tower reads images of the shape {shape}",
-                fix="use the preprocessor_config.json that was published with the model",
-            )
-        return np.asarray(made[0], np.float32)
+                why=str(error)[:300],
+                fix="use the preprocessor_config.json that was published with the model, or "
+                "another image",
+            ) from error
 
 
 def sources_of(row: Mapping[str, Any]) -> list[Any]:

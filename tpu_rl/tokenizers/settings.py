@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_rl.errors import InputError
-from tpu_rl.tokenizers.images import ImageReader
+from tpu_rl.tokenizers.images import ImageReader, Tower
 from tpu_rl.tokenizers.tokenizer import AssistantTurns, ChatSettings, Tokenizer
 
 MAX_TEMPLATE_BYTES = 1_000_000
@@ -85,8 +85,7 @@ def with_images(
     directory: Path,
     token_id: int,
     *,
-    tokens_per_image: int,
-    image_size: int,
+    tower: Tower,
     first_id: int,
     folder: Path,
 ) -> Tokenizer:
@@ -103,9 +102,7 @@ def with_images(
             why="it stands for images in texts",
             fix="use the tokenizer that was published with the model",
         )
-    reader = ImageReader(
-        str(directory), token_id, literal, first_id, tokens_per_image, image_size, str(folder)
-    )
+    reader = ImageReader(str(directory), token_id, literal, first_id, tower, str(folder))
     return replace(tokenizer, images=reader)
 
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from tpu_rl.errors import InputError
 from tpu_rl.tokenizers import chat_templates, conversations, end_of_sequence, images, tool_calls
 from tpu_rl.tokenizers.conversations import Conversation, Message, Tools, Turn
@@ -208,7 +206,7 @@ class Tokenizer:
         """Return the ids that a completion continues.
 
         A conversation is rendered by the chat template. A text follows `prefix_ids`, or is the
-        user's message of a conversation (`wraps`).
+        user's message of a conversation (`wraps`). An image is one token (see `with_images`).
 
         Raises:
             InputError: if a conversation cannot be rendered, or ends with the assistant's message.
@@ -225,23 +223,36 @@ class Tokenizer:
                 why="the model is to write the assistant's next turn",
                 fix="move that message to the column `completion`",
             )
-        return self.with_features(self.render(prompt, tools=tools))
+        return self.render(prompt, tools=tools)
 
-    def pixels(self, row: Mapping[str, Any], ids: Sequence[int]) -> np.ndarray | None:
-        """Return the images of a data row, [n, C, H, W] float32; None if it has none.
+    def encode_row(self, row: Mapping[str, Any]) -> images.TextWithImages:
+        """Return the prompt of a data row with its images. Raises InputError as `encode_prompt` and
+        `with_images`."""
+        return self.with_images(row, self.encode_prompt(row["prompt"], row.get("tools")))
+
+    def with_images(
+        self,
+        row: Mapping[str, Any],
+        ids: Sequence[int],
+        weights: Sequence[float] | None = None,
+    ) -> images.TextWithImages:
+        """Return the ids of a data row's text with those of its images, and the images.
 
         Args:
             row: the row; its column `images` has the files.
-            ids: the ids of its text.
+            ids: the ids of its text, in which each image is one token.
+            weights: what each of the ids counts in training.
 
         Raises:
             InputError: if the model reads no images, one cannot be read, or the text has another
                 number of places for them.
         """
+        ids = list(ids)
+        known_weights = [0.0] * len(ids) if weights is None else list(weights)
         sources = images.sources_of(row)
-        places = 0 if self.images is None else self.images.count(ids)
+        places = 0 if self.images is None else ids.count(self.images.token_id)
         if not sources and not places:
-            return None
+            return images.TextWithImages(ids, known_weights, None)
         if self.images is None:
             raise InputError(
                 f"the row has {len(sources)} images, and the model reads texts only",
@@ -256,11 +267,13 @@ class Tokenizer:
                 why="the chat template leaves images out, or the text has stray marks (U+FFFC)",
                 fix="use the model's own chat template, and one place for each image",
             )
-        return self.images.pixels(sources)
+        pieces, layouts = self.images.read(sources)
+        expanded = self.images.expand(ids, known_weights, layouts, self._encode_control)
+        return images.TextWithImages(*expanded, pieces)
 
-    def with_features(self, ids: list[int]) -> list[int]:
-        """Return ids with those of features in place of each token that stands for an image."""
-        return ids if self.images is None else self.images.expand(ids)
+    def _encode_control(self, text: str) -> list[int]:
+        """Return the ids of a text in which control tokens are recognized."""
+        return self.encode(text, special=True)
 
     def _encode_with_images(self, text: str) -> list[int]:
         """Return the ids of a plain text in which `images.MARK` stands for images."""
@@ -269,9 +282,9 @@ class Tokenizer:
         ids: list[int] = []
         for number, piece in enumerate(text.split(MARK)):
             if number:
-                ids.append(self.images.token_id)
+                ids += self._encode_control(self.images.literal)
             ids += self._encode_after(piece, number > 0)
-        return self.with_features(ids)
+        return ids
 
     def wraps(self, prompt: Any) -> bool:
         """Return True if a prompt is a text that becomes the user's message of a conversation.
@@ -281,19 +294,6 @@ class Tokenizer:
         return self.chat.wraps_prompts and isinstance(prompt, str) and bool(prompt)
 
     def encode_demonstration(
-        self, messages: list[Message], num_given: int = 0, tools: Tools | None = None
-    ) -> Demonstration:
-        """Return `_encode_demonstration`, with the features of images."""
-        demonstration = self._encode_demonstration(messages, num_given, tools)
-        if self.images is None or self.images.token_id not in demonstration.ids:
-            return demonstration
-        per_image = self.images.tokens_per_image
-        weights: list[float] = []
-        for token_id, weight in zip(*demonstration, strict=True):
-            weights += [0.0] * per_image if token_id == self.images.token_id else [weight]
-        return Demonstration(self.images.expand(demonstration.ids), weights)
-
-    def _encode_demonstration(
         self, messages: list[Message], num_given: int = 0, tools: Tools | None = None
     ) -> Demonstration:
         """Return the ids of a conversation up to its last learned token, and which are learned.
