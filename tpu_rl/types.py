@@ -99,8 +99,12 @@ prompt have in their caches when a decode step reads them, which first writes it
 tokens: the row shares nothing."""
 
 FEATURES = "image_features"
-"""Entry of the params of a model that reads images, while it samples: [F, D], the features of the
-images that token ids from the vocabulary's size on refer to (see `models.vision`)."""
+"""Entry of the params of a model that reads images, while it samples: the features of the images
+that token ids from the vocabulary's size on refer to (`models.vision.Features`)."""
+
+MISSING_POSITIONS = "missing_positions"
+"""Entry of the cache of a model whose images take fewer positions than tokens: [1, B] int32, the
+position of each row's next token less the number of its tokens, which is negative."""
 
 UNREAD = -1
 """Branch of a token whose logits nobody reads. It is not committed. See `Policy.extend`."""

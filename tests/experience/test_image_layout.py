@@ -13,7 +13,7 @@ from tpu_rl.rollout import image_prompts
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.types import Demonstrations
 
-TOWER: Any = SimpleNamespace(features_per_piece=2)
+TOWER: Any = SimpleNamespace(features_per_piece=2, advances=lambda pieces: None)
 READER = ImageReader("", 4, "<image>", first_id=10, tower=TOWER)
 
 

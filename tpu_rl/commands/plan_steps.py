@@ -369,10 +369,11 @@ def full_experience(planned: StagePlan) -> tuple[Layout, Experience]:
         layout = replace(layout, routing=routing)
     vision = planned.context.language.model.config.vision
     if vision is not None:
-        # One image for each prompt.
+        # One image for each prompt, or as many patches as it has room for.
         minibatches, micro_batches = layout.source.shape[:2]
         num_groups = len(np.unique(data.group_id))
-        count = bucket(math.ceil(num_groups / (minibatches * micro_batches)))
+        of_prompt = vision.pieces_of_prompt(config.sampling.max_prompt_tokens)
+        count = bucket(math.ceil(num_groups / (minibatches * micro_batches)) * of_prompt)
         shape = (minibatches, micro_batches, count, *vision.piece_shape)
         images: Any = np.zeros(shape, np.float32)
         layout = replace(layout, images=images)

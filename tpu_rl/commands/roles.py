@@ -74,6 +74,7 @@ def load_tokenizer(config: ExperimentConfig, directory: Path) -> Tokenizer:
             models.tokenizer_directory(directory),
             model.vision.image_token,
             tower=model.vision,
+            around=model.vision.around,
             first_id=model.vocab.size,
             folder=Path(file or "").parent,
         )

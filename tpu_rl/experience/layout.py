@@ -76,6 +76,7 @@ def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[
     assert reader is not None, "only models that read images have data with images"
     tokens = np.array(data.tokens)
     pieces = np.asarray(data.images)
+    positions = _positions_with_images(layout, tokens, pieces, reader)
     group_id = np.asarray(data.group_id)
     minibatches, micro_batches, rows, slots = np.shape(layout.source)
     # The micro-batch of each row: that of its first token.
@@ -98,7 +99,24 @@ def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[
     for index, listed in of_micro_batch.items():
         images[index, : len(listed)] = listed
     packed: Any = images.reshape(minibatches, micro_batches, *shape[1:])
-    return replace(layout, images=packed), replace(data, tokens=tokens, images=None)
+    layout = replace(layout, images=packed, positions=positions)
+    return layout, replace(data, tokens=tokens, images=None)
+
+
+def _positions_with_images(
+    layout: Layout, tokens: np.ndarray, pieces: np.ndarray, reader: ImageReader
+) -> Any:
+    """Return the positions [M, K, R, S] of slots if images take other positions than words do."""
+    advances = reader.tower.advances(pieces)
+    if advances is None:
+        return layout.positions
+    index = tokens - reader.first_id
+    of_images = np.take_along_axis(advances, np.clip(index, 0, advances.shape[1] - 1), axis=1)
+    taken = np.where(index >= 0, of_images, 1)
+    positions = np.cumsum(taken, axis=1) - taken
+    source = np.asarray(layout.source)
+    packed = np.where(source >= 0, positions.reshape(-1)[np.maximum(source, 0)], 0)
+    return packed.astype(np.int32)
 
 
 def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: bool = True) -> Layout:

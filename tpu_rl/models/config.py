@@ -108,6 +108,18 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "vision_output_bias": ("vision_embed",),
     "vision_up_bias": ("vision_mlp",),
     "vision_down_bias": ("vision_embed",),
+    "vision_frames": ("vision_embed", "channel", "patch_time", "patch_row", "patch_column"),
+    "vision_frames_bias": ("vision_embed",),
+    "vision_gate": ("vision_mlp", "vision_embed"),
+    "vision_gate_bias": ("vision_mlp",),
+    "projector_norm": ("vision_embed",),
+    "projector_norm_bias": ("vision_embed",),
+    "projector_merged_norm": ("merged",),
+    "projector_merged_norm_bias": ("merged",),
+    "projector_merge": ("projector", "merged"),
+    "projector_merge_bias": ("projector",),
+    "projector_read": ("embed", "projector"),
+    "projector_read_bias": ("embed",),
     "projector_in": ("projector", "vision_embed"),
     "projector_in_bias": ("projector",),
     "projector_out": ("embed", "projector"),
@@ -157,12 +169,12 @@ for _name in ("first", "attention", "mlp", "last"):
     WEIGHT_AXES[f"vision_{_name}_norm_bias"] = ("vision_embed",)
 
 IMAGE_MATRICES = (
-    *(f"vision_{_name}" for _name in ("query", "key", "value", "output", "up", "down")),
-    *("projector_in", "projector_out"),
+    *(f"vision_{_name}" for _name in ("query", "key", "value", "output", "gate", "up", "down")),
+    *("projector_in", "projector_out", "projector_merge", "projector_read"),
 )
 """Matrices of a tower and its projector, [outputs, inputs] as in files."""
 
-STACKED = ("layers", "reusing", "vision_layers")
+STACKED = ("layers", "reusing", "vision_layers", "vision_mergers")
 """Parts of the params whose leaves are stacked over the repetitions of a pattern of layers."""
 
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
@@ -172,7 +184,7 @@ FLOAT32 = ("router_correction_bias", "delta_decay_log", "delta_decay_bias")
 """Weights that are stored in float32 whatever the dtype: small changes of them matter."""
 
 PLAIN_NORMS = (
-    "delta_norm",
+    *("delta_norm", "projector_norm", "projector_merged_norm"),
     *(f"vision_{_name}_norm" for _name in ("first", "attention", "mlp", "last")),
 )
 """Norms whose scale is the gain itself, also where `NormConfig.unit_offset` is set."""
@@ -597,6 +609,8 @@ class VisionConfig:
     image_token: int
     """The id of the token that stands for an image in texts, before it is replaced."""
     channels: int = 3
+    around: tuple[int, int] | None = None
+    """The ids of the tokens before and behind an image in texts, if there are any."""
     source: str = "{}"
     """The Hugging Face configuration around that of the text, as JSON."""
 
@@ -610,6 +624,22 @@ class VisionConfig:
         """The shape of a piece (see `tokenizers.images`): channels, height and width."""
         return (self.channels, self.image_size, self.image_size)
 
+    def sizes(self, text_size: int) -> dict[str, int]:
+        """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
+        positions = (self.image_size // self.patch_size) ** 2 + 1
+        return {"vision_position": positions, "projector": text_size}
+
+    def pieces_of_prompt(self, tokens: int) -> int:
+        """Return the number of pieces that the planner counts for a prompt: one image."""
+        del tokens
+        return 1
+
+    def advances(self, pieces: np.ndarray) -> np.ndarray | None:
+        """Return the number of positions [..., n P] that features of pieces [..., n, ...] take;
+        None if each takes one, as a word does."""
+        del pieces
+        return None
+
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
         """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
@@ -619,6 +649,98 @@ class VisionConfig:
                 f"model's tower reads {self.piece_shape}"
             )
         return pixels, (self.features_per_piece,)
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVisionConfig:
+    """A tower that reads images of any size, and its projector (see `models.qwen_vision`)."""
+
+    patch_size: int
+    """Height and width of a patch, in pixels."""
+    merge_size: int
+    """m: m x m patches become one feature."""
+    frames: int
+    """Frames of a patch. A picture is so many equal ones."""
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    """Key of `layers.ACTIVATIONS`."""
+    image_token: int
+    """The id of the token that stands for an image in texts, before it is replaced."""
+    around: tuple[int, int]
+    """The ids of the tokens before and behind an image in texts."""
+    has_rms_norms: bool = False
+    """True if norms have neither means nor biases (Qwen2.5-VL)."""
+    is_gated: bool = False
+    """True if the MLP has a gate (Qwen2.5-VL)."""
+    has_patch_bias: bool = False
+    window: int | None = None
+    """Height and width, in features, of the windows inside of which layers attend (Qwen2.5-VL).
+    None: all attend to the whole image."""
+    full_layers: tuple[int, ...] = ()
+    """The layers that attend to the whole image although there are windows."""
+    position_side: int | None = None
+    """Height and width of the table of position embeddings, which is stretched over each image
+    (Qwen3-VL). None: there is none."""
+    deep_layers: tuple[int, ...] = ()
+    """The layers whose states DeepStack adds to the first layers of the text (Qwen3-VL)."""
+    rope_theta: float = 10_000.0
+    channels: int = 3
+    source: str = "{}"
+    """The Hugging Face configuration around that of the text, as JSON."""
+
+    @property
+    def features_per_piece(self) -> int:
+        """A piece is the patches of one feature."""
+        return 1
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of a piece (see `models.qwen_vision`)."""
+        return (3 + self.channels * (self.merge_size * self.patch_size) ** 2,)
+
+    def sizes(self, text_size: int) -> dict[str, int]:
+        """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
+        del text_size
+        merged = self.merge_size**2 * self.hidden_size
+        return {
+            "vision_position": (self.position_side or 0) ** 2,
+            "patch_time": self.frames,
+            "merged": merged,
+            "projector": merged,
+        }
+
+    def pieces_of_prompt(self, tokens: int) -> int:
+        """Return the number of pieces that the planner counts for a prompt: images fill it."""
+        return tokens
+
+    def advances(self, pieces: np.ndarray) -> np.ndarray:
+        """Return the number of positions [..., n] from each feature to the next token: 0 inside of
+        an image, and behind its last feature its longer side, in features."""
+        number, rows, columns = (pieces[..., i].astype(np.int32) for i in range(3))
+        return np.where(number == rows * columns - 1, np.maximum(rows, columns), 0)
+
+    def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
+        """Return the pieces of an image, and its tokens; see `tokenizers.images.Tower`."""
+        pixels = np.asarray(processed["pixel_values"], np.float32)
+        frames, height, width = (int(size) for size in np.asarray(processed["image_grid_thw"])[0])
+        rows, columns = height // self.merge_size, width // self.merge_size
+        count = rows * columns
+        of_patch = self.channels * self.patch_size**2
+        shape = (count * self.merge_size**2, of_patch * self.frames)
+        if frames != 1 or pixels.shape != shape:
+            raise ValueError(
+                f"the image processor makes {pixels.shape} numbers of {frames} x {height} x {width}"
+                f" patches, and the model's tower reads {shape}: patches of {self.patch_size} x "
+                f"{self.patch_size} pixels, {self.merge_size} x {self.merge_size} of them together"
+            )
+        # Of the equal frames of a patch one is kept.
+        patches = pixels.reshape(-1, self.channels, self.frames, self.patch_size**2)[:, :, 0]
+        grid = np.tile(np.array([0, rows, columns], np.float32), (count, 1))
+        grid[:, 0] = np.arange(count)
+        return np.concatenate([grid, patches.reshape(count, -1)], axis=1), (count,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -686,7 +808,7 @@ class DecoderConfig:
     multimodal: bool = False
     """True if the model was read from one with images (Gemma 3 and 4, Qwen3.5), whose modules have
     other names in transformers."""
-    vision: VisionConfig | None = None
+    vision: VisionConfig | QwenVisionConfig | None = None
     """The part that reads images. None: the model reads text alone."""
     source: str = "{}"
     """The Hugging Face configuration that this one was read from, as JSON. `models.save` writes it
@@ -816,11 +938,10 @@ class DecoderConfig:
                 "vision_embed": self.vision.hidden_size,
                 "vision_heads": self.vision.hidden_size,
                 "vision_mlp": self.vision.mlp_size,
-                "vision_position": (self.vision.image_size // self.vision.patch_size) ** 2 + 1,
                 "channel": self.vision.channels,
                 "patch_row": self.vision.patch_size,
                 "patch_column": self.vision.patch_size,
-                "projector": self.hidden_size,
+                **self.vision.sizes(self.hidden_size),
             }
         return tuple(sizes[axis] for axis in WEIGHT_AXES[name])
 

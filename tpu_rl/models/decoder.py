@@ -56,7 +56,16 @@ from tpu_rl.models.moe import experts, router
 from tpu_rl.models.moe.router import Usage
 from tpu_rl.models.quantization import Quantized
 from tpu_rl.train.sharding import constrain, spread
-from tpu_rl.types import FEATURES, ROUTING, SHARED_PROMPT, Array, Model, Params, Paths
+from tpu_rl.types import (
+    FEATURES,
+    MISSING_POSITIONS,
+    ROUTING,
+    SHARED_PROMPT,
+    Array,
+    Model,
+    Params,
+    Paths,
+)
 
 KEY_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of the keys and values [B, K, S, E] of packed rows. They are not sharded over
@@ -94,8 +103,10 @@ class Context(NamedTuple):
     stacks: dict[str, dict[str, Array]] | None = None
     """Name of a layer of the pattern, name of a matrix of experts -> the matrices [repetitions, E,
     I, O] that are read in place; None if each layer takes its own."""
-    features: Array | None = None
-    """[F, D]: the features of images that tokens refer to (see `models.vision`)."""
+    tokens: Array | None = None
+    """[B, T]: the ids, for layers that add to those of images; None if none does."""
+    features: vision.Features | None = None
+    """The features of images that tokens refer to (see `models.vision`)."""
     reused: LatestKeys | None = None
     """The keys and values that layers reuse; None before the first of these layers."""
 
@@ -812,6 +823,9 @@ class Pattern(nn.Module):
             x, cache, latest, usage = module(
                 x, cache, layer, mixture_layer, context, latest, layer_input
             )
+            if context.tokens is not None and context.features is not None:
+                number = mixture_layer + (0 if self.is_dense else config.dense_layers)
+                x = vision.add_deep_features(config, x, context.tokens, context.features, number)
             usages.append(usage)
         return (x, cache, latest), usages
 
@@ -844,7 +858,10 @@ class Decoder(Weights):
         words = tokens if config.vision is None else jnp.minimum(tokens, config.vocab.size - 1)
         x = _embed(self.weight("embedding"), words, scale, config.dtype, axes)
         if config.vision is not None:
-            x = vision.place_features(config, x, tokens, context.features)
+            features = context.features
+            x = vision.place_features(config, x, tokens, features)
+            has_deep = features is not None and features.deep is not None
+            context = context._replace(tokens=tokens if has_deep else None)
 
         # In the scan nothing must prevent common subexpression elimination: the forward and the
         # backward pass are two loops.
@@ -1006,10 +1023,12 @@ def packed_context(
     key_tiles: Array | None = None,
     paths: Paths | None = None,
     routing: Array | None = None,
+    rotary_positions: Array | None = None,
 ) -> Context:
-    """Return the context of packed rows."""
+    """Return the context of packed rows. `rotary_positions` are those of `vision`; None: those of
+    the tokens."""
     keys = dict.fromkeys(sorted(set(config.layer_types)), tokens)
-    angles = _angles(config, tokens.positions)
+    angles = _angles(config, tokens.positions if rotary_positions is None else rotary_positions)
     sequences = delta_rule.packed_sequences(tokens) if config.is_recurrent else None
     return Context(tokens, keys, angles, key_tiles, paths, routing, sequences=sequences)
 
@@ -1021,16 +1040,18 @@ def cached_context(
     lengths: Array,
     commit: Array,
     stacks: dict[str, dict[str, Array]] | None = None,
+    rotary_positions: Array | None = None,
 ) -> Context:
     """Return the context of new tokens that attend to a cache.
 
-    `lengths` and `commit` [B] are the numbers of tokens committed before and now.
+    `lengths` and `commit` [B] are the numbers of tokens committed before and now. For
+    `rotary_positions` see `packed_context`.
     """
     keys = {layer_type: view.keys for layer_type, view in views.items()}
     sequences = None
     if config.is_recurrent:
         sequences = delta_rule.cached_sequences(queries, lengths, commit)
-    angles = _angles(config, queries.positions)
+    angles = _angles(config, queries.positions if rotary_positions is None else rotary_positions)
     return Context(queries, keys, angles, views=views, sequences=sequences, stacks=stacks)
 
 
@@ -1110,9 +1131,10 @@ def decoder(config: DecoderConfig) -> Model:
             token_index = TokenIndex(*(field[:, order] for field in token_index))
             key_tiles = None  # They list tiles of tokens in their original order.
             routing = None if routing is None else routing[:, order]
-        context = packed_context(config, token_index, key_tiles, paths, routing)
-        if images is not None:
-            context = context._replace(features=vision.features(config, params, images))
+        features = None if images is None else vision.features(config, params, images)
+        positions = vision.rotary_positions(config, tokens, token_index.positions, features)
+        context = packed_context(config, token_index, key_tiles, paths, routing, positions)
+        context = context._replace(features=features)
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:
@@ -1140,7 +1162,9 @@ def decoder(config: DecoderConfig) -> Model:
         # The cache has the rows' lengths [B], the shared prompt (only read), and one stack of keys
         # and values per layer type.
         lengths = cache["lengths"]
-        unwritten = {name: cache[name] for name in (SHARED_PROMPT,) if name in cache}
+        unwritten = {
+            name: cache[name] for name in (SHARED_PROMPT, MISSING_POSITIONS) if name in cache
+        }
         stacks = {
             name: stack
             for name, stack in cache.items()
@@ -1164,8 +1188,18 @@ def decoder(config: DecoderConfig) -> Model:
         # Rows of one prompt are read as groups, and few tokens read only their experts' weights.
         views = kv_cache.with_groups(config, cache, views)
         in_place = expert_stacks(config, params, tokens.size)
-        context = cached_context(config, queries, views, lengths, commit, in_place)
-        context = context._replace(features=params.get(FEATURES))
+        features = params.get(FEATURES)
+        if MISSING_POSITIONS in cache:
+            # The position of a token: its number, and what earlier tokens take more than one each.
+            added = vision.missing_positions(config, tokens, features)
+            before = cache[MISSING_POSITIONS][0][:, None] + jnp.cumsum(added, axis=1) - added
+            positions = positions + before
+            is_committed = jnp.arange(tokens.shape[1])[None] < commit[:, None]
+            committed = jnp.where(is_committed, added, 0).sum(1)
+            unwritten[MISSING_POSITIONS] = cache[MISSING_POSITIONS] + committed[None]
+        positions = vision.rotary_positions(config, tokens, positions, features)
+        context = cached_context(config, queries, views, lengths, commit, in_place, positions)
+        context = context._replace(features=features)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
         return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}

@@ -22,7 +22,7 @@ from tpu_rl.models.attention.decode import SeenTokens
 from tpu_rl.models.attention.flash_kernels import LANES
 from tpu_rl.models.config import RECURRENT, DecoderConfig
 from tpu_rl.models.layers import TokenIndex
-from tpu_rl.types import ROUTING, SHARED_PROMPT, UNREAD, Array
+from tpu_rl.types import MISSING_POSITIONS, ROUTING, SHARED_PROMPT, UNREAD, Array
 
 RING_SLACK = 128
 """Places of a ring beyond those that the sliding window needs.
@@ -91,8 +91,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
     With `AttentionConfig.cpu_cache`, `TRANSPOSED_KEYS` [L, B, K, E, S] replaces "k". Latent
     attention has the one head of `AttentionConfig.cached_dims`, whose values are wider than its
     keys. With `AttentionConfig.pairs_heads` there are K / 2 heads, rounded up, of 2 E elements.
-    With `DecoderConfig.records_routing` there is the entry `ROUTING`, and where the decode kernel
-    is used, `SHARED_PROMPT`.
+    With `DecoderConfig.records_routing` there is the entry `ROUTING`, where the decode kernel is
+    used `SHARED_PROMPT`, and with `RopeConfig.sections` and images `MISSING_POSITIONS`.
 
     Linear layers have {"state": [L, B, H, E, V] float32} and the last W - 1 inputs of the three
     convolutions: {"delta_query", "delta_key": [L, B, W - 1, K, E], "delta_value": [L, B, W - 1, H,
@@ -109,6 +109,8 @@ def init_cache(config: DecoderConfig, rows: int, length: int) -> Any:
         length = -(-length // LANES) * LANES
         if decode.is_wanted(attention):
             cache[SHARED_PROMPT] = jnp.zeros((2, rows), jnp.int32)
+    if config.vision is not None and config.rope.sections:
+        cache[MISSING_POSITIONS] = jnp.zeros((1, rows), jnp.int32)
     for layer_type in sorted(set(config.layer_types)):
         if layer_type == RECURRENT:
             cache[layer_type] = _init_states(config, rows)

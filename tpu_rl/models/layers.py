@@ -63,6 +63,12 @@ class RopeConfig:
     """Part of a head's dimensions, the first ones, that is rotated."""
     interleaved: bool = False
     """True if dimensions 2 i and 2 i + 1 are a pair (GLM-4). Otherwise i and i + E / 2 are."""
+    sections: tuple[int, ...] = ()
+    """Numbers of frequencies that turn with the time, the row and the column of an image's feature
+    (Qwen2-VL). (): all turn with the position."""
+    sections_alternate: bool = False
+    """True if frequencies of the three kinds alternate (Qwen3-VL). Otherwise those of one kind
+    follow those of another."""
 
     def rotated(self, head_dim: int) -> int:
         """Return the number of a head's dimensions that have an angle, which may be 0."""
@@ -476,13 +482,28 @@ def _yarn_ramp(config: RopeConfig, rotated: int) -> np.ndarray:
     return np.clip((np.arange(rotated // 2, dtype=np.float32) - first) / width, 0.0, 1.0)
 
 
+def _axis_of_frequency(config: RopeConfig) -> np.ndarray:
+    """Return for each frequency [E / 2] whether it turns with time (0), row (1) or column (2)."""
+    if not config.sections_alternate:
+        return np.repeat(np.arange(3), config.sections)
+    axes = np.zeros(sum(config.sections), int)
+    for axis in (1, 2):
+        axes[axis : 3 * config.sections[axis] : 3] = axis
+    return axes
+
+
 def rope_angles(config: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
-    """Return cosines and sines, two [B, T, E / 2] float32, for positions [B, T].
+    """Return cosines and sines, two [B, T, E / 2] float32, for positions [B, T], or positions in
+    time, rows and columns [B, T, 3].
 
     E is the number of rotated dimensions. Both are multiplied by `RopeConfig.magnitude`.
     """
     frequencies = rope_frequencies(config, head_dim)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, :]
+    if positions.ndim == 2:
+        positions = positions[..., None]
+    else:
+        positions = positions[..., _axis_of_frequency(config)]
+    angles = positions.astype(jnp.float32) * frequencies[None, None, :]
     return config.magnitude * jnp.cos(angles), config.magnitude * jnp.sin(angles)
 
 

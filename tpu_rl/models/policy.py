@@ -96,14 +96,14 @@ def role(model: Model, select: Callable[[Params], Params]) -> Role:
     return Role(hidden, logits, model.exact)
 
 
-def image_features(model: Model) -> Callable[[Params, Any], Array]:
-    """Return the compiled function (the model's params, images [I, C, H, W]) -> features [F, D] of
-    a model that reads images (see `models.vision`)."""
+def image_features(model: Model) -> Callable[[Params, Any], vision.Features]:
+    """Return the compiled function (the model's params, pieces of images [I, ...]) -> features of a
+    model that reads images (see `models.vision`)."""
     return _image_features(model.config)
 
 
 @functools.cache
-def _image_features(config: DecoderConfig) -> Callable[[Params, Any], Array]:
+def _image_features(config: DecoderConfig) -> Callable[[Params, Any], vision.Features]:
     return jax.jit(functools.partial(vision.features, config))
 
 

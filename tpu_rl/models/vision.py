@@ -13,12 +13,13 @@ others: they share prompts, and they are packed, cached and branched alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models.config import DecoderConfig, VisionConfig
+from tpu_rl.models import qwen_vision
+from tpu_rl.models.config import DecoderConfig, QwenVisionConfig, VisionConfig
 from tpu_rl.models.layers import ACTIVATIONS
 from tpu_rl.types import Array, Params
 
@@ -66,6 +67,16 @@ def param_shapes(config: DecoderConfig) -> dict[str, Any]:
     def leaf(name: str, *stack: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*stack, *config.shape(name)), config.stored_dtype(name))
 
+    if isinstance(vision, QwenVisionConfig):
+        top, layer, merger = qwen_vision.weight_names(vision)
+        shapes = {
+            TOP: {name: leaf(name) for name in top},
+            LAYERS: {"layer_0": {name: leaf(name, vision.num_layers) for name in layer}},
+        }
+        if not vision.deep_layers:
+            return shapes
+        mergers = {name: leaf(name, len(vision.deep_layers)) for name in merger}
+        return shapes | {qwen_vision.MERGERS: {"layer_0": mergers}}
     unbiased = () if vision.projector_bias else ("projector_in_bias", "projector_out_bias")
     return {
         TOP: {name: leaf(name) for name in TOP_WEIGHTS if name not in unbiased},
@@ -73,13 +84,34 @@ def param_shapes(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def features(config: DecoderConfig, params: Params, images: Array) -> Array:
-    """Compute the features [I P, D] of images [I, C, H, W], P for each image.
+class Features(NamedTuple):
+    """The features of images."""
+
+    states: Array
+    """[F, D]: what stands in the text."""
+    deep: Array | None = None
+    """[L, F, D]: what the first L layers of the text add (Qwen3-VL)."""
+    grid: qwen_vision.Grid | None = None
+    """The places of features in their images, for texts that count them in rows and columns."""
+
+
+def features(config: DecoderConfig, params: Params, images: Array) -> Features:
+    """Compute the features of pieces of images [I, ...] (see `tokenizers.images`).
 
     The pixels are those of the image processor: scaled and normalized.
     """
     vision = config.vision
+    if isinstance(vision, QwenVisionConfig):
+        states, deep = qwen_vision.features(config, params, images)
+        return Features(states, deep, qwen_vision.grid_of(images))
     assert vision is not None
+    return Features(_clip_features(config, vision, params, images))
+
+
+def _clip_features(
+    config: DecoderConfig, vision: VisionConfig, params: Params, images: Array
+) -> Array:
+    """Compute the features [I P, D] of images [I, C, H, W], P for each image."""
     dtype = jnp.dtype(config.dtype)
     top = {name: leaf.astype(dtype) for name, leaf in params[TOP].items()}
     # Patch embedding: x_p = W pixels_p, a convolution whose stride is its width.
@@ -114,8 +146,10 @@ def features(config: DecoderConfig, params: Params, images: Array) -> Array:
     return x.reshape(-1, config.hidden_size)
 
 
-def place_features(config: DecoderConfig, x: Array, tokens: Array, features: Array | None) -> Array:
-    """Put features [F, D] into the embedded tokens x [B, T, D] where the ids [B, T] refer to them.
+def place_features(
+    config: DecoderConfig, x: Array, tokens: Array, features: Features | None
+) -> Array:
+    """Put features into the embedded tokens x [B, T, D] where the ids [B, T] refer to them.
 
     An id without a feature gives NaN, which no training step accepts.
     """
@@ -123,8 +157,50 @@ def place_features(config: DecoderConfig, x: Array, tokens: Array, features: Arr
     if features is None:
         placed = jnp.full_like(x, jnp.nan)
     else:
-        placed = jnp.take(features.astype(x.dtype), jnp.maximum(index, 0), axis=0)
+        placed = jnp.take(features.states.astype(x.dtype), jnp.maximum(index, 0), axis=0)
     return jnp.where((index >= 0)[..., None], placed, x)
+
+
+def add_deep_features(
+    config: DecoderConfig, x: Array, tokens: Array, features: Features, layer: Array | int
+) -> Array:
+    """Add what a layer has of images to its output x [B, T, D], where ids [B, T] are features."""
+    assert features.deep is not None
+    count = len(features.deep)
+    index = tokens - config.vocab.size
+
+    def added(deep: Array) -> Array:
+        of_layer = jax.lax.dynamic_index_in_dim(deep, jnp.minimum(layer, count - 1), keepdims=False)
+        placed = jnp.take(of_layer.astype(x.dtype), jnp.maximum(index, 0), axis=0)
+        return x + jnp.where((index >= 0)[..., None], placed, jnp.zeros_like(x))
+
+    return jax.lax.cond(jnp.asarray(layer) < count, added, lambda _: x, features.deep)
+
+
+def rotary_positions(
+    config: DecoderConfig, tokens: Array, positions: Array, features: Features | None
+) -> Array:
+    """Return the positions of tokens in time, rows and columns [B, T, 3]; where no images are in
+    the text or each token takes one, the positions [B, T] as they are.
+
+    `positions` of features are all that of the first feature of their image.
+    """
+    if not config.rope.sections or features is None or features.grid is None:
+        return positions
+    grid = features.grid
+    index = tokens - config.vocab.size
+    places = jnp.stack([jnp.zeros_like(grid.row), grid.row, grid.column], axis=1)
+    inside = jnp.where((index >= 0)[..., None], places[jnp.maximum(index, 0)], 0)
+    return positions[..., None] + inside
+
+
+def missing_positions(config: DecoderConfig, tokens: Array, features: Features | None) -> Array:
+    """Return for each of the tokens [B, T] how many positions more than one it takes, which is
+    negative inside of an image."""
+    if features is None or features.grid is None:
+        return jnp.zeros_like(tokens)
+    index = tokens - config.vocab.size
+    return jnp.where(index >= 0, features.grid.advance[jnp.maximum(index, 0)] - 1, 0)
 
 
 def _layer(vision: VisionConfig, weights: Mapping[str, Array], x: Array) -> Array:

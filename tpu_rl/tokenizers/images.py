@@ -48,6 +48,11 @@ class Tower(Protocol):
         """The number of features, and so of tokens, of a piece."""
         ...
 
+    def advances(self, pieces: np.ndarray) -> np.ndarray | None:
+        """Return the number of positions [..., F] that each feature of pieces [..., n, ...] takes;
+        None if each takes one, as a word does."""
+        ...
+
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
         """Return the pieces [p, ...] float32 of an image, and its tokens.
 
@@ -80,7 +85,7 @@ class ImageReader:
     token_id: int
     """The id of the control token that stands for an image in rendered texts."""
     literal: str
-    """The text of this token."""
+    """The text of this token, with those of control tokens that always stand around it."""
     first_id: int
     """The id of an image's first feature: the number of rows of the model's embedding."""
     tower: Tower

@@ -88,13 +88,19 @@ def with_images(
     tower: Tower,
     first_id: int,
     folder: Path,
+    around: tuple[int, int] | None = None,
 ) -> Tokenizer:
     """Return the tokenizer of a model that reads images; see `ImageReader` for the arguments.
+
+    `around` are the ids of tokens that stand before and behind an image in a text.
 
     Raises:
         InputError: if the tokenizer has no token that stands for images.
     """
-    literal = next((text for text, known in tokenizer.control.items() if known == token_id), None)
+    literals = {known: text for text, known in tokenizer.control.items()}
+    literal = literals.get(token_id)
+    if literal is not None and around is not None:
+        literal = literals.get(around[0], "") + literal + literals.get(around[1], "")
     if literal is None:
         raise InputError(
             f"the tokenizer has no control token with the id {token_id}",

@@ -70,7 +70,10 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "channel": (),
     "patch_row": (),
     "patch_column": (),
+    "patch_time": (),
     "projector": ("tensor",),
+    "merged": ("fsdp", "expert", "context"),
+    "images": (),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.
 

@@ -528,7 +528,7 @@ def _written_tensors(model: Model) -> dict[str, FileTensor]:
     if model.config.vision is None:
         return tensors
     return {
-        name if vision_files.plain_name(name) else vision_files.TEXT_PREFIX + name: tensor
+        vision_files.written_name(model.config.vision, name): tensor
         for name, tensor in tensors.items()
     }
 

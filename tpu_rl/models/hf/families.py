@@ -23,7 +23,7 @@ from tpu_rl.models.config import (
     NormConfig,
     VocabConfig,
 )
-from tpu_rl.models.hf import moe_families, rope_config, vision_files
+from tpu_rl.models.hf import moe_families, qwen_vision_files, rope_config, vision_files
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
@@ -277,6 +277,19 @@ _QWEN2 = {
     "max_window_layers": 28,
 }
 _QWEN3 = {**_QWEN2, "query_key_value_bias": False, "query_key_norm": True, "head_dim": 128}
+_QWEN2_VL = {
+    **_QWEN2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+}
+_QWEN3_VL = {
+    **_QWEN3,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 128_000,
+    "use_sliding_window": False,
+}
 _GEMMA2 = {
     **_LLAMA,
     "hidden_act": "gelu_pytorch_tanh",
@@ -390,6 +403,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN2, layer_types=_upper_sliding),
     "qwen3": Family("Qwen3ForCausalLM", _QWEN3, layer_types=_upper_sliding),
+    "qwen2_vl_text": Family("Qwen2VLTextModel", _QWEN2_VL, layer_types=_upper_sliding),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLTextModel", _QWEN2_VL, layer_types=_upper_sliding),
+    "qwen3_vl_text": Family("Qwen3VLTextModel", _QWEN3_VL, reads_layer_types=False),
     "mixtral": Family(
         "MixtralForCausalLM",
         _MIXTRAL,
@@ -528,7 +544,27 @@ MULTIMODAL = {
 }
 """`model_type` of a model with images -> that of the language model inside, which is read."""
 
-VISION = {"llava": {"model_type": "llama", **LLAVA_TEXT_DEFAULTS}}
+QWEN_VL_TEXT_DEFAULTS = {
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "vocab_size": 152_064,
+}
+QWEN3_VL_TEXT_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 151_936,
+}
+
+VISION = {
+    "llava": {"model_type": "llama", **LLAVA_TEXT_DEFAULTS},
+    "qwen2_vl": {"model_type": "qwen2_vl_text", **QWEN_VL_TEXT_DEFAULTS},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", **QWEN_VL_TEXT_DEFAULTS},
+    "qwen3_vl": {"model_type": "qwen3_vl_text", **QWEN3_VL_TEXT_DEFAULTS},
+}
 """`model_type` of a model whose images are read -> defaults of the language model inside."""
 
 
@@ -551,9 +587,7 @@ def read_config(
     """
     where = where or "config.json"
     multimodal = source.get("model_type") in MULTIMODAL or source.get("model_type") in VISION
-    vision = None
-    if source.get("model_type") in VISION:
-        vision = vision_files.read_vision(source, where)
+    outer = source
     source = _text_config(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
@@ -579,6 +613,9 @@ def read_config(
     attention = _attention(hf, layer_types, where)
     rotary_dim = attention.full.head_dim if attention.full else attention.rotary_dim
     rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
+    vision = None
+    if outer.get("model_type") in VISION:
+        vision = vision_files.read_vision(outer, hf["hidden_size"], where)
     has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
     moe = moe_families.read_moe(hf, where) if has_mixture else None
     return DecoderConfig(
@@ -626,6 +663,8 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if "tie_word_embeddings" in source:
             inner.setdefault("tie_word_embeddings", source["tie_word_embeddings"])
         return _text_config(inner, where)
+    if model_type in qwen_vision_files.TOWERS:
+        return _qwen_text_config(source)
     if model_type in VISION and isinstance(source.get("text_config"), Mapping):
         inner = source["text_config"]
         if inner.get("model_type", "llama") == "llama":
@@ -640,6 +679,22 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
             fix="supported: " + ", ".join([*FAMILIES, *MULTIMODAL, *VISION]),
         )
     return dict(source)
+
+
+def _qwen_text_config(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model in one of Qwen's, which has it inside or, in
+    older files, beside its own fields."""
+    defaults = VISION[source["model_type"]]
+    inner = source.get("text_config")
+    if not isinstance(inner, Mapping):
+        outer = qwen_vision_files.OUTER_FIELDS
+        inner = {name: value for name, value in source.items() if name not in outer}
+    # As transformers: the outer field decides, and files of Qwen2.5-VL may have it inside.
+    is_tied = bool(source.get("tie_word_embeddings"))
+    if source["model_type"] != "qwen3_vl":
+        is_tied = is_tied or bool(inner.get("tie_word_embeddings"))
+    own = {"model_type": defaults["model_type"], "tie_word_embeddings": is_tied}
+    return {**defaults, **inner, **own}
 
 
 def _require_sizes(hf: Mapping[str, Any], where: str) -> None:
@@ -695,6 +750,13 @@ def _layer_types(family: Family, hf: Mapping[str, Any], where: str) -> tuple[str
             where=where,
             why="the width of the window is unknown",
             fix="add sliding_window, in tokens",
+        )
+    if "sliding" in layer_types and hf["model_type"] in rope_config.SECTIONS:
+        raise InputError(
+            "use_sliding_window = true is not supported for this family",
+            where=where,
+            why="tokens of an image have other positions than texts, and a window counts them",
+            fix="use a model with use_sliding_window = false, as the published ones are",
         )
     if "no_rope_layer_interval" not in family.defaults:
         return layer_types

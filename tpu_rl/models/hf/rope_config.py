@@ -20,6 +20,13 @@ SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 """Families that may have the scaling "proportional" in full layers."""
 
+SECTIONS = {
+    "qwen2_vl_text": (16, 24, 24),
+    "qwen2_5_vl_text": (16, 24, 24),
+    "qwen3_vl_text": (24, 20, 20),
+}
+"""Families whose frequencies turn with time, row or column -> default of `mrope_section`."""
+
 OWN_SLIDING_ROPE = ("gemma3_text", "olmo3", *GEMMA4)
 """Families whose sliding layers have their own theta, `rope_local_base_freq`, and scaling."""
 
@@ -58,6 +65,8 @@ def _read_parameters(
     scaling = parameters.get("rope_type") or parameters.get("type") or "default"
     if hf["model_type"] == "phi3" and scaling in ("su", "yarn"):
         scaling = "longrope"  # Names in older configurations.
+    if scaling == "mrope" and hf["model_type"] in SECTIONS:
+        scaling = "default"  # The name in older configurations.
     is_proportional = scaling == "proportional" and hf["model_type"] in GEMMA4
     if scaling not in SCALINGS and not is_proportional:
         raise InputError(
@@ -77,6 +86,8 @@ def _read_parameters(
         fraction=_read_fraction(hf, parameters, head_dim),
         interleaved=hf.get("rope_interleave", False),
     )
+    if hf["model_type"] in SECTIONS:
+        rope = _with_sections(rope, hf, parameters, head_dim)
     if scaling == "default":
         return rope
     if scaling == "linear":
@@ -119,6 +130,23 @@ def _read_parameters(
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original_length))
     magnitude = _positive("attention_factor", 1.0 if magnitude is None else magnitude)
     return replace(rope, divisors=divisors, magnitude=magnitude)
+
+
+def _with_sections(
+    rope: RopeConfig, hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int
+) -> RopeConfig:
+    """Return the rotary embedding with its sections. Raises InputError if they do not fit."""
+    sections = parameters.get("mrope_section") or SECTIONS[hf["model_type"]]
+    are_sizes = len(sections) == 3 and all(type(size) is int and size >= 0 for size in sections)
+    if not are_sizes or sum(sections) != head_dim // 2:
+        raise InputError(
+            f"mrope_section = {str(sections)[:40]} is not supported",
+            where="config.json",
+            why=f"its three numbers share the {head_dim // 2} frequencies of a head",
+            fix="download config.json again",
+        )
+    alternate = hf["model_type"] == "qwen3_vl_text"
+    return replace(rope, sections=tuple(sections), sections_alternate=alternate)
 
 
 def _read_fraction(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int) -> float:

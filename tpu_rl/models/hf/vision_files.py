@@ -1,4 +1,5 @@
-"""The vision parts of Hugging Face directories: LLaVA with a tower of CLIP."""
+"""The vision parts of Hugging Face directories: LLaVA with a tower of CLIP; see
+`qwen_vision_files` for the family of Qwen."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 from tpu_rl.errors import InputError
 from tpu_rl.models import vision
-from tpu_rl.models.config import VisionConfig
+from tpu_rl.models.config import QwenVisionConfig, VisionConfig
+from tpu_rl.models.hf import qwen_vision_files
 
 TEXT_PREFIX = "language_model."
 """Beginning of the names of the text's tensors in files that are written."""
@@ -56,12 +58,16 @@ CLIP_DEFAULTS: dict[str, Any] = {
 LARGEST_SIZE = 65_536
 
 
-def read_vision(source: Mapping[str, Any], where: str) -> VisionConfig:
-    """Return the vision part of the configuration of a LLaVA model.
+def read_vision(
+    source: Mapping[str, Any], text_size: int, where: str
+) -> VisionConfig | QwenVisionConfig:
+    """Return the vision part of a configuration whose text has `text_size` dimensions.
 
     Raises:
         InputError: the tower is not one of CLIP, or a field is not supported.
     """
+    if source["model_type"] in qwen_vision_files.TOWERS:
+        return qwen_vision_files.read_vision(source, text_size, where)
     tower = source.get("vision_config")
     if not isinstance(tower, Mapping) or tower.get("model_type") != "clip_vision_model":
         raise InputError(
@@ -147,11 +153,26 @@ def weight_name(name: str, layer: int | None) -> str:
 def plain_name(name: str) -> str | None:
     """Return the name as `weight_name` has it, for newer and older files; None: not of vision."""
     plain = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
-    return plain if plain.startswith(("vision_tower.", "multi_modal_projector.")) else None
+    if plain.startswith(("vision_tower.", "multi_modal_projector.")):
+        return plain
+    return qwen_vision_files.plain_name(name)
 
 
-def weights(config: VisionConfig) -> list[tuple[str, tuple[str, ...], int | None]]:
-    """Return (name, path in the params, layer or None) of each vision weight, in order."""
+def written_name(config: VisionConfig | QwenVisionConfig, name: str) -> str:
+    """Return the name that files have for a tensor of a model that reads images."""
+    if isinstance(config, QwenVisionConfig):
+        return qwen_vision_files.written_name(name)
+    return name if plain_name(name) else TEXT_PREFIX + name
+
+
+def weights(
+    config: VisionConfig | QwenVisionConfig,
+) -> list[tuple[str, str, tuple[str, ...], int | None]]:
+    """Return (name in files, name, path in the params, layer or None) of each vision weight, in
+    order. Weights with the same name in files are one tensor there: the rows of the first weight
+    come first."""
+    if isinstance(config, QwenVisionConfig):
+        return qwen_vision_files.weights(config)
     unbiased = () if config.projector_bias else ("projector_in_bias", "projector_out_bias")
     top = [(name, (vision.TOP,), None) for name in vision.TOP_WEIGHTS if name not in unbiased]
     layers = [
@@ -159,4 +180,4 @@ def weights(config: VisionConfig) -> list[tuple[str, tuple[str, ...], int | None
         for layer in range(config.num_layers)
         for name in vision.LAYER_WEIGHTS
     ]
-    return [*top, *layers]
+    return [(weight_name(name, layer), name, path, layer) for name, path, layer in [*top, *layers]]

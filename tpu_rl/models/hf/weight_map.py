@@ -110,12 +110,12 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     tensors = {name: fused(name, locations) for name, locations in parts.items()}
     if config.vision is None:
         return tensors
-    for name, path, layer in vision_files.weights(config.vision):
+    of_vision: dict[str, list[WeightLocation]] = {}
+    for file_name, name, path, layer in vision_files.weights(config.vision):
         index = () if layer is None else (layer,)
         location = WeightLocation((*path, name), index, config.shape(name), is_transposed=False)
-        file_name = vision_files.weight_name(name, layer)
-        tensors[file_name] = FileTensor(location.shape, (location,))
-    return tensors
+        of_vision.setdefault(file_name, []).append(location)
+    return tensors | {name: _concatenate(locations) for name, locations in of_vision.items()}
 
 
 def _place(config: DecoderConfig, layer: int) -> tuple[tuple[str, str], tuple[int, ...]]:
