@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.fixtures.image_models import write_gemma, write_idefics
 from tpu_rl.commands import run
 
 
@@ -38,3 +39,29 @@ def test_sampler_and_trainer_agree_on_images_and_the_tower_may_be_frozen(tmp_pat
     assert not any(name.startswith("vision_tower.") for name in changed)
     assert "multi_modal_projector.linear_1.weight" in changed
     assert (second / "model" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_gemma, write_idefics])
+@pytest.mark.parametrize("lora", [(), ("--model.lora.rank", "4")])
+def test_sampler_and_trainer_agree_for_every_family(tmp_path, write, lora):
+    model = tmp_path / "model"
+    model.mkdir()
+    write(model)
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "def score(completions):\n    return [float(len(text) % 3) for text in completions]\n"
+    )
+    flags = [
+        *("--model.path", str(model), "--model.random-init", "--model.images"),
+        *("--batch.prompts", "4", "--batch.group-size", "4", "--batch.micro-batch-rows", "4"),
+        *("--batch.row-length", "256", "--sampling.max-prompt-tokens", "120", "--steps", "2"),
+        *("--evaluation.rows", "0", "--reward", f"{reward}:score"),
+        *("--optimizer.learning-rate", "0.01", "--run-dir", str(tmp_path / "run"), *lora),
+    ]
+    run.main(["pictures_grpo", *flags])
+    rows = rows_of(tmp_path / "run")[1:]
+    assert rows
+    for row in rows:
+        assert row["policy/log_prob_gap_max"] < 1e-4
+        assert row["policy/log_prob_gap_mean"] < 1e-6

@@ -8,12 +8,12 @@ import pytest
 
 from tpu_rl.data.encoding import bucket
 from tpu_rl.experience.config import BatchConfig
-from tpu_rl.experience.layout import layout_of, with_images
+from tpu_rl.experience.layout import _with_rest_of_images, layout_of, with_images
 from tpu_rl.rollout import image_prompts
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.types import Demonstrations
 
-TOWER: Any = SimpleNamespace(features_per_piece=2, advances=lambda pieces: None)
+TOWER: Any = SimpleNamespace(features_per_piece=2, advances=lambda pieces: None, is_two_way=False)
 READER = ImageReader("", 4, "<image>", first_id=10, tower=TOWER)
 
 
@@ -98,4 +98,18 @@ def test_prompts_share_one_table_and_rows_get_their_images_back():
 def test_few_numbers_of_images_occur():
     assert [bucket(count) for count in (1, 2, 3, 4, 5, 7, 9, 13, 24, 25)] == [
         *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    ]
+
+
+def test_tiles_list_the_rest_of_an_image():
+    tower: Any = SimpleNamespace(features_per_piece=5, is_two_way=True)
+    reader = ImageReader("", 4, "<image>", first_id=10, tower=tower)
+    # Tiles of four tokens; images in slots 2 to 6 and 9 to 13.
+    tokens = np.array([[1, 2, *range(10, 15), 3, 3, *range(15, 20), 5, 5]])
+    key_tiles = np.where(np.tri(4) > 0, np.arange(4), -1)[None, None, None]
+    source = np.arange(16).reshape(1, 1, 1, 16)
+    layout: Any = SimpleNamespace(key_tiles=key_tiles, source=source)
+    listed = _with_rest_of_images(layout, tokens, reader)[0, 0, 0]
+    assert [sorted({*row} - {-1}) for row in listed.tolist()] == [
+        *([0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3])
     ]

@@ -25,6 +25,7 @@ from tpu_rl.models import kv_cache, layers
 from tpu_rl.models.attention import flash, flash_cycles, flash_kernels
 from tpu_rl.models.attention.flash_kernels import FlashConfig
 from tpu_rl.models.layers import TokenIndex
+from tpu_rl.models.vision import two_way
 from tpu_rl.train import sharding
 
 ROWS_AND_TREES = ROWS | {"tree": TREES}
@@ -98,6 +99,20 @@ def test_values_and_gradients_equal_dense_attention(rows, how, kv_heads, small_b
     sinks = jnp.array([0.5, -2.0, 1.0, 3.0]) if rows == "tree" else None
     operands = (heads(0, 4, 384), key, value, slots, slots)
     require_alike(*both(*operands, CONFIGS_BY_NAME[how], sinks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "window"])
+def test_tokens_see_the_rest_of_their_image_in_later_blocks(how, small_blocks):
+    tower = SimpleNamespace(is_two_way=True, features_per_piece=150)
+    config: Any = SimpleNamespace(vision=tower, vocab=SimpleNamespace(size=1000))
+    key, value = (heads(seed, 2, 384).swapaxes(1, 2) for seed in (1, 2))
+    slots = ROWS["shared prompts"]
+    tokens = np.zeros(slots.index.shape, np.int32)
+    tokens[:, 3:153] = tokens[:, 155:305] = np.arange(1000, 1150)
+    queries = two_way(config, jnp.asarray(tokens), slots)
+    assert np.asarray(queries.index > slots.index).sum() > 100
+    require_alike(*both(heads(0, 4, 384), key, value, queries, slots, CONFIGS_BY_NAME[how]))
 
 
 @pytest.mark.slow

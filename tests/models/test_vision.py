@@ -107,7 +107,7 @@ def test_a_directory_is_written_as_it_was_read(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("vision_config", {"model_type": "siglip_vision_model"}, "vision tower is not supported"),
+        ("vision_config", {"model_type": "pixtral"}, "vision tower is not supported"),
         ("vision_feature_layer", [-2, -1], "vision_feature_layer"),
         ("projector_hidden_act", "swish", "projector_hidden_act"),
         ("vision_config", {"model_type": "clip_vision_model", "patch_size": 5}, "patch_size"),

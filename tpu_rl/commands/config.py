@@ -90,6 +90,9 @@ class ModelConfig:
     save-dots: everything but the results of products with weights, and attention's; experts are
     computed again. none: nothing, but experts that several devices share."""
     lora: LoraConfig = LoraConfig()
+    images: bool = False
+    """Read images with a Gemma 3 that has a tower, which is a text model otherwise. Models of other
+    families that read images (LLaVA, Idefics3, SmolVLM) always do."""
     freeze: tuple[Literal["vision", "projector"], ...] = ()
     """Parts of a model that reads images which do not train. vision: the tower. projector: what
     makes its states as wide as the text's. With adapters neither trains."""

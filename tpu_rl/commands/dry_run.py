@@ -303,11 +303,8 @@ def print_plan(config: ExperimentConfig) -> None:
 
 def model_table(config: ExperimentConfig) -> Table:
     """Return a table of the run's models: parameters, bytes of weights and of optimizer state."""
-    base = models.from_config(
-        models.find_configuration(roles.model_path(config.model.path)),
-        dtype=config.model.dtype,
-        param_dtype=config.model.param_dtype,
-    )
+    directory = models.find_configuration(roles.model_path(config.model.path))
+    base = roles.from_config(config, directory)
     trained = {
         name
         for stage in config.stages

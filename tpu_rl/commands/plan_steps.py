@@ -108,9 +108,7 @@ def read_model(config: ExperimentConfig) -> Model:
         known = f"known by name: {', '.join(names or known_models.SHAPES)}"
         fix = f"{error.fix}; {known}" if error.fix else known
         raise InputError(error.what, where=error.where, why=error.why, fix=fix) from error
-    return models.from_config(
-        directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype
-    )
+    return roles.from_config(config, directory)
 
 
 def plan_stage(

@@ -57,7 +57,7 @@ def prepare(config: ExperimentConfig) -> None:
         forbid_tensor_float32()
     host_agreement.require_same_devices()
     warn_of_unused_accelerators()
-    base = models.from_config(roles.model_directory(config))
+    base = roles.from_config(config, roles.model_directory(config))
     devices = compose.share_devices(config, model=base)
     for note in meshes.notes(config, base, devices.mesh, len(devices.sampler)):
         print(f"note: {note}", file=sys.stderr)
@@ -139,9 +139,7 @@ def check_models(
 
     Only configurations and the headers of weight files are read. For `needs_weights` see `check`.
     """
-    model = models.from_config(
-        directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype
-    )
+    model = roles.from_config(config, directory)
     context = json.loads(model.config.source).get("max_position_embeddings")
     check_context(config.sampling, context, directory / "config.json")
     if not config.model.random_init:

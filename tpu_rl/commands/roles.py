@@ -101,7 +101,10 @@ def model_directory(config: ExperimentConfig) -> Path:
 def from_config(config: ExperimentConfig, directory: Path) -> Model:
     """Return the model that a directory's config.json describes, in the types of the run."""
     return models.from_config(
-        directory, dtype=config.model.dtype, param_dtype=config.model.param_dtype
+        directory,
+        dtype=config.model.dtype,
+        param_dtype=config.model.param_dtype,
+        images=config.model.images,
     )
 
 
@@ -116,6 +119,7 @@ def load(
         param_dtype=config.model.param_dtype,
         mesh=mesh,
         weight_dtype=weight_dtype,
+        images=config.model.images,
     )
 
 
@@ -232,6 +236,14 @@ def role_models(config: ExperimentConfig, base: Model) -> dict[str, Model]:
             where="--model.freeze",
             why="the model of --model.path reads texts only",
             fix="leave the flag out, or use a model that reads images",
+        )
+    if config.model.exact_sampling and base.config.vision and base.config.vision.is_two_way:
+        raise InputError(
+            "exact sampling is not supported with images that tokens see both ways",
+            where="--model.exact-sampling, --model.images",
+            why="it adds up the keys of a token in the order of the text, and an image's tokens "
+            "see later ones",
+            fix="leave --model.exact-sampling out, or use another model",
         )
     result = {}
     for name, spec in specs(config).items():

@@ -100,6 +100,8 @@ def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[
         images[index, : len(listed)] = listed
     packed: Any = images.reshape(minibatches, micro_batches, *shape[1:])
     layout = replace(layout, images=packed, positions=positions)
+    if reader.tower.is_two_way and layout.key_tiles is not None:
+        layout = replace(layout, key_tiles=_with_rest_of_images(layout, tokens, reader))
     return layout, replace(data, tokens=tokens, images=None)
 
 
@@ -117,6 +119,28 @@ def _positions_with_images(
     source = np.asarray(layout.source)
     packed = np.where(source >= 0, positions.reshape(-1)[np.maximum(source, 0)], 0)
     return packed.astype(np.int32)
+
+
+def _with_rest_of_images(layout: Layout, tokens: np.ndarray, reader: ImageReader) -> Any:
+    """Return `Layout.key_tiles` with the tiles of the rest of an image that begins in a tile.
+
+    `tokens` are those of the data, [N, T]. See `models.vision.two_way`.
+    """
+    key_tiles = np.asarray(layout.key_tiles)
+    source = np.asarray(layout.source)
+    ids = np.where(source >= 0, tokens.reshape(-1)[np.maximum(source, 0)], 0)
+    num_tiles = key_tiles.shape[-2]
+    slots = np.arange(source.shape[-1])
+    tile_size = len(slots) // num_tiles
+    features = reader.tower.features_per_piece
+    place = ids - reader.first_id
+    last_slot = np.where(place >= 0, slots + features - 1 - place % features, slots)
+    last_slot = np.minimum(last_slot, slots[-1]).reshape(*source.shape[:-1], num_tiles, tile_size)
+    last_tile = last_slot.max(-1, keepdims=True) // tile_size
+    most = -(-(features - 1) // tile_size)
+    later = np.arange(num_tiles)[:, None] + np.arange(1, most + 1)
+    later = np.where(later <= last_tile, later, -1).astype(np.int32)
+    return np.concatenate([key_tiles, later], axis=-1)
 
 
 def layout_of(batch: BatchConfig, data: Any, paths: bool = False, with_room: bool = True) -> Layout:

@@ -95,6 +95,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "shared_router": ("shared_routes", "embed"),
     "vision_class": ("vision_embed",),
     "vision_patch": ("vision_embed", "channel", "patch_row", "patch_column"),
+    "vision_patch_bias": ("vision_embed",),
     "vision_position": ("vision_position", "vision_embed"),
     "vision_query": ("vision_heads", "vision_embed"),
     "vision_key": ("vision_heads", "vision_embed"),
@@ -124,6 +125,8 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "projector_in_bias": ("projector",),
     "projector_out": ("embed", "projector"),
     "projector_out_bias": ("embed",),
+    "projector_pooled_norm": ("vision_embed",),
+    "projector_matrix": ("embed", "merged_patches"),
 }
 """Weight name -> logical axes (see `train.sharding`).
 
@@ -171,6 +174,7 @@ for _name in ("first", "attention", "mlp", "last"):
 IMAGE_MATRICES = (
     *(f"vision_{_name}" for _name in ("query", "key", "value", "output", "gate", "up", "down")),
     *("projector_in", "projector_out", "projector_merge", "projector_read"),
+    "projector_matrix",
 )
 """Matrices of a tower and its projector, [outputs, inputs] as in files."""
 
@@ -604,20 +608,54 @@ class VisionConfig:
     """Key of `layers.ACTIVATIONS`, in the tower."""
     projector_activation: str
     projector_bias: bool
-    keeps_class: bool
-    """True if the state of the class token is a feature too."""
+    keeps_first: bool
+    """True if the state of the tower's first token is a feature too: of CLIP's class token, or of
+    the first patch."""
     image_token: int
     """The id of the token that stands for an image in texts, before it is replaced."""
     channels: int = 3
+    has_class: bool = True
+    """True: CLIP, with a class token and a norm before the layers. False: SigLIP (arXiv 2303.15343)
+    without them, whose patches have a bias."""
+    has_last_norm: bool = False
+    """True if features are normed behind the last layer."""
+    projector: Literal["mlp", "pooled", "shuffled"] = "mlp"
+    """How states become features. "mlp": by two matrices (LLaVA). "pooled": by their mean in each
+    square of patches, a norm and a matrix (Gemma 3). "shuffled": by a matrix of all states of a
+    square (Idefics3)."""
+    merge: int = 1
+    """Height and width, in patches, of the squares that become one feature."""
     around: tuple[int, int] | None = None
     """The ids of the tokens before and behind an image in texts, if there are any."""
+    gap: str = ""
+    """What stands before and behind these tokens. Where it does, chat templates write the first of
+    them alone (Gemma 3)."""
+    is_two_way: bool = False
+    """True if tokens of an image see the later ones of the same image (Gemma 3)."""
     source: str = "{}"
     """The Hugging Face configuration around that of the text, as JSON."""
 
     @property
     def features_per_piece(self) -> int:
-        """P: the number of features, and so of tokens, of a piece, which is an image."""
-        return (self.image_size // self.patch_size) ** 2 + self.keeps_class
+        """P: the number of features, and so of tokens, of a piece: an image, or a tile
+        (Idefics3)."""
+        squares = (self.image_size // self.patch_size // self.merge) ** 2
+        return squares + self.has_class + self.keeps_first - 1
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Names of the weights that the tower or its projector does not have."""
+        names = {"vision_patch_bias"} if self.has_class else {"vision_class", "vision_first_norm"}
+        mlp = ("projector_in", "projector_in_bias", "projector_out", "projector_out_bias")
+        if self.projector != "mlp":
+            names |= {*mlp}
+        elif not self.projector_bias:
+            names |= {*mlp[1::2]}
+        if self.projector != "pooled":
+            names.add("projector_pooled_norm")
+        if self.projector == "mlp":
+            names.add("projector_matrix")
+        return frozenset(names | {f"{name}_bias" for name in names})
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -626,13 +664,17 @@ class VisionConfig:
 
     def sizes(self, text_size: int) -> dict[str, int]:
         """Return the sizes of the tower's own axes in `WEIGHT_AXES`."""
-        positions = (self.image_size // self.patch_size) ** 2 + 1
-        return {"vision_position": positions, "projector": text_size}
+        in_square = self.merge**2 if self.projector == "shuffled" else 1
+        return {
+            "vision_position": (self.image_size // self.patch_size) ** 2 + self.has_class,
+            "projector": text_size,
+            "merged_patches": in_square * self.hidden_size,
+        }
 
     def pieces_of_prompt(self, tokens: int) -> int:
-        """Return the number of pieces that the planner counts for a prompt: one image."""
-        del tokens
-        return 1
+        """Return the number of pieces that the planner counts for a prompt: one image, or as many
+        tiles as fill it."""
+        return max(tokens // self.features_per_piece, 1) if self.projector == "shuffled" else 1
 
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:
         """Return the number of positions [..., n P] that features of pieces [..., n, ...] take;
@@ -643,12 +685,35 @@ class VisionConfig:
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str | int, ...]]:
         """Return an image as one piece, and its tokens; see `tokenizers.images.Tower`."""
         pixels = np.asarray(processed["pixel_values"], np.float32)
-        if pixels.shape != (1, *self.piece_shape):
+        has_tiles = self.projector == "shuffled"
+        pixels = pixels[0] if has_tiles else pixels
+        if pixels.shape[1:] != self.piece_shape or not (has_tiles or len(pixels) == 1):
             raise ValueError(
-                f"the image processor makes an array of the shape {pixels.shape[1:]}, and the "
+                f"the image processor makes an array of the shape {pixels.shape}, and the "
                 f"model's tower reads {self.piece_shape}"
             )
-        return pixels, (self.features_per_piece,)
+        if not has_tiles:
+            return pixels, (self.features_per_piece,)
+        if not np.all(processed["pixel_attention_mask"]):
+            raise ValueError("the image processor pads tiles, and the tower reads whole ones")
+        rows, columns = (int(np.ravel(processed[name])[0]) for name in ("rows", "cols"))
+        return pixels, _tiles(rows, columns, self.features_per_piece)
+
+
+def _tiles(rows: int, columns: int, features: int) -> tuple[str | int, ...]:
+    """Return the tokens of an image of Idefics3: its tiles, row by row, and the whole image.
+
+    A small image has no tiles (0 rows). The texts are those of transformers' Idefics3Processor.
+    """
+    fake = "<fake_token_around_image>"
+    tokens: list[str | int] = []
+    gap = ""
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            tokens += [f"{gap}{fake}<row_{row}_col_{column}>", features]
+            gap = ""
+        gap = "\n"
+    return (*tokens, f"{gap}{gap}{fake}<global-img>", features, fake)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -687,6 +752,9 @@ class QwenVisionConfig:
     deep_layers: tuple[int, ...] = ()
     """The layers whose states DeepStack adds to the first layers of the text (Qwen3-VL)."""
     rope_theta: float = 10_000.0
+    gap: str = ""
+    """See `VisionConfig.gap`."""
+    is_two_way: bool = False
     channels: int = 3
     source: str = "{}"
     """The Hugging Face configuration around that of the text, as JSON."""

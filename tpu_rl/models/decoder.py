@@ -1134,7 +1134,8 @@ def decoder(config: DecoderConfig) -> Model:
         features = None if images is None else vision.features(config, params, images)
         positions = vision.rotary_positions(config, tokens, token_index.positions, features)
         context = packed_context(config, token_index, key_tiles, paths, routing, positions)
-        context = context._replace(features=features)
+        queries = vision.two_way(config, tokens, token_index)
+        context = context._replace(queries=queries, features=features)
         outputs: Any = module.apply({"params": params}, tokens, None, context)
         states, _, usage = outputs
         if token_shards > 1:
@@ -1199,7 +1200,8 @@ def decoder(config: DecoderConfig) -> Model:
             unwritten[MISSING_POSITIONS] = cache[MISSING_POSITIONS] + committed[None]
         positions = vision.rotary_positions(config, tokens, positions, features)
         context = cached_context(config, queries, views, lengths, commit, in_place, positions)
-        context = context._replace(features=features)
+        queries = vision.two_way(config, tokens, queries)
+        context = context._replace(queries=queries, features=features)
         outputs: Any = module.apply({"params": params}, tokens, stacks, context)
         states, stacks, _ = outputs
         return unembed(config, params, states), {"lengths": lengths + commit, **unwritten, **stacks}

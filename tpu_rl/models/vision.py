@@ -1,5 +1,6 @@
 """The part of a vision-language model that reads images: a tower and a projector (LLaVA, arXiv
-2304.08485, with the tower of CLIP, arXiv 2103.00020).
+2304.08485, with the tower of CLIP, arXiv 2103.00020, or SigLIP, arXiv 2303.15343; Gemma 3, arXiv
+2503.19786; Idefics3 and SmolVLM, arXiv 2408.12637 and 2504.05299).
 
 An image is a square of pixels. The tower makes a vector of each patch, and the projector makes it
 as wide as the residual stream of the text. These are the image's features, one for each token that
@@ -12,20 +13,22 @@ others: they share prompts, and they are packed, cached and branched alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tpu_rl.models import qwen_vision
+from tpu_rl.models import layers, qwen_vision
 from tpu_rl.models.config import DecoderConfig, QwenVisionConfig, VisionConfig
-from tpu_rl.models.layers import ACTIVATIONS
+from tpu_rl.models.layers import ACTIVATIONS, TokenIndex
 from tpu_rl.types import Array, Params
 
 TOP_WEIGHTS = (
     "vision_class",
     "vision_patch",
+    "vision_patch_bias",
     "vision_position",
     "vision_first_norm",
     "vision_first_norm_bias",
@@ -35,6 +38,8 @@ TOP_WEIGHTS = (
     "projector_in_bias",
     "projector_out",
     "projector_out_bias",
+    "projector_pooled_norm",
+    "projector_matrix",
 )
 LAYER_WEIGHTS = (
     "vision_attention_norm",
@@ -77,9 +82,8 @@ def param_shapes(config: DecoderConfig) -> dict[str, Any]:
             return shapes
         mergers = {name: leaf(name, len(vision.deep_layers)) for name in merger}
         return shapes | {qwen_vision.MERGERS: {"layer_0": mergers}}
-    unbiased = () if vision.projector_bias else ("projector_in_bias", "projector_out_bias")
     return {
-        TOP: {name: leaf(name) for name in TOP_WEIGHTS if name not in unbiased},
+        TOP: {name: leaf(name) for name in TOP_WEIGHTS if name not in vision.absent},
         LAYERS: {"layer_0": {name: leaf(name, vision.num_layers) for name in LAYER_WEIGHTS}},
     }
 
@@ -121,9 +125,14 @@ def _clip_features(
     )
     x = jnp.einsum("icgphq,ecpq->ighe", pixels, top["vision_patch"])
     x = x.reshape(len(images), grid * grid, vision.hidden_size)
-    first = jnp.broadcast_to(top["vision_class"][None, None], (len(images), 1, vision.hidden_size))
-    x = jnp.concatenate([first, x], axis=1) + top["vision_position"][None]
-    x = _layer_norm(vision, x, params[TOP], "vision_first_norm")
+    if vision.has_class:
+        first = jnp.broadcast_to(top["vision_class"], (len(images), 1, vision.hidden_size))
+        x = jnp.concatenate([first, x], axis=1)
+    else:
+        x = x + top["vision_patch_bias"][None, None]
+    x = x + top["vision_position"][None]
+    if vision.has_class:
+        x = _layer_norm(vision, x, params[TOP], "vision_first_norm")
 
     def apply_layer(x: Array, weights: Params) -> tuple[Array, None]:
         return _layer(vision, weights, x), None
@@ -134,8 +143,12 @@ def _clip_features(
     # is written as it was read.
     read = jax.tree.map(lambda leaf: leaf[: vision.num_read_layers], params[LAYERS]["layer_0"])
     x, _ = jax.lax.scan(apply_layer, x, read)
-    if not vision.keeps_class:
+    if vision.has_last_norm:
+        x = _layer_norm(vision, x, params[TOP], "vision_last_norm")
+    if not vision.keeps_first:
         x = x[:, 1:]
+    if vision.projector != "mlp":
+        return _merged(vision, params[TOP], x).reshape(-1, config.hidden_size)
     # The projector: W_2 gelu(W_1 x + b_1) + b_2.
     for name in ("projector_in", "projector_out"):
         x = jnp.einsum("ipd,ed->ipe", x, top[name])
@@ -144,6 +157,23 @@ def _clip_features(
         if name == "projector_in":
             x = ACTIVATIONS[vision.projector_activation](x)
     return x.reshape(-1, config.hidden_size)
+
+
+def _merged(vision: VisionConfig, weights: Params, x: Array) -> Array:
+    """Return features [I, P, D] of states [I, N, E]: a matrix W of each square of patches.
+
+    Gemma 3 takes W norm(mean of the square). Idefics3 takes W of all states of the square, row by
+    row.
+    """
+    side = math.isqrt(x.shape[1]) // vision.merge
+    squares = x.reshape(len(x), side, vision.merge, side, vision.merge, vision.hidden_size)
+    if vision.projector == "pooled":
+        merged = squares.mean((2, 4)).reshape(len(x), side**2, -1)
+        gain = weights["projector_pooled_norm"]
+        merged = layers.rms_norm(merged, gain, vision.eps, unit_offset=True)
+    else:
+        merged = squares.swapaxes(2, 3).reshape(len(x), side**2, -1)
+    return jnp.einsum("ipe,de->ipd", merged, weights["projector_matrix"].astype(x.dtype))
 
 
 def place_features(
@@ -201,6 +231,22 @@ def missing_positions(config: DecoderConfig, tokens: Array, features: Features |
         return jnp.zeros_like(tokens)
     index = tokens - config.vocab.size
     return jnp.where(index >= 0, features.grid.advance[jnp.maximum(index, 0)] - 1, 0)
+
+
+def two_way(config: DecoderConfig, tokens: Array, queries: TokenIndex) -> TokenIndex:
+    """Return the index of tokens [B, T] as queries, which see all of their own image.
+
+    A query sees keys up to its own place. The tokens of an image follow one another, so they all
+    see the image, and nothing else behind themselves, if they have the place of its last token. An
+    image that is cut ends where its text does.
+    """
+    vision = config.vision
+    if vision is None or not vision.is_two_way:
+        return queries
+    place = tokens - config.vocab.size
+    last = queries.index + vision.features_per_piece - 1 - place % vision.features_per_piece
+    last = jnp.minimum(last, queries.visible_until - 1)
+    return queries._replace(index=jnp.where(place >= 0, last, queries.index))
 
 
 def _layer(vision: VisionConfig, weights: Mapping[str, Array], x: Array) -> Array:

@@ -17,6 +17,7 @@ import base64
 import binascii
 import functools
 import io
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +49,19 @@ class Tower(Protocol):
         """The number of features, and so of tokens, of a piece."""
         ...
 
+    @property
+    def gap(self) -> str:
+        """See `models.config.VisionConfig.gap`."""
+        ...
+
     def advances(self, pieces: np.ndarray) -> np.ndarray | None:
         """Return the number of positions [..., F] that each feature of pieces [..., n, ...] takes;
         None if each takes one, as a word does."""
+        ...
+
+    @property
+    def is_two_way(self) -> bool:
+        """True if tokens of a piece see the later ones of the same piece."""
         ...
 
     def pieces(self, processed: Mapping[str, Any]) -> tuple[np.ndarray, Layout]:
@@ -89,6 +100,8 @@ class ImageReader:
     first_id: int
     """The id of an image's first feature: the number of rows of the model's embedding."""
     tower: Tower
+    written: str = ""
+    """What chat templates write for an image, if it is not `literal`."""
     folder: str = "."
     """The folder that relative paths start from: that of the data."""
 
@@ -133,6 +146,20 @@ class ImageReader:
             for token_id, last in zip(ids, before, strict=False)
             if token_id < self.first_id or last < self.first_id
         ]
+
+    def rendered(self, text: str) -> str:
+        """Return a rendered text with what stands for images in place of `MARK` and `written`.
+
+        Literals in messages, which are no images, have a character for private use behind them
+        (`conversations.hide`). What this returns stays as it is.
+        """
+        shown = f"{self.tower.gap}{self.literal}{self.tower.gap}"
+        text = text.replace(MARK, shown)
+        if self.written in ("", self.literal):
+            return text
+        rest = self.literal.removeprefix(self.written)
+        pattern = f"{re.escape(self.written)}(?!{re.escape(rest)}|[\ue000-\uf8ff])"
+        return re.sub(pattern, lambda _: shown, text)
 
     def count(self, ids: Sequence[int]) -> int:
         """Return the number of pieces that ids refer to; one that is cut at the end counts."""
@@ -260,7 +287,9 @@ def _processor(directory: str) -> Any:
             fix="download preprocessor_config.json with the model",
         )
     try:
-        return AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+        processor = AutoImageProcessor.from_pretrained(
+            directory, backend="pil", local_files_only=True
+        )
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise InputError(
             "the image processor cannot be made",
@@ -268,3 +297,13 @@ def _processor(directory: str) -> Any:
             why=str(error)[:300],
             fix="use the preprocessor_config.json that was published with the model",
         ) from error
+    if getattr(processor, "do_pan_and_scan", None):
+        raise InputError(
+            "pan and scan, which cuts an image into further ones, is not supported",
+            where=f"do_pan_and_scan in preprocessor_config.json, {directory}",
+            why="the crops would be left out, or the texts around them",
+            fix="set do_pan_and_scan to false, as in the published file",
+        )
+    if hasattr(processor, "return_row_col_info"):
+        processor.return_row_col_info = True  # Texts name the rows and columns of tiles.
+    return processor

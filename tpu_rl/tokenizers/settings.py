@@ -97,18 +97,26 @@ def with_images(
     Raises:
         InputError: if the tokenizer has no token that stands for images.
     """
-    literals = {known: text for text, known in tokenizer.control.items()}
-    literal = literals.get(token_id)
-    if literal is not None and around is not None:
-        literal = literals.get(around[0], "") + literal + literals.get(around[1], "")
-    if literal is None:
+    texts = {known: text for text, known in tokenizer.control.items()}
+    missing = [known for known in (token_id, *(around or ())) if known not in texts]
+    if missing:
         raise InputError(
-            f"the tokenizer has no control token with the id {token_id}",
+            f"the tokenizer has no control token with the id {missing[0]}",
             where=f"image_token_index in config.json, tokenizer.json, {directory}",
             why="it stands for images in texts",
             fix="use the tokenizer that was published with the model",
         )
-    reader = ImageReader(str(directory), token_id, literal, first_id, tower, str(folder))
+    before, after = (texts[known] for known in around) if around else ("", "")
+    literal = f"{before}{texts[token_id]}{after}"
+    reader = ImageReader(
+        str(directory),
+        token_id,
+        literal,
+        first_id,
+        tower,
+        written=before if tower.gap else literal,
+        folder=str(folder),
+    )
     return replace(tokenizer, images=reader)
 
 

@@ -258,7 +258,8 @@ class Tokenizer:
                 f"the row has {len(sources)} images, and the model reads texts only",
                 where="column `images`",
                 why="a prompt means something else without its images",
-                fix="use a model that reads images (LLaVA), or drop the column",
+                fix="use a model that reads images (Gemma 3 with --model.images, LLaVA), or "
+                "drop the column",
             )
         if len(sources) != places:
             raise InputError(
@@ -280,7 +281,8 @@ class Tokenizer:
         if self.images is None or MARK not in text:
             return self.encode(text)
         ids: list[int] = []
-        for number, piece in enumerate(text.split(MARK)):
+        gap = self.images.tower.gap
+        for number, piece in enumerate(text.replace(MARK, f"{gap}{MARK}{gap}").split(MARK)):
             if number:
                 ids += self._encode_control(self.images.literal)
             ids += self._encode_after(piece, number > 0)
@@ -921,7 +923,7 @@ class Tokenizer:
 
     def _with_image_literals(self, text: str) -> str:
         """Return a rendered text with the token of images in place of `images.MARK`."""
-        return text if self.images is None else text.replace(MARK, self.images.literal)
+        return text if self.images is None else self.images.rendered(text)
 
     def _encode_after(self, text: str, follows_control: bool) -> list[int]:
         """Return the ids of a text, which may follow a control token.

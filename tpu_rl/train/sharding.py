@@ -74,6 +74,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "projector": ("tensor",),
     "merged": ("fsdp", "expert", "context"),
     "images": (),
+    "merged_patches": (),
 }
 """Logical axis -> the mesh axes that it is sharded over, on a training mesh.
 

@@ -69,7 +69,11 @@ COMPARED_ROWS = 4096
 
 
 def from_config(
-    config: Mapping[str, Any] | str | Path, dtype: str = "float32", param_dtype: str | None = None
+    config: Mapping[str, Any] | str | Path,
+    dtype: str = "float32",
+    param_dtype: str | None = None,
+    *,
+    images: bool = False,
 ) -> Model:
     """Return the model that a Hugging Face configuration describes, without weights.
 
@@ -78,24 +82,28 @@ def from_config(
             PEFT adapter it is the adapter's base model.
         dtype: the compute dtype.
         param_dtype: the dtype that weights are stored in (None: `dtype`).
+        images: read images with a model that is a text model otherwise (Gemma 3).
 
     Raises:
         InputError: the architecture is not supported, there is no readable config.json, or the
             directory is not safe to read (see `untrusted_files`).
     """
     if isinstance(config, Mapping):
-        return decoder(families.read_config(config, dtype, param_dtype or dtype))
+        return decoder(families.read_config(config, dtype, param_dtype or dtype, images=images))
     directory = Path(config)
     untrusted_files.require_safe(directory)
     if peft.is_adapter(directory):
-        base = from_config(peft.base_directory(directory), dtype, param_dtype)
+        base_directory = peft.base_directory(directory)
+        base = from_config(base_directory, dtype, param_dtype, images=images)
         adapted = peft.adapted_model(directory, base)
         return decoder(replace(adapted.config, adapters=None))
     path = directory / "config.json"
     source = untrusted_files.read_json(path)
     _refuse_remote_code(source, path)
     try:
-        decoder_config = families.read_config(source, dtype, param_dtype or dtype, str(path))
+        decoder_config = families.read_config(
+            source, dtype, param_dtype or dtype, str(path), images=images
+        )
     # In a stranger's file any value may have any type. Values of the right type that are not
     # supported raise an InputError of their own.
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -178,6 +186,8 @@ def load(
     mesh: Mesh | None = None,
     param_dtype: str | None = None,
     weight_dtype: WeightDtype | None = None,
+    *,
+    images: bool = False,
 ) -> tuple[Model, Params]:
     """Load a model and its weights from a directory or hub id.
 
@@ -191,18 +201,19 @@ def load(
         mesh: the mesh that weights are sharded over (None: they are on one device).
         param_dtype: the dtype that weights are stored in (None: `dtype`).
         weight_dtype: the type of quantized matrices (None: none are).
+        images: see `from_config`.
 
     Raises:
         InputError: the directory is missing, damaged, not safe to read, or not supported.
     """
     directory = find_directory(path)
     if peft.is_adapter(directory):
-        model, params = _load_merged(directory, dtype, mesh, param_dtype)
+        model, params = _load_merged(directory, dtype, mesh, param_dtype, images)
         if weight_dtype is None:
             return model, params
         quantize = jax.jit(functools.partial(quantization.quantize_tree, dtype=weight_dtype))
         return decoder(replace(model.config, weight_dtype=weight_dtype)), quantize(params)
-    model = from_config(directory, dtype, param_dtype)
+    model = from_config(directory, dtype, param_dtype, images=images)
     stored = check(directory, model)
     if model.config.vocab.tied and model.config.num_outputs is None:
         _require_tied(directory)
@@ -268,11 +279,11 @@ _quantize = jax.jit(quantization.quantize, static_argnums=(0, 2))
 
 
 def _load_merged(
-    directory: Path, dtype: str, mesh: Mesh | None, param_dtype: str | None
+    directory: Path, dtype: str, mesh: Mesh | None, param_dtype: str | None, images: bool
 ) -> tuple[Model, Params]:
     """Load an adapter's base, with the adapter merged into it."""
     untrusted_files.require_safe(directory)
-    base, params = load(peft.base_directory(directory), dtype, mesh, param_dtype)
+    base, params = load(peft.base_directory(directory), dtype, mesh, param_dtype, images=images)
     adapted, adapters = peft.load_adapters(directory, base, mesh)
     joined = lora.join(params, adapters)
     if adapted.config.num_outputs:
@@ -290,7 +301,7 @@ def check(directory: Path, model: Model) -> dict[str, StoredTensor | Mxfp4Tensor
     """
     if peft.is_adapter(directory):
         base_directory = peft.base_directory(directory)
-        base = from_config(base_directory)
+        base = from_config(base_directory, images=model.config.vision is not None)
         peft.adapted_model(directory, base)
         return check(base_directory, base)
     file_tensors = weight_locations(model)

@@ -126,7 +126,7 @@ MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_laye
 """Names, in different families, of the number of modules that predict several tokens at once."""
 
 IMAGE_MODULES = (
-    *("vision_tower.", "multi_modal_projector.", "visual."),
+    *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
     *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
 )
 """Beginnings of the names of tensors that read images or sound, after "model."."""
@@ -560,19 +560,29 @@ QWEN3_VL_TEXT_DEFAULTS = {
 }
 
 VISION = {
-    "llava": {"model_type": "llama", **LLAVA_TEXT_DEFAULTS},
+    **dict.fromkeys(
+        ("llava", "idefics3", "smolvlm"), {"model_type": "llama", **LLAVA_TEXT_DEFAULTS}
+    ),
     "qwen2_vl": {"model_type": "qwen2_vl_text", **QWEN_VL_TEXT_DEFAULTS},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", **QWEN_VL_TEXT_DEFAULTS},
     "qwen3_vl": {"model_type": "qwen3_vl_text", **QWEN3_VL_TEXT_DEFAULTS},
 }
-"""`model_type` of a model whose images are read -> defaults of the language model inside."""
+"""`model_type` of a model that always reads images -> defaults of the language model inside."""
+
+OPTIONAL_VISION = ("gemma3",)
+"""Those of `MULTIMODAL` whose images can be read. Without images nothing of it is loaded."""
 
 
 # Configurations.
 
 
 def read_config(
-    source: Mapping[str, Any], dtype: str, param_dtype: str, where: str = ""
+    source: Mapping[str, Any],
+    dtype: str,
+    param_dtype: str,
+    where: str = "",
+    *,
+    images: bool = False,
 ) -> DecoderConfig:
     """Return the config of a Hugging Face configuration, in its older or newer form.
 
@@ -581,6 +591,7 @@ def read_config(
         dtype: the compute dtype.
         param_dtype: the dtype that weights are stored in.
         where: the file, for error messages.
+        images: read images with a model that is one of `MULTIMODAL`.
 
     Raises:
         InputError: a field is missing, or something is not supported; it names the field.
@@ -588,6 +599,15 @@ def read_config(
     where = where or "config.json"
     multimodal = source.get("model_type") in MULTIMODAL or source.get("model_type") in VISION
     outer = source
+    model_type = source.get("model_type")
+    reads_images = model_type in VISION or (images and model_type in OPTIONAL_VISION)
+    if images and not reads_images:
+        raise InputError(
+            f"a model of the type {model_type!r} reads no images here",
+            where=where,
+            why="types that do are " + ", ".join([*VISION, *OPTIONAL_VISION]),
+            fix="leave --model.images out, or use another model",
+        )
     source = _text_config(source, where)
     family = FAMILIES[source["model_type"]]
     hf = {**family.defaults, **{key: value for key, value in source.items() if value is not None}}
@@ -614,7 +634,7 @@ def read_config(
     rotary_dim = attention.full.head_dim if attention.full else attention.rotary_dim
     rope, sliding_rope = rope_config.read_rope(hf, rotary_dim)
     vision = None
-    if outer.get("model_type") in VISION:
+    if reads_images:
         vision = vision_files.read_vision(outer, hf["hidden_size"], where)
     has_mixture = "router" in family.names and hf.get("enable_moe_block", True)
     moe = moe_families.read_moe(hf, where) if has_mixture else None
@@ -670,6 +690,9 @@ def _text_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         if inner.get("model_type", "llama") == "llama":
             inner = VISION[model_type] | inner
         tied = source.get("tie_word_embeddings", False)
+        if model_type in vision_files.IDEFICS:
+            # As transformers does: the outer field decides.
+            return _text_config({**inner, "tie_word_embeddings": tied}, where)
         return _text_config({"tie_word_embeddings": tied, **inner}, where)
     if model_type not in FAMILIES:
         raise InputError(
@@ -1017,7 +1040,8 @@ def plain_name(name: str) -> str | None:
     several tokens at once.
     """
     # The prefixes of older and of newer checkpoints of Gemma 3; the second is also Qwen3.5's.
-    for prefix in ("language_model.", "model.language_model."):
+    # The third is that of Idefics3.
+    for prefix in ("language_model.", "model.language_model.", "model.text_model."):
         if name.startswith(prefix):
             inner = name.removeprefix(prefix)
             return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"

@@ -25,7 +25,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import lora
 from tpu_rl.models.config import LORA_A, LORA_B, DecoderConfig, LoraConfig
 from tpu_rl.models.decoder import decoder, param_shapes
-from tpu_rl.models.hf import families, safetensors_files
+from tpu_rl.models.hf import families, safetensors_files, vision_files
 from tpu_rl.models.hf.paths import atomic_directory, find_directory, require_replaceable
 from tpu_rl.models.hf.safetensors_files import StoredTensor
 from tpu_rl.models.hf.weight_map import (
@@ -44,9 +44,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
 """Prefix of every tensor's name, before the name of its module in the base."""
-
-MULTIMODAL_PREFIX = "model.language_model."
-"""Prefix of the language model's modules inside of a Gemma 3 with images, in place of "model."."""
 
 SUFFIXES = {".lora_A.weight": LORA_A, ".lora_B.weight": LORA_B}
 """PEFT's suffix of an adapter's matrix -> ours."""
@@ -400,7 +397,7 @@ def _gather_tensor(params: Params, tensor: FileTensor) -> np.ndarray:
 def _module_name(config: DecoderConfig, name: str) -> str:
     """Return the base's name for what a text model calls `name`."""
     if config.multimodal and name.startswith("model."):
-        return name.replace("model.", MULTIMODAL_PREFIX, 1)
+        return name.replace("model.", vision_files.text_prefix(config.vision), 1)
     return name
 
 
@@ -412,7 +409,8 @@ def _target_modules(config: DecoderConfig, names: list[str]) -> list[str] | str:
     """
     if not config.multimodal:
         return names
-    return rf"({re.escape(MULTIMODAL_PREFIX)}.*\.)?({'|'.join(names)})"
+    prefix = vision_files.text_prefix(config.vision)
+    return rf"({re.escape(prefix)}.*\.)?({'|'.join(names)})"
 
 
 def _module_suffixes(model: Model) -> list[str]:

@@ -1,23 +1,31 @@
-"""The vision parts of Hugging Face directories: LLaVA with a tower of CLIP; see
-`qwen_vision_files` for the family of Qwen."""
+"""The vision parts of Hugging Face directories: LLaVA with a tower of CLIP or SigLIP, Gemma 3,
+Idefics3 and SmolVLM; see `qwen_vision_files` for the family of Qwen."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tpu_rl.errors import InputError
 from tpu_rl.models import vision
 from tpu_rl.models.config import QwenVisionConfig, VisionConfig
 from tpu_rl.models.hf import qwen_vision_files
 
-TEXT_PREFIX = "language_model."
-"""Beginning of the names of the text's tensors in files that are written."""
+IDEFICS = ("idefics3", "smolvlm")
+
+FILE_NAMES = {
+    "vision_tower.": "model.vision_model.",
+    "multi_modal_projector.modality_projection.": "model.connector.modality_projection.",
+    "model.": "model.text_model.",
+}
+"""Beginnings of names of tensors, those of LLaVA and of texts -> those of Idefics3 and SmolVLM."""
 
 TOP_NAMES = {
     "vision_class": "vision_tower.embeddings.class_embedding",
     "vision_patch": "vision_tower.embeddings.patch_embedding.weight",
+    "vision_patch_bias": "vision_tower.embeddings.patch_embedding.bias",
     "vision_position": "vision_tower.embeddings.position_embedding.weight",
     "vision_first_norm": "vision_tower.pre_layrnorm.weight",
     "vision_first_norm_bias": "vision_tower.pre_layrnorm.bias",
@@ -27,7 +35,14 @@ TOP_NAMES = {
     "projector_in_bias": "multi_modal_projector.linear_1.bias",
     "projector_out": "multi_modal_projector.linear_2.weight",
     "projector_out_bias": "multi_modal_projector.linear_2.bias",
+    "projector_pooled_norm": "multi_modal_projector.mm_soft_emb_norm.weight",
 }
+MATRIX_NAMES = {
+    "pooled": "multi_modal_projector.mm_input_projection_weight",
+    "shuffled": "multi_modal_projector.modality_projection.proj.weight",
+}
+"""`VisionConfig.projector` -> name of the projector's matrix. The first is [inputs, outputs]."""
+
 LAYER_MODULES = {
     "vision_attention_norm": "layer_norm1",
     "vision_query": "self_attn.q_proj",
@@ -53,7 +68,38 @@ CLIP_DEFAULTS: dict[str, Any] = {
     "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5,
 }
-"""transformers' defaults of a clip_vision_model, for fields that a config.json leaves out."""
+SIGLIP_DEFAULTS: dict[str, Any] = CLIP_DEFAULTS | {
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+IDEFICS_DEFAULTS: dict[str, Any] = SIGLIP_DEFAULTS | {
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "patch_size": 32,
+}
+TOWERS = {
+    "clip_vision_model": CLIP_DEFAULTS,
+    "siglip_vision_model": SIGLIP_DEFAULTS,
+    "idefics3_vision": IDEFICS_DEFAULTS,
+}
+"""`model_type` of a tower -> transformers' defaults, for fields that a config.json leaves out."""
+
+IMAGE_TOKENS = {"llava": 32_000, "gemma3": 262_144, "idefics3": 128_257, "smolvlm": 128_257}
+"""`model_type` -> transformers' default of the id of the token that stands for an image."""
+
+PROJECTORS: dict[str, Literal["mlp", "pooled", "shuffled"]] = {
+    "llava": "mlp",
+    "gemma3": "pooled",
+    "idefics3": "shuffled",
+    "smolvlm": "shuffled",
+}
+"""`model_type` -> `VisionConfig.projector`."""
+
+IDEFICS_SIDES = frozenset(range(1, 38)) - {19, 25, 29, 31}
+"""Patches in a row of a tile for which patch i has position i. transformers' Idefics3 computes
+positions from fractions, and with other numbers of patches rounding gives some the position
+before."""
 
 LARGEST_SIZE = 65_536
 
@@ -64,54 +110,78 @@ def read_vision(
     """Return the vision part of a configuration whose text has `text_size` dimensions.
 
     Raises:
-        InputError: the tower is not one of CLIP, or a field is not supported.
+        InputError: the tower is not one of `TOWERS`, or a field is not supported.
     """
     if source["model_type"] in qwen_vision_files.TOWERS:
         return qwen_vision_files.read_vision(source, text_size, where)
+    model_type = source["model_type"]
     tower = source.get("vision_config")
-    if not isinstance(tower, Mapping) or tower.get("model_type") != "clip_vision_model":
+    kind = tower.get("model_type") if isinstance(tower, Mapping) else None
+    if model_type in IDEFICS:
+        kind = "idefics3_vision"
+    elif model_type == "gemma3" and kind is None:
+        kind = "siglip_vision_model"
+    if not isinstance(tower, Mapping) or kind not in TOWERS:
         raise InputError(
             "the model's vision tower is not supported",
             where=where,
             why="vision_config has the model_type "
             f"{tower.get('model_type') if isinstance(tower, Mapping) else tower!r}",
-            fix="use a LLaVA model with a tower of CLIP (clip_vision_model)",
+            fix="use a model with a tower of CLIP or SigLIP (clip_vision_model, "
+            "siglip_vision_model)",
         )
-    fields = CLIP_DEFAULTS | {name: value for name, value in tower.items() if value is not None}
-    sizes = {name: fields[name] for name in CLIP_DEFAULTS if isinstance(CLIP_DEFAULTS[name], int)}
+    defaults = TOWERS[kind]
+    fields = defaults | {name: value for name, value in tower.items() if value is not None}
+    merge = source.get("scale_factor", 2)
+    sizes = {
+        f"vision_config.{name}": fields[name] for name in defaults if type(defaults[name]) is int
+    }
+    if model_type == "gemma3":
+        sizes["mm_tokens_per_image"] = source.get("mm_tokens_per_image", 256)
+    if model_type in IDEFICS:
+        sizes["scale_factor"] = merge
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size <= LARGEST_SIZE:
             raise InputError(
-                f"vision_config.{name} is {size!r}",
+                f"{name} is {size!r}",
                 where=where,
                 why=f"it is a whole number from 1 to {LARGEST_SIZE:,}",
                 fix="download config.json again",
             )
-    layer = source.get("vision_feature_layer", -2)
+    side = fields["image_size"] // fields["patch_size"]
+    per_image = sizes.get("mm_tokens_per_image", side**2)
+    if model_type == "gemma3":
+        merge = max(side // math.isqrt(per_image), 1)
+    elif model_type == "llava":
+        merge = 1
     num_layers = fields["num_hidden_layers"]
-    strategy = source.get("vision_feature_select_strategy", "default")
-    projector_activation = source.get("projector_hidden_act", "gelu")
+    is_llava = model_type == "llava"
+    layer = source.get("vision_feature_layer", -2) if is_llava else -1
+    strategy = source.get("vision_feature_select_strategy", "default") if is_llava else "full"
+    projector_activation = source.get("projector_hidden_act", "gelu") if is_llava else "gelu"
     num_read_layers = layer if isinstance(layer, int) and layer >= 0 else None
     if isinstance(layer, int) and layer < 0:
         num_read_layers = num_layers + 1 + layer
+    activation = fields["hidden_act"]
+    num_heads = fields["num_attention_heads"]
+    is_square = side % merge == 0 and per_image in (side**2, (side // merge) ** 2)
     for name, value, is_supported in (
         ("vision_feature_layer", layer, num_read_layers in range(num_layers + 1)),
         ("vision_feature_select_strategy", strategy, strategy in ("default", "full")),
         ("projector_hidden_act", projector_activation, projector_activation in ACTIVATION_NAMES),
-        (
-            "vision_config.hidden_act",
-            fields["hidden_act"],
-            fields["hidden_act"] in ACTIVATION_NAMES,
-        ),
+        ("vision_config.hidden_act", activation, activation in ACTIVATION_NAMES),
         (
             "vision_config.patch_size",
             fields["patch_size"],
             fields["image_size"] % fields["patch_size"] == 0,
         ),
+        ("vision_config.num_attention_heads", num_heads, fields["hidden_size"] % num_heads == 0),
+        ("mm_tokens_per_image", per_image, model_type != "gemma3" or is_square),
+        ("scale_factor", merge, model_type not in IDEFICS or is_square),
         (
-            "vision_config.num_attention_heads",
-            fields["num_attention_heads"],
-            fields["hidden_size"] % fields["num_attention_heads"] == 0,
+            "vision_config.image_size",
+            fields["image_size"],
+            model_type not in IDEFICS or side in IDEFICS_SIDES,
         ),
     ):
         if not is_supported:
@@ -119,9 +189,14 @@ def read_vision(
                 f"{name} = {value!r} is not supported",
                 where=where,
                 why="the model would load, but its outputs would be wrong",
-                fix="use a LLaVA model whose features are the states of one layer of the tower",
+                fix="use a model whose features are the states of one layer of the tower, of whole "
+                "squares of patches",
             )
     outer = {name: value for name, value in source.items() if name != "text_config"}
+    if kind == "siglip_vision_model":
+        # Nothing reads SigLIP's pooling head, which is left out.
+        outer["vision_config"] = {**tower, "vision_use_head": False}
+    image_token = IMAGE_TOKENS[model_type]
     return VisionConfig(
         image_size=fields["image_size"],
         patch_size=fields["patch_size"],
@@ -129,20 +204,34 @@ def read_vision(
         mlp_size=fields["intermediate_size"],
         num_layers=num_layers,
         num_read_layers=num_read_layers or 0,
-        num_heads=fields["num_attention_heads"],
+        num_heads=num_heads,
         eps=float(fields["layer_norm_eps"]),
-        activation=ACTIVATION_NAMES[fields["hidden_act"]],
+        activation=ACTIVATION_NAMES[activation],
         projector_activation=ACTIVATION_NAMES[projector_activation],
         projector_bias=bool(source.get("multimodal_projector_bias", True)),
-        keeps_class=strategy == "full",
-        image_token=int(source.get("image_token_index", source.get("image_token_id", 32_000))),
+        keeps_first=strategy == "full",
+        image_token=int(source.get("image_token_index", source.get("image_token_id", image_token))),
         channels=fields["num_channels"],
+        has_class=kind == "clip_vision_model",
+        has_last_norm=not is_llava,
+        projector=PROJECTORS[model_type],
+        merge=merge,
+        around=(
+            int(source.get("boi_token_index", 255_999)),
+            int(source.get("eoi_token_index", 256_000)),
+        )
+        if model_type == "gemma3"
+        else None,
+        gap="\n\n" if model_type == "gemma3" else "",
+        is_two_way=model_type == "gemma3",
         source=json.dumps(outer, sort_keys=True),
     )
 
 
-def weight_name(name: str, layer: int | None) -> str:
+def weight_name(config: VisionConfig, name: str, layer: int | None) -> str:
     """Return Hugging Face's name of a vision weight, in a layer or (None) outside of layers."""
+    if name == "projector_matrix":
+        return MATRIX_NAMES[config.projector]
     if layer is None:
         return TOP_NAMES[name]
     module = LAYER_MODULES[name.removesuffix("_bias")]
@@ -152,7 +241,14 @@ def weight_name(name: str, layer: int | None) -> str:
 
 def plain_name(name: str) -> str | None:
     """Return the name as `weight_name` has it, for newer and older files; None: not of vision."""
-    plain = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+    plain = name.removeprefix("model.")
+    if plain.startswith("connector."):
+        return plain.replace("connector.", "multi_modal_projector.", 1)
+    plain = plain.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    if plain.startswith("vision_model."):
+        plain = plain.replace("vision_model.", "vision_tower.", 1)
+    if plain.startswith("vision_tower.head."):
+        return None
     if plain.startswith(("vision_tower.", "multi_modal_projector.")):
         return plain
     return qwen_vision_files.plain_name(name)
@@ -162,7 +258,18 @@ def written_name(config: VisionConfig | QwenVisionConfig, name: str) -> str:
     """Return the name that files have for a tensor of a model that reads images."""
     if isinstance(config, QwenVisionConfig):
         return qwen_vision_files.written_name(name)
-    return name if plain_name(name) else TEXT_PREFIX + name
+    if text_prefix(config) == FILE_NAMES["model."]:
+        for plain, prefix in FILE_NAMES.items():
+            if name.startswith(plain):
+                return name.replace(plain, prefix, 1)
+        return name
+    return name if plain_name(name) else f"language_model.{name}"
+
+
+def text_prefix(config: VisionConfig | QwenVisionConfig | None) -> str:
+    """Return the beginning of the names that the text's modules have in transformers."""
+    is_idefics = config is not None and json.loads(config.source)["model_type"] in IDEFICS
+    return FILE_NAMES["model."] if is_idefics else "model.language_model."
 
 
 def weights(
@@ -173,11 +280,13 @@ def weights(
     come first."""
     if isinstance(config, QwenVisionConfig):
         return qwen_vision_files.weights(config)
-    unbiased = () if config.projector_bias else ("projector_in_bias", "projector_out_bias")
-    top = [(name, (vision.TOP,), None) for name in vision.TOP_WEIGHTS if name not in unbiased]
+    top = [(name, (vision.TOP,), None) for name in vision.TOP_WEIGHTS if name not in config.absent]
     layers = [
         (name, (vision.LAYERS, "layer_0"), layer)
         for layer in range(config.num_layers)
         for name in vision.LAYER_WEIGHTS
     ]
-    return [(weight_name(name, layer), name, path, layer) for name, path, layer in [*top, *layers]]
+    return [
+        (weight_name(config, name, layer), name, path, layer)
+        for name, path, layer in [*top, *layers]
+    ]

@@ -113,7 +113,11 @@ def weight_locations(model: Model) -> dict[str, FileTensor]:
     of_vision: dict[str, list[WeightLocation]] = {}
     for file_name, name, path, layer in vision_files.weights(config.vision):
         index = () if layer is None else (layer,)
-        location = WeightLocation((*path, name), index, config.shape(name), is_transposed=False)
+        shape = config.shape(name)
+        # Gemma 3's projector is the one matrix of these that files have with inputs first.
+        is_transposed = file_name == vision_files.MATRIX_NAMES["pooled"]
+        shape = shape[::-1] if is_transposed else shape
+        location = WeightLocation((*path, name), index, shape, is_transposed)
         of_vision.setdefault(file_name, []).append(location)
     return tensors | {name: _concatenate(locations) for name, locations in of_vision.items()}
 

@@ -1,0 +1,132 @@
+"""Ids and pixels of messages with images, beside those of transformers' processors."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.fixtures.image_models import write_gemma, write_idefics
+from tpu_rl import models, tokenizers
+from tpu_rl.errors import InputError
+from tpu_rl.tokenizers.images import MARK
+
+SIZES = [(32, 32), (100, 30), (31, 97), (200, 200), (5, 7)]
+
+
+def reader_of(directory):
+    config = models.from_config(directory, images=True).config
+    tokenizer = tokenizers.with_images(
+        tokenizers.load(directory),
+        directory,
+        config.vision.image_token,
+        tower=config.vision,
+        around=config.vision.around,
+        first_id=config.vocab.size,
+        folder=directory,
+    )
+    return tokenizer, config
+
+
+def processor_of(directory, config):
+    from transformers import (
+        AutoImageProcessor,
+        Gemma3Processor,
+        Idefics3Processor,
+        PreTrainedTokenizerFast,
+    )
+
+    extra = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    is_gemma = config.vision.around is not None
+    backend = PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"),
+        bos_token="<bos>",
+        eos_token="<end>",
+        pad_token="<end>",
+        extra_special_tokens=extra if is_gemma else {},
+    )
+    pixels = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    count = config.vision.features_per_piece
+    template = json.loads((directory / "tokenizer_config.json").read_text())["chat_template"]
+    if is_gemma:
+        return Gemma3Processor(pixels, backend, template, image_seq_length=count)
+    return Idefics3Processor(pixels, backend, image_seq_len=count, chat_template=template)
+
+
+def pictures():
+    random = np.random.default_rng(0)
+    return [
+        Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        for width, height in SIZES
+    ]
+
+
+def row_of(texts, images):
+    """Return a row whose message has an image before each text but the first."""
+    content = texts[0] + "".join(f"{MARK}{text}" for text in texts[1:])
+    return {"prompt": [{"role": "user", "content": content}], "images": images}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_gemma, write_idefics])
+def test_ids_and_pixels_are_those_of_the_processor(tmp_path, write):
+    write(tmp_path)
+    tokenizer, config = reader_of(tmp_path)
+    processor: Any = processor_of(tmp_path, config)
+    for texts in (["", "What?"], ["a\n", "\nb"], ["", "", "\n\nx"]):
+        for start in range(len(SIZES) - 1):
+            images = pictures()[start : start + len(texts) - 1]
+            ours = tokenizer.encode_row(row_of(texts, images))
+            messages = [{"role": "user", "content": parts_of(texts)}]
+            text = processor.apply_chat_template(messages, add_generation_prompt=True)
+            theirs = processor(images=[images], text=[text], return_tensors="np")
+            ids = [config.vision.image_token if i >= config.vocab.size else i for i in ours.ids]
+            assert ids == theirs["input_ids"][0].tolist()
+            pixels = theirs["pixel_values"].reshape(-1, 3, 32, 32)
+            np.testing.assert_array_equal(ours.pieces, pixels)
+            features = [i - config.vocab.size for i in ours.ids if i >= config.vocab.size]
+            assert features == [*range(len(pixels) * config.vision.features_per_piece)]
+
+
+def parts_of(texts):
+    parts = [{"type": "text", "text": texts[0]}] if texts[0] else []
+    for text in texts[1:]:
+        parts.append({"type": "image"})
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def test_texts_that_spell_tokens_of_images_are_texts(tmp_path):
+    write_gemma(tmp_path)
+    tokenizer, _ = reader_of(tmp_path)
+    row = {"prompt": [{"role": "user", "content": "a<boi><soft>\n"}]}
+    ids = tokenizer.encode_row(row).ids
+    assert "<boi><soft>" in tokenizer.decode(ids)
+
+
+def test_pan_and_scan_is_refused(tmp_path):
+    write_gemma(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_pan_and_scan": True}))
+    tokenizer, _ = reader_of(tmp_path)
+    with pytest.raises(InputError, match="pan and scan"):
+        tokenizer.encode_row(row_of(["", "What?"], pictures()[:1]))
+
+
+def test_tiles_are_named_row_by_row(tmp_path):
+    write_idefics(tmp_path)
+    _, config = reader_of(tmp_path)
+    processed = {
+        "pixel_values": np.zeros((1, 3, 3, 32, 32)),
+        "pixel_attention_mask": np.ones((1, 3, 32, 32)),
+        "rows": [[2]],
+        "cols": [[1]],
+    }
+    pieces, layout = config.vision.pieces(processed)
+    fake = "<fake_token_around_image>"
+    assert pieces.shape == (3, 3, 32, 32)
+    tiles = (f"{fake}<row_1_col_1>", 4, f"\n{fake}<row_2_col_1>", 4)
+    assert layout == (*tiles, f"\n\n{fake}<global-img>", 4, fake)
+    with pytest.raises(ValueError, match="pads tiles"):
+        config.vision.pieces(processed | {"pixel_attention_mask": np.zeros((1, 3, 32, 32))})
