@@ -13,6 +13,8 @@ from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.decoder import param_shapes
 from tpu_rl.models.vision import two_way
+from tpu_rl.sampler import SamplerConfig, SegmentConfig
+from tpu_rl.sampler.conversation_sampler import ConversationSampler, TurnRequest, part_length
 from tpu_rl.types import FEATURES
 
 TOWER = {
@@ -166,7 +168,7 @@ def test_logits_gradients_and_files_are_transformers(tmp_path, config):
         ("multi_modal_projector.linear_1.weight", gradients["vision"].get("projector_in")),
         ("modality_projection.proj.weight", gradients["vision"].get("projector_matrix")),
         ("mm_input_projection_weight", gradients["vision"].get("projector_matrix")),
-        ("mm_soft_emb_norm.weight", gradients["vision"].get("projector_norm")),
+        ("mm_soft_emb_norm.weight", gradients["vision"].get("projector_pooled_norm")),
     ):
         found = [
             grad
@@ -358,3 +360,47 @@ def test_names_of_published_files_are_read(tmp_path, config, names):
 def test_what_would_be_wrong_is_refused(config, message):
     with pytest.raises(InputError, match=message):
         models.from_config(config, images=True)
+
+
+def test_a_part_of_a_text_ends_before_an_image_that_does_not_fit():
+    ids = [*range(10), *range(24, 28), *range(28, 32), 5]
+    run = (20, 4)
+    assert part_length(ids, 16, None) == 16
+    assert [part_length(ids, chunk, run) for chunk in (9, 10, 11, 13, 14, 16, 17, 18, 64)] == [
+        *(9, 10, 10, 10, 14, 14, 14, 18, 19)
+    ]
+
+
+@pytest.mark.slow
+def test_a_conversation_reads_images_of_later_turns_whole():
+    model, params = model_and_params(GEMMA)
+    pixels = images(GEMMA)
+    reading = params | {FEATURES: models.image_features(model)(params, pixels)}
+    live = ConversationSampler(
+        models.policy(model),
+        reading,
+        SamplerConfig(max_new_tokens=4, stop_ids=(), segments=SegmentConfig(steps=2)),
+        num_slots=1,
+        max_length=64,
+        prompt_length=8,
+        whole_images=(VOCABULARY, 4),
+    )
+    text, log_probs = [3, *range(VOCABULARY, VOCABULARY + 4), 5], []
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    # In the second turn the image begins two places before the end of a chunk of 16.
+    later = [*[7] * 13, *range(VOCABULARY + 4, VOCABULARY + 8), 5, 6]
+    starts = []
+    for turn in range(2):
+        live.submit([TurnRequest(0, list(text), key, 4)])
+        while not live.is_idle:
+            for written in live.step():
+                starts.append(len(text))
+                text += written.tokens
+                log_probs.append(written.log_probs)
+        text += later if turn == 0 else []
+    tokens = jnp.array([text])
+    logits = jax.nn.log_softmax(logits_of(model, params, tokens, pixels)[0])
+    for start, sampled in zip(starts, log_probs, strict=True):
+        places = np.arange(start, start + len(sampled))
+        expected = logits[places - 1, tokens[0, places]]
+        np.testing.assert_allclose(sampled, expected, atol=1e-5)

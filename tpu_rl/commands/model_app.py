@@ -107,6 +107,7 @@ def sampler_factory(
                 max_length=length,
                 prompt_length=min(64, length),
                 mesh=mesh,
+                whole_images=tokenizer.images and tokenizer.images.whole_images,
             )
 
     return make

@@ -254,6 +254,7 @@ def _live_sampler(
         mesh=mesh,
         stop_at=prompts.stop_at(scorer.tokenizer, decoding.stop_strings),
         on_segment=signals.between_segments,
+        whole_images=scorer.tokenizer.images and scorer.tokenizer.images.whole_images,
     )
 
 

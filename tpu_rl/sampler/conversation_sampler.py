@@ -95,6 +95,17 @@ class _Place(NamedTuple):
     """[D] int32."""
 
 
+def part_length(tokens: list[int], chunk: int, whole_images: tuple[int, int] | None) -> int:
+    """Return the number of tokens to read at once, at most `chunk`, so that no image is split.
+
+    For `whole_images` see `ConversationSampler`. No image is longer than the chunk.
+    """
+    if whole_images is None or len(tokens) <= chunk or tokens[chunk] < whole_images[0]:
+        return min(chunk, len(tokens))
+    first_id, length = whole_images
+    return chunk - (tokens[chunk] - first_id) % length
+
+
 class ConversationSampler:
     """Decodes turns of conversations in slots. One thread uses it.
 
@@ -115,6 +126,7 @@ class ConversationSampler:
         stop_at: StopAt | None = None,
         on_segment: Callable[[], None] | None = None,
         weights: Weights | None = None,
+        whole_images: tuple[int, int] | None = None,
     ):
         """Prepare empty slots.
 
@@ -134,6 +146,8 @@ class ConversationSampler:
             stop_at: finds the end of a turn in its tokens.
             on_segment: called after each segment.
             weights: finds the weights that turns name. Without it, all turns read `params`.
+            whole_images: the first id of images and the tokens of each, if tokens of an image see
+                the later ones, so that it must be read at once (`ImageReader.whole_images`).
 
         Raises:
             InputError: for a repetition penalty, which needs counts that turns do not keep.
@@ -153,6 +167,9 @@ class ConversationSampler:
         self._stop_at = stop_at
         self._on_segment = on_segment
         self._weights = weights
+        self._whole_images = whole_images
+        least = 0 if whole_images is None else whole_images[1]
+        self._chunks = tuple(chunk for chunk in CHUNKS if chunk >= least) or (least,)
         self._max_length = max_length
         self._prompt_length = prompt_length
         self._devices = slot_ops.device_count(mesh)
@@ -452,8 +469,8 @@ class ConversationSampler:
             context = request.token_ids[:-1]
             start = common_prefix(self._cached[request.conversation], context)
             pending[slot] = (start, context[start:])
-        for chunk in CHUNKS:
-            smallest = chunk == CHUNKS[-1]
+        for chunk in self._chunks:
+            smallest = chunk == self._chunks[-1]
             while True:
                 # A cache that must drop tokens is written by a chunk, maybe an empty one.
                 ready = [
@@ -491,14 +508,14 @@ class ConversationSampler:
             if number == rows:
                 continue
             start, rest = pending[slot]
-            part = rest[:chunk]
+            part = rest[: part_length(rest, chunk, self._whole_images)]
             lengths[device, number] = start
             commit[device, number] = len(part)
             tokens[device, number, : len(part)] = part
             places[device].append((device_slot, number))
             names[device * rows + number] = self._requests[slot].weights
-            pending[slot] = (start + len(part), rest[chunk:])
-            if len(rest) <= chunk:
+            pending[slot] = (start + len(part), rest[len(part) :])
+            if len(part) == len(rest):
                 del pending[slot]
         policy, params = self._weights_of(names)
         self._slots = _extend_rows(

@@ -248,6 +248,7 @@ class _AgentEngine:
         del distribution  # That of the run, the only one that episodes may ask for.
         decoding = self._decoding
         config = decoding.config
+        images = self._scorer.tokenizer.images
         return ConversationSampler(
             decoding.policy.policy,
             decoding.policy.params(params),
@@ -259,6 +260,7 @@ class _AgentEngine:
             mesh=decoding.policy.mesh,
             stop_at=prompts.stop_at(self._scorer.tokenizer, decoding.stop_strings),
             on_segment=signals.between_segments,
+            whole_images=images and images.whole_images,
         )
 
     @functools.cached_property

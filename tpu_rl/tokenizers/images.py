@@ -105,6 +105,13 @@ class ImageReader:
     folder: str = "."
     """The folder that relative paths start from: that of the data."""
 
+    @property
+    def whole_images(self) -> tuple[int, int] | None:
+        """The first id of images and the tokens of each, if their tokens see later ones of the same
+        image; None if each token sees earlier ones alone."""
+        is_two_way = self.tower.is_two_way
+        return (self.first_id, self.tower.features_per_piece) if is_two_way else None
+
     def expand(
         self,
         ids: Sequence[int],
