@@ -93,6 +93,8 @@ class Flags:
     data: DataFlags = DataFlags()
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The default is the run's."""
+    images: bool = False
+    """Read images with a model directory of Gemma 3, as --model.images in training."""
     reward: tuple[str, ...] = ()
     """Terms as in training. Above 0.5 of the first reward is correct, and the mean of each is
     reported. The default are the rewards that the preset or run measures; for a model and a file
@@ -140,6 +142,8 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         config = load_settings(flags)
+        if flags.images:
+            config = replace(config, model=replace(config.model, images=True))
         tasks_of_harness = harness.load_tasks(flags.tasks) if flags.tasks else None
         compilation_cache.enable()
         if tasks_of_harness is not None:

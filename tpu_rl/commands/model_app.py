@@ -37,8 +37,8 @@ class Sizes(NamedTuple):
     """Tokens that are drawn before anybody sees them."""
 
 
-def settings(model: str, tokenizer: TokenizerConfig) -> ExperimentConfig:
-    """Return the configuration of a run; for a model, that of a preset.
+def settings(model: str, tokenizer: TokenizerConfig, images: bool = False) -> ExperimentConfig:
+    """Return the configuration of a run; for a model, that of a preset with `ModelConfig.images`.
 
     The settings of the tokenizer replace those of the run, unless they are the defaults.
     """
@@ -46,6 +46,7 @@ def settings(model: str, tokenizer: TokenizerConfig) -> ExperimentConfig:
         config = configuration.load(remote_run.fetch(model) / remote_run.CONFIG)
     else:
         config = configuration.preset("grpo")
+        config = replace(config, model=replace(config.model, images=images))
     return replace(config, tokenizer=tokenizer) if tokenizer != TokenizerConfig() else config
 
 

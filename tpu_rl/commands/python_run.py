@@ -44,15 +44,18 @@ class Run:
     model_dir: Path
     """The Hugging Face directory of the trained model. A run in a bucket has it there only."""
 
-    def load(self, dtype: str = "float32") -> tuple[Model, Params, Tokenizer]:
+    def load(
+        self, dtype: str = "float32", images: bool = False
+    ) -> tuple[Model, Params, Tokenizer]:
         """Return the trained model, its weights and its tokenizer.
 
         Args:
             dtype: the type of the weights and of the computation.
+            images: read images with a Gemma 3, as --model.images does.
         """
         from tpu_rl import models, tokenizers
 
-        model, params = models.load(self.model_dir, dtype=dtype)
+        model, params = models.load(self.model_dir, dtype=dtype, images=images)
         return model, params, tokenizers.load(self.model_dir)
 
 

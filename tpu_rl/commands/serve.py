@@ -74,6 +74,8 @@ class Flags:
     its own."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The default is the run's."""
+    images: bool = False
+    """Read images with a model directory of Gemma 3, as --model.images in training."""
     tinker: bool = False
     """Serve the API of Tinker: clients train adapters on the model, and sample from them. Keys must
     begin with tml-."""
@@ -93,7 +95,7 @@ def main(argv: list[str]) -> int:
     try:
         check(flags)
         server.require_uvicorn()
-        config = model_app.settings(flags.model, flags.tokenizer)
+        config = model_app.settings(flags.model, flags.tokenizer, flags.images)
         bound = server.bind(flags.host, flags.port)
         compilation_cache.enable()
         (serve_tinker if flags.tinker else serve)(flags, config, bound)

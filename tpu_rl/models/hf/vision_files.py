@@ -217,8 +217,8 @@ def read_vision(
         projector=PROJECTORS[model_type],
         merge=merge,
         around=(
-            int(source.get("boi_token_index", 255_999)),
-            int(source.get("eoi_token_index", 256_000)),
+            int(source.get("boi_token_index", source.get("boi_token_id", 255_999))),
+            int(source.get("eoi_token_index", source.get("eoi_token_id", 256_000))),
         )
         if model_type == "gemma3"
         else None,
