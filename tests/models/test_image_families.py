@@ -1,6 +1,7 @@
 """Families of models that read images: their features, masks and files."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from tpu_rl import models
+from tpu_rl.commands import config as configuration
+from tpu_rl.commands import roles
 from tpu_rl.errors import InputError
 from tpu_rl.models import layers
 from tpu_rl.models.decoder import param_shapes
@@ -404,3 +407,10 @@ def test_a_conversation_reads_images_of_later_turns_whole():
         places = np.arange(start, start + len(sampled))
         expected = logits[places - 1, tokens[0, places]]
         np.testing.assert_allclose(sampled, expected, atol=1e-5)
+
+
+def test_exact_sampling_is_refused_where_tokens_see_later_ones():
+    config = configuration.preset("pictures_grpo")
+    config = replace(config, model=replace(config.model, exact_sampling=True))
+    with pytest.raises(InputError, match="exact sampling is not supported with images"):
+        roles.role_models(config, models.from_config(GEMMA, images=True))

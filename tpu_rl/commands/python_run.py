@@ -44,9 +44,7 @@ class Run:
     model_dir: Path
     """The Hugging Face directory of the trained model. A run in a bucket has it there only."""
 
-    def load(
-        self, dtype: str = "float32", images: bool = False
-    ) -> tuple[Model, Params, Tokenizer]:
+    def load(self, dtype: str = "float32", images: bool = False) -> tuple[Model, Params, Tokenizer]:
         """Return the trained model, its weights and its tokenizer.
 
         Args:
