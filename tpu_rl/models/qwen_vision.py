@@ -295,7 +295,8 @@ def _window_attention(
     queries, keys = index
     attended = layers.dense_attention(
         blocks(query),
-        *(with_neighbors(part).swapaxes(1, 2) for part in (key, value)),
+        with_neighbors(key).swapaxes(1, 2),
+        with_neighbors(value).swapaxes(1, 2),
         jax.tree.map(blocks, queries),
         jax.tree.map(with_neighbors, keys),
         scale=query.shape[-1] ** -0.5,

@@ -198,22 +198,17 @@ def weights(vision: QwenVisionConfig) -> list[tuple[str, str, tuple[str, ...], i
         kind = "bias" if name.endswith("_bias") else "weight"
         return f"visual.{prefix}{modules[name.removesuffix('_bias')]}.{kind}"
 
-    found = [(file_name("", modules, name), name, ("vision",), None) for name in top]
-    found += [
-        (file_name(f"blocks.{layer}.", modules, name), name, ("vision_layers", "layer_0"), layer)
-        for layer in range(vision.num_layers)
-        for name in layer_names
+    found: list[tuple[str, str, tuple[str, ...], int | None]] = [
+        (file_name("", modules, name), name, ("vision",), None) for name in top
     ]
-    found += [
-        (
-            file_name(f"deepstack_merger_list.{index}.", DEEP, name),
-            name,
-            (qwen_vision.MERGERS, "layer_0"),
-            index,
-        )
-        for index in range(len(vision.deep_layers))
-        for name in merger_names
-    ]
+    for layer in range(vision.num_layers):
+        path = ("vision_layers", "layer_0")
+        prefix = f"blocks.{layer}."
+        found += [(file_name(prefix, modules, name), name, path, layer) for name in layer_names]
+    for index in range(len(vision.deep_layers)):
+        path = (qwen_vision.MERGERS, "layer_0")
+        prefix = f"deepstack_merger_list.{index}."
+        found += [(file_name(prefix, DEEP, name), name, path, index) for name in merger_names]
     return found
 
 
