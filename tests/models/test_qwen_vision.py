@@ -260,9 +260,9 @@ def test_pixels_and_counts_are_those_of_transformers_processor(tmp_path):
     reader = ImageReader(str(tmp_path), 90, "", VOCABULARY, model.config.vision)
     pictures = [Image.new("RGB", size, (9, 99, 200)) for size in [(40, 24), (3, 5), (90, 90)]]
     pieces, layouts = reader.read(pictures)
-    assert layouts == [(15,), (1,), (16,)]
+    assert layouts == [(15,), (2,), (16,)]
     grid = qwen_vision.grid_of(pieces)
-    assert grid.rows[[0, 15, 16]].tolist() == [3, 1, 4]
+    assert grid.rows[[0, 15, 17]].tolist() == [3, 2, 4]
     with pytest.raises(InputError, match="has no form that the model reads") as error:
         reader.read([Image.new("RGB", (2000, 4))])
     assert "aspect ratio" in error.value.why

@@ -125,9 +125,9 @@ def features(config: DecoderConfig, params: Params, pieces: Array) -> tuple[Arra
     x = jnp.einsum("tcpq,ecpq->te", patches.astype(dtype), weight)
     if vision.has_patch_bias:
         x = x + top["vision_frames_bias"].astype(dtype)[None]
-    inside = np.arange(unit)
-    row = (vision.merge_size * grid.row[:, None] + inside // vision.merge_size).reshape(-1)
-    column = (vision.merge_size * grid.column[:, None] + inside % vision.merge_size).reshape(-1)
+    inside = jnp.tile(jnp.arange(unit), len(pieces))
+    row = vision.merge_size * jnp.repeat(grid.row, unit) + inside // vision.merge_size
+    column = vision.merge_size * jnp.repeat(grid.column, unit) + inside % vision.merge_size
     if vision.position_side:
         x = x + _positions(vision, top["vision_position"], row, column, grid).astype(dtype)
     x = constrain(x[None], (*AXES, None))
