@@ -376,8 +376,9 @@ def test_a_part_of_a_text_ends_before_an_image_that_does_not_fit():
 
 @pytest.mark.slow
 def test_a_conversation_reads_images_of_later_turns_whole():
-    model, params = model_and_params(GEMMA)
-    pixels = images(GEMMA)
+    config = changed(GEMMA, None, {"sliding_window": 32})
+    model, params = model_and_params(config)
+    pixels = images(config)
     reading = params | {FEATURES: models.image_features(model)(params, pixels)}
     live = ConversationSampler(
         models.policy(model),
