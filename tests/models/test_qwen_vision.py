@@ -8,54 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fixtures.qwen_models import CONFIGS, SIZES, VOCABULARY, config_of
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import qwen_vision, vision
 from tpu_rl.models.layers import RopeConfig, attention_mask, rope_angles
 from tpu_rl.types import FEATURES
-
-VOCABULARY = 100
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-}
-TOWER = {"depth": 3, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
-TOKENS = {
-    "image_token_id": 90,
-    "video_token_id": 91,
-    "vision_start_token_id": 92,
-    "vision_end_token_id": 93,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "text_config": TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
-        "vision_config": {"depth": 2, "embed_dim": 16, "num_heads": 2, "patch_size": 4}
-        | {"hidden_size": 32},
-    },
-    "qwen2_5_vl": {
-        "text_config": TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
-        "vision_config": TOWER
-        | {"intermediate_size": 24, "out_hidden_size": 32}
-        | {"window_size": 16, "fullatt_block_indexes": [1]},
-    },
-    "qwen3_vl": {
-        "text_config": TEXT
-        | {"head_dim": 16}
-        | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}},
-        "vision_config": TOWER
-        | {"intermediate_size": 24, "out_hidden_size": 32}
-        | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
-    },
-}
-SIZES = [(24, 40), (8, 8), (16, 64), (56, 24), (40, 40)]
-
-
-def config_of(family, **changes):
-    return {"model_type": family, **TOKENS, **CONFIGS[family], **changes}
 
 
 def processed(height, width, seed=0):
