@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fixtures.qwen_models import config_of
+from tests.fixtures.qwen_models import SIZES, config_of
 from tpu_rl.commands import roles, run
-
-SIZES = [(24, 40), (8, 8), (16, 64), (56, 24), (40, 40)]
 
 
 def write_inputs(folder, family):

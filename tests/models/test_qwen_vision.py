@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fixtures.qwen_models import CONFIGS, VOCABULARY, config_of
+from tests.fixtures.qwen_models import CONFIGS, SIZES, VOCABULARY, config_of
 from tpu_rl import models
 from tpu_rl.errors import InputError
 from tpu_rl.models import qwen_vision, vision
 from tpu_rl.models.layers import RopeConfig, attention_mask, rope_angles
 from tpu_rl.types import FEATURES
-
-SIZES = [(24, 40), (8, 8), (16, 64), (56, 24), (40, 40)]
 
 
 def processed(height, width, seed=0):
