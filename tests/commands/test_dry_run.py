@@ -1,10 +1,15 @@
 """`--dry-run` shows rows as the model reads them, and fails where the run would fail."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
-from tpu_rl.commands import config, run
+from tpu_rl import tokenizers
+from tpu_rl.commands import config, dry_run, roles, run
+from tpu_rl.errors import InputError
 
 SIZES = {
     "--batch.prompts": 4,
@@ -180,3 +185,24 @@ def test_a_folder_of_another_configuration_is_refused(checkpoint, tmp_path, caps
     config.save(config.preset("dpo"), folder / "config.yaml")
     assert inspect(checkpoint, tmp_path, "sft", ROWS["sft"]) == 2
     assert "belongs to another configuration" in capsys.readouterr().err
+
+
+def test_images_are_measured():
+    directory = roles.model_path("builtin:pictures")
+    reading = {"tokens_per_image": 16, "image_size": 32, "first_id": 46, "folder": Path()}
+    tokenizer = tokenizers.with_images(tokenizers.load(directory), directory, 4, **reading)
+    sizes = [[(40, 20)], [], [(60, 30), (20, 10)]]
+    rows: Any = [{"images": [Image.new("RGB", size) for size in row]} for row in sizes]
+    table = dry_run.image_table(rows, tokenizer)
+    assert table is not None
+    cells = [list(column.cells) for column in table.columns]
+    assert [str(column.header) for column in table.columns][0] == "images of the first 3 rows"
+    assert cells[0][0] == "images of a row, 2 rows with images"
+    assert [column[:3] for column in cells[1:]] == [
+        ["1", "20", "10"],
+        ["1.5", "40.0", "20.0"],
+        ["2", "60", "30"],
+    ]
+    assert dry_run.image_table([{"prompt": "a"}], tokenizer) is None
+    with pytest.raises(InputError, match=r"image 1 of 1 cannot be read"):
+        dry_run.image_table([{"images": ["missing.png"]}], tokenizer)

@@ -29,7 +29,7 @@ from tpu_rl.experience.examples import Example, Span
 from tpu_rl.rollout import scoring
 from tpu_rl.rollout.dynamic_sampling import num_kept
 from tpu_rl.rollout.episodes import Episodes
-from tpu_rl.tokenizers import Tokenizer
+from tpu_rl.tokenizers import Tokenizer, images
 from tpu_rl.train import optimizers
 
 MIB = 2**20
@@ -37,6 +37,8 @@ MAX_ENCODED_ROWS = 10_000
 """Demonstrations that are encoded. A run encodes them step by step, not before it begins."""
 MAX_CHARACTERS = 10_000
 """Characters of an example that are printed."""
+MAX_OPENED_ROWS = 200
+"""Rows whose pictures are measured."""
 
 
 def inspect(config: ExperimentConfig) -> None:
@@ -50,9 +52,11 @@ def inspect(config: ExperimentConfig) -> None:
     tokenizer = roles.load_tokenizer(config, directory)
     shown: list[Example] = []
     first_rows: list[Row] = []
+    pictures: Table | None = None
     for stage in config.stages:
         rows = usable_rows(config, stage, tokenizer)
         warnings += check_encoding(config, stage, rows, tokenizer)
+        pictures = pictures or image_table(rows, tokenizer)
         sampling = config.sampling
         limits = (sampling.max_prompt_tokens, sampling.max_new_tokens)
         texts = examples.of_row(rows[0], stage.algorithm.experience, tokenizer, *limits)
@@ -67,6 +71,8 @@ def inspect(config: ExperimentConfig) -> None:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     print_plan(config)
     console = Console(highlight=False)
+    if pictures is not None:
+        console.print(pictures)
     for example in shown:
         print_example(console, example)
     if trial is not None:
@@ -321,6 +327,32 @@ def model_table(config: ExperimentConfig) -> Table:
             state_size = optimizers.state_bytes(config.optimizer, shapes, models.matrix_axes)
             state = f"{state_size / MIB:,.1f}"
         table.add_row(name, f"{count:,}", f"{bits / 8 / MIB:,.1f}", state)
+    return table
+
+
+def image_table(rows: Rows, tokenizer: Tokenizer) -> Table | None:
+    """Return a table of the images of the first rows: their sizes, their features, and how many a
+    row has; None if there are none."""
+    reader = tokenizer.images
+    checked = min(len(rows), MAX_OPENED_ROWS)
+    sources = [images.sources_of(rows[index]) for index in range(checked)]
+    if reader is None or not any(sources):
+        return None
+    sizes = []
+    for index, of_row in enumerate(sources):
+        with data.naming_row(rows, index):
+            sizes += [image.size for image in reader.opened(of_row)]
+    counts = [len(of_row) for of_row in sources if of_row]
+    features = [reader.tokens_per_image for _ in sizes]
+    table = Table(f"images of the first {checked} rows", "least", "mean", "most", box=None)
+    for name, values in {
+        f"images of a row, {len(counts)} rows with images": counts,
+        "width, pixels": [width for width, _ in sizes],
+        "height, pixels": [height for _, height in sizes],
+        "features (tokens) of an image": features,
+    }.items():
+        mean = sum(values) / len(values)
+        table.add_row(name, f"{min(values):,}", f"{mean:,.1f}", f"{max(values):,}")
     return table
 
 

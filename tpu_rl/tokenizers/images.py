@@ -186,6 +186,13 @@ class ImageReader:
         pieces, layouts = zip(*pairs, strict=True)
         return np.concatenate(pieces), list(layouts)
 
+    def opened(self, sources: Sequence[Any]) -> list[Any]:
+        """Return images as PIL opens them. Raises InputError as `pixels`."""
+        return [
+            opened(source, Path(self.folder), f"image {index + 1} of {len(sources)}")
+            for index, source in enumerate(sources)
+        ]
+
     def save(self, directory: Path) -> None:
         """Copy the files that say how pixels are made."""
         for name in PROCESSOR_FILES:
