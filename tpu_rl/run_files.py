@@ -27,6 +27,8 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
+PICTURES = "pictures"
+"""The folder of small copies of the pictures of samples."""
 
 MAX_BYTES = 64 * 2**20
 """Bytes of a line, or of a file that is not made of lines. No run writes longer ones."""

@@ -17,7 +17,7 @@ from tests.fixtures.run_folders import (
 )
 from tpu_rl import report
 from tpu_rl.errors import DamagedDataError, InputError
-from tpu_rl.report import completion_pages, run_data
+from tpu_rl.report import completion_pages, pictures, run_data
 from tpu_rl.report.series import MAX_POINTS
 
 
@@ -431,6 +431,66 @@ def test_odd_samples_are_shown_and_escaped(tmp_path, tokens):
     text = page(folder)
     assert 'id="step-12-0"' in text
     assert "<script" not in text
+
+
+PNG = b"\x89PNG" + bytes(50)
+NAME = "0123456789abcdef.png"
+
+
+def make_picture_run(folder, *changes):
+    """Write a run whose samples have a picture of 200 x 100 pixels; return its page."""
+    run_dir = make_run(folder)
+    (run_dir / "pictures").mkdir()
+    (run_dir / "pictures" / NAME).write_bytes(PNG)
+    image = {"images": [{"file": NAME, "size": [200, 100]}]}
+    rows = [sample(12, number, 12) | image | change for number, change in enumerate(changes)]
+    write_lines(run_dir / "samples.jsonl", rows)
+    return page(run_dir)
+
+
+def test_pictures_stand_once_with_the_coordinates_of_answers(tmp_path):
+    text = make_picture_run(
+        tmp_path / "run",
+        {"marks": {"completion": [20, 30], "answer": [10, 20, 40, 60]}},
+        {"marks": {"completion": [0.5, 0.5], "answer": [500, 200, 900, 1000]}},
+        {"marks": {"completion": [-1, 5], "answer": [1, 2, 3]}},
+        {"marks": {"completion": "<script>", "answer": [5000, 5]}},
+    )
+    assert "img-src data:" in text
+    assert text.count("data:image/png;base64,") == 1
+    assert text.count(f'<use href="#picture-{NAME[:-4]}"') == 4
+    assert '<circle cx="20" cy="30"' in text
+    assert '<rect x="10" y="20" width="30" height="40"' in text
+    assert '<circle cx="100" cy="50"' in text
+    assert '<rect x="100" y="20" width="80" height="80"' in text
+    assert text.count("in pixels") == 2
+    assert text.count("in thousandths") == 1
+    assert text.count("<circle") + text.count("<rect x") == 4
+    assert "<script" not in text
+
+
+@pytest.mark.parametrize(
+    ("images", "note"),
+    [
+        ([{"file": "../secret.png", "size": [2, 2]}], "a picture that cannot be shown"),
+        ([{"file": "00000000.png", "size": [2, 2]}], "there is no file 00000000.png"),
+        ([{"error": "<script>"}], "&lt;script&gt;"),
+        ([{"file": NAME, "size": [2, "x"]}, 7, None], "a picture that cannot be shown"),
+        ("<script>", ""),
+    ],
+)
+def test_pictures_that_are_not_there_are_said(tmp_path, images, note):
+    text = make_picture_run(tmp_path / "run", {"images": images})
+    assert note in text
+    assert "data:image" not in text
+    assert "<script" not in text
+
+
+def test_pictures_of_a_page_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "MAX_BYTES", 10)
+    text = make_picture_run(tmp_path / "run", {})
+    assert "left out: the page shows at most" in text
+    assert "data:image" not in text
 
 
 def figure(text: str, title: str) -> str:

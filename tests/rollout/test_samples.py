@@ -1,13 +1,18 @@
 """What samples.jsonl keeps: some completions of some steps, and numbers of their tokens."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.fixtures.echo import TOKENIZER, digit, score_prompts
 from tpu_rl.experience.source import from_scored
-from tpu_rl.rollout import samples
+from tpu_rl.rollout import pictures, records, samples
+from tpu_rl.tokenizers.images import ImageReader
 
 
 def test_steps_and_rows_are_chosen_evenly():
@@ -42,7 +47,8 @@ def experience():
 
 
 def kept(experience, most=8, **numbers):
-    return samples.keep(experience.records, experience.rollouts, TOKENIZER, most, numbers)
+    folder = Path("unused")
+    return samples.keep(experience.records, experience.rollouts, TOKENIZER, most, numbers, folder)
 
 
 def test_a_kept_completion_has_what_the_model_read_and_its_tokens(experience):
@@ -97,3 +103,36 @@ def test_texts_of_tokens_are_the_whole_text():
     texts = samples.token_texts(ids, decode)
     assert texts == ["b", " a", "", "é", " a", "b", "\ufffd"]
     assert "".join(texts) == decode(ids)
+
+
+READER = ImageReader("", 4, "<image>", 46, 16, 32)
+
+
+def test_a_sample_names_small_copies_of_its_pictures(tmp_path):
+    scored = score_prompts(["12", "34"], {"digit": digit}, group_size=2)
+    large, noise = Image.new("RGB", (640, 320), "red"), np.random.default_rng(0)
+    rough = Image.fromarray(noise.integers(0, 255, (300, 300, 3), np.uint8))
+    rows = [
+        scored.rows[0] | {"images": [large, rough], "answer": [1, 2, 30, 40]},
+        scored.rows[1] | {"images": ["gone.png"]},
+    ]
+    said = ["at (3, 4)", *scored.completions[1:]]
+    objects = records.records(replace(scored, rows=rows, completions=said), 3)
+    assert objects[0]["marks"] == {"completion": [3, 4], "answer": [1, 2, 30, 40]}
+    assert objects[1]["marks"] == {"answer": [1, 2, 30, 40]}
+    assert objects[2]["marks"] == {}
+    names = pictures.kept(objects[0]["images"], READER, tmp_path)
+    assert [name["size"] for name in names] == [[640, 320], [300, 300]]
+    assert pictures.kept(objects[1]["images"], READER, tmp_path) == names
+    files = {path.name: path for path in tmp_path.iterdir()}
+    assert files.keys() == {name["file"] for name in names}
+    with Image.open(files[names[0]["file"]]) as small:
+        assert small.size == (192, 96)
+    assert [Path(name["file"]).suffix for name in names] == [".png", ".jpg"]
+    [gone] = pictures.kept(objects[2]["images"], READER, tmp_path)
+    assert "there is no file gone.png" in gone["error"]
+    tokenizer: Any = SimpleNamespace(images=READER, decode=TOKENIZER.decode)
+    kept_objects = samples.keep(objects, (scored.rollout,), tokenizer, 2, {}, tmp_path)
+    assert kept_objects[0]["images"] == names
+    many = pictures.kept([large] * 11, READER, tmp_path)
+    assert many[pictures.MAX_OF_SAMPLE :] == [{"error": "3 more pictures"}]

@@ -511,7 +511,12 @@ def take_step(
     if experience.records and settings.max_per_step and samples.is_kept(step, settings.interval):
         numbers = numbers_of_tokens(packed, batch, per_token)
         objects = samples.keep(
-            experience.records, experience.rollouts, job.tokenizer, settings.max_per_step, numbers
+            experience.records,
+            experience.rollouts,
+            job.tokenizer,
+            settings.max_per_step,
+            numbers,
+            job.run_dir / run_files.PICTURES,
         )
         experience = experience._replace(samples=objects)
     return state, row, experience

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from tpu_rl.report import html_page
+from tpu_rl.report.pictures import STYLE as PICTURE_STYLE
+from tpu_rl.report.pictures import Pictures
 
 MAX_STEPS = 18
 """Steps with a page, at most."""
@@ -208,7 +210,7 @@ def _texts(sample: dict[str, Any]) -> list[str]:
 # --- HTML ---
 
 
-def section(steps: Sequence[Samples]) -> str:
+def section(steps: Sequence[Samples], pictures: Pictures) -> str:
     """Return all pages, with the bar that chooses what colors show; empty without steps."""
     if not steps:
         return ""
@@ -231,7 +233,9 @@ def section(steps: Sequence[Samples]) -> str:
             count = min(_num_tokens(sample), share)
             share -= count
             tokens_left -= count
-            pages.append(_completion_page(sample, place, len(samples), count))
+            shown = pictures.of_sample(sample)
+            pages.append(_completion_page(sample, place, len(samples), count, shown))
+    pages.append(pictures.definitions())
     return f'<section class="pages">{inputs}{bar}{"".join(pages)}</section>'
 
 
@@ -321,8 +325,11 @@ def _line(text: str, most: int) -> str:
     return html.escape(words[:most] + "…" * (len(words) > most))
 
 
-def _completion_page(sample: dict[str, Any], place: int, count: int, num_tokens: int) -> str:
-    """Return the page of a completion, with numbers of its first `num_tokens` tokens."""
+def _completion_page(
+    sample: dict[str, Any], place: int, count: int, num_tokens: int, pictures: str
+) -> str:
+    """Return the page of a completion, with its pictures, and with numbers of its first
+    `num_tokens` tokens."""
     step = sample["step"]
     links = [f'<a href="#step-{step}">step {step}</a>']
     if place > 0:
@@ -361,7 +368,7 @@ def _completion_page(sample: dict[str, Any], place: int, count: int, num_tokens:
     prompt = sample.get("rendered") or sample.get("prompt", "")
     return (
         f'<article class="page one" id="step-{step}-{place}">{_navigation(links)}'
-        f"<h2>Step {step}, {name}</h2><div class='beside'><div>"
+        f"<h2>Step {step}, {name}</h2><div class='beside'><div>{pictures}"
         f"<div class='prompt'>{html_page.text(prompt)}</div>{completion}</div>"
         f"<table class='plain'>{table}</table></div></article>"
     )
@@ -443,7 +450,7 @@ def style() -> str:
                     f"{chosen} .page i.{name}, {chosen} .page .{name} i:not(.given)"
                     f" {{ background: rgb({color} / {alpha:.2f}); }}"
                 )
-    return FIXED_STYLE + "\n".join(rules) + "\n"
+    return FIXED_STYLE + PICTURE_STYLE + "\n".join(rules) + "\n"
 
 
 FIXED_STYLE = """

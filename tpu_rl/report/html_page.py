@@ -28,7 +28,7 @@ PAGE = """<!doctype html>
 </main></body></html>
 """
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 RELOAD = "setInterval(() => document.querySelector('.page:target') || location.reload(), {})"
 """The only script, of the page of a run that is on. Without it, a reload would end the reading of a
 completion."""

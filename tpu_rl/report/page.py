@@ -22,6 +22,7 @@ from tpu_rl.metrics import SAMPLES_FILE
 from tpu_rl.redaction import redact
 from tpu_rl.report import charts, completion_pages, html_page, plots
 from tpu_rl.report.chart_list import BEHAVIOR, LOSSES, OPTIMIZATION, THROUGHPUT, Chart
+from tpu_rl.report.pictures import Pictures
 from tpu_rl.report.run_data import GRADES, PAIRS, PROBLEMS, STEPS, Run, metric_of, read_run
 from tpu_rl.report.series import Series
 
@@ -115,7 +116,7 @@ def build_page(run_dir: str | os.PathLike[str], refresh_seconds: int | None = No
         _performance(run),
         _faults(run),
         _configuration(run),
-        completion_pages.section(steps),
+        completion_pages.section(steps, Pictures(Path(run_dir) / run_files.PICTURES)),
     )
     return _page(run.name, "\n".join(filter(None, sections)), refresh_seconds)
 

@@ -5,6 +5,7 @@ Rule rewards of GUI-R1 (arXiv 2504.10458), UI-R1 (arXiv 2503.21620) and VLM-R1 (
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -95,6 +96,16 @@ def box_iou(threshold: float = 0.0) -> Reward:
         return values
 
     return score
+
+
+def coordinates(value: Any) -> list[float]:
+    """Return the last point [x, y] or box [left, top, right, bottom] of a text, or of a value of
+    JSON; [] if it has none."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = _joined(spans.answer_of(text))
+    matches = [*_POINT.finditer(text), *_BOX.finditer(text)]
+    last = max(matches, key=lambda match: match.start(), default=None)
+    return [] if last is None else list(_numbers(last.groups()))
 
 
 def iou(a: Box, b: Box) -> float:

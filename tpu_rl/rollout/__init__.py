@@ -12,4 +12,5 @@ sampled_json       sampled completions in checkpoints
 dynamic_sampling   replaces groups that teach nothing (DAPO)
 records            metrics, samples and warnings of scored completions
 samples            what samples.jsonl keeps of them, and of their tokens
+pictures           small copies of the pictures of samples
 """

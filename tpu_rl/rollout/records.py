@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from tpu_rl.redaction import redact
+from tpu_rl.rewards import actions
 from tpu_rl.rollout.dynamic_sampling import all_sampled, of_policy
 from tpu_rl.rollout.scoring import Sampled, Scored, by_episode, group_size, zero_variance
+from tpu_rl.tokenizers.images import sources_of
 from tpu_rl.types import RowSource
 
 
@@ -99,9 +101,13 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
 
     A completion that is not scored has the reason in `error`. One that the policy did not write has
     its `source`: expert, hint or replay. A conversation with an environment
-    has its `messages`, and its numbers of turns, calls, errors and read tokens in `episode`.
+    has its `messages`, and its numbers of turns, calls, errors and read tokens in `episode`. One
+    about images has them in `images`, and the last coordinates that the completion and the answer
+    of the data give in `marks`.
     """
     objects = []
+    group_ids = np.asarray(scored.rollout.group_id)
+    groups = np.cumsum(np.diff(group_ids, prepend=group_ids[:1]) != 0)
     for row, fault in enumerate(scored.faults):
         record: dict[str, Any] = {
             "step": step,
@@ -118,5 +124,13 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
             record["messages"] = scored.episodes.messages[row]
             counts = scored.episodes.counts
             record["episode"] = {name: int(values[row]) for name, values in counts.items()}
+        data_row = scored.rows[groups[row]]
+        if images := sources_of(data_row):
+            record["images"] = images
+            marks = {
+                "completion": actions.coordinates(record["completion"]),
+                "answer": actions.coordinates(data_row.get("answer", "")),
+            }
+            record["marks"] = {name: numbers for name, numbers in marks.items() if numbers}
         objects.append(record)
     return objects

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tpu_rl.rollout import pictures
 from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.types import Rollout, RowSource
 
@@ -64,6 +66,7 @@ def keep(
     tokenizer: Tokenizer,
     most: int,
     numbers: Mapping[str, np.ndarray],
+    folder: Path,
 ) -> list[dict[str, Any]]:
     """Return the objects for samples.jsonl of a step.
 
@@ -71,7 +74,8 @@ def keep(
     a prompt share; `rendered`, the exact prompt that the model
     read, control tokens included; and `tokens`, lists with one entry per token from the first
     action to the last: `id`, `text`, and numbers, which are None where the model chose no token. An
-    advantage that is the same everywhere is one number.
+    advantage that is the same everywhere is one number. Pictures are named by their copies
+    (`rollout.pictures`).
 
     Args:
       records: one per completion of the batch.
@@ -79,6 +83,7 @@ def keep(
       tokenizer: makes texts of tokens.
       most: how many completions to keep.
       numbers: name -> [N, T] of the rows of the first rollout, NaN where unknown.
+      folder: the folder of small copies of pictures.
     """
     places = [(rollout, row) for rollout in rollouts for row in range(len(rollout.tokens))]
     # A record without a rollout is a group of its own.
@@ -88,6 +93,8 @@ def keep(
     objects = []
     for index in of_whole_groups(group_ids[: len(records)], most):
         record = {**records[index], "row": index}
+        if "images" in record and tokenizer.images is not None:
+            record["images"] = pictures.kept(record["images"], tokenizer.images, folder)
         if group_ids[index] >= 0:
             record["group"] = group_ids[index]
         if index < len(places):
