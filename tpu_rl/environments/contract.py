@@ -10,7 +10,8 @@ Tools, as TRL's `environment_factory` has them. A class written for TRL runs unc
 `reset` gets the columns of the data row, or those that it names. A text that it returns follows the
 last message of the prompt. Every other public method that is a function of the class is a tool,
 described to the model by its type hints and its Google docstring. What a tool returns, or the
-message of what it raises, is the observation. A turn without a call ends the episode. `get_reward`
+message of what it raises, is the observation. It may have images (`environments.observations`), as
+may that of a game, and what `reset` returns. A turn without a call ends the episode. `get_reward`
 is optional; None means "not scored".
 
 Text games. `step` gets what the model wrote, and no method is a tool:
@@ -45,7 +46,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tpu_rl.environments import tool_schemas
+from tpu_rl.environments import observations, tool_schemas
 from tpu_rl.errors import InputError, TpuRlError
 from tpu_rl.runtime import worker_child
 
@@ -60,6 +61,10 @@ CUT = "...[cut]"
 """The end of an observation that was too long."""
 MAX_STATE_CHARACTERS = 10_000
 """The longest JSON of an attribute that reward functions see."""
+
+
+Observation = str | dict[str, Any]
+"""A text, or what `observations.with_images` returns."""
 
 
 class Fault(Exception):
@@ -163,7 +168,7 @@ def reset(
     seed: int,
     max_turns: int = 1,
     is_evaluation: bool = False,
-) -> str | None:
+) -> Observation | None:
     """Begin an episode, and return its first observation."""
     parameters = inspect.signature(instance.reset).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -174,12 +179,12 @@ def reset(
     value = _finished(instance.reset(**arguments))
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]  # gymnasium's (observation, info)
-    return None if value is None else as_text(value)
+    return None if value is None else _observation(value)
 
 
 def call(
     instance: Any, tools: Sequence[str], calls: Sequence[tuple[str, Mapping[str, Any]]]
-) -> list[tuple[str, str, bool]]:
+) -> list[tuple[str, Observation, bool]]:
     """Call tools one after the other, and return (name, observation, is an error) of each.
 
     Observations that are far too long lose their ends.
@@ -190,14 +195,17 @@ def call(
             if name not in tools:
                 raise ValueError(f"Tool {worker_child.shorten(name)[1:-1]} not found.")
             value = _finished(getattr(instance, name)(**arguments))
-            results.append((name, as_text(value), False))
+            results.append((name, _observation(value), False))
         except (MemoryError, Fault):
             raise
         # The model reads what went wrong, and may try again.
         except Exception as error:
             results.append((name, as_text({"error": _message(error)}), True))
     most = MAX_OBSERVATION_CHARACTERS // max(len(results), 1)
-    return [(name, _cut(content, most), is_error) for name, content, is_error in results]
+    return [
+        (name, _cut(content, most) if isinstance(content, str) else content, is_error)
+        for name, content, is_error in results
+    ]
 
 
 def _message(error: Exception) -> str:
@@ -208,7 +216,7 @@ def _message(error: Exception) -> str:
         return type(error).__name__
 
 
-def step(instance: Any, text: str, ended: bool = True) -> tuple[str, float | None, bool]:
+def step(instance: Any, text: str, ended: bool = True) -> tuple[Observation, float | None, bool]:
     """Give a game the model's text, and return (observation, reward, done).
 
     Raises:
@@ -233,7 +241,7 @@ def step(instance: Any, text: str, ended: bool = True) -> tuple[str, float | Non
             "info)"
         )
     is_empty = observation is None or (isinstance(observation, list) and not observation)
-    return "" if is_empty else as_text(observation), number(reward), bool(done)
+    return "" if is_empty else _observation(observation), number(reward), bool(done)
 
 
 def reward(instance: Any) -> float | None:
@@ -271,6 +279,21 @@ def state_of(instance: Any) -> dict[str, Any]:
         if len(text) <= MAX_STATE_CHARACTERS:
             state[name] = json.loads(text)
     return state
+
+
+def _observation(value: Any) -> Observation:
+    """Return an observation as JSON can write it.
+
+    Raises:
+        Fault: if it has images that cannot be read.
+    """
+    try:
+        if not observations.has_images(value):
+            return as_text(value)
+        made = observations.with_images(value)
+    except (ValueError, OSError, TypeError, SyntaxError) as error:
+        raise Fault(f"an observation has an image that cannot be read: {error}") from None
+    return made | {"text": without_surrogates(_cut(made["text"], MAX_OBSERVATION_CHARACTERS))}
 
 
 def as_text(value: Any) -> str:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tpu_rl import user_code
-from tpu_rl.environments import contract, named, worker_process
+from tpu_rl.environments import contract, named, observations, worker_process
 from tpu_rl.environments.contract import Description, Factories, Factory
 from tpu_rl.errors import InputError, MachineError
 from tpu_rl.runtime import workers
@@ -97,6 +97,8 @@ class ToolResult(NamedTuple):
     name: str
     content: str
     is_error: bool
+    images: tuple[bytes, ...] = ()
+    """The files of images, for which marks stand in the text (see `environments.observations`)."""
 
 
 class Reply(NamedTuple):
@@ -117,6 +119,8 @@ class Reply(NamedTuple):
     """The reason why the episode cannot go on. Of the rest only `state` counts then."""
     frames: str = ""
     """The traceback through the user's code, if it is known."""
+    images: tuple[bytes, ...] = ()
+    """The files of the images in `text`."""
 
 
 class EnvironmentPool:
@@ -521,13 +525,15 @@ def _as_reply(reply: Mapping[str, Any]) -> Reply:
         frames = contract.without_surrogates(str(reply.get("frames", "")))
         return Reply(fault=fault, frames=frames, state=state)
     text = reply.get("text")
-    results = tuple(
-        ToolResult(str(name), str(content), bool(is_error))
-        for name, content, is_error in reply.get("results", ())
-    )
+    text, images = (None, ()) if text is None else observations.received(text)
+    results = []
+    for name, content, is_error in reply.get("results", ()):
+        content, of_result = observations.received(content)
+        results.append(ToolResult(str(name), content, bool(is_error), of_result))
     return Reply(
-        text=None if text is None else str(text),
-        results=results,
+        text=text,
+        images=images,
+        results=tuple(results),
         reward=contract.number(reply.get("reward")),
         done=bool(reply.get("done", False)),
         state=state,

@@ -71,7 +71,8 @@ class Reflection:
 
     def _begin(self) -> str | None:
         self._steps_paid = 0.0
-        return contract.reset(self._game, self._row, self._seed)
+        begin = contract.reset(self._game, self._row, self._seed)
+        return None if begin is None else _text(begin)
 
     def _gain(self) -> float:
         """Return by how much the trial pays more than the last one, at its end."""
@@ -86,7 +87,8 @@ class Reflection:
             self._is_playing = True
             self._trial += 1
             return f"\n{self._task}{self._begin() or ''}", None, False, {}
-        observation, reward, done = contract.step(self._game, text)
+        shown, reward, done = contract.step(self._game, text)
+        observation = _text(shown)
         self._steps_paid += reward or 0.0
         if not done:
             return observation, None, False, {}
@@ -98,3 +100,10 @@ class Reflection:
     def get_reward(self) -> float:
         """Return the reward still to be paid for a trial that has not ended."""
         return self._gain() if self._is_playing else 0.0
+
+
+def _text(observation: contract.Observation) -> str:
+    """Return the text of an observation. Raises Fault if it has images."""
+    if not isinstance(observation, str):
+        raise contract.Fault("reflection repeats text games, and this one shows images")
+    return observation

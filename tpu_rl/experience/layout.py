@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,7 +71,7 @@ def with_routing(layout: Layout, routing: Any) -> Layout:
 def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[Layout, Any]:
     """Return the layout with the images of its micro-batches, and the data without theirs.
 
-    The images of a group stand once in its micro-batch. The data's token ids, which count the
+    Equal images of a group stand once in its micro-batch. The data's token ids, which count the
     features of their own row's images, count those of all images of the micro-batch then.
     """
     assert reader is not None, "only models that read images have data with images"
@@ -82,17 +83,26 @@ def with_images(layout: Layout, data: Any, reader: ImageReader | None) -> tuple[
     # The micro-batch of each row: that of its first token.
     place = np.asarray(layout.slot)[:, 0] // (rows * slots)
     of_micro_batch: dict[int, list[np.ndarray]] = {}
-    first_piece: dict[tuple[int, int], int] = {}
+    index_of: dict[tuple[int, int, bytes], int] = {}
+    per_piece = reader.tower.features_per_piece
     for row in range(len(tokens)):
         of_images = tokens[row] >= reader.first_id
         if place[row] < 0 or not of_images.any():
             continue
         listed = of_micro_batch.setdefault(int(place[row]), [])
-        key = (int(place[row]), int(group_id[row]))
-        if key not in first_piece:
-            first_piece[key] = len(listed)
-            listed.extend(pieces[row, : reader.count(tokens[row].tolist())])
-        tokens[row, of_images] += first_piece[key] * reader.tower.features_per_piece
+        features = tokens[row, of_images] - reader.first_id
+        # What follows each other is encoded together: an image, or some of them.
+        starts = np.flatnonzero(np.diff(features, prepend=-2) != 1)
+        for run in np.split(features, starts[1:]):
+            first = int(run[0]) // per_piece
+            shown = pieces[row, first : int(run[-1]) // per_piece + 1]
+            content = hashlib.blake2b(shown.tobytes(), digest_size=16).digest()
+            key = (int(place[row]), int(group_id[row]), content)
+            if key not in index_of:
+                index_of[key] = len(listed)
+                listed.extend(shown)
+            run += (index_of[key] - first) * per_piece
+        tokens[row, of_images] = reader.first_id + features
     most = bucket(max(map(len, of_micro_batch.values()), default=1))
     shape = (minibatches * micro_batches, most, *pieces.shape[2:])
     images = np.zeros(shape, np.float32)

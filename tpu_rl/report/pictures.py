@@ -54,11 +54,11 @@ class Pictures:
         return f'<svg width="0" height="0"><defs>{images}</defs></svg>' if images else ""
 
     def _figure(self, image: Any, marks: Any) -> str:
-        name, size = (image.get("file"), image.get("size")) if isinstance(image, dict) else ("", 0)
+        known: dict[str, Any] = image if isinstance(image, dict) else {}
+        name, size = known.get("file"), known.get("size", [])
         is_known = isinstance(name, str) and _NAME.fullmatch(name) and _is_size(size)
         if not is_known:
-            why = image.get("error") if isinstance(image, dict) else None
-            return _note(str(why or "a picture that cannot be shown"))
+            return _note(str(known.get("error") or "a picture that cannot be shown"))
         assert isinstance(name, str)
         width, height = size
         if not self._url(name):

@@ -28,6 +28,7 @@ from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts, scoring, signals
 from tpu_rl.rollout.branches import Branch, episode_rows, last_rows, to_rollout
 from tpu_rl.rollout.episodes import EpisodeResult, Episodes, History
+from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.rollout.requests import Decoding, RolloutRequest, Scorer
 from tpu_rl.rollout.scoring import EpisodeOutcomes, Sampled
 from tpu_rl.rollout.streaming_rewards import StreamingRewards
@@ -110,6 +111,9 @@ def generate(
     group_size = decoding.config.samples_per_prompt
     num_rows = len(request.rows) * group_size
     signals.mark(decoding.purpose, "rollout", request.step)
+    images = None
+    if scorer.tokenizer.images is not None and decoding.policy.with_images is not None:
+        images = ImageTable(scorer.tokenizer, decoding.policy.with_images)
     rewarding = scorer.streaming(request.rows, group_size, step=request.step)
     with (
         decoding.on_its_mesh(),
@@ -129,6 +133,7 @@ def generate(
             seed=decoding.seed,
             stop_strings=decoding.stop_strings,
             is_evaluation=decoding.purpose == Purpose.EVALUATION,
+            images=images,
         ) as episodes,
     ):
         first_turns = _shared(episodes.begin())
@@ -136,7 +141,8 @@ def generate(
         run_key = sampler.run_key(decoding.seed, decoding.purpose, request.step)
         keys = np.asarray(jax.random.key_data(sampler.row_keys(run_key, row_ids)))
         conversations = [_Conversation(first_turns[row], keys[row]) for row in range(num_rows)]
-        _converse(decoding, scorer, params, conversations, episodes, streaming)
+        live = _live_sampler(decoding, scorer, params, conversations, images)
+        _converse(decoding, live, conversations, episodes, streaming)
         signals.mark(decoding.purpose, "rewards", request.step)
         results = _shared(episodes.results())
     for conversation in conversations:
@@ -151,6 +157,8 @@ def generate(
         config.pad_id,
         request.policy_step,
     )
+    if images is not None:
+        rollout = images.with_own_images(rollout)
     turn_rewards = _turn_rewards(conversations, results, rollout)
     rows = None
     if rollout.episode_id is not None:
@@ -182,8 +190,7 @@ def generate(
 
 def _converse(
     decoding: Decoding,
-    scorer: Scorer,
-    params: Params,
+    live: ConversationSampler,
     conversations: list[_Conversation],
     episodes: Episodes,
     streaming: StreamingRewards,
@@ -193,7 +200,6 @@ def _converse(
     Reward functions are asked about a group once its episodes are over.
     """
     config = decoding.config
-    live = _live_sampler(decoding, scorer, params, conversations)
     local = episodes.local
     live.submit([_next_turn(row, conversations[row], config) for row in range(len(conversations))])
     remaining = len(conversations)
@@ -235,7 +241,11 @@ def _converse(
 
 
 def _live_sampler(
-    decoding: Decoding, scorer: Scorer, params: Params, conversations: list[_Conversation]
+    decoding: Decoding,
+    scorer: Scorer,
+    params: Params,
+    conversations: list[_Conversation],
+    images: ImageTable | None,
 ) -> ConversationSampler:
     config = decoding.config
     columns = _prompt_columns(config, conversations)
@@ -255,6 +265,7 @@ def _live_sampler(
         stop_at=prompts.stop_at(scorer.tokenizer, decoding.stop_strings),
         on_segment=signals.between_segments,
         whole_images=scorer.tokenizer.images and scorer.tokenizer.images.whole_images,
+        read_images=None if images is None else images.read,
     )
 
 
@@ -328,6 +339,7 @@ def _outcomes(
         faults=[result.fault for result in ordered],
         messages=[result.messages for result in ordered],
         states=[result.state for result in ordered],
+        images=[result.images for result in ordered] if any(r.images for r in ordered) else [],
         counts={
             "turns": np.array([len(text.turn_ends) for text in conversations]),
             "tool_calls": np.array([result.tool_calls for result in ordered]),

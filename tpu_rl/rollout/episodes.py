@@ -29,7 +29,9 @@ from tpu_rl.environments.contract import CUT
 from tpu_rl.environments.pool import EnvironmentPool, Reply, ToolResult
 from tpu_rl.errors import InputError
 from tpu_rl.rollout import prompts
+from tpu_rl.rollout.image_prompts import ImageTable
 from tpu_rl.tokenizers import Tokenizer, tool_calls
+from tpu_rl.tokenizers.images import MARK, sources_of
 from tpu_rl.tokenizers.tool_calls import BadCall, ToolCall
 
 WAIT_SECONDS = 1.0
@@ -39,6 +41,8 @@ _pool_ids = itertools.count()
 """Ids of episodes in pools: evaluations and trainings may share a pool."""
 
 Message = dict[str, Any]
+IMAGES = "images"
+"""Key of messages with images: their files, for which marks stand in the content."""
 MOST_CHARACTERS = 128
 """Characters for each token of the limit beyond which an answer is cut before it is encoded."""
 QUESTION: list[Message] = [
@@ -71,6 +75,8 @@ class EpisodeResult(NamedTuple):
     observation_tokens: int
     state: Mapping[str, Any]
     """The environment's public attributes at the end."""
+    images: list[bytes] = []
+    """The images that the environment showed, as files."""
 
     @property
     def turns(self) -> int:
@@ -106,6 +112,8 @@ class _Episode:
     errors: int = 0
     observation_tokens: int = 0
     state: Mapping[str, Any] = field(default_factory=dict)
+    images: list[bytes] = field(default_factory=list)
+    """The images that the environment showed so far."""
 
 
 class Episodes:
@@ -131,6 +139,7 @@ class Episodes:
         seed: int = 0,
         stop_strings: Sequence[str] = (),
         is_evaluation: bool = False,
+        images: ImageTable | None = None,
     ):
         """Prepare for N = len(rows) * group_size episodes.
 
@@ -149,6 +158,7 @@ class Episodes:
             seed: the seed of the run.
             stop_strings: texts that end a turn. They are no part of a game's step.
             is_evaluation: whether the episodes belong to an evaluation. Environments may ask.
+            images: gives ids to images, for a model that reads them.
 
         Raises:
             InputError: if a row belongs to no environment.
@@ -163,6 +173,7 @@ class Episodes:
         self._max_prompt_tokens = max_prompt_tokens
         self._stop_strings = stop_strings
         self._is_evaluation = is_evaluation
+        self._images = images
         self._seed_of = lambda row: _seed(seed, step, first_row_id + row - row % group_size)
         self._episodes = {
             row: self._new_episode(rows[row // group_size])
@@ -211,11 +222,12 @@ class Episodes:
                 self._max_turns,
                 self._is_evaluation,
             )
-        known: dict[tuple[int, str | None], tuple[Any, list[int], str | None, str]] = {}
+        known: dict[Any, tuple[Any, list[int], str | None, str]] = {}
         prompt_ids = {}
         for row, episode in self._episodes.items():
             reply = _reply(episode)
-            key = (row // self._group_size, reply.text)
+            episode.images += reply.images
+            key = (row // self._group_size, reply.text, reply.images)
             if key not in known:
                 known[key] = self._first_prompt(episode, reply.text)
             episode.prompt, token_ids, episode.call_format, fault = known[key]
@@ -276,7 +288,8 @@ class Episodes:
         episode = self._episodes[row]
         return EpisodeResult(
             prompt=episode.prompt,
-            messages=episode.messages,
+            messages=[_without_images(message) for message in episode.messages],
+            images=episode.images,
             turn_rewards=episode.turn_rewards,
             reward=episode.reward,
             fault=episode.fault,
@@ -355,7 +368,7 @@ class Episodes:
             episode.errors += sum(result.is_error for result in reply.results)
         else:
             episode.turn_rewards[-1] = reply.reward
-            messages = [{"role": "user", "content": reply.text or ""}]
+            messages = [_message("user", reply.text or "", reply.images)]
         earlier = list(episode.messages)
         if not (reply.done and not reply.text):
             episode.messages += messages
@@ -378,8 +391,9 @@ class Episodes:
                 content = str({"error": f"The call cannot be read: {call.reason}"})
                 messages.append({"role": "tool", "name": "", "content": content})
             else:
-                name, content, _ = remaining.pop(0)
-                messages.append({"role": "tool", "name": name, "content": content})
+                result = remaining.pop(0)
+                message = _message("tool", result.content, result.images)
+                messages.append({**message, "name": result.name})
         return messages
 
     def _encode_observation(
@@ -390,7 +404,9 @@ class Episodes:
         The ids are None if the observation ends the episode by a fault.
         """
         limit = self._max_observation_tokens
-        if not self._refuses_long:
+        # Nothing is cut beside images: half of an observation might stand for another one.
+        refuses_long = self._refuses_long or any(IMAGES in message for message in messages)
+        if not refuses_long:
             messages = [_bounded(message, MOST_CHARACTERS * limit) for message in messages]
         seen = messages
         # Messages about bad calls are ours, and count as short.
@@ -403,7 +419,7 @@ class Episodes:
             token_ids, history = self._written(episode, earlier, seen)
             # Texts have other ids together than apart, so that the second cut may be too long, too.
             excess = 0
-            while len(token_ids) > limit and not self._refuses_long:
+            while len(token_ids) > limit and not refuses_long:
                 excess += len(token_ids) - limit
                 shortened = self._shortened(messages, excess)
                 if shortened == seen:
@@ -419,25 +435,38 @@ class Episodes:
             self._begin_reward(episode)
             return None, messages
         episode.observation_tokens += len(token_ids)
+        episode.images += [image for message in seen for image in message.get(IMAGES, ())]
         return token_ids if history is None else History(history), seen
 
     def _written(
         self, episode: _Episode, earlier: list[Message], messages: list[Message]
     ) -> tuple[list[int], list[int] | None]:
         """Return the ids of an observation, and those of the whole text if it is rewritten."""
+        shown = [*sources_of(episode.row), *episode.images]
+        added = [image for message in messages for image in message.get(IMAGES, ())]
+        messages = [_without(message, IMAGES) for message in messages]
         history = None
         if not isinstance(episode.prompt, str):
-            conversation = [*episode.prompt, *earlier]
+            conversation = [*episode.prompt, *(_without(message, IMAGES) for message in earlier)]
             history = self._tokenizer.encode_rewritten(conversation, messages, episode.tools)
         if not episode.is_chat and not episode.is_game:
             messages = [
                 {**message, "content": tool_calls.RESULT.format(message["content"])}
                 for message in messages
             ]
+        encode = self._tokenizer.encode_observation
         if history is None:
-            ended = episode.ended
-            return self._tokenizer.encode_observation(messages, ended, episode.is_chat), None
-        return self._tokenizer.encode_observation(messages, True, is_chat=False), history
+            token_ids = encode(messages, episode.ended, episode.is_chat)
+            return self._placed(token_ids, added), None
+        history = self._placed(history, [*shown, *added])
+        # Only its length is asked for, and an image may be its end.
+        return self._placed([*encode(messages, True, is_chat=False), 0], added)[:-1], history
+
+    def _placed(self, token_ids: list[int], images: Sequence[Any]) -> list[int]:
+        """Return ids with those of images. Raises InputError if the images cannot be read."""
+        if self._images is not None:
+            return self._images.place(token_ids, images)
+        return self._tokenizer.with_images({"images": list(images)}, token_ids).ids
 
     def _shortened(self, messages: list[Message], excess: int) -> list[Message]:
         """Return the messages with about `excess` tokens less: the longest ones lose most."""
@@ -499,8 +528,28 @@ class Episodes:
         row = {**episode.row, "prompt": prompt}
         if episode.tools:
             row["tools"] = episode.tools
-        (token_ids,) = prompts.encode([row], self._tokenizer, self._max_prompt_tokens)
+        token_ids = self._tokenizer.encode_prompt(prompt, row.get("tools"))
+        token_ids = self._placed(token_ids, [*sources_of(row), *episode.images])
+        prompts.require_length(row, token_ids, self._max_prompt_tokens)
         return token_ids
+
+
+def _message(role: str, content: str, images: Sequence[bytes]) -> Message:
+    """Return a message, with images if there are any."""
+    if not images:
+        return {"role": role, "content": content.replace(MARK, "\ufffd")}
+    return {"role": role, "content": content, IMAGES: list(images)}
+
+
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
+
+
+def _without_images(message: Message) -> Message:
+    """Return a message as people and rewards read it."""
+    if IMAGES not in message:
+        return message
+    return {**_without(message, IMAGES), "content": message["content"].replace(MARK, "<image>")}
 
 
 def _bounded(message: Message, characters: int) -> Message:

@@ -3,38 +3,71 @@
 The token ids of a prompt count the features of its own images. The sampler reads one table of the
 features of all prompts, in which each prompt's images follow those of the prompts before it. The
 tower makes it once, so an image is encoded once for all completions of its prompt.
+
+Conversations get images while they go on. There an image has token ids of its own (`ImageTable`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from tpu_rl import models
 from tpu_rl.data.encoding import bucket, stacked_pieces
+from tpu_rl.errors import InputError
 from tpu_rl.models import Select
+from tpu_rl.runtime import processes
+from tpu_rl.tokenizers import Tokenizer
 from tpu_rl.tokenizers.images import ImageReader
 from tpu_rl.types import FEATURES, Model, Params, Rollout
 
-WithImages = Callable[[Params, np.ndarray], Params]
-"""(the params tree that the policy reads, pieces of images [I, ...]) -> the tree with features."""
+
+class ImageFeatures(NamedTuple):
+    """The features of images for a role that reads them."""
+
+    compute: Callable[[Params, Any], Any]
+    """(the params tree that the policy reads, pieces of images [I, ...]) -> features [F, ...]."""
+    insert: Callable[[Params, Any], Params]
+    """(that tree, features) -> the tree with them."""
+    piece_shape: tuple[int, ...]
+
+    def __call__(self, params: Params, images: Any) -> Params:
+        """Return the params tree with the features of images."""
+        return self.insert(params, self.compute(params, images))
 
 
-def with_images(model: Model, select: Select) -> WithImages | None:
+def with_images(model: Model, select: Select) -> ImageFeatures | None:
     """Return the function that gives a role's params the features of images; None for a model that
     reads texts only."""
     if model.config.vision is None:
         return None
     features = models.image_features(model)
 
-    def add(params: Params, images: np.ndarray) -> Params:
-        made = features(select(params), images)
+    def insert(params: Params, made: Any) -> Params:
         return params | {select.name: params[select.name] | {FEATURES: made}}
 
-    return add
+    return ImageFeatures(
+        lambda params, images: features(select(params), images),
+        insert,
+        model.config.vision.piece_shape,
+    )
+
+
+def of_model(model: Model) -> ImageFeatures | None:
+    """Return `with_images` of a model whose params are the whole tree."""
+    if model.config.vision is None:
+        return None
+    return ImageFeatures(
+        models.image_features(model),
+        lambda params, made: params | {FEATURES: made},
+        model.config.vision.piece_shape,
+    )
 
 
 def table(
@@ -68,3 +101,158 @@ def with_own_images(
     tokens -= of_images * np.repeat(offsets, group_size)[:, None]
     images: Any = stacked_pieces([images for images in pixels for _ in range(group_size)])
     return replace(rollout, tokens=tokens.astype(np.int32), images=images)
+
+
+# --- conversations ---
+
+
+@dataclass
+class _Image:
+    """An image whose features are at [start, start + count) among those of all images."""
+
+    start: int
+    count: int
+    pieces: np.ndarray
+    """[p, ...] float32."""
+    features: np.ndarray | None = None
+    """[count, ...]; None before the image is read for the first time."""
+
+
+class ImageTable:
+    """The images of conversations. The tower reads each once, however many conversations show it.
+
+    Image by image, in the order in which they come, features have the token ids from
+    `ImageReader.first_id` on. Equal images have equal ids, so equal ids are equal texts with equal
+    images.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, features: ImageFeatures, most: int | None = None):
+        """Start without images; keep the last `most` of them, or all."""
+        assert tokenizer.images is not None
+        self._tokenizer = tokenizer
+        self._reader = tokenizer.images
+        self._features = features
+        self._most = most
+        self._per_piece = self._reader.tower.features_per_piece
+        self._images: dict[bytes, _Image] = {}
+        """By hash; the one that was placed last comes last."""
+        self._starts: dict[bytes, int] = {}
+        self._num_features = 0
+        self._known: dict[int, tuple[Any, list[int]]] = {}
+        """By identity: sources of data rows that many episodes show, and their ids."""
+        self._lock = threading.Lock()
+
+    def place(self, ids: Sequence[int], sources: Sequence[Any]) -> list[int]:
+        """Return the ids of a text, with those of its images in place of each image's one token.
+
+        Raises:
+            InputError: if an image cannot be read, or there are more or fewer places.
+        """
+        token_id = self._reader.token_id
+        if ids.count(token_id) != len(sources):
+            self._tokenizer.with_images({"images": list(sources)}, ids)  # It says so.
+        of_images = iter([self._ids_of(source) for source in sources])
+        placed: list[int] = []
+        for i in ids:
+            placed += next(of_images) if i == token_id else [i]
+        if placed and placed[-1] >= self._reader.first_id:
+            raise InputError(
+                "a turn of the model would follow an image directly",
+                why="in conversations a text stands between them",
+                fix="let the prompt or the observation end with a text, such as a line end",
+            )
+        return placed
+
+    def _ids_of(self, source: Any) -> list[int]:
+        known = self._known.get(id(source))
+        if known is not None and known[0] is source and self._most is None:
+            return known[1]
+        if processes.count() > 1:
+            raise InputError(
+                "conversations with images run in one process",
+                why="each process has its own episodes, and the images of the others are not sent",
+                fix="run on one machine, or leave --environment out",
+            )
+        row = {"images": [source]}
+        ids, _, pieces = self._tokenizer.with_images(row, [self._reader.token_id])
+        assert pieces is not None
+        key = hashlib.blake2b(pieces.tobytes(), digest_size=16).digest()
+        with self._lock:
+            start = self._starts.setdefault(key, self._num_features)
+            count = len(pieces) * self._per_piece
+            self._num_features = max(self._num_features, start + count)
+            image = self._images.pop(key, None) or _Image(start, count, pieces)
+            self._images[key] = image
+            if self._most is not None and len(self._images) > self._most:
+                del self._images[next(iter(self._images))]
+        first_id = self._reader.first_id
+        placed = [i + start if i >= first_id else i for i in ids]
+        if self._most is None:
+            self._known[id(source)] = (source, placed)
+        return placed
+
+    def read(self, params: Params, tokens: np.ndarray) -> tuple[Params, np.ndarray]:
+        """Return the params with the features that tokens [R, C] refer to, and the tokens with ids
+        that count these: feature r * C + c is that of the token [r, c].
+
+        The features have a place for each token, whether it is of an image or not, so that the
+        shape of the tokens alone decides which program reads them.
+
+        Raises:
+            InputError: if an image is no longer known.
+        """
+        with self._lock:
+            images = sorted(self._images.values(), key=lambda image: image.start)
+        flat = np.array(tokens).reshape(-1)
+        places = np.flatnonzero(flat >= self._reader.first_id)
+        offsets = flat[places] - self._reader.first_id
+        numbers = np.searchsorted([image.start for image in images], offsets, side="right") - 1
+        shape = jax.ShapeDtypeStruct((1, *self._features.piece_shape), np.float32)
+        like = jax.eval_shape(self._features.compute, params, shape)
+        features = np.zeros((len(flat), *like.shape[1:]), like.dtype)
+        for number in np.unique(numbers):
+            image = images[number]
+            of_image = numbers == number
+            within = offsets[of_image] - image.start
+            if number < 0 or within.max() >= image.count:
+                raise InputError(
+                    "an image of a conversation is no longer kept",
+                    why=f"the last {self._most} images are",
+                    fix="send fewer images at once",
+                )
+            features[places[of_image]] = self._features_of(params, image)[within]
+        flat[places] = self._reader.first_id + places
+        return self._features.insert(params, features), flat.reshape(tokens.shape)
+
+    def _features_of(self, params: Params, image: _Image) -> np.ndarray:
+        """Return the features of an image, which the tower reads alone: what it makes of an image
+        does not depend on others that come at the same time."""
+        if image.features is None:
+            count = len(image.pieces)
+            padding = ((0, bucket(count) - count), *((0, 0),) * (image.pieces.ndim - 1))
+            made = self._features.compute(params, np.pad(image.pieces, padding))
+            image.features = np.asarray(made)[: image.count]
+        return image.features
+
+    def with_own_images(self, rollout: Rollout) -> Rollout:
+        """Return a rollout with ids that count the features of a row's own images, in the order in
+        which the row shows them, and with the pieces of these images."""
+        first_id = self._reader.first_id
+        tokens = np.array(rollout.tokens)
+        pieces = {
+            image.start + number * self._per_piece: piece
+            for image in self._images.values()
+            for number, piece in enumerate(image.pieces)
+        }
+        of_rows: list[np.ndarray | None] = []
+        for row in tokens:
+            places = np.flatnonzero(row >= first_id)
+            offsets = row[places] - first_id
+            within = offsets % self._per_piece
+            starts = (offsets - within).tolist()
+            order = {start: number for number, start in enumerate(dict.fromkeys(starts))}
+            own = np.array([order[start] for start in starts], np.int32) * self._per_piece
+            row[places] = first_id + own + within
+            of_rows.append(np.stack([pieces[start] for start in order]) if order else None)
+        images: Any = stacked_pieces(of_rows)
+        return replace(rollout, tokens=tokens, images=images)

@@ -32,10 +32,10 @@ def encode(rows: Sequence[Row], tokenizer: Tokenizer, max_prompt_tokens: int) ->
     for row in rows:
         if row.get("images") and tokenizer.images is not None:
             raise InputError(
-                "prompts with images are answered in a single turn only",
+                "prompts with images are not read here",
                 where=f"prompt {as_text(row['prompt'])[:60]!r}",
-                why="conversations, environments and Q# read texts",
-                fix="leave --environment out and use another algorithm, or drop the images",
+                why="Q# reads texts",
+                fix="use another algorithm, or drop the images",
             )
     return encode_with_images(rows, tokenizer, max_prompt_tokens)[0]
 
@@ -54,7 +54,12 @@ def encode_with_images(
 
 def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> TextWithImages:
     text = tokenizer.encode_row(row)
-    token_ids = text.ids
+    require_length(row, text.ids, max_prompt_tokens)
+    return text
+
+
+def require_length(row: Row, token_ids: Sequence[int], max_prompt_tokens: int) -> None:
+    """Raise InputError if a row's prompt has no tokens, or more than `max_prompt_tokens`."""
     if not 0 < len(token_ids) <= max_prompt_tokens:
         raise InputError(
             f"a prompt has {len(token_ids)} tokens",
@@ -62,7 +67,6 @@ def _encode(row: Row, tokenizer: Tokenizer, max_prompt_tokens: int) -> TextWithI
             why=f"prompts must have 1 to {max_prompt_tokens} tokens",
             fix=RAISE_OR_SHORTEN,
         )
-    return text
 
 
 def drop_misfits(

@@ -125,7 +125,9 @@ def records(scored: Scored, step: int) -> list[dict[str, Any]]:
             counts = scored.episodes.counts
             record["episode"] = {name: int(values[row]) for name, values in counts.items()}
         data_row = scored.rows[groups[row]]
-        if images := sources_of(data_row):
+        of_episodes = [] if scored.episodes is None else scored.episodes.images
+        of_episode = of_episodes[row] if of_episodes else []
+        if images := [*sources_of(data_row), *of_episode]:
             record["images"] = images
             marks = {
                 "completion": actions.coordinates(record["completion"]),

@@ -60,6 +60,8 @@ class EpisodeOutcomes:
     """The public attributes of each environment at the end."""
     counts: dict[str, np.ndarray]
     """Name -> [N] numbers: turns, tool calls, errors and tokens of observations."""
+    images: list[list[bytes]] = field(default_factory=list)
+    """The images that the environment showed in each episode, as files; empty if it shows none."""
 
     def take(self, rows: np.ndarray) -> EpisodeOutcomes:
         """Return some of the episodes."""
@@ -72,6 +74,7 @@ class EpisodeOutcomes:
             messages=[self.messages[row] for row in rows],
             states=[self.states[row] for row in rows],
             counts={name: values[rows] for name, values in self.counts.items()},
+            images=[self.images[row] for row in rows] if self.images else [],
         )
 
 

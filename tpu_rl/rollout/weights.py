@@ -53,9 +53,8 @@ class RolloutPolicy(NamedTuple):
     device: Any = None
     """The device that computes random keys and the like, if the sampler has devices of its own:
     jax's default is busy with updates."""
-    with_images: Callable[[Params, Any], Params] | None = None
-    """(that tree, images) -> the tree with their features (`image_prompts.with_images`). None: the
-    policy reads texts only."""
+    with_images: Any = None
+    """`image_prompts.ImageFeatures` of that tree. None: the policy reads texts only."""
 
 
 class SamplingLayout(NamedTuple):

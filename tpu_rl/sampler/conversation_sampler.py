@@ -55,6 +55,11 @@ Weights = Callable[[tuple[Hashable, ...]], tuple[Policy, Params]]
 means that the row is not read. All policies have caches of one form."""
 
 
+ReadImages = Callable[[Params, np.ndarray], tuple[Params, np.ndarray]]
+"""(params, tokens [R, C]) -> params with the features of images that the tokens refer to, and the
+tokens with ids that count these features (`rollout.image_prompts.ImageTable`)."""
+
+
 class TurnRequest(NamedTuple):
     """The next turn of a conversation."""
 
@@ -127,6 +132,7 @@ class ConversationSampler:
         on_segment: Callable[[], None] | None = None,
         weights: Weights | None = None,
         whole_images: tuple[int, int] | None = None,
+        read_images: ReadImages | None = None,
     ):
         """Prepare empty slots.
 
@@ -148,6 +154,8 @@ class ConversationSampler:
             weights: finds the weights that turns name. Without it, all turns read `params`.
             whole_images: the first id of images and the tokens of each, if tokens of an image see
                 the later ones, so that it must be read at once (`ImageReader.whole_images`).
+            read_images: finds images, for a policy that reads them. A turn may not begin right
+                after an image.
 
         Raises:
             InputError: for a repetition penalty, which needs counts that turns do not keep.
@@ -170,6 +178,7 @@ class ConversationSampler:
         self._whole_images = whole_images
         least = 0 if whole_images is None else whole_images[1]
         self._chunks = tuple(chunk for chunk in CHUNKS if chunk >= least) or (least,)
+        self._read_images = read_images or (lambda params, tokens: (params, tokens))
         self._max_length = max_length
         self._prompt_length = prompt_length
         self._devices = slot_ops.device_count(mesh)
@@ -400,11 +409,12 @@ class ConversationSampler:
                 places[device].append((slot % self._slots_per_device, number))
             waiting[device] = rest
         policy, params = self._weights_of(names)
+        params, read_tokens = self._read_images(params, tokens.reshape(-1, width))
         pool = slot_ops.prefill(
             policy,
             self._mesh,
             params,
-            self._place(tokens.reshape(-1, width)),
+            self._place(read_tokens),
             self._place(lengths.reshape(-1)),
         )
         self._make_slots(pool.cache)
@@ -518,6 +528,7 @@ class ConversationSampler:
             if len(part) == len(rest):
                 del pending[slot]
         policy, params = self._weights_of(names)
+        params, read_tokens = self._read_images(params, tokens.reshape(-1, chunk))
         self._slots = _extend_rows(
             policy,
             self._mesh,
@@ -525,7 +536,7 @@ class ConversationSampler:
             self._slots,
             self._places(places, rows),
             self._place(lengths.ravel()),
-            self._place(tokens.reshape(-1, chunk)),
+            self._place(read_tokens),
             self._place(commit.ravel()),
             self._max_length,
         )

@@ -276,16 +276,16 @@ class Tokenizer:
         """Return the ids of a text in which control tokens are recognized."""
         return self.encode(text, special=True)
 
-    def _encode_with_images(self, text: str) -> list[int]:
+    def _encode_with_images(self, text: str, follows_control: bool = False) -> list[int]:
         """Return the ids of a plain text in which `images.MARK` stands for images."""
         if self.images is None or MARK not in text:
-            return self.encode(text)
+            return self._encode_after(text, True) if follows_control else self.encode(text)
         ids: list[int] = []
         gap = self.images.tower.gap
         for number, piece in enumerate(text.replace(MARK, f"{gap}{MARK}{gap}").split(MARK)):
             if number:
                 ids += self._encode_control(self.images.literal)
-            ids += self._encode_after(piece, number > 0)
+            ids += self._encode_after(piece, follows_control or number > 0)
         return ids
 
     def wraps(self, prompt: Any) -> bool:
@@ -776,7 +776,7 @@ class Tokenizer:
         if not is_chat:
             text = _joined(messages)
             _require_encodable(text)
-            return self._encode_after(text, follows_control=True)
+            return self._encode_with_images(text, follows_control=True)
         # Mistral's templates want ids of nine characters.
         with_ids = [
             {**message, "tool_call_id": f"call{number:05d}"}
